@@ -1,0 +1,54 @@
+"""An Engine is a token-in/token-out sampler with a control plane. The gateway is its only caller.
+
+Contract: ids are exactly those sampled; one finite logprob <= 0 per id, of the distribution that was
+sampled, or None for the whole reply when the tokens are demonstrated (scripted). Cancelling the
+coroutine of `generate` aborts the request at the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from whet.types import Generation, IntArray, RequestKey, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine says of itself; checked by the start-up probe."""
+
+    name: str
+    max_context_tokens: int
+    """Prompt plus sampled tokens of one request."""
+    kind: str = "sampled"
+    """`sampled`, or `demonstrated` for a scripted policy (no logprobs, never trained by RL)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """Proof that an engine holds a weight set. The gateway stamps no version without one."""
+
+    version: int
+    checksum: str
+    """Hex digest over all tensors in name order."""
+
+
+class Engine(Protocol):
+    """Sampler and control plane."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def receipt(self) -> Receipt:
+        """Of the weights now in force."""
+
+    async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
+        """Sample a continuation of `ids`. Raises EngineError."""
+
+    async def pause(self) -> None:
+        """Stop starting new work and wait until nothing is in flight."""
+
+    async def resume(self) -> None: ...
+
+    async def close(self) -> None: ...

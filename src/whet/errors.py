@@ -1,0 +1,102 @@
+"""Every failure whet raises on purpose, one class per boundary to the outside.
+
+A `WhetError` is one clear line for a person. Classification: `infra` errors are the host's doing and make
+a rollout unscorable (reward None, slot retried); everything else is either a defect (raises to the top)
+or the agent's own doing (graded). `boundary` turns foreign exceptions into the class of the edge they
+crossed, keeping the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class WhetError(Exception):
+    """Base. `str(error)` is one line, fit to print."""
+
+    infra = False
+
+
+class ConfigError(WhetError):
+    """The user's configuration or command line is wrong."""
+
+
+class SetupError(WhetError):
+    """The machine lacks something whet needs (bubblewrap, Node, a port, disk space)."""
+
+
+class TaskError(WhetError):
+    """A task or dataset row cannot be used."""
+
+
+class CaptureError(WhetError):
+    """An invariant of capture is broken. Names rollout, turn and token index; never swallowed."""
+
+
+class RenderError(WhetError):
+    """A tokenizer or chat template cannot serve as a family."""
+
+
+class GatewayError(WhetError):
+    """The gateway cannot do what its operator asked."""
+
+
+class EngineError(WhetError):
+    """The engine failed, answered nonsense or is gone."""
+
+    infra = True
+
+
+class SandboxError(WhetError):
+    """The sandbox backend failed."""
+
+    infra = True
+
+
+class SandboxStartError(SandboxError):
+    """A box could not be created."""
+
+
+class SandboxLost(SandboxError):
+    """A live box vanished through no act of what ran in it."""
+
+
+class PolicyUnsupported(SandboxError):
+    """A spec asks for more than the backend offers; refused before start."""
+
+    infra = False
+
+
+class HarnessError(WhetError):
+    """An agent could not be installed, configured or started."""
+
+    infra = True
+
+
+class GradeError(WhetError):
+    """Grading failed for a host-side cause."""
+
+    infra = True
+
+
+class RecordError(WhetError):
+    """The run directory cannot be read or written."""
+
+
+class TrainError(WhetError):
+    """The learner refused or failed a step."""
+
+
+@contextmanager
+def boundary(kind: type[WhetError], doing: str) -> Iterator[None]:
+    """Turn OS and protocol errors crossing an edge into `kind`, with what was being done.
+
+    Whet's own errors pass unchanged. Programming errors (TypeError, KeyError, ...) are not caught.
+    """
+    try:
+        yield
+    except WhetError:
+        raise
+    except (OSError, EOFError, TimeoutError, ValueError) as error:
+        raise kind(f"{doing}: {error or type(error).__name__}") from error

@@ -1,0 +1,80 @@
+"""A Harness is the unmodified agent program plus the recipe to install, configure, start and await it.
+
+A Worker is one box with the agent in it that runs one rollout at a time. In strict mode a worker lives for
+one rollout; a warm worker serves many and wipes and kills everything between two. Exit is the authority;
+grace timers are a fall-back. A harness never sees a reward, an oracle or the gateway object: only an
+address and a secret.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from whet.types import Task, Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAccess:
+    """What the agent gets to reach its model: the session's secret and paths under the box's loopback."""
+
+    public_id: str
+    """Routing only: the chat base URL is http://127.0.0.1:{port}/s/{public_id}/v1."""
+    secret: str
+    """Bearer. Travels by environment or file, never argv; dies with the session."""
+    model: str = "policy"
+    context_tokens: int = 32768
+    """What the agent should believe its context window is."""
+    max_call_tokens: int = 512
+
+
+AgentExit = Literal["finished", "failed", "timeout"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentResult:
+    """What one agent run left behind. `tree` was captured after every process of the rollout was killed."""
+
+    exit: AgentExit
+    tree: Tree
+    detail: str = ""
+    """One redacted line: exit code, signal or the agent's own error."""
+    log: bytes = b""
+    """Redacted agent output, bounded."""
+    duration_s: float = 0.0
+
+
+class Worker(Protocol):
+    """One box with the agent in it; an async context manager that starts it and removes everything."""
+
+    async def run(self, task: Task, access: ModelAccess) -> AgentResult:
+        """Put the task's files, run the agent on `task.prompt` within `task.limits.wall_s`, stop it, capture.
+        Raises HarnessError or SandboxError for host-side causes only."""
+
+    @property
+    def healthy(self) -> bool:
+        """False when the worker must not be used again (timeout, wear, lost process)."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Harness(Protocol):
+    """One agent."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    def worker(self, gateway_socket: Path) -> Worker:
+        """A worker whose box reaches the gateway through this host unix socket only."""

@@ -1,0 +1,150 @@
+"""A Sandbox is an isolated place where a process can run and files move. It knows no agents and no rewards.
+
+Rules: a spec that asks for more than a backend declares is refused before start. A killed process never
+reports exit 0. Every wait has a deadline. `close` never raises and leaves no process, mount or file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from whet.types import Tree
+
+Network = Literal["none", "gateway_only", "allowlist", "public"]
+Capability = Literal[
+    "network_none",
+    "gateway_only",
+    "allowlist",
+    "pid_isolation",
+    "resource_limits",
+    "snapshot",
+    "stdin_pipe",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bind:
+    """A host path shown read-only inside the box."""
+
+    source: Path
+    target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSpec:
+    """What a box must be. Paths inside are constant, so that prompts do not depend on the host."""
+
+    workdir: str = "/work"
+    """Inside path of the only folder that survives until capture; starts with `files`."""
+    files: Tree = field(default_factory=dict, repr=False)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    binds: tuple[Bind, ...] = ()
+    network: Network = "none"
+    gateway_socket: Path | None = None
+    """Host unix socket of the gateway, for network `gateway_only`."""
+    gateway_port: int = 8080
+    """Loopback port inside the box at which the gateway is reached."""
+    memory_bytes: int | None = None
+    max_processes: int | None = None
+    label: str = ""
+    """Run id, for the reaper of leaked boxes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecResult:
+    """`exit_code` is None only if the box died; a killed process has 137 or -signal, never 0."""
+
+    exit_code: int | None
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool = False
+    truncated: bool = False
+    duration_s: float = 0.0
+
+
+class Process(Protocol):
+    """A process started in a box with pipes; dies with the box."""
+
+    async def write(self, data: bytes) -> None:
+        """Write to stdin and drain. Raises SandboxLost when the process is gone."""
+
+    async def readline(self, timeout_s: float) -> bytes:
+        """One line of stdout with its newline; b"" at end of file. Raises TimeoutError."""
+
+    def poll(self) -> int | None: ...
+
+    async def wait(self, timeout_s: float) -> int:
+        """Exit code. Raises TimeoutError."""
+
+    async def kill(self) -> None:
+        """Kill the process with everything it started; idempotent."""
+
+    def stderr_tail(self) -> bytes:
+        """Last bytes of stderr, bounded."""
+
+
+class Sandbox(Protocol):
+    """A live box; an async context manager."""
+
+    @property
+    def workdir(self) -> str: ...
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        max_output_bytes: int = 1 << 20,
+    ) -> ExecResult:
+        """Run to the end; a timeout kills the whole process tree."""
+
+    async def spawn(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None
+    ) -> Process: ...
+
+    async def put(self, path: str, content: bytes, *, executable: bool = False) -> None:
+        """Write one file at an inside path under the work folder or the box's home."""
+
+    async def put_tree(self, files: Tree) -> None:
+        """Replace the content of the work folder by `files`."""
+
+    async def get_tree(self, *, max_bytes: int = 64 << 20, max_files: int = 10_000) -> Tree:
+        """Regular files of the work folder. Links, devices and sockets are left out.
+        Raises SandboxError over a cap."""
+
+    async def kill_all(self) -> None:
+        """Kill every process in the box but its init and those `spawn` returned; idempotent."""
+
+    async def wipe(self) -> None:
+        """Empty the work folder, the home and every other writable place of the box."""
+
+    async def close(self) -> None: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class SandboxBackend(Protocol):
+    """Makes boxes."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capabilities(self) -> frozenset[Capability]: ...
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        """Raises PolicyUnsupported or SandboxStartError."""

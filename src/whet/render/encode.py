@@ -1,0 +1,142 @@
+"""A Codec turns rendered text into ids so that only the family's own scaffold can make control tokens.
+
+Text from outside goes through `shield` before a template sees it: the first character of every control
+marker becomes a lone surrogate, which valid text cannot hold, so no marker can begin inside outside text
+and templates still see its length, its ends and its white space. `encode` splits the rendered text at the
+markers that are left (all scaffold), takes the shield off, and encodes each run between two markers with a
+tokenizer that knows no control tokens. Content without markers therefore gets the same ids as the stock tokenizer
+gives the same rendering. Callers: render/template and render/parse.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from whet.errors import RenderError
+from whet.types import IntArray
+
+_SHIELD_BASE = 0xDC00
+
+
+class Codec:
+    """Encoder and decoder over one `tokenizer.json`.
+
+    `control` names the added tokens that are control tokens; None means all of them. The rest stay ordinary.
+    """
+
+    def __init__(self, tokenizer_json: str, control: Sequence[str] | None = None) -> None:
+        """Raises RenderError when the tokenizer cannot keep content and control tokens apart."""
+        spec = json.loads(tokenizer_json)
+        added = spec.get("added_tokens", [])
+        names = [str(t["content"]) for t in added]
+        chosen = names if control is None else list(control)
+        missing = sorted(set(chosen) - set(names))
+        if missing:
+            raise RenderError(f"control tokens not among the tokenizer's added tokens: {missing}")
+        for token in added:
+            if token["content"] in chosen and (token.get("lstrip") or token.get("rstrip")):
+                raise RenderError(f"control token {token['content']!r} swallows white space; not supported")
+        self._stock = Tokenizer.from_str(tokenizer_json)
+        spec["added_tokens"] = [t for t in added if t["content"] not in chosen]
+        _forget(spec.get("model", {}), chosen)
+        self._plain = Tokenizer.from_str(json.dumps(spec))
+        self._stock.no_padding()
+        self._plain.no_padding()
+        self._stock.no_truncation()
+        self._plain.no_truncation()
+        self.control: Mapping[str, int] = {
+            str(t["content"]): int(t["id"]) for t in added if t["content"] in chosen
+        }
+        """Marker text -> id."""
+        self.names: Mapping[int, str] = {i: name for name, i in self.control.items()}
+        self.vocab_size = 1 + max(self._stock.get_vocab(with_added_tokens=True).values())
+        self._control_ids = np.array(sorted(self.names), dtype=np.int32)
+        self._markers = re.compile(
+            "|".join(re.escape(n) for n in sorted(chosen, key=len, reverse=True)) or "(?!)"
+        )
+        self._shield, self._unshield = _shield_tables(chosen)
+        self._check()
+
+    def shield(self, text: str) -> str:
+        """Outside text made safe to pass through a template; lone surrogates become U+FFFD."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return text.translate(self._shield)
+
+    def unshield(self, text: str) -> str:
+        return text.translate(self._unshield)
+
+    def encode(self, rendered: str) -> IntArray:
+        """Ids of a rendered text: markers are scaffold, everything shielded is content."""
+        ids: list[int] = []
+        at = 0
+        for hit in self._markers.finditer(rendered):
+            ids += self._run(rendered[at : hit.start()])
+            ids.append(self.control[hit.group()])
+            at = hit.end()
+        ids += self._run(rendered[at:])
+        return np.array(ids, dtype=np.int32)
+
+    def encode_content(self, text: str) -> IntArray:
+        """Ids of outside text alone."""
+        return np.array(self._run(self.shield(text)), dtype=np.int32)
+
+    def encode_stock(self, rendered: str) -> IntArray:
+        """What the stock tokenizer gives; for the checks at load only."""
+        return np.array(self._stock.encode(rendered, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: IntArray) -> str:
+        """Text of ids, control tokens included; ids outside the vocabulary vanish."""
+        return str(self._stock.decode(ids.tolist(), skip_special_tokens=False))
+
+    def markers_in(self, text: str) -> int:
+        """Control markers typed as plain text."""
+        return sum(1 for _ in self._markers.finditer(text))
+
+    def control_positions(self, ids: IntArray) -> list[int]:
+        """Positions of control ids, ascending."""
+        return [int(i) for i in np.flatnonzero(np.isin(ids, self._control_ids))]
+
+    def _run(self, text: str) -> list[int]:
+        if not text:
+            return []
+        return list(self._plain.encode(self.unshield(text), add_special_tokens=False).ids)
+
+    def _check(self) -> None:
+        for name, number in self.control.items():
+            if number in self._run(self.shield(f"a{name}b {name}")):
+                raise RenderError(f"control token {name!r} can be spelled by ordinary text in this tokenizer")
+
+
+def _shield_tables(markers: Sequence[str]) -> tuple[dict[int, int], dict[int, int]]:
+    """Translation tables that hide and restore the first characters of all markers."""
+    firsts = sorted({m[:1] for m in markers})
+    for first in firsts:
+        if not first or first.isalnum() or first.isspace():
+            raise RenderError(
+                f"a control token begins with an ordinary character {first!r}; name control_tokens"
+            )
+    hide = {ord(first): _SHIELD_BASE + i for i, first in enumerate(firsts)}
+    return hide, {v: k for k, v in hide.items()}
+
+
+def _forget(model: dict[str, object], markers: Sequence[str]) -> None:
+    """Take the markers out of a BPE vocabulary where no merge needs them, so that no text can reach them."""
+    vocab = model.get("vocab")
+    if not isinstance(vocab, dict):
+        return
+    merges = model.get("merges")
+    needed: set[str] = set()
+    for merge in merges if isinstance(merges, list) else []:
+        left, right = merge if isinstance(merge, list) else str(merge).split(" ", 1)
+        needed |= {left, right, left + right}
+    for marker in markers:
+        if marker not in needed and marker != model.get("unk_token"):
+            vocab.pop(marker, None)

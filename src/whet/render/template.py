@@ -1,0 +1,329 @@
+"""A Family from a model folder: its tokenizer.json and its own chat template, by the delta rule.
+
+The ids of a run of context messages are what the template writes for a conversation with the run minus what
+it writes without it. A sentinel inside the message before the run marks where to compare, so a template may
+restyle older messages; the tail it writes must not depend on them. `load_family` checks that on probe
+conversations and refuses with a reason otherwise. Every piece begins with a control token, so that pieces
+encoded apart equal the whole encoded at once. Callers: whoever builds a gateway; tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from whet.errors import RenderError, boundary
+from whet.render.encode import Codec
+from whet.render.family import ParsedReply
+from whet.render.jinja import SENTINEL, ChatTemplate
+from whet.render.parse import THINK_CLOSE, is_open_reasoning, parse_hermes
+from whet.types import Finish, IntArray, Message, ToolCall, ToolSpec
+
+_USER = Message(role="user", text="Question.")
+_SAID = Message(role="assistant", text=SENTINEL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyFile:
+    """whet_family.json: what the template alone cannot tell. Every field is optional."""
+
+    stop_tokens: tuple[str, ...] = ()
+    """Further tokens that end a turn, besides the template's own and those that open a message."""
+    tool_format: str = "hermes"
+    control_tokens: tuple[str, ...] | None = None
+    """Added tokens that text from outside must never produce; None = all added tokens."""
+    template_arguments: dict[str, object] = field(default_factory=dict)
+    """Extra variables for the template, e.g. {"enable_thinking": false}."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TemplateFamily:
+    """Implements `whet.render.family.Family`; made by `load_family`, immutable."""
+
+    fingerprint: str
+    codec: Codec
+    template: ChatTemplate
+    stop_ids: frozenset[int]
+    end_ids: tuple[int, ...]
+    """The usual end of a turn (one stop id) and the scaffold ids after it."""
+    prompt_ids: IntArray
+    prompt_text: str
+    in_reasoning: bool
+    native_system: bool
+    """The template takes a system message in mid-list; otherwise it is told as a user message."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.codec.vocab_size
+
+    def open(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
+        return _open_ids(self, tuple(system), tuple(tools))
+
+    def append(self, messages: Sequence[Message]) -> IntArray:
+        if not messages:
+            return np.zeros(0, dtype=np.int32)
+        run = messages if self.native_system else [_demoted(m) for m in messages]
+        return self.codec.encode(_opens(self.codec, _delta(self.template, run), run[0].role))
+
+    def close(self, sampled: IntArray, finish: Finish) -> IntArray:
+        last = int(sampled[-1]) if len(sampled) else -1
+        if last == self.end_ids[0]:
+            return np.array(self.end_ids[1:], dtype=np.int32)
+        ids = list(self.end_ids)
+        if last not in self.stop_ids and is_open_reasoning(self.codec, sampled, self.in_reasoning):
+            ids.insert(0, self.codec.control[THINK_CLOSE])
+        return np.array(ids, dtype=np.int32)
+
+    def generation_prompt(self) -> IntArray:
+        return self.prompt_ids
+
+    def parse(self, sampled: IntArray) -> ParsedReply:
+        return parse_hermes(self.codec, sampled, self.stop_ids, self.in_reasoning)
+
+    def render_reply(self, message: Message) -> IntArray:
+        if message.role != "assistant":
+            raise RenderError(f"render_reply takes an assistant message, not {message.role!r}")
+        text = self.template.render([_USER, message])
+        before = self.template.render([_USER]) + self.prompt_text
+        if not text.startswith(before):
+            raise RenderError("the template does not write this reply after its own generation prompt")
+        ids = self.codec.encode(text[len(before) :])
+        if tuple(ids[len(ids) - len(self.end_ids) :].tolist()) != self.end_ids:
+            raise RenderError("the template does not end this reply as it ends others")
+        return ids[: len(ids) - len(self.end_ids) + 1]
+
+    def decode(self, ids: IntArray) -> str:
+        return self.codec.decode(ids)
+
+    def injections(self, text: str) -> int:
+        return self.codec.markers_in(text)
+
+
+@lru_cache(maxsize=256)
+def _open_ids(family: TemplateFamily, system: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> IntArray:
+    """Ids of the root block; cached because every call of a session has the same one."""
+    text = _root(family.template, system, tools)
+    ids = family.codec.encode(text)
+    ids.setflags(write=False)
+    return ids
+
+
+def _root(template: ChatTemplate, system: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+    """What the template writes before the first user message."""
+    whole = template.render([*system, _USER], tools)
+    first = _delta(template, [_USER])
+    if not whole.endswith(first):
+        raise RenderError("the template writes the first user message unlike the later ones")
+    return whole[: len(whole) - len(first)]
+
+
+def _before(run: Sequence[Message]) -> list[Message]:
+    """A shortest plausible conversation that `run` can follow, with the sentinel in its last message."""
+    answered = []
+    for message in run:
+        if message.role != "tool":
+            break
+        answered.append(ToolCall(id=message.tool_call_id or "call", name=SENTINEL, arguments="{}"))
+    if answered:
+        return [_USER, Message(role="assistant", tool_calls=tuple(answered))]
+    return [_USER, _SAID]
+
+
+def _delta(template: ChatTemplate, run: Sequence[Message], before: Sequence[Message] = ()) -> str:
+    """render(before + run) - render(before), compared from the last sentinel on. Raises RenderError."""
+    before = list(before) or _before(run)
+    without = _after_sentinel(template.render(before))
+    whole = _after_sentinel(template.render([*before, *run]))
+    if not whole.startswith(without):
+        raise RenderError(
+            f"not prefix-stable: a following {run[0].role} message changes the end of the one before"
+        )
+    return whole[len(without) :]
+
+
+def _after_sentinel(text: str) -> str:
+    at = text.rfind(SENTINEL)
+    if at < 0:
+        raise RenderError("the template leaves out or changes an assistant message's content")
+    return text[at + len(SENTINEL) :]
+
+
+def _opens(codec: Codec, text: str, role: str) -> str:
+    """`text` itself, when it begins with a control token. Raises RenderError."""
+    if not any(text.startswith(name) for name in codec.control):
+        raise RenderError(
+            f"a {role} message does not begin with a control token in this template: {text[:40]!r}"
+        )
+    return text
+
+
+def _demoted(message: Message) -> Message:
+    """A mid-list system message told in the user's place; pure per message, so prefixes stay."""
+    if message.role != "system":
+        return message
+    return Message(role="user", text=f"<system>\n{message.text}\n</system>")
+
+
+# --------------------------------------------------------------------------- loading
+
+
+def load_family(folder: Path) -> TemplateFamily:
+    """Read `tokenizer.json`, `chat_template.jinja` (or the one inside `tokenizer_config.json`) and the optional
+    `whet_family.json`, and check the delta rule. Raises RenderError with the reason for a refusal."""
+    with boundary(RenderError, f"reading the model folder {folder}"):
+        tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        config = _read_json(folder / "tokenizer_config.json")
+        source = _template_source(folder, config)
+        file = _family_file(_read_json(folder / "whet_family.json"))
+    codec = Codec(tokenizer_json, file.control_tokens)
+    variables = {**_special_tokens(config), **file.template_arguments}
+    template = ChatTemplate(source, variables, codec.shield)
+    family = _build(codec, template, file, _fingerprint(tokenizer_json, template, file))
+    check_family(family)
+    return family
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    if not path.exists():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise RenderError(f"{path.name} is not a JSON object")
+    return value
+
+
+def _template_source(folder: Path, config: dict[str, object]) -> str:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {str(t["name"]): str(t["template"]) for t in source}
+        source = named.get("tool_use", named.get("default"))
+    if not isinstance(source, str):
+        raise RenderError(f"{folder} has no chat template (chat_template.jinja or tokenizer_config.json)")
+    return source
+
+
+def _special_tokens(config: dict[str, object]) -> dict[str, object]:
+    """bos_token, eos_token, ... as templates expect them: plain strings."""
+    found: dict[str, object] = {}
+    for name, value in config.items():
+        if name.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found[name] = text
+    return found
+
+
+def _family_file(raw: dict[str, object]) -> FamilyFile:
+    known = set(FamilyFile.__dataclass_fields__)
+    unknown = sorted(set(raw) - known)
+    if unknown:
+        raise RenderError(f"whet_family.json: unknown keys {unknown}; known are {sorted(known)}")
+    control, arguments = raw.get("control_tokens"), raw.get("template_arguments", {})
+    if not isinstance(arguments, dict):
+        raise RenderError("whet_family.json: template_arguments must be an object")
+    file = FamilyFile(
+        stop_tokens=_names(raw.get("stop_tokens", [])),
+        tool_format=str(raw.get("tool_format", "hermes")),
+        control_tokens=None if control is None else _names(control),
+        template_arguments=arguments,
+    )
+    if file.tool_format != "hermes":
+        raise RenderError(f"whet_family.json: tool_format {file.tool_format!r} is not known; known: hermes")
+    return file
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise RenderError("whet_family.json: token lists must be lists of strings")
+    return tuple(value)
+
+
+def _fingerprint(tokenizer_json: str, template: ChatTemplate, file: FamilyFile) -> str:
+    h = hashlib.sha256()
+    for part in (tokenizer_json, template.identity, repr(file)):
+        h.update(len(part.encode()).to_bytes(8, "big"))
+        h.update(part.encode())
+    return h.hexdigest()
+
+
+def _build(codec: Codec, template: ChatTemplate, file: FamilyFile, fingerprint: str) -> TemplateFamily:
+    """Derive generation prompt, end of turn and stop ids from what the template writes."""
+    user = template.render([_USER])
+    prompted = template.render([_USER], generation_prompt=True)
+    if not prompted.startswith(user) or prompted == user:
+        raise RenderError("the template has no generation prompt that follows a user message")
+    prompt_text = _opens(codec, prompted[len(user) :], "assistant")
+    prompt_ids = codec.encode(prompt_text)
+    end_ids = [int(i) for i in codec.encode(_after_sentinel(template.render([_USER, _SAID])))]
+    if not end_ids or end_ids[0] not in codec.names:
+        raise RenderError("an assistant message does not end with a control token in this template")
+    openers = [int(prompt_ids[0]), int(codec.encode(_opens(codec, _delta(template, [_USER]), "user"))[0])]
+    eos = template.variables.get("eos_token")
+    named = [*file.stop_tokens, *([eos] if isinstance(eos, str) else [])]
+    unknown = sorted(set(named) - set(codec.control))
+    if unknown:
+        raise RenderError(f"stop tokens {unknown} are not control tokens of this tokenizer")
+    native = True
+    try:
+        _delta(template, [Message(role="system", text="Note."), _USER])
+    except RenderError:
+        native = False
+    return TemplateFamily(
+        fingerprint=fingerprint,
+        codec=codec,
+        template=template,
+        stop_ids=frozenset([end_ids[0], *openers, *(codec.control[n] for n in named)]),
+        end_ids=tuple(end_ids),
+        prompt_ids=prompt_ids,
+        prompt_text=prompt_text,
+        in_reasoning=is_open_reasoning(codec, prompt_ids, False),
+        native_system=native,
+    )
+
+
+def check_family(family: TemplateFamily) -> None:
+    """Prove the delta rule on probe conversations. Raises RenderError with the first reason found."""
+    template, codec = family.template, family.codec
+    call = ToolCall(id="call_a", name=SENTINEL, arguments='{"a": 1}')
+    said = [
+        [_USER, _SAID],
+        [Message(role="system", text="Rules."), _USER, Message(role="assistant", text="x"), _USER, _SAID],
+    ]
+    called = [[_USER, Message(role="assistant", tool_calls=(call,))]]
+    called.append([*said[1], _USER, Message(role="assistant", text="y", tool_calls=(call,))])
+    result = Message(role="tool", text="result", tool_call_id="call_a")
+    runs: list[tuple[list[Message], list[list[Message]]]] = [
+        ([_USER], said + called),
+        ([_USER, _USER], said),
+        ([result], called),
+        ([result, _USER], called),
+    ]
+    for run, contexts in runs:
+        deltas = {_delta(template, run, before) for before in contexts}
+        if len(deltas) != 1:
+            raise RenderError(
+                f"not prefix-stable: a {run[0].role} message is written differently by what stands before"
+            )
+        delta = _opens(codec, deltas.pop(), run[0].role)
+        if template.render([_USER, *run], generation_prompt=True) != (
+            template.render([_USER, *run]) + family.prompt_text
+        ):
+            raise RenderError(f"the generation prompt depends on the {run[-1].role} message before it")
+        if not np.array_equal(codec.encode(delta), codec.encode_stock(delta)):
+            raise RenderError(
+                "the tokenizer encodes runs between control tokens differently from the whole text"
+            )
+    tool = ToolSpec(name="look", description="Look.", parameters='{"type": "object", "properties": {}}')
+    for system in ([], [Message(role="system", text="Rules.")]):
+        _root(template, system, ())
+        _root(template, system, (tool,))
+    family.render_reply(Message(role="assistant", text="Answer."))

@@ -1,0 +1,345 @@
+"""Typed configuration: TOML with one table per folder plus [run] and [model].
+
+Values are layered: defaults, then a base mapping (a preset or the config of a resumed run), then the file,
+then `a.b=c` overrides. An unknown key is an error with a suggestion. Units stand in the names (`_s`,
+`_tokens`). There is no null in TOML, so "not set" is 0 or "" and each field says what that means. No field
+holds a secret: secrets travel in environment variables only. Errors are `ConfigError`, one line each.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from whet.errors import ConfigError, boundary
+
+Seconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Table(BaseModel):
+    """One table of the file. Frozen; unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class RunTable(Table):
+    """The run as a whole."""
+
+    dir: str = ""
+    """Run directory; empty = runs/<ULID> under the current folder."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Names every random stream of the run."""
+    steps: CountOrZero = 30
+    """Optimizer steps of reinforcement learning."""
+    eval_tasks: CountOrZero = 128
+    """Held-out tasks per evaluation, one rollout each; 0 = no evaluation."""
+    eval_every_steps: CountOrZero = 0
+    """Steps between evaluations during training; 0 = only before and after."""
+    checkpoint_every_steps: Count = 1
+    """Steps between checkpoints."""
+    keep_checkpoints: Count = 3
+    """Newest checkpoints kept on disk."""
+    plain: bool = False
+    """Plain lines without colour instead of the live view."""
+
+
+class ModelTable(Table):
+    """The model that is trained."""
+
+    path: str = ""
+    """Folder with weights, tokenizer and chat template; empty = the warm start of the demo."""
+    max_context_tokens: Count = 4096
+    """Prompt plus sampled tokens of one model call."""
+
+
+class TasksTable(Table):
+    """What the agent works on."""
+
+    source: Literal["toy"] = "toy"
+    """Task source."""
+    groups_per_step: Count = 12
+    """Tasks per optimizer step."""
+    families: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Task families to use; empty = all."""
+
+
+class SandboxTable(Table):
+    """Where the agent runs."""
+
+    backend: Literal["local"] = "local"
+    """Sandbox backend."""
+    mode: Literal["auto", "bubblewrap", "namespaces"] = "auto"
+    """How the local backend isolates; auto = bubblewrap, else namespaces."""
+
+
+class HarnessTable(Table):
+    """Which agent, and how its processes are reused."""
+
+    agent: Literal["pi", "script"] = "pi"
+    """The agent."""
+    mode: Literal["fresh", "warm"] = "fresh"
+    """fresh = a new agent process per rollout; warm = workers that are wiped in between."""
+    workers: Count = 8
+    """Rollouts that run at the same time."""
+    recycle_rollouts: Count = 64
+    """Rollouts after which a warm worker is replaced."""
+
+
+class GatewayTable(Table):
+    """The server the agent believes to be its provider."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Loopback TCP port to listen on beside the unix sockets of the boxes; 0 = none."""
+
+
+class EngineTable(Table):
+    """The sampler."""
+
+    kind: Literal["embedded"] = "embedded"
+    """Engine."""
+    max_rows: Count = 32
+    """Requests decoded in one batch."""
+    threads: Count = 1
+    """Torch threads while sampling."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of sampling in training and evaluation, and of the trainer's log-probabilities."""
+
+
+class LimitsTable(Table):
+    """What one rollout may use. Reaching a limit is the agent's own doing and is graded."""
+
+    wall_s: Seconds = 120.0
+    """Seconds from the agent's start to its forced stop."""
+    max_calls: Count = 8
+    """Model calls per rollout."""
+    max_call_tokens: Count = 96
+    """Sampled tokens per model call."""
+    max_session_tokens: Count = 65536
+    """Sampled tokens per rollout."""
+
+
+class GradeTable(Table):
+    """The judge."""
+
+    workers: Count = 2
+    """Gradings that run at the same time."""
+    timeout_s: Seconds = 10.0
+    """Seconds for one grading."""
+
+
+class CollectTable(Table):
+    """Groups of rollouts."""
+
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Rollouts per task."""
+    attempts: Count = 3
+    """Tries at one rollout when the infrastructure fails."""
+    group_min: Annotated[int, Field(ge=2)] = 2
+    """Graded rollouts from which a group is usable."""
+
+
+class TrainTable(Table):
+    """The learner."""
+
+    loss: Literal["dppo", "ppo_clip"] = "dppo"
+    """Policy-gradient loss."""
+    advantage: Literal["dr_grpo", "grpo", "rloo"] = "dr_grpo"
+    """Credit of a rollout against its group."""
+    lr: Annotated[float, Field(gt=0)] = 2e-4
+    """Peak learning rate."""
+    warmup_steps: CountOrZero = 3
+    """Steps of linear warm-up."""
+    epochs: Count = 1
+    """Passes over one batch."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest global gradient norm."""
+    min_groups: Count = 2
+    """Groups with a gradient below which the update is skipped."""
+    threads: Count = 2
+    """Torch threads while training."""
+    truncated: Literal["keep", "mask", "penalise"] = "keep"
+    """What becomes of the tokens of a rollout that reached a limit."""
+    max_logprob_gap: Annotated[float, Field(gt=0)] = 1e-4
+    """Largest |sampler - trainer| log-probability of a trained token; the run stops above it."""
+    dppo_low: Fraction = 0.2
+    """dppo: probability a token may lose against the sampler before its gradient is masked."""
+    dppo_high: Fraction = 0.2
+    """dppo: probability a token may gain against the sampler before its gradient is masked."""
+    dppo_tau: Annotated[float, Field(ge=0)] = 1e-3
+    """dppo: weight of the pull towards the sampler's log-probabilities."""
+    clip_low: Fraction = 0.2
+    """ppo_clip: lower clip of the ratio, 1 - clip_low."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """ppo_clip: upper clip of the ratio, 1 + clip_high."""
+    token_budget: Count = 16384
+    """Tokens per micro-batch."""
+
+
+class Config(Table):
+    """The whole file."""
+
+    run: RunTable = RunTable()
+    model: ModelTable = ModelTable()
+    tasks: TasksTable = TasksTable()
+    sandbox: SandboxTable = SandboxTable()
+    harness: HarnessTable = HarnessTable()
+    gateway: GatewayTable = GatewayTable()
+    engine: EngineTable = EngineTable()
+    limits: LimitsTable = LimitsTable()
+    grade: GradeTable = GradeTable()
+    collect: CollectTable = CollectTable()
+    train: TrainTable = TrainTable()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.collect.group_min > self.collect.group_size:
+            raise ValueError("collect.group_min is larger than collect.group_size")
+        if self.train.min_groups > self.tasks.groups_per_step:
+            raise ValueError("train.min_groups is larger than tasks.groups_per_step: no step could train")
+        if self.limits.max_call_tokens >= self.model.max_context_tokens:
+            raise ValueError("limits.max_call_tokens leaves no room for a prompt in model.max_context_tokens")
+        return self
+
+
+Raw = Mapping[str, Any]
+
+
+def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: Raw | None = None) -> Config:
+    """Defaults < `base` < file at `path` < `overrides` ("a.b=c"). Raises ConfigError, one line."""
+    layers: list[tuple[str, Raw]] = []
+    if base is not None:
+        layers.append(("base configuration", base))
+    if path is not None:
+        layers.append((str(path), read_toml(path)))
+    layers += [(f"override {text!r}", _parse_override(text)) for text in overrides]
+    merged: dict[str, dict[str, Any]] = {}
+    for origin, raw in layers:
+        _check_keys(raw, origin)
+        for table, values in raw.items():
+            merged.setdefault(table, {}).update(values)
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_describe(item) for item in error.errors())) from error
+
+
+def read_toml(path: Path) -> Raw:
+    """The file as a mapping. Raises ConfigError when it is missing or is not TOML."""
+    with boundary(ConfigError, f"cannot read {path}"):
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def demo_preset() -> Raw:
+    """The values of `whet demo`: the file examples/demo.toml, which the package carries."""
+    return read_toml(Path(__file__).parent / "demo" / "preset.toml")
+
+
+def dump_toml(config: Config, *, comments: bool = True) -> str:
+    """The whole configuration as TOML; `load_config` of the text gives back an equal Config."""
+    lines: list[str] = []
+    for table, field in Config.model_fields.items():
+        values: Table = config.__dict__[table]
+        lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
+        kind = type(field.default)
+        for key, info in kind.model_fields.items():
+            text = f"{key} = {_toml(values.__dict__[key])}"
+            lines.append(f"{text}  # {info.description}" if comments and info.description else text)
+    return "\n".join(lines) + "\n"
+
+
+def dotted_keys() -> list[str]:
+    """Every key of the configuration as table.key."""
+    return [
+        f"{table}.{key}"
+        for table, field in Config.model_fields.items()
+        for key in type(field.default).model_fields
+    ]
+
+
+def _toml(value: bool | int | float | str | tuple[str, ...]) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ConfigError(f"{value} cannot be written to a configuration file")
+        return repr(value)
+    return str(value)
+
+
+def _parse_override(text: str) -> Raw:
+    name, equals, value = text.partition("=")
+    table, dot, key = name.strip().partition(".")
+    if not (equals and dot and table and key):
+        hint = _suggest(name.strip(), dotted_keys()) if equals else ""
+        raise ConfigError(f"override {text!r} is not of the form table.key=value{hint}")
+    return {table: {key: _override_value(table, key, value.strip())}}
+
+
+def _override_value(table: str, key: str, text: str) -> Any:
+    """The value as TOML; where the key holds text, anything but a quoted string is taken as it stands."""
+    try:
+        parsed = tomllib.loads(f"v = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = parsed["v"] if parsed.keys() == {"v"} else text
+    return text if isinstance(_default(table, key), str) and not isinstance(value, str) else value
+
+
+def _default(table: str, key: str) -> Any:
+    if table not in Config.model_fields:
+        return None
+    field = type(Config.model_fields[table].default).model_fields.get(key)
+    return field.default if field is not None else None
+
+
+def _check_keys(raw: Raw, origin: str) -> None:
+    known = dotted_keys()
+    for table, values in raw.items():
+        if table not in Config.model_fields:
+            raise ConfigError(f"{origin}: unknown {_unknown_table(table, values, known)}")
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{origin}: {table} must be a table [{table}]")
+        for key in values:
+            if f"{table}.{key}" not in known:
+                raise ConfigError(f"{origin}: unknown key {table}.{key}{_suggest(f'{table}.{key}', known)}")
+
+
+def _unknown_table(table: str, values: object, known: Sequence[str]) -> str:
+    if isinstance(values, Mapping) and len(values) == 1:
+        name = f"{table}.{next(iter(values))}"
+        return f"key {name}{_suggest(name, known)}"
+    if isinstance(values, Mapping):
+        return f"table [{table}]{_suggest(table, list(Config.model_fields))}"
+    return f"key {table}{_suggest(table, known)}"
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    """The right key in another table before a similar key anywhere."""
+    key = name.rpartition(".")[2]
+    same_key = [k for k in known if k.rpartition(".")[2] == key]
+    cutoff = 0.0 if same_key else 0.6
+    found = difflib.get_close_matches(name, same_key or known, n=1, cutoff=cutoff)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _describe(item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"])
+    message = str(item["msg"]).removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    return f"{where}: {message}, got {item['input']!r}" if where else message

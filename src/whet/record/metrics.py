@@ -1,0 +1,96 @@
+"""metrics.jsonl: one JSON object per line, appended and flushed at once, readable with no process alive.
+
+A line has `schema_version`, `time_s` (seconds since the epoch) and `kind`. A kill can tear the last line;
+it is cut off when the file is opened for writing and skipped by readers. After a resume a step may stand
+twice: the later line counts.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+
+from whet.errors import RecordError
+
+SCHEMA_VERSION = 1
+Metrics = Mapping[str, float | int | str | bool | None]
+
+
+def disk_error(path: Path, error: Exception) -> RecordError:
+    """One line for a failed write, saying so when the disk is full."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = full or "disk is full" in str(error)
+    if full:
+        return RecordError(f"disk full while writing {path}; free some space, then continue with --resume")
+    return RecordError(f"cannot write {path}: {error}")
+
+
+class MetricsFile:
+    """Append-only writer. A context manager; raises RecordError when a line cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            _cut_torn_line(path)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise disk_error(path, error) from error
+
+    def write(self, kind: str, metrics: Metrics) -> None:
+        """Append one line; a NaN is written as null."""
+        record = {"schema_version": SCHEMA_VERSION, "time_s": time.time(), "kind": kind, **metrics}
+        line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            raise disk_error(self._path, error) from error
+        if written != len(line):
+            raise disk_error(self._path, OSError(errno.ENOSPC, "short write"))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole line of the file, in order; nothing when the file does not exist."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield orjson.loads(line)
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        keep = end
+        while keep > 0:
+            start = max(0, keep - 65536)
+            file.seek(start)
+            newline = file.read(keep - start).rfind(b"\n")
+            keep = start if newline < 0 else start + newline + 1
+            if newline >= 0:
+                break
+        if keep < end:
+            file.truncate(keep)

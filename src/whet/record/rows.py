@@ -1,0 +1,261 @@
+"""How a Rollout is laid out in SQLite rows, and read back equal.
+
+Token ids are little-endian int32 blobs, log-probabilities float32, masks one byte per token. A segment
+keeps log-probabilities and versions of masked-in tokens only, since they are 0 everywhere else; a segment
+that breaks that rule is refused. Every row carries the schema version it was written with.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+
+from whet.errors import RecordError
+from whet.types import (
+    FileEntry,
+    FloatArray,
+    IntArray,
+    Ledger,
+    Outcome,
+    Rollout,
+    Segment,
+    Status,
+    Timings,
+    Trajectory,
+    Turn,
+    Verdict,
+)
+
+SCHEMA_VERSION = 1
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS rollouts (
+  rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, ulid TEXT NOT NULL,
+  phase TEXT NOT NULL, step INTEGER NOT NULL, group_no INTEGER NOT NULL, slot INTEGER NOT NULL,
+  task_id TEXT NOT NULL, family TEXT NOT NULL, status TEXT NOT NULL, reward REAL, attempt INTEGER NOT NULL,
+  error TEXT NOT NULL, deleted TEXT NOT NULL, timings TEXT NOT NULL, ledger TEXT NOT NULL,
+  UNIQUE (phase, step, group_no, slot)) STRICT;
+CREATE TABLE IF NOT EXISTS attempts (
+  rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL, schema_version INTEGER NOT NULL,
+  status TEXT NOT NULL, error TEXT NOT NULL, timings TEXT NOT NULL,
+  PRIMARY KEY (rollout_id, attempt)) STRICT;
+CREATE TABLE IF NOT EXISTS files (
+  rollout_id TEXT NOT NULL, path TEXT NOT NULL, schema_version INTEGER NOT NULL,
+  executable INTEGER NOT NULL, content BLOB NOT NULL, PRIMARY KEY (rollout_id, path)) STRICT;
+CREATE TABLE IF NOT EXISTS turns (
+  rollout_id TEXT NOT NULL, position INTEGER NOT NULL, schema_version INTEGER NOT NULL,
+  turn INTEGER NOT NULL, parent INTEGER NOT NULL, context_ids BLOB NOT NULL, ids BLOB NOT NULL,
+  logprobs BLOB, finish TEXT NOT NULL, version_runs TEXT NOT NULL, excluded TEXT NOT NULL,
+  PRIMARY KEY (rollout_id, position)) STRICT;
+CREATE TABLE IF NOT EXISTS segments (
+  rollout_id TEXT NOT NULL, position INTEGER NOT NULL, schema_version INTEGER NOT NULL,
+  segment INTEGER NOT NULL, owner TEXT NOT NULL, kind TEXT NOT NULL, label TEXT NOT NULL, ids BLOB NOT NULL,
+  mask BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
+  PRIMARY KEY (rollout_id, position)) STRICT;
+CREATE TABLE IF NOT EXISTS verdicts (
+  rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, outcome TEXT NOT NULL, reward REAL,
+  strength TEXT NOT NULL, passed INTEGER NOT NULL, total INTEGER NOT NULL, dropped_paths TEXT NOT NULL,
+  reason TEXT NOT NULL, task_hash TEXT NOT NULL, diff_hash TEXT NOT NULL, duration_s REAL NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS steps (
+  step INTEGER PRIMARY KEY, schema_version INTEGER NOT NULL, committed_s REAL NOT NULL,
+  checkpoint TEXT NOT NULL, plan_hash TEXT NOT NULL, metrics TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS ledger (
+  step INTEGER NOT NULL, entry TEXT NOT NULL, schema_version INTEGER NOT NULL, tokens INTEGER NOT NULL,
+  PRIMARY KEY (step, entry)) STRICT;
+"""
+"""`ledger.entry` is `captured`, `trained` or a reason of `EXCLUSIONS`."""
+
+Row = Mapping[str, Any]
+
+
+def insert(
+    db: sqlite3.Connection, table: str, values: Mapping[str, object], *, replace: bool = False
+) -> None:
+    """Insert one row, stamped with the schema version."""
+    row = {**values, "schema_version": SCHEMA_VERSION}
+    verb = "INSERT OR REPLACE" if replace else "INSERT"
+    places = ", ".join(f":{name}" for name in row)
+    db.execute(f"{verb} INTO {table} ({', '.join(row)}) VALUES ({places})", row)
+
+
+def dumps(value: object) -> str:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+
+
+def timings_text(timings: Timings) -> str:
+    return dumps({name: getattr(timings, name) for name in Timings.__dataclass_fields__})
+
+
+def write_rollout(db: sqlite3.Connection, place: Mapping[str, object], rollout: Rollout) -> None:
+    """Insert every row of a rollout; the caller holds the transaction. `place`: ulid, phase, step, slot."""
+    ledger = rollout.trajectory.ledger
+    account = {"captured": ledger.captured, "trained": ledger.trained, "excluded": dict(ledger.excluded)}
+    values = {
+        "rollout_id": rollout.id,
+        **place,
+        "task_id": rollout.task_id,
+        "family": rollout.family,
+        "status": rollout.status.value,
+        "reward": rollout.reward,
+        "attempt": rollout.attempt,
+        "error": rollout.error,
+        "deleted": dumps(rollout.deleted),
+        "timings": timings_text(rollout.timings),
+        "ledger": dumps(account),
+    }
+    insert(db, "rollouts", values)
+    attempt = {k: values[k] for k in ("rollout_id", "attempt", "status", "error", "timings")}
+    insert(db, "attempts", attempt, replace=True)
+    for path, entry in rollout.changed.items():
+        insert(db, "files", {"rollout_id": rollout.id, "path": path} | _file_values(entry))
+    for position, turn in enumerate(rollout.trajectory.turns):
+        insert(db, "turns", {"rollout_id": rollout.id, "position": position} | _turn_values(turn))
+    for position, segment in enumerate(rollout.trajectory.segments):
+        insert(db, "segments", {"rollout_id": rollout.id, "position": position} | _segment_values(segment))
+    if rollout.verdict is not None:
+        insert(db, "verdicts", {"rollout_id": rollout.id} | _verdict_values(rollout.verdict))
+
+
+def read_rollout(db: sqlite3.Connection, row: Row) -> Rollout:
+    """The Rollout of one row of `rollouts`, arrays read-only."""
+    rollout_id = row["rollout_id"]
+    key = (rollout_id,)
+    files = db.execute("SELECT * FROM files WHERE rollout_id = ? ORDER BY path", key)
+    turns = db.execute("SELECT * FROM turns WHERE rollout_id = ? ORDER BY position", key)
+    segments = db.execute("SELECT * FROM segments WHERE rollout_id = ? ORDER BY position", key)
+    verdict = db.execute("SELECT * FROM verdicts WHERE rollout_id = ?", key).fetchone()
+    return Rollout(
+        id=rollout_id,
+        task_id=row["task_id"],
+        family=row["family"],
+        status=Status(row["status"]),
+        reward=row["reward"],
+        trajectory=Trajectory(
+            segments=tuple(_segment(r) for r in segments),
+            turns=tuple(_turn(r) for r in turns),
+            ledger=Ledger(**orjson.loads(row["ledger"])),
+        ),
+        verdict=None if verdict is None else _verdict(verdict),
+        changed={r["path"]: FileEntry(content=r["content"], executable=bool(r["executable"])) for r in files},
+        deleted=tuple(orjson.loads(row["deleted"])),
+        timings=Timings(**orjson.loads(row["timings"])),
+        attempt=row["attempt"],
+        error=row["error"],
+    )
+
+
+def _file_values(entry: FileEntry) -> dict[str, object]:
+    return {"executable": int(entry.executable), "content": bytes(entry.content)}
+
+
+def _turn_values(turn: Turn) -> dict[str, object]:
+    return {
+        "turn": turn.index,
+        "parent": turn.parent,
+        "context_ids": _int_blob(turn.context_ids),
+        "ids": _int_blob(turn.ids),
+        "logprobs": None if turn.logprobs is None else _float_blob(turn.logprobs),
+        "finish": turn.finish,
+        "version_runs": dumps(turn.version_runs),
+        "excluded": turn.excluded,
+    }
+
+
+def _turn(row: Row) -> Turn:
+    return Turn(
+        index=row["turn"],
+        parent=row["parent"],
+        context_ids=_ints(row["context_ids"]),
+        ids=_ints(row["ids"]),
+        logprobs=None if row["logprobs"] is None else _floats(row["logprobs"]),
+        finish=row["finish"],
+        version_runs=tuple((start, version) for start, version in orjson.loads(row["version_runs"])),
+        excluded=row["excluded"],
+    )
+
+
+def _segment_values(segment: Segment) -> dict[str, object]:
+    out = ~segment.mask
+    if segment.logprobs[out].any() or segment.versions[out].any():
+        raise RecordError(f"{segment.rollout_id}: segment {segment.index} has values outside its mask")
+    return {
+        "segment": segment.index,
+        "owner": segment.rollout_id,
+        "kind": segment.kind,
+        "label": segment.label,
+        "ids": _int_blob(segment.ids),
+        "mask": segment.mask.astype(np.uint8).tobytes(),
+        "logprobs": _float_blob(segment.logprobs[segment.mask]),
+        "versions": _int_blob(segment.versions[segment.mask]),
+    }
+
+
+def _segment(row: Row) -> Segment:
+    mask = np.frombuffer(row["mask"], dtype=np.bool_)
+    logprobs = np.zeros(len(mask), dtype=np.float32)
+    logprobs[mask] = _floats(row["logprobs"])
+    versions = np.zeros(len(mask), dtype=np.int32)
+    versions[mask] = _ints(row["versions"])
+    for array in (logprobs, versions):
+        array.flags.writeable = False
+    return Segment(
+        rollout_id=row["owner"],
+        index=row["segment"],
+        kind=row["kind"],
+        label=row["label"],
+        ids=_ints(row["ids"]),
+        mask=mask,
+        logprobs=logprobs,
+        versions=versions,
+    )
+
+
+def _verdict_values(verdict: Verdict) -> dict[str, object]:
+    return {
+        "outcome": verdict.outcome.value,
+        "reward": verdict.reward,
+        "strength": verdict.strength,
+        "passed": verdict.passed,
+        "total": verdict.total,
+        "dropped_paths": dumps(verdict.dropped_paths),
+        "reason": verdict.reason,
+        "task_hash": verdict.task_hash,
+        "diff_hash": verdict.diff_hash,
+        "duration_s": verdict.duration_s,
+    }
+
+
+def _verdict(row: Row) -> Verdict:
+    return Verdict(
+        outcome=Outcome(row["outcome"]),
+        reward=row["reward"],
+        strength=row["strength"],
+        passed=row["passed"],
+        total=row["total"],
+        dropped_paths=tuple(orjson.loads(row["dropped_paths"])),
+        reason=row["reason"],
+        task_hash=row["task_hash"],
+        diff_hash=row["diff_hash"],
+        duration_s=row["duration_s"],
+    )
+
+
+def _int_blob(array: IntArray) -> bytes:
+    return array.astype("<i4", casting="safe").tobytes()
+
+
+def _float_blob(array: FloatArray) -> bytes:
+    return array.astype("<f4", casting="safe").tobytes()
+
+
+def _ints(blob: bytes) -> IntArray:
+    return np.frombuffer(blob, dtype="<i4")
+
+
+def _floats(blob: bytes) -> FloatArray:
+    return np.frombuffer(blob, dtype="<f4")

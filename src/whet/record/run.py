@@ -1,0 +1,176 @@
+"""The run directory: the product's memory on disk, and the lock that gives it one writer.
+
+    config.toml   resolved configuration          summary.json  numbers of the finished run
+    run.sqlite    rollouts, turns, steps          curve.svg     learning curve
+    metrics.jsonl one line per event              report.txt    what the person saw at the end
+    logs/         one file per process            checkpoints/  weights after each step
+
+The lock is the kernel's (flock), so it vanishes with its process, also after kill -9. Files that replace
+another are written beside it, synced and renamed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+import orjson
+
+from whet.config import Config, dump_toml, load_config
+from whet.errors import RecordError, SetupError
+from whet.record.metrics import MetricsFile, disk_error
+from whet.record.store import Store
+from whet.record.ulid import new_ulid
+
+SPACE_BYTES = 128 << 20
+"""Free space below which a run does not start."""
+
+
+class RunDir:
+    """An existing run directory held by this process. A context manager that gives the lock back."""
+
+    def __init__(self, path: Path, config: Config, lock: TextIO) -> None:
+        self.path = path
+        self.config = config
+        self._lock = lock
+
+    @classmethod
+    def create(cls, config: Config) -> Self:
+        """Make the directory named by `run.dir` (empty: runs/<ULID>), lock it, write config.toml.
+        Raises RecordError when it holds a run already, SetupError when the disk is nearly full."""
+        path = Path(config.run.dir or Path("runs") / new_ulid()).absolute()
+        if (path / "config.toml").exists():
+            raise RecordError(
+                f"{path} holds a run already; continue it with --resume, or give another run.dir"
+            )
+        try:
+            (path / "logs").mkdir(parents=True, exist_ok=True)
+            (path / "checkpoints").mkdir(exist_ok=True)
+        except OSError as error:
+            raise disk_error(path, error) from error
+        free = shutil.disk_usage(path).free
+        if free < SPACE_BYTES:
+            raise SetupError(
+                f"{path} has {free >> 20} MiB free; a run needs at least {SPACE_BYTES >> 20} MiB"
+            )
+        lock = _take_lock(path)
+        resolved = _with_dir(config, path)
+        write_text(path / "config.toml", dump_toml(resolved))
+        return cls(path, resolved, lock)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Lock an existing run to continue it. Raises RecordError when there is none or it is in use."""
+        config = read_config(path)
+        return cls(path.absolute(), config, _take_lock(path))
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def curve(self) -> Path:
+        return self.path / "curve.svg"
+
+    def store(self) -> Store:
+        """The writer's store."""
+        return Store(self.path / "run.sqlite")
+
+    def metrics(self) -> MetricsFile:
+        return MetricsFile(self.path / "metrics.jsonl")
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json, wholly or not at all."""
+        text = orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode()
+        write_text(self.path / "summary.json", text + "\n")
+
+    def close(self) -> None:
+        """Give the lock back; idempotent."""
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_config(path: Path) -> Config:
+    """The resolved configuration of a run; `run.dir` is where the run lies now."""
+    if not (path / "config.toml").exists():
+        raise RecordError(f"{path} is not a run directory: it has no config.toml")
+    return _with_dir(load_config(path / "config.toml"), path)
+
+
+def read_store(path: Path) -> Store:
+    """The store of a run, to look at only; needs no lock and no living process."""
+    if not (path / "run.sqlite").exists():
+        raise RecordError(f"{path} holds no rollouts yet: it has no run.sqlite")
+    return Store(path / "run.sqlite", readonly=True)
+
+
+def read_summary(path: Path) -> Mapping[str, Any] | None:
+    """summary.json of a finished run; None while it is not finished."""
+    file = path / "summary.json"
+    if not file.exists():
+        return None
+    try:
+        summary: Mapping[str, Any] = orjson.loads(file.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise RecordError(f"cannot read {file}: {error}") from error
+    return summary
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file atomically and durably. Raises RecordError, naming a full disk as such."""
+    beside = path.with_name(path.name + ".part")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except (OSError, UnicodeError) as error:
+        raise disk_error(path, error) from error
+
+
+def _with_dir(config: Config, path: Path) -> Config:
+    run = config.run.model_copy(update={"dir": str(path.absolute())})
+    return config.model_copy(update={"run": run})
+
+
+def _take_lock(path: Path) -> TextIO:
+    try:
+        lock = (path / "lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise disk_error(path / "lock", error) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise RecordError(f"{path} is in use by process {holder}; wait for it or stop it") from error
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock

@@ -1,0 +1,24 @@
+"""ULIDs: 26 characters that sort by time of creation; within one process strictly increasing.
+
+Layout (github.com/ulid/spec): 48 bits of milliseconds, 80 random bits, Crockford base 32.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+
+_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_lock = threading.Lock()
+_last = 0
+
+
+def new_ulid() -> str:
+    """A fresh id, larger than every id this process made before, also when the clock steps back."""
+    global _last
+    with _lock:
+        value = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
+        _last = max(value, _last + 1)
+        value = _last
+    return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))

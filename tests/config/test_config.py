@@ -1,0 +1,122 @@
+"""Config: layers, overrides, suggestions, and a dump that parses back equal."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whet.config import Config, demo_preset, dotted_keys, dump_toml, load_config
+from whet.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lrr=1", "unknown key train.lrr; did you mean train.lr?"),
+        ("trian.lr=1", "unknown key trian.lr; did you mean train.lr?"),
+        ("model.lr=1", "unknown key model.lr; did you mean train.lr?"),
+        ("run.zzz=1", "unknown key run.zzz"),
+        ("lr=1", "'lr=1' is not of the form table.key=value; did you mean train.lr?"),
+        ("train.lr", "'train.lr' is not of the form table.key=value"),
+        ("run.seed=x", "run.seed: input should be a valid integer, got 'x'"),
+        ("run.seed=3.5", "run.seed: input should be a valid integer, got 3.5"),
+        ("run.steps=-1", "run.steps: input should be greater than or equal to 0, got -1"),
+        ("harness.agent=pie", "harness.agent: input should be 'pi' or 'script', got 'pie'"),
+        ("train.lr=nan", "train.lr: input should be a finite number, got nan"),
+        ("collect.group_min=9", "collect.group_min is larger than collect.group_size"),
+        ("limits.max_call_tokens=4096", "leaves no room for a prompt"),
+        ("tasks.groups_per_step=1", "no step could train"),
+    ],
+)
+def test_wrong_overrides_give_one_exact_line(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_keys_of_a_file_name_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("[run]\nsede = 3\n")
+    with pytest.raises(ConfigError, match=r"a\.toml: unknown key run\.sede; did you mean run\.seed\?"):
+        load_config(file)
+    file.write_text("[runn]\nsede = 3\nsteps = 1\n")
+    with pytest.raises(ConfigError, match=r"unknown table \[runn\]; did you mean run\?"):
+        load_config(file)
+    file.write_text("run = 3\n")
+    with pytest.raises(ConfigError, match=r"run must be a table"):
+        load_config(file)
+    file.write_text("run = \n")
+    with pytest.raises(ConfigError, match="cannot read .*line 1"):
+        load_config(file)
+    with pytest.raises(ConfigError, match="cannot read .*No such file"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_layers_later_wins_and_keys_beside_stay(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("[run]\nseed = 2\nsteps = 5\n")
+    config = load_config(file, ["run.steps=6"], base={"run": {"seed": 1, "plain": True}})
+    assert (config.run.seed, config.run.steps, config.run.plain) == (2, 6, True)
+    assert config.run.eval_tasks == Config().run.eval_tasks
+
+
+def test_overrides_take_toml_values_and_bare_strings() -> None:
+    texts = [
+        "run.dir=/tmp/a b",
+        "harness.agent=script",
+        'tasks.families=["a", "b"]',
+        "train.lr=1",
+        "run.plain=true",
+    ]
+    config = load_config(None, texts)
+    assert config.run.dir == "/tmp/a b"
+    assert config.harness.agent == "script"
+    assert config.tasks.families == ("a", "b")
+    assert config.train.lr == 1.0
+    assert config.run.plain is True
+
+
+@pytest.mark.parametrize("text", ["2024-01-01", "3", "true", "", "a=b", "0x1f", "[x"])
+def test_text_fields_take_what_stands_there(text: str) -> None:
+    assert load_config(None, [f"run.dir={text}"]).run.dir == text
+    assert load_config(None, ['run.dir="quoted"']).run.dir == "quoted"
+
+
+@given(
+    text=st.text(alphabet=st.characters(exclude_categories=["Cs"])),
+    families=st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"])), max_size=3),
+    lr=st.floats(min_value=1e-12, max_value=1e6),
+    comments=st.booleans(),
+)
+def test_the_dump_parses_back_equal(text: str, families: list[str], lr: float, comments: bool) -> None:
+    base = {"run": {"dir": text}, "tasks": {"families": families}, "train": {"lr": lr}}
+    config = load_config(base=base)
+    assert load_config(base=tomllib.loads(dump_toml(config, comments=comments))) == config
+
+
+def test_the_dump_holds_every_key_and_says_what_it_means() -> None:
+    parsed = tomllib.loads(dump_toml(Config()))
+    assert [f"{table}.{key}" for table, keys in parsed.items() for key in keys] == dotted_keys()
+    values = [line for line in dump_toml(Config()).splitlines() if "=" in line]
+    assert all("  # " in line and line.endswith(".") for line in values)
+
+
+def test_config_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().run.seed = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "examples").glob("*.toml")), ids=lambda p: p.name)
+def test_examples_load(file: Path) -> None:
+    load_config(file)
+
+
+def test_the_demo_runs_its_example() -> None:
+    assert load_config(base=demo_preset()) == load_config(REPOSITORY / "examples" / "demo.toml")

@@ -1,0 +1,136 @@
+"""The run directory: one writer, one config, atomic files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from whet.config import Config, load_config
+from whet.errors import RecordError
+from whet.record.metrics import MetricsFile, read_metrics
+from whet.record.run import RunDir, read_config, read_store, read_summary, write_text
+from whet.record.ulid import new_ulid
+
+
+def config(path: Path) -> Config:
+    return load_config(None, [f"run.dir={path}", "run.seed=7"])
+
+
+def test_a_run_is_created_and_opened_again(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path / "r")) as run:
+        run.store().close()
+        run.write_summary({"seed": 7})
+        assert run.logs.is_dir()
+        assert run.checkpoints.is_dir()
+    with RunDir.open(tmp_path / "r") as again:
+        assert again.config == run.config
+        assert again.config.run.seed == 7
+    assert read_summary(tmp_path / "r") == {"seed": 7}
+    read_store(tmp_path / "r").close()
+
+
+def test_an_unnamed_run_gets_a_ulid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with RunDir.create(Config()) as run:
+        assert run.path.parent == tmp_path / "runs"
+        assert len(run.path.name) == 26
+        assert run.config.run.dir == str(run.path)
+
+
+def test_a_moved_run_knows_its_new_place(tmp_path: Path) -> None:
+    RunDir.create(config(tmp_path / "old")).close()
+    (tmp_path / "old").rename(tmp_path / "new")
+    assert read_config(tmp_path / "new").run.dir == str(tmp_path / "new")
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    RunDir.create(config(tmp_path / "r")).close()
+    with pytest.raises(RecordError, match="holds a run already.*--resume"):
+        RunDir.create(config(tmp_path / "r"))
+
+
+def test_no_run_there(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="not a run directory"):
+        RunDir.open(tmp_path)
+    with pytest.raises(RecordError, match="no run.sqlite"):
+        read_store(tmp_path)
+    assert read_summary(tmp_path) is None
+
+
+def test_a_file_in_the_way_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match="cannot write"):
+        RunDir.create(config(tmp_path / "file" / "r"))
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from whet.record.run import RunDir
+run = RunDir.open(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_processes_never_hold_one_run_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
+    RunDir.create(config(tmp_path / "r")).close()
+    argv = [sys.executable, "-c", HOLDER, str(tmp_path / "r")]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, env=dict(os.environ)) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"held\n"
+        with pytest.raises(RecordError, match=f"in use by process {child.pid}"):
+            RunDir.open(tmp_path / "r")
+        child.send_signal(signal.SIGKILL)
+        child.wait(timeout=10)
+    RunDir.open(tmp_path / "r").close()
+
+
+def test_full_disk_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RecordError, match="disk full while writing /dev/full"),
+        MetricsFile(Path("/dev/full")) as m,
+    ):
+        m.write("step", {"x": 1})
+
+
+def test_write_text_replaces_whole_files(tmp_path: Path) -> None:
+    write_text(tmp_path / "a", "one")
+    write_text(tmp_path / "a", "two")
+    assert (tmp_path / "a").read_text() == "two"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_metrics_survive_a_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.write("step", {"step": 1, "loss": 0.5, "nan": float("nan")})
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 2, "lo')
+    assert [line["step"] for line in read_metrics(path)] == [1]
+    with MetricsFile(path) as metrics:
+        metrics.write("step", {"step": 2})
+    lines = list(read_metrics(path))
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[0]["schema_version"] == 1
+    assert lines[0]["nan"] is None
+
+
+def test_a_torn_first_line_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"x" * 70000)
+    with MetricsFile(path) as metrics:
+        metrics.write("step", {"step": 1})
+    assert len(list(read_metrics(path))) == 1
+    assert list(read_metrics(tmp_path / "none")) == []
+
+
+def test_ulids_sort_by_creation() -> None:
+    ids = [new_ulid() for _ in range(1000)]
+    assert ids == sorted(set(ids))
+    assert {len(i) for i in ids} == {26}

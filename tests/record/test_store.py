@@ -1,0 +1,202 @@
+"""The store gives back what was put, commits steps once and survives kill -9 and a full disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers_record import make_rollout, same
+
+from whet.errors import RecordError
+from whet.record.store import Score, Store
+from whet.types import Ledger, Status, Timings
+
+LEDGER = Ledger(captured=10, trained=7, excluded={"degenerate": 2, "truncated": 1})
+
+
+def test_rollouts_come_back_equal_in_slot_order(tmp_path: Path) -> None:
+    put = [make_rollout(f"train/3/{g}/{s}", seed=10 * g + s) for g in range(2) for s in range(2)]
+    with Store(tmp_path / "run.sqlite") as store:
+        for i in (3, 0, 2, 1):
+            store.put_rollout("train", 3, i // 2, i % 2, put[i])
+        store.put_rollout("eval", 3, 0, 0, make_rollout("eval/3/0/0", reward=None))
+    with Store(tmp_path / "run.sqlite", readonly=True) as store:
+        got = store.rollouts("train", 3)
+        assert all(same(a, b) for a, b in zip(put, got, strict=True))
+        assert same(store.rollout("eval/3/0/0"), make_rollout("eval/3/0/0", reward=None))
+        assert store.rollouts("train", 4) == []
+        assert store.places("train", 3)[1, 0] == "train/3/1/0"
+        assert store.phases() == {("train", 3): 4, ("eval", 3): 1}
+
+
+def test_equality_helper_can_fail() -> None:
+    a = make_rollout("x")
+    turn = dataclasses.replace(a.trajectory.turns[0], logprobs=a.trajectory.turns[0].logprobs * 2)
+    b = dataclasses.replace(a, trajectory=dataclasses.replace(a.trajectory, turns=(turn,)))
+    assert not same(a, b)
+    assert not same(a, dataclasses.replace(a, reward=1))
+
+
+def test_a_rollout_is_stored_once(tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+        store.put_rollout("train", 1, 0, 0, make_rollout("a"))
+        with pytest.raises(RecordError, match="rollout a is stored already"):
+            store.put_rollout("train", 1, 0, 1, make_rollout("a"))
+        with pytest.raises(RecordError, match="UNIQUE"):
+            store.put_rollout("train", 1, 0, 0, make_rollout("b"))
+        assert len(store.rollouts("train", 1)) == 1
+
+
+def test_values_outside_the_mask_are_refused(tmp_path: Path) -> None:
+    good = make_rollout("a")
+    segment = good.trajectory.segments[0]
+    bad = dataclasses.replace(segment, mask=np.zeros_like(segment.mask))
+    rollout = dataclasses.replace(good, trajectory=dataclasses.replace(good.trajectory, segments=(bad,)))
+    with Store(tmp_path / "s") as store:
+        with pytest.raises(RecordError, match="outside its mask"):
+            store.put_rollout("train", 1, 0, 0, rollout)
+        assert store.places("train", 1) == {}
+        store.put_rollout("train", 1, 0, 0, good)
+
+
+def test_wrong_dtype_is_refused_not_rounded(tmp_path: Path) -> None:
+    good = make_rollout("a")
+    turn = dataclasses.replace(good.trajectory.turns[0], ids=good.trajectory.turns[0].ids.astype(np.int64))
+    rollout = dataclasses.replace(good, trajectory=dataclasses.replace(good.trajectory, turns=(turn,)))
+    with Store(tmp_path / "s") as store, pytest.raises(TypeError):
+        store.put_rollout("train", 1, 0, 0, rollout)
+
+
+def test_scores_by_family_leave_out_infrastructure_failures(tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+        for slot, (reward, family) in enumerate([(1.0, "a"), (0.0, "a"), (None, "a"), (1.0, "b")]):
+            rollout = make_rollout(f"e/{slot}", reward=reward, family=family)
+            store.put_rollout("eval", 0, 0, slot, rollout)
+        scores = store.scores("eval", 0)
+    expected = {"": Score(solved=2, total=3), "a": Score(solved=1, total=2), "b": Score(solved=1, total=1)}
+    assert scores == expected
+
+
+def test_attempts_are_kept_beside_the_final_one(tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+        store.put_attempt("a", 1, Status.INFRA_FAILED, "box vanished", Timings(total_s=1.0))
+        store.put_rollout("train", 1, 0, 0, make_rollout("a"))
+        assert store.attempts("a") == [(1, Status.INFRA_FAILED, "box vanished"), (2, Status.OK, "")]
+
+
+def test_steps_commit_once_and_in_order(tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+        assert store.last_step() is None
+        store.commit_step(1, {"loss": 0.5, "name": "x"}, "checkpoints/1", "h1", LEDGER)
+        with pytest.raises(RecordError, match="trained twice"):
+            store.commit_step(1, {}, "checkpoints/1", "h1", LEDGER)
+        unbalanced = Ledger(captured=1)
+        with pytest.raises(RecordError, match="does not balance"):
+            store.commit_step(2, {}, "checkpoints/2", "h2", unbalanced)
+        store.commit_step(2, {"loss": 0.25}, "checkpoints/2", "h2", Ledger())
+        first, last = store.steps()
+        assert first.metrics == {"loss": 0.5, "name": "x"}
+        assert first.ledger == LEDGER
+        assert store.last_step() == last
+        assert last.checkpoint == "checkpoints/2"
+
+
+def test_threads_may_write_at_the_same_time(tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+
+        def work(slot: int) -> None:
+            for step in range(10):
+                store.put_rollout("train", step, 0, slot, make_rollout(f"{step}/{slot}", seed=slot))
+
+        threads = [threading.Thread(target=work, args=(slot,)) for slot in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+        assert sum(store.phases().values()) == 40
+
+
+def test_full_disk_is_one_clear_line_and_keeps_what_was_stored(tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+        pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+        store._db.execute(f"PRAGMA max_page_count = {pages + 10}")
+        stored = 0
+        with pytest.raises(RecordError, match="disk full while writing .*--resume"):
+            for stored in range(1000):
+                store.put_rollout("train", 0, 0, stored, make_rollout(f"r{stored}", seed=stored))
+        assert len(store.rollouts("train", 0)) == stored > 0
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+        store.set_meta("schema_version", "99")
+    with pytest.raises(RecordError, match="schema version 99; this whet reads 1"):
+        Store(tmp_path / "s")
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s").write_bytes(b"hello" * 1000)
+    with pytest.raises(RecordError, match="not a database"):
+        Store(tmp_path / "s")
+
+
+def test_readonly_cannot_write(tmp_path: Path) -> None:
+    Store(tmp_path / "s").close()
+    with Store(tmp_path / "s", readonly=True) as store, pytest.raises(RecordError, match="readonly"):
+        store.put_rollout("train", 0, 0, 0, make_rollout("a"))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from helpers_record import make_rollout
+from whet.record.store import Store
+from whet.types import Ledger
+store = Store(Path(sys.argv[1]))
+last = store.last_step()
+step = 1 if last is None else last.step + 1
+while True:
+    for slot in range(3):
+        name = f"{step}/{slot}"
+        if (0, slot) in store.places("train", step):
+            continue
+        store.put_rollout("train", step, 0, slot, make_rollout(name, seed=step * 3 + slot))
+        print("rollout", name, flush=True)
+    store.commit_step(step, {"n": step}, f"c{step}", "h", Ledger(captured=step, trained=step))
+    print("step", step, flush=True)
+    step += 1
+"""
+
+
+@pytest.mark.parametrize("lines", [1, 4, 11])
+def test_kill_nine_loses_nothing_that_returned_and_repeats_nothing(tmp_path: Path, lines: int) -> None:
+    """A writer is killed three times in the middle of writes; each time a fresh one goes on."""
+    path = tmp_path / "run.sqlite"
+    claimed: list[str] = []
+    for _ in range(3):
+        argv = [sys.executable, "-c", WRITER, str(path), str(Path(__file__).parent)]
+        child = subprocess.Popen(argv, stdout=subprocess.PIPE, env=dict(os.environ))
+        assert child.stdout is not None
+        claimed += [child.stdout.readline().decode().strip() for _ in range(lines)]
+        child.send_signal(signal.SIGKILL)
+        claimed += child.stdout.read().decode().splitlines()
+        child.stdout.close()
+        assert child.wait(timeout=10) == -signal.SIGKILL
+        with Store(path, readonly=True) as store:
+            for line in filter(None, claimed):
+                kind, name = line.split()
+                if kind == "rollout":
+                    step, slot = map(int, name.split("/"))
+                    assert same(store.rollout(name), make_rollout(name, seed=step * 3 + slot))
+            steps = [record.step for record in store.steps()]
+            assert steps == list(range(1, len(steps) + 1))
+            assert len(steps) >= sum(line.startswith("step") for line in claimed)
+            assert all(len(store.rollouts("train", step)) == 3 for step in steps)

@@ -277,6 +277,7 @@ EXCLUSIONS = frozenset(
         "evaluation",
         "demonstrated",
         "truncated",
+        "synthetic",
         "unused",
     }
 )

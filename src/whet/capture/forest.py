@@ -1,0 +1,271 @@
+"""The Forest: every token of one session, held once, as an append-only tree of deltas.
+
+The gateway's order per call: `plan` (what does the request continue), render only `plan.context`, `extend`,
+`path_ids` to the engine, `commit` the generation, then `mark_delivered` or `mark_aborted`. A request that
+gets no generation ends with `mark_aborted` on its context node; replaying a held reply needs no `extend`.
+Nothing sampled is ever encoded again: a matched turn is spliced by its stored ids. `trajectory` seals.
+All failures are CaptureError naming rollout, turn and token index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from whet.capture.drift import PromptPlan, classify, held_context
+from whet.capture.ledger import check_generation
+from whet.capture.match import (
+    MessageKey,
+    leading_system,
+    message_key,
+    message_keys,
+    root_key,
+    same,
+    same_run,
+    wire_digest,
+)
+from whet.capture.nodes import ContextNode, Nodes, SampledNode, chain, frozen_ids, joined
+from whet.capture.segments import export
+from whet.errors import CaptureError
+from whet.types import EXCLUSIONS, Generation, IntArray, Message, ModelRequest, Trajectory
+
+
+class Forest:
+    """One session's capture. Not thread-safe: one event loop owns it."""
+
+    def __init__(self, rollout_id: str) -> None:
+        self._rollout_id = rollout_id
+        self._nodes = Nodes(rollout_id)
+        self._minted: dict[str, int] = {}
+        self._turns: set[int] = set()
+        self._deliveries = 0
+        self._sealed: Trajectory | None = None
+
+    def __len__(self) -> int:
+        """Number of nodes, for the session's budget."""
+        return len(self._nodes.all)
+
+    def plan(self, request: ModelRequest, fingerprint: str) -> PromptPlan:
+        """Find the deepest sampled turn that the request continues. Changes nothing.
+
+        Ties go to the turn delivered last. Every assistant message on the way must mean what was sampled.
+        """
+        self._refuse_sealed("a request")
+        lead = leading_system(request.messages)
+        key = root_key(fingerprint, request.messages[:lead], request.tools)
+        messages = request.messages[lead:]
+        keys = message_keys(messages)
+        base, start = self._deepest(key, messages, keys)
+        rest = tuple(keys[start:])
+        echoes = self._echoed(messages[start:])
+        return PromptPlan(
+            root_key=key,
+            base=base,
+            parent=held_context(self._nodes, key, base, rest),
+            context=tuple(messages[start:]),
+            drift=classify(self._nodes, key, base, rest, echoes),
+            keys=rest,
+            tools=bool(request.tools),
+            echoes=frozenset(node.id for node in echoes),
+        )
+
+    def _deepest(
+        self, key: str, messages: Sequence[Message], keys: Sequence[MessageKey]
+    ) -> tuple[int | None, int]:
+        """(deepest fully matched sampled node, messages it accounts for); (None, 0) when there is none."""
+        best: tuple[int, int, int] = (0, 0, -1)
+        reached: list[tuple[int | None, int]] = [(None, 0)]
+        while reached:
+            base, start = reached.pop()
+            for context in self._nodes.below(key, base):
+                end = start + len(context.keys)
+                if end >= len(keys) or not same_run(context.keys, keys, start):
+                    continue
+                for turn in self._matching(context, messages[end], keys[end]):
+                    best = max(best, (end + 1, turn.delivered, turn.id))
+                    reached.append((turn.id, end + 1))
+        return (best[2], best[0]) if best[0] else (None, 0)
+
+    def _matching(self, context: ContextNode, message: Message, key: MessageKey) -> list[SampledNode]:
+        """Turns sampled from `context` that `message` echoes; a minted call id decides between equals."""
+        turns = [self._nodes.sampled(child) for child in context.children]
+        turns = [turn for turn in turns if same(turn.key, key)]
+        named = {node.id for node in self._echoed((message,))}
+        return [turn for turn in turns if turn.id in named] or turns
+
+    def _echoed(self, messages: Sequence[Message]) -> list[SampledNode]:
+        """Held turns named by minted call ids in assistant messages, in order, without repeats."""
+        found = (self._minted.get(call.id) for message in messages for call in message.tool_calls)
+        return [self._nodes.sampled(node) for node in dict.fromkeys(found) if node is not None]
+
+    def extend(self, plan: PromptPlan, delta: IntArray) -> int:
+        """Open one request: the context node for `plan`, with the ids rendered for it; returns its id.
+
+        `delta` is everything between `plan.base` and the sampled span to come: close (or root block),
+        context, generation prompt. A prompt that is held already is re-used with its stored ids; the same
+        messages rendered to other ids are a family that is not pure: CaptureError.
+        """
+        self._refuse_sealed("a prompt")
+        self._check_delta(plan, delta)
+        wire = wire_digest(plan.context)
+        held = held_context(self._nodes, plan.root_key, plan.base, plan.keys)
+        if held is None:
+            node = self._new_context(plan, delta, wire)
+        else:
+            node = self._nodes.context(held)
+            # Other spelling of the same meaning may render differently; then the held ids stand.
+            if node.wire == wire and not np.array_equal(node.ids, delta):
+                raise CaptureError(
+                    f"rollout {self._rollout_id} node {held} token {_first_difference(node.ids, delta)}: "
+                    "the same messages were rendered to other ids"
+                )
+        node.in_flight += 1
+        self._note_asked(node)
+        return node.id
+
+    def _new_context(self, plan: PromptPlan, delta: IntArray, wire: bytes) -> ContextNode:
+        base = None if plan.base is None else self._nodes.sampled(plan.base)
+        node_id = len(self._nodes.all)
+        node = ContextNode(
+            id=node_id,
+            parent=plan.base,
+            top=node_id if base is None else base.top,
+            root_key=plan.root_key,
+            ids=frozen_ids(delta),
+            keys=plan.keys,
+            wire=wire,
+            chained=chain(b"" if base is None else base.chained, delta),
+            tools=plan.tools,
+            echoes=plan.echoes,
+        )
+        self._nodes.all.append(node)
+        if base is None:
+            self._nodes.tops.setdefault(plan.root_key, []).append(node_id)
+        else:
+            base.children.append(node_id)
+        return node
+
+    def _check_delta(self, plan: PromptPlan, delta: IntArray) -> None:
+        if delta.dtype != np.int32 or delta.ndim != 1 or bool((delta < 0).any()):
+            raise CaptureError(f"rollout {self._rollout_id}: a prompt must be a row of int32 ids >= 0")
+        if plan.base is None and not delta.size:
+            raise CaptureError(f"rollout {self._rollout_id}: a root prompt is empty")
+
+    def path_ids(self, node: int) -> IntArray:
+        """Full ids from the root to `node`: what the engine receives, or has received and produced."""
+        return joined(self._nodes.path(node))
+
+    def commit(
+        self, node: int, generation: Generation, reply: Message, *, turn: int, synthetic: bool = False
+    ) -> int:
+        """Keep what the engine produced for context node `node`; returns the sampled node.
+
+        `reply` is the message as delivered, with the gateway's minted call ids. A synthetic reply was not
+        sampled: it carries no logprobs and is never trained. Raises CaptureError when ids, logprobs or
+        version runs break invariant 1 or 2, and for a turn or call id that was used before.
+        """
+        self._refuse_sealed(f"turn {turn}")
+        where = f"rollout {self._rollout_id} turn {turn}"
+        context = self._nodes.context(node)
+        check_generation(where, generation, synthetic=synthetic)
+        minted = [call.id for call in reply.tool_calls if call.id]
+        if turn < 0 or turn in self._turns:
+            raise CaptureError(f"{where}: turn numbers are used once, from 0")
+        if len(set(minted)) < len(minted) or any(call in self._minted for call in minted):
+            raise CaptureError(f"{where}: a minted call id was used before")
+        if reply.role != "assistant":
+            raise CaptureError(f"{where}: a reply has role assistant, not {reply.role}")
+        kept = _frozen_generation(generation)
+        sampled = SampledNode(
+            id=len(self._nodes.all),
+            parent=node,
+            top=context.top,
+            turn=turn,
+            generation=kept,
+            key=message_key(reply),
+            chained=chain(context.chained, kept.ids),
+            synthetic=synthetic,
+        )
+        self._nodes.all.append(sampled)
+        context.children.append(sampled.id)
+        self._turns.add(turn)
+        self._minted.update((call, sampled.id) for call in minted)
+        return sampled.id
+
+    def sampled(self, node: int) -> Generation:
+        """What the engine produced at a sampled node, for `Family.close`."""
+        return self._nodes.sampled(node).generation
+
+    def mark_delivered(self, node: int) -> None:
+        """The terminal event of this turn's reply was written to the client. Idempotent; final."""
+        self._refuse_sealed(f"delivery of node {node}")
+        turn = self._nodes.sampled(node)
+        if turn.delivered:
+            return
+        self._deliveries += 1
+        turn.delivered = self._deliveries
+        self._close(turn)
+        self._note_asked(self._nodes.context(turn.parent))
+
+    def mark_aborted(self, node: int) -> None:
+        """The client left before the reply was fully written (sampled node), or the request ended without a
+        generation (context node). The turn still counts if a later request echoes it."""
+        self._refuse_sealed(f"abort of node {node}")
+        found = self._nodes.get(node)
+        if isinstance(found, ContextNode):
+            found.in_flight = max(0, found.in_flight - 1)
+        else:
+            self._close(found)
+
+    def _close(self, turn: SampledNode) -> None:
+        if turn.open:
+            turn.open = False
+            context = self._nodes.context(turn.parent)
+            context.in_flight = max(0, context.in_flight - 1)
+
+    def _note_asked(self, context: ContextNode) -> None:
+        """A request made while others are in flight or delivered asks for one more sample; a request after
+        an abort asks for the lost one again."""
+        delivered = sum(1 for child in context.children if self._nodes.sampled(child).delivered)
+        context.asked = max(context.asked, context.in_flight + delivered)
+
+    def exclude(self, node: int, reason: str) -> None:
+        """Never train this turn, for a reason from EXCLUSIONS. The first reason stands."""
+        self._refuse_sealed(f"exclusion of node {node}")
+        if reason not in EXCLUSIONS:
+            raise CaptureError(f"rollout {self._rollout_id}: no such reason to exclude: {reason!r}")
+        turn = self._nodes.sampled(node)
+        turn.excluded = turn.excluded or reason
+
+    def trajectory(self) -> Trajectory:
+        """Seal, and export segments, turns and ledger. Later changes are refused; asking again is free.
+
+        Raises CaptureError when any invariant does not hold over what is exported.
+        """
+        if self._sealed is None:
+            self._sealed = export(self._nodes)
+        return self._sealed
+
+    def _refuse_sealed(self, what: str) -> None:
+        if self._sealed is not None:
+            raise CaptureError(f"rollout {self._rollout_id}: {what} came after the session was sealed")
+
+
+def _frozen_generation(generation: Generation) -> Generation:
+    logprobs = generation.logprobs
+    if logprobs is not None:
+        logprobs = logprobs.copy()
+        logprobs.setflags(write=False)
+    return Generation(
+        ids=frozen_ids(generation.ids),
+        logprobs=logprobs,
+        finish=generation.finish,
+        version_runs=tuple(generation.version_runs),
+    )
+
+
+def _first_difference(held: IntArray, got: IntArray) -> int:
+    shared = min(len(held), len(got))
+    differing = np.flatnonzero(held[:shared] != got[:shared])
+    return int(differing[0]) if differing.size else shared

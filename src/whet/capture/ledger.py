@@ -1,0 +1,122 @@
+"""What a generation must be to be kept, and why a kept turn is not trained.
+
+Every committed token is captured; it is trained, or excluded for exactly one reason. `fates` decides per
+turn, from the forest alone, and nothing later turns an excluded turn back on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from itertools import pairwise
+
+import numpy as np
+
+from whet.capture.nodes import ContextNode, Nodes, SampledNode
+from whet.errors import CaptureError
+from whet.types import EXCLUSIONS, FloatArray, Generation, Ledger, VersionRuns
+
+
+def check_generation(where: str, generation: Generation, *, synthetic: bool) -> None:
+    """Invariants 1 and 2. `where` names rollout and turn. Raises CaptureError with the token index."""
+    ids = generation.ids
+    if ids.dtype != np.int32 or ids.ndim != 1:
+        raise CaptureError(f"{where}: sampled ids are {ids.dtype}{list(ids.shape)}, not a row of int32")
+    if (ids < 0).any():
+        raise CaptureError(f"{where} token {int(np.argmax(ids < 0))}: a sampled id is negative")
+    if not ids.size and generation.finish != "abort" and not synthetic:
+        raise CaptureError(f"{where}: no id was sampled, yet the finish is {generation.finish!r}")
+    if synthetic and generation.logprobs is not None:
+        raise CaptureError(f"{where}: a synthetic reply was not sampled and can have no logprobs")
+    if generation.logprobs is not None:
+        _check_logprobs(where, generation.logprobs, len(ids))
+    _check_runs(where, generation.version_runs, len(ids), synthetic=synthetic)
+
+
+def _check_logprobs(where: str, logprobs: FloatArray, count: int) -> None:
+    if logprobs.dtype != np.float32 or logprobs.ndim != 1:
+        shape = list(logprobs.shape)
+        raise CaptureError(f"{where}: logprobs are {logprobs.dtype}{shape}, not a row of float32")
+    if len(logprobs) != count:
+        token = min(len(logprobs), count)
+        raise CaptureError(f"{where} token {token}: {len(logprobs)} logprobs for {count} sampled ids")
+    bad = ~(np.isfinite(logprobs) & (logprobs <= 0))
+    if bad.any():
+        token = int(np.argmax(bad))
+        raise CaptureError(f"{where} token {token}: logprob {logprobs[token]} is not finite and <= 0")
+
+
+def _check_runs(where: str, runs: VersionRuns, count: int, *, synthetic: bool) -> None:
+    if not runs and (synthetic or not count):
+        return
+    if not runs or runs[0][0] != 0:
+        raise CaptureError(f"{where} token 0: no policy version is known for the first sampled id")
+    starts = [start for start, _ in runs]
+    for before, start in pairwise(starts):
+        if start <= before:
+            raise CaptureError(f"{where} token {start}: version runs are not in order")
+    if starts[-1] >= max(count, 1):
+        raise CaptureError(f"{where} token {starts[-1]}: a version run starts after the last sampled id")
+    if any(version < 0 for _, version in runs):
+        raise CaptureError(f"{where}: a policy version is negative")
+
+
+def fates(nodes: Nodes, auxiliary: Set[int]) -> dict[int, str]:
+    """Sampled node -> reason why it is not trained, or empty. `auxiliary` are tops of auxiliary trees.
+
+    A demonstrated turn is eligible here (empty): the ledger and `Turn.excluded` name it later.
+    """
+    reasons: dict[int, str] = {}
+    for context in nodes.contexts():
+        reasons.update(_sibling_fates(nodes, context))
+    for node in nodes.turns():
+        if not reasons[node.id] and node.top in auxiliary:
+            reasons[node.id] = "auxiliary"
+    return reasons
+
+
+def _sibling_fates(nodes: Nodes, context: ContextNode) -> dict[int, str]:
+    """Fates of the turns sampled from one prompt.
+
+    Only turns the client had count. If one was continued, its siblings lost. If none was, as many count as
+    samples were wanted (`asked`), those delivered last first: a retry repeats its want, a twin adds one.
+    """
+    turns = [nodes.sampled(child) for child in context.children]
+    reasons = {turn.id: _own_reason(turn) for turn in turns}
+    left = sorted((turn for turn in turns if not reasons[turn.id]), key=lambda turn: -turn.delivered)
+    if any(turn.continued for turn in turns):
+        losers = [turn for turn in left if not turn.continued]
+    else:
+        losers = left[context.asked :]
+    reasons.update((turn.id, "retry_sibling") for turn in losers)
+    return reasons
+
+
+def _own_reason(turn: SampledNode) -> str:
+    if turn.synthetic:
+        return "synthetic"
+    if turn.excluded:
+        return turn.excluded
+    return "" if turn.delivered or turn.continued else "undelivered"
+
+
+def final_reason(turn: SampledNode, fate: str) -> str:
+    """Why no token of this turn may be trained by RL, or empty."""
+    return fate or ("demonstrated" if turn.generation.logprobs is None else "")
+
+
+def account(nodes: Nodes, reasons: Mapping[int, str], trained: int) -> Ledger:
+    """The ledger of a session. Raises CaptureError when it does not balance or a reason is unknown."""
+    excluded: dict[str, int] = {}
+    captured = 0
+    for turn in nodes.turns():
+        captured += len(turn.generation.ids)
+        reason = final_reason(turn, reasons[turn.id])
+        if reason and len(turn.generation.ids):
+            excluded[reason] = excluded.get(reason, 0) + len(turn.generation.ids)
+    ledger = Ledger(captured=captured, trained=trained, excluded=excluded)
+    if not ledger.balanced or not EXCLUSIONS.issuperset(excluded):
+        raise CaptureError(
+            f"rollout {nodes.rollout_id}: the ledger does not balance: captured {captured}, "
+            f"trained {trained}, excluded {excluded}"
+        )
+    return ledger

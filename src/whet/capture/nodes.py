@@ -1,0 +1,142 @@
+"""The store under a forest: nodes in creation order, each with its token delta only.
+
+A path alternates context, sampled, context, ... from a top context node (no parent) downwards. Node ids are
+list positions, so a child's id is always larger than its parent's. `chained` is a running digest of the
+path's ids: recomputed at export, it proves that nothing changed since the engine saw them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from whet.capture.match import MessageKey, digest
+from whet.errors import CaptureError
+from whet.types import Generation, IntArray
+
+
+@dataclass(slots=True, kw_only=True)
+class ContextNode:
+    """Ids that came from outside: scaffold, user, tools, foreign assistant messages."""
+
+    id: int
+    parent: int | None
+    """Sampled node that this continues; None at the top of a tree."""
+    top: int
+    """Top context node of the tree."""
+    root_key: str
+    ids: IntArray = field(repr=False)
+    keys: tuple[MessageKey, ...] = field(repr=False)
+    wire: bytes = field(repr=False)
+    """`wire_digest` of the messages as they first came."""
+    chained: bytes = field(repr=False)
+    tools: bool
+    """Whether the request offered tools."""
+    echoes: frozenset[int]
+    """Sampled nodes whose minted call ids occur in this context: they were re-rendered here."""
+    children: list[int] = field(default_factory=list)
+    in_flight: int = 0
+    """Requests under way on exactly this prompt."""
+    asked: int = 0
+    """High-water mark of requests in flight plus replies delivered: how many samples were wanted."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SampledNode:
+    """Ids that the engine produced in one turn."""
+
+    id: int
+    parent: int
+    top: int
+    turn: int
+    generation: Generation
+    key: MessageKey = field(repr=False)
+    chained: bytes = field(repr=False)
+    synthetic: bool
+    open: bool = True
+    """True until the reply was delivered or given up."""
+    delivered: int = 0
+    """Order of delivery within the session, from 1; 0 = not delivered."""
+    excluded: str = ""
+    children: list[int] = field(default_factory=list)
+
+    @property
+    def continued(self) -> bool:
+        """A later request echoed this turn, so the client had it."""
+        return bool(self.children)
+
+
+Node = ContextNode | SampledNode
+
+
+def chain(parent: bytes, ids: IntArray) -> bytes:
+    """Digest of a path that ends in `ids` after a path with digest `parent`."""
+    return digest(parent, ids.tobytes())
+
+
+def frozen_ids(ids: IntArray) -> IntArray:
+    """A read-only copy."""
+    copy = ids.copy()
+    copy.setflags(write=False)
+    return copy
+
+
+class Nodes:
+    """Nodes of one session by id, and the tops by root key."""
+
+    def __init__(self, rollout_id: str) -> None:
+        self.rollout_id = rollout_id
+        self.all: list[Node] = []
+        self.tops: dict[str, list[int]] = {}
+
+    def context(self, node: int) -> ContextNode:
+        """Raises CaptureError when `node` is not a context node."""
+        found = self.get(node)
+        if not isinstance(found, ContextNode):
+            raise CaptureError(f"rollout {self.rollout_id}: node {node} is not a context node")
+        return found
+
+    def sampled(self, node: int) -> SampledNode:
+        """Raises CaptureError when `node` is not a sampled node."""
+        found = self.get(node)
+        if not isinstance(found, SampledNode):
+            raise CaptureError(f"rollout {self.rollout_id}: node {node} is not a sampled node")
+        return found
+
+    def get(self, node: int) -> Node:
+        """Raises CaptureError when there is no such node."""
+        if not 0 <= node < len(self.all):
+            raise CaptureError(f"rollout {self.rollout_id}: there is no node {node}")
+        return self.all[node]
+
+    def contexts(self) -> Iterator[ContextNode]:
+        return (node for node in self.all if isinstance(node, ContextNode))
+
+    def turns(self) -> list[SampledNode]:
+        """Sampled nodes by turn, the order in which they were asked for."""
+        return sorted((node for node in self.all if isinstance(node, SampledNode)), key=lambda n: n.turn)
+
+    def below(self, root_key: str, base: int | None) -> list[ContextNode]:
+        """Context nodes that continue `base`, or the tops of a root key."""
+        ids = self.tops.get(root_key, []) if base is None else self.sampled(base).children
+        return [self.context(node) for node in ids]
+
+    def path(self, node: int) -> list[Node]:
+        """Nodes from the top to `node`, both included."""
+        nodes = [self.get(node)]
+        while (parent := nodes[-1].parent) is not None:
+            nodes.append(self.all[parent])
+        nodes.reverse()
+        return nodes
+
+
+def node_ids(node: Node) -> IntArray:
+    """The delta of either kind of node."""
+    return node.ids if isinstance(node, ContextNode) else node.generation.ids
+
+
+def joined(path: list[Node]) -> IntArray:
+    """Full ids of a path."""
+    return np.concatenate([node_ids(node) for node in path], dtype=np.int32)

@@ -120,3 +120,15 @@ def account(nodes: Nodes, reasons: Mapping[int, str], trained: int) -> Ledger:
             f"trained {trained}, excluded {excluded}"
         )
     return ledger
+
+
+def reassign(ledger: Ledger, reason: str) -> Ledger:
+    """The ledger after all that was still to be trained is excluded for `reason`: the whole rollout is stale,
+    degenerate, an evaluation, ... Tokens already excluded keep their reason. Raises CaptureError for a
+    reason outside EXCLUSIONS."""
+    if reason not in EXCLUSIONS:
+        raise CaptureError(f"no such reason to exclude: {reason!r}")
+    excluded = dict(ledger.excluded)
+    if ledger.trained:
+        excluded[reason] = excluded.get(reason, 0) + ledger.trained
+    return Ledger(captured=ledger.captured, trained=0, excluded=excluded)

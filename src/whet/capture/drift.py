@@ -40,14 +40,14 @@ class PromptPlan:
     """Sampled node to continue; None = render the root block first."""
     parent: int | None
     """Context node that already holds this very prompt (retry or twin), else None."""
-    context: tuple[Message, ...]
-    """Messages to render after `base`: user, tool, mid-list system, edited and foreign assistant."""
+    replace: tuple[Message, ...]
+    """Context messages to render after `base`: user, tool, mid-list system, edited and foreign assistant."""
     drift: Drift
     keys: tuple[MessageKey, ...] = field(repr=False)
-    """Keys of `context`, for `extend`."""
+    """Keys of `replace`, for `extend`."""
     tools: bool
     echoes: frozenset[int] = field(repr=False)
-    """Sampled nodes named by minted call ids in `context`."""
+    """Sampled nodes named by minted call ids in `replace`."""
 
 
 def difference(held: MessageKey, got: MessageKey) -> str:

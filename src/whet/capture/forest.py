@@ -1,6 +1,6 @@
 """The Forest: every token of one session, held once, as an append-only tree of deltas.
 
-The gateway's order per call: `plan` (what does the request continue), render only `plan.context`, `extend`,
+The gateway's order per call: `plan` (what does the request continue), render only `plan.replace`, `extend`,
 `path_ids` to the engine, `commit` the generation, then `mark_delivered` or `mark_aborted`. A request that
 gets no generation ends with `mark_aborted` on its context node; replaying a held reply needs no `extend`.
 Nothing sampled is ever encoded again: a matched turn is spliced by its stored ids. `trajectory` seals.
@@ -63,7 +63,7 @@ class Forest:
             root_key=key,
             base=base,
             parent=held_context(self._nodes, key, base, rest),
-            context=tuple(messages[start:]),
+            replace=tuple(messages[start:]),
             drift=classify(self._nodes, key, base, rest, echoes),
             keys=rest,
             tools=bool(request.tools),
@@ -108,7 +108,7 @@ class Forest:
         """
         self._refuse_sealed("a prompt")
         self._check_delta(plan, delta)
-        wire = wire_digest(plan.context)
+        wire = wire_digest(plan.replace)
         held = held_context(self._nodes, plan.root_key, plan.base, plan.keys)
         if held is None:
             node = self._new_context(plan, delta, wire)

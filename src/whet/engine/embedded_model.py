@@ -114,9 +114,17 @@ class Body(nn.Module):
         self.layers = nn.ModuleList(Layer(c) for _ in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
+    @property
+    def blocks(self) -> list[Layer]:
+        """The layers in order, typed."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
 
 class Qwen3(nn.Module):
     """A Qwen3 causal language model, fp32, tied or untied head."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -134,20 +142,20 @@ class Qwen3(nn.Module):
 
         Returns [B, T, d], normalised. P may be 0. Row b's token t stands at position P + t.
         """
-        n_prefix, (n_rows, width) = prefix.shape[0], rows.shape
+        n_prefix, width = prefix.shape[0], rows.shape[1]
         cos, sin = self.cos[: n_prefix + width], self.sin[: n_prefix + width]
+        blocks = self.model.blocks
         x = self.model.embed_tokens(rows)
         y = self.model.embed_tokens(prefix)
         seen = torch.ones(width, n_prefix + width, dtype=torch.bool).tril(n_prefix)
-        for i, layer in enumerate(self.model.layers):
-            last = i == len(self.model.layers) - 1
-            x, y = self._layer(layer, x, y, (cos, sin), seen, last)
+        for i, layer in enumerate(blocks):
+            x, y = self._layer(layer, x, y, (cos, sin), seen, last=i == len(blocks) - 1)
         out: Tensor = self.model.norm(x)
         return out
 
     def _layer(
         self,
-        layer: nn.Module,
+        layer: Layer,
         x: Tensor,
         y: Tensor,
         tables: tuple[Tensor, Tensor],
@@ -212,6 +220,8 @@ def save_model(model: Qwen3, folder: Path) -> None:
         "hidden_act": "silu",
         "attention_bias": False,
         "torch_dtype": "float32",
+        # transformers 5 reads the base from here, older versions and vLLM from rope_theta
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.config.rope_theta},
         "use_cache": True,
     }
     (folder / "config.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")

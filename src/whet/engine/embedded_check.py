@@ -1,0 +1,99 @@
+"""The start-up proof that results do not depend on company, on this machine, for the shapes in use.
+
+Which kernel a matrix library picks, and so the last bits, may depend on every dimension of a product. The
+check runs the real forward passes on noise and compares bits. What may vary at run time is first tried
+freely; if bits move, all shapes are pinned (slower) and tried again; if they still move the engine refuses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.engine.embedded_cache import TILE
+from whet.engine.embedded_forward import BLOCK, Forward, Tile
+from whet.errors import EngineError
+
+
+def prove_invariance(forward: Forward, seed: int = 0) -> None:
+    """Set `forward.fixed` as this machine needs, or raise EngineError. The caches are zero afterwards."""
+    with torch.inference_mode():
+        for fixed in (forward.fixed, True):
+            forward.fixed = fixed
+            wrong = _decode_depends(forward, seed) or _prefill_depends(forward, seed)
+            if not wrong:
+                break
+        for slot in range(forward.rows):
+            forward.hide(slot)
+        forward.reset(forward.weights)
+    if wrong:
+        raise EngineError(f"this machine's torch gives results that depend on {wrong}; cannot sample exactly")
+
+
+def _decode_depends(forward: Forward, seed: int) -> str:
+    """What a decode row depends on besides its own slot, or ""."""
+    rng = torch.Generator().manual_seed(seed)
+    rows, length = forward.rows, forward.length
+    forward.keys.normal_(generator=rng)
+    forward.values.normal_(generator=rng)
+    ids = torch.randint(0, forward.weights.config.vocab_size, (rows,), generator=rng)
+    reach = torch.linspace(0, length - 1, rows).long()
+    for slot in range(rows):
+        forward.hide(slot)
+        forward.show(slot, int(reach[slot]) + 1)
+    whole = forward.decode(ids, reach, rows, length)
+    for span in sorted({BLOCK * b for b in np.linspace(1, length // BLOCK, 24).astype(int)}):
+        short = forward.decode(ids, reach, rows, int(span))
+        if not torch.equal(short[reach < span], whole[reach < span]):
+            return "the length of other contexts"
+    for n in sorted({1, 2, 3, rows // 4 or 1, rows // 2 or 1, rows - 1 or 1}):
+        if not torch.equal(forward.decode(ids, reach, n, length)[:n], whole[:n]):
+            return "the number of running requests"
+    return _position_depends(forward, ids, reach, whole, rng)
+
+
+def _position_depends(
+    forward: Forward, ids: Tensor, reach: Tensor, whole: Tensor, rng: torch.Generator
+) -> str:
+    """Whether a slot's number, or what other slots hold, changes a row. Permutes and refills the caches."""
+    order = torch.randperm(forward.rows, generator=rng)
+    for held in (forward.keys, forward.values):
+        for layer in held:
+            layer.copy_(layer[order])
+    forward.seen.copy_(forward.seen[order])
+    if not torch.equal(forward.decode(ids[order], reach[order], forward.rows, forward.length), whole[order]):
+        return "the slot of a request"
+    other = torch.arange(forward.rows) % 2 == 1
+    for held in (forward.keys, forward.values):
+        held[:, other] = torch.randn(held[:, other].shape, generator=rng)
+    again = forward.decode(ids[order], reach[order], forward.rows, forward.length)
+    return "" if torch.equal(again[~other], whole[order][~other]) else "the content of other requests"
+
+
+def _prefill_depends(forward: Forward, seed: int) -> str:
+    """What a prefilled tile depends on besides its slot's earlier tokens, or ""."""
+    rng = np.random.default_rng(seed)
+    last = forward.length // TILE - 1
+    slots = rng.permutation(forward.rows)
+    places = [round(float(p)) for p in np.linspace(0, last, forward.tiles)]
+    vocab = forward.weights.config.vocab_size
+    jobs = [
+        Tile(int(slot), place, rng.integers(0, vocab, TILE))
+        for slot, place in zip(slots, places, strict=False)
+    ]
+    forward.prefill(jobs)
+    together = [_held(forward, job) for job in jobs]
+    groups = [[job] for job in jobs] + [jobs[::-1], jobs[1::2], jobs[: len(jobs) // 2 + 1]]
+    for group in groups:
+        forward.prefill(group)
+        for job in group:
+            if not torch.equal(_held(forward, job), together[jobs.index(job)]):
+                return "how prompts are cut and batched"
+    return ""
+
+
+def _held(forward: Forward, job: Tile) -> Tensor:
+    cut = slice(job.index * TILE, (job.index + 1) * TILE)
+    keys, values = forward.keys[:, job.slot, :, :, cut], forward.values[:, job.slot, :, cut]
+    return torch.cat([keys.flatten(), values.flatten()])

@@ -1,0 +1,354 @@
+"""EmbeddedCore: continuous-batching sampler in torch fp32 on CPU, inside the learner's process.
+
+Invariant: what a request gets (ids and logprobs, every bit) is a function of the weights, its prompt, its
+parameters and its key; never of what else runs, of cache hits, of prefill chunks or of arrival order. The
+owner calls `submit`, then `step` until `busy` is False; results come through each request's callback, inside
+`step`. Not thread-safe: one thread owns it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from whet.engine.base import Receipt
+from whet.engine.embedded_cache import TILE, PrefixCache, tile_names
+from whet.engine.embedded_check import prove_invariance
+from whet.engine.embedded_forward import Forward, Tile
+from whet.engine.embedded_model import Qwen3
+from whet.engine.embedded_sample import draw, stream
+from whet.engine.embedded_weights import Weights, checksum
+from whet.errors import EngineError
+from whet.types import Finish, Generation, IntArray, RequestKey, SamplingParams
+
+Done = Callable[[Generation | EngineError], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Shape of the engine. Results may depend on `max_rows` and `threads`, on nothing else here."""
+
+    max_rows: int = 32
+    """Requests that run at once; a decode step always computes this many rows (at least 16)."""
+    max_context: int = 2048
+    """Prompt plus sampled tokens of one request."""
+    threads: int = 1
+    """Torch threads while the engine runs."""
+    prefill_tiles: int = 8
+    """Most 16-token tiles of prompt per forward pass."""
+    cache_tokens: int = 65536
+    """Prompt tokens whose keys and values are kept for later requests; 0 = none."""
+    selfcheck: bool = True
+    """Prove at start that results do not depend on company on this machine."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One request on its way: waiting, prefilling (slot set), decoding (`filled` == prompt - 1)."""
+
+    number: int
+    prompt: IntArray
+    params: SamplingParams
+    uniform: npt.NDArray[np.float64]
+    names: list[bytes]
+    done: Done
+    limit: int
+    """Most tokens to sample: max_tokens or what the context leaves."""
+    slot: int = -1
+    filled: int = 0
+    """Tiles of the prompt whose keys and values the slot holds."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start."""
+
+    steps: int = 0
+    decoded: int = 0
+    """Tokens sampled."""
+    prefilled: int = 0
+    """Prompt tokens computed, padding included."""
+    reused: int = 0
+    """Prompt tokens copied from the prefix cache."""
+
+
+class EmbeddedCore:
+    """See the module. `refresh` takes over the model's current weights under a new version."""
+
+    def __init__(self, model: Qwen3, options: EngineOptions, *, version: int = 0) -> None:
+        """Raises EngineError for options that do not fit the model, or when the self-check fails."""
+        _check_options(model, options)
+        self.options = options
+        self.stats = EngineStats()
+        self._model = model
+        self._pin_threads()
+        with torch.inference_mode():
+            self._forward = Forward(
+                Weights(model), options.max_rows, options.max_context, options.prefill_tiles
+            )
+            self._cache = PrefixCache(model.config, options.cache_tokens // TILE)
+        self._receipt = Receipt(version=version, checksum=checksum(model))
+        self._numbers = itertools.count(1)
+        self._waiting: deque[_Request] = deque()
+        self._prefilling: list[_Request] = []
+        self._settled: deque[tuple[Done, Generation | EngineError]] = deque()
+        self._decoding: list[_Request] = []
+        self._free = list(range(options.max_rows))
+        self._paused = False
+        rows = options.max_rows
+        self._ids = np.zeros(rows, np.int64)
+        self._positions = np.full(rows, self._forward.scratch, np.int64)
+        self._heat = np.ones(rows, np.float32)
+        self._uniform = np.zeros(rows, np.float64)
+        if options.selfcheck:
+            prove_invariance(self._forward)
+
+    # ------------------------------------------------------------------ control
+
+    @property
+    def receipt(self) -> Receipt:
+        """Of the weights in force."""
+        return self._receipt
+
+    @property
+    def shapes_pinned(self) -> bool:
+        """True when this machine needs every shape fixed (slower); decided by the self-check."""
+        return self._forward.fixed
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self._cache
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def busy(self) -> bool:
+        """True when `step` has something to do."""
+        return bool(self.running or (self._waiting and not self._paused))
+
+    def pause(self) -> None:
+        """Start no waiting request any more; what runs goes on. Idle when `running` is 0."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def refresh(self, version: int) -> Receipt:
+        """Take the model's weights as they are now. Raises EngineError while a request runs."""
+        if self.running:
+            raise EngineError(f"cannot load weights while {self.running} requests run: pause first")
+        with torch.inference_mode():
+            self._forward.reset(Weights(self._model))
+        self._cache.clear()
+        self._receipt = Receipt(version=version, checksum=checksum(self._model))
+        return self._receipt
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, ids: IntArray, params: SamplingParams, key: RequestKey, done: Done) -> int:
+        """Queue a request; `done` gets its Generation, or an EngineError, inside a later `step`.
+
+        ids [n] int32, n >= 1. Returns a number for `abort`. Raises EngineError for a request that cannot be
+        served: no ids, ids outside the vocabulary, a prompt that leaves no room in the context.
+        """
+        room = self.options.max_context - len(ids)
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= self._model.config.vocab_size:
+            raise EngineError(f"a prompt needs ids between 0 and {self._model.config.vocab_size - 1}")
+        if room < 1:
+            raise EngineError(
+                f"context overflow: a prompt of {len(ids)} tokens leaves no room"
+                f" in a context of {self.options.max_context}"
+            )
+        if params.max_tokens < 1 or not (0 <= params.temperature < math.inf):
+            raise EngineError(f"max_tokens={params.max_tokens} temperature={params.temperature} is not valid")
+        limit = min(params.max_tokens, room)
+        request = _Request(
+            number=next(self._numbers),
+            prompt=ids,
+            params=params,
+            uniform=stream(key, limit),
+            names=tile_names(ids[:-1]),
+            done=done,
+            limit=limit,
+        )
+        self._waiting.append(request)
+        return request.number
+
+    def abort(self, number: int) -> bool:
+        """End a request now, with finish `abort` and what was sampled so far. False if it is not known."""
+        for request in [*self._waiting, *self._prefilling, *self._decoding]:
+            if request.number == number:
+                self._end(request, "abort")
+                self._deliver()
+                return True
+        return False
+
+    def step(self) -> None:
+        """Admit, run one prefill pass and one decode step, then call back for what ended."""
+        self._pin_threads()
+        self.stats.steps += 1
+        with torch.inference_mode():
+            self._admit()
+            if self._prefilling:
+                self._prefill()
+            if self._decoding:
+                self._decode()
+        self._deliver()
+
+    def fail_all(self, error: EngineError) -> None:
+        """End every request with `error`."""
+        for request in [*self._waiting, *self._prefilling, *self._decoding]:
+            self._settle(request, error)
+        self._deliver()
+
+    # ------------------------------------------------------------------ inside a step
+
+    def _pin_threads(self) -> None:
+        if torch.get_num_threads() != self.options.threads:
+            torch.set_num_threads(self.options.threads)
+
+    def _admit(self) -> None:
+        while self._waiting and self._free and not self._paused:
+            request = self._waiting.popleft()
+            self._free.sort()
+            request.slot = self._free.pop(0)
+            self._prefilling.append(request)
+
+    def _prefill(self) -> None:
+        """One pass over the next tiles, oldest request first; tiles that another one makes are awaited."""
+        jobs: list[Tile] = []
+        owners: list[tuple[_Request, bytes]] = []
+        made: set[bytes] = set()
+        for request in self._prefilling:
+            self._reuse(request)
+            for index in range(request.filled, len(request.names)):
+                name = request.names[index]
+                if len(jobs) == self.options.prefill_tiles or name in made:
+                    break
+                made.add(name)
+                jobs.append(self._tile(request, index))
+                owners.append((request, name))
+        if jobs:
+            self._forward.prefill(jobs)
+            self.stats.prefilled += len(jobs) * TILE
+        for job, (request, name) in zip(jobs, owners, strict=True):
+            request.filled = job.index + 1
+            self._keep(job, name)
+        ready = [r for r in self._prefilling if r.filled == len(r.names)]
+        self._prefilling = [r for r in self._prefilling if r.filled < len(r.names)]
+        for request in ready:
+            self._start_decoding(request)
+
+    def _tile(self, request: _Request, index: int) -> Tile:
+        ids = np.zeros(TILE, np.int64)
+        piece = request.prompt[:-1][index * TILE : (index + 1) * TILE]
+        ids[: len(piece)] = piece
+        return Tile(request.slot, index, ids)
+
+    def _reuse(self, request: _Request) -> None:
+        """Copy what the cache holds of the prompt beyond what the slot has."""
+        held = self._cache.match(request.names[request.filled :])
+        if held:
+            slot, start = request.slot, request.filled * TILE
+            self._cache.load(held, self._forward.keys[:, slot], self._forward.values[:, slot], start)
+            request.filled += len(held)
+            self.stats.reused += len(held) * TILE
+
+    def _keep(self, job: Tile, name: bytes) -> None:
+        cut = slice(job.index * TILE, (job.index + 1) * TILE)
+        self._cache.store(
+            name, self._forward.keys[:, job.slot, :, :, cut], self._forward.values[:, job.slot, :, cut]
+        )
+
+    def _start_decoding(self, request: _Request) -> None:
+        """The last prompt token is the first decode input."""
+        slot, last = request.slot, len(request.prompt) - 1
+        self._forward.show(slot, last + 1)
+        self._ids[slot] = request.prompt[last]
+        self._positions[slot] = last
+        self._heat[slot] = request.params.temperature
+        self._uniform[slot] = request.uniform[0]
+        self._decoding.append(request)
+
+    def _decode(self) -> None:
+        slots = 1 + max(r.slot for r in self._decoding)
+        length = 1 + max(int(self._positions[r.slot]) for r in self._decoding)
+        logits = self._forward.decode(
+            torch.from_numpy(self._ids), torch.from_numpy(self._positions), slots, length
+        )
+        ids, logprobs = draw(logits, torch.from_numpy(self._heat), torch.from_numpy(self._uniform))
+        self.stats.decoded += len(self._decoding)
+        all_ids, all_logprobs = ids.tolist(), logprobs.tolist()
+        for request in list(self._decoding):
+            self._take(request, all_ids[request.slot], all_logprobs[request.slot])
+
+    def _take(self, request: _Request, token: int, logprob: float) -> None:
+        """Give a request its next token and prepare the one after, or end it."""
+        if not math.isfinite(logprob):
+            version = self._receipt.version
+            line = f"version {version} of the weights gives logits that are not finite"
+            self._settle(request, EngineError(line))
+            return
+        request.ids.append(token)
+        request.logprobs.append(logprob)
+        if token in request.params.stop_ids:
+            self._end(request, "stop")
+        elif len(request.ids) == request.limit:
+            self._end(request, "length")
+        else:
+            slot = request.slot
+            position = self._positions[slot] + 1
+            self._ids[slot] = token
+            self._positions[slot] = position
+            self._uniform[slot] = request.uniform[len(request.ids)]
+            self._forward.seen[slot, position] = 0.0
+
+    def _end(self, request: _Request, finish: Finish) -> None:
+        result = Generation(
+            ids=np.array(request.ids, np.int32),
+            logprobs=np.array(request.logprobs, np.float32),
+            finish=finish,
+            version_runs=((0, self._receipt.version),),
+        )
+        self._settle(request, result)
+
+    def _deliver(self) -> None:
+        """Call back outside inference mode, when the engine's own state is consistent."""
+        while self._settled:
+            done, result = self._settled.popleft()
+            done(result)
+
+    def _settle(self, request: _Request, result: Generation | EngineError) -> None:
+        """Forget a request, give its slot back, and remember to tell its owner."""
+        self._settled.append((request.done, result))
+        for queue in (self._waiting, self._prefilling, self._decoding):
+            if request in queue:
+                queue.remove(request)
+        if request.slot >= 0:
+            self._forward.hide(request.slot)
+            self._positions[request.slot] = self._forward.scratch
+            self._heat[request.slot] = 1.0
+            self._free.append(request.slot)
+            request.slot = -1
+
+
+def _check_options(model: Qwen3, options: EngineOptions) -> None:
+    limit = model.config.max_position_embeddings
+    if not 2 <= options.max_context <= limit:
+        raise EngineError(f"max_context={options.max_context} must be between 2 and the model's {limit}")
+    if options.max_rows < 16:
+        raise EngineError(f"max_rows={options.max_rows} must be at least 16: smaller products change bits")
+    if min(options.threads, options.prefill_tiles) < 1 or options.cache_tokens < 0:
+        raise EngineError("threads and prefill_tiles must be at least 1, cache_tokens at least 0")

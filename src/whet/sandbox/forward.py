@@ -1,0 +1,118 @@
+"""Carries connections from a box's loopback to the gateway's unix socket.
+
+A listening socket belongs to the network it was made in, so the box's PID 1 makes one on the box's loopback
+and hands its descriptor to the host. The box therefore needs no forwarder process, no socket file and no
+network, and nothing in it can take the port or kill the way to its model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+
+MAX_CONNECTIONS = 64
+
+
+class _End(asyncio.Protocol):
+    """One end of a carried connection: what arrives goes out at `peer`, with back-pressure."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.peer: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if isinstance(transport, asyncio.Transport):
+            self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self.peer is not None:
+            self.peer.write(data)
+
+    def eof_received(self) -> bool:
+        if self.peer is not None and self.peer.can_write_eof() and not self.peer.is_closing():
+            self.peer.write_eof()
+        return True
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.peer is not None:
+            self.peer.close()
+
+    def pause_writing(self) -> None:
+        if self.peer is not None:
+            self.peer.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.peer is not None and not self.peer.is_closing():
+            self.peer.resume_reading()
+
+
+class _Entrance(_End):
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.forward = forward
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.forward.admit(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self.forward.open.discard(self)
+
+
+class Forward:
+    """Accepts on `listener` and carries to `target` until closed."""
+
+    def __init__(self, listener: socket.socket, target: Path) -> None:
+        self.open: set[_Entrance] = set()
+        self._listener = listener
+        self._target = target
+        self._server: asyncio.Server | None = None
+        self._dialling: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Entrance(self), sock=self._listener)
+
+    def admit(self, entrance: _Entrance) -> None:
+        transport = entrance.transport
+        if transport is None or len(self.open) >= MAX_CONNECTIONS:
+            if transport is not None:
+                transport.abort()
+            return
+        self.open.add(entrance)
+        transport.pause_reading()
+        task = asyncio.get_running_loop().create_task(self._dial(entrance, transport))
+        self._dialling.add(task)
+        task.add_done_callback(self._dialling.discard)
+
+    async def _dial(self, entrance: _Entrance, transport: asyncio.Transport) -> None:
+        exit_end = _End()
+        exit_end.peer = transport
+        try:
+            async with asyncio.timeout(10):
+                loop = asyncio.get_running_loop()
+                out, _ = await loop.create_unix_connection(lambda: exit_end, str(self._target))
+        except (OSError, TimeoutError):
+            transport.abort()
+            return
+        entrance.peer = out
+        if transport.is_closing():
+            out.close()
+        else:
+            transport.resume_reading()
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._dialling):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        for entrance in list(self.open):
+            for transport in (entrance.transport, entrance.peer):
+                if transport is not None:
+                    transport.abort()
+        self.open.clear()

@@ -1,0 +1,91 @@
+"""What a local box looks like inside, as a list of steps that both local modes carry out.
+
+An allow-list: system programs and libraries read-only, four made-up files of /etc, private writable folders
+in memory. No home, no run directory, no dataset, no whet. Nothing of a box ever lies on the host's disk, so
+a killed host leaves nothing to clean up.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from whet.errors import PolicyUnsupported
+from whet.sandbox.base import SandboxSpec
+
+HOME = "/home/agent"
+INSIDE_ID = 1000
+SUPERVISOR_AT = "/run/whet/supervisor.py"
+OWN_PYTHON = "/opt/python"
+WORK_BYTES = 1 << 30
+SCRATCH_BYTES = 256 << 20
+
+Step = tuple[str, str, str]
+"""(kind, argument, path): bind source, link target, tmpfs bytes, file text, and proc, dev, ro, dir with "".
+A step's path is inside the box; binds are read-only."""
+
+_ETC = (
+    ("/etc/passwd", f"root:x:0:0:root:/:/bin/sh\nagent:x:{INSIDE_ID}:{INSIDE_ID}::{HOME}:/bin/bash\n"),
+    ("/etc/group", f"root:x:0:\nagent:x:{INSIDE_ID}:\n"),
+    ("/etc/hosts", "127.0.0.1 localhost box\n"),
+    ("/etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files\n"),
+)
+
+
+def writable(spec: SandboxSpec) -> tuple[str, ...]:
+    """Every place of the box that can be written; the work folder first, the home second."""
+    return (spec.workdir, HOME, "/tmp", "/dev/shm")
+
+
+def python_inside() -> str:
+    return "/usr/bin/python3" if Path("/usr/bin/python3").exists() else f"{OWN_PYTHON}/bin/python3"
+
+
+def environment(spec: SandboxSpec) -> dict[str, str]:
+    """/usr/bin comes first: a version-manager shim for python3 costs 90 ms a start."""
+    path = "/usr/bin:/bin:/usr/local/bin:/usr/sbin:/sbin"
+    if python_inside().startswith(OWN_PYTHON):
+        path += f":{OWN_PYTHON}/bin"
+    base = {"PATH": path, "HOME": HOME, "USER": "agent", "LOGNAME": "agent", "SHELL": "/bin/bash"}
+    return base | {"TERM": "dumb", "LANG": "C.UTF-8"} | dict(spec.env)
+
+
+def _system() -> list[Step]:
+    steps: list[Step] = []
+    for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        path = Path("/", name)
+        if path.is_symlink():
+            steps.append(("link", str(path.readlink()), str(path)))
+        elif path.is_dir():
+            steps.append(("bind", str(path), str(path)))
+    package = Path(__file__).resolve().parent.parent
+    if package.is_relative_to("/usr"):
+        steps.append(("tmpfs", "4096", str(package)))
+    if python_inside().startswith(OWN_PYTHON):
+        steps.append(("bind", str(Path(sys.base_prefix).resolve()), OWN_PYTHON))
+    for path in (Path("/etc/ld.so.cache"), Path("/etc/alternatives")):
+        if path.exists():
+            steps.append(("bind", str(path), str(path)))
+    return steps
+
+
+def plan(spec: SandboxSpec) -> list[Step]:
+    """Steps in order. Raises PolicyUnsupported for a bind that is missing or lies over a writable place."""
+    steps: list[Step] = [("dir", "", path) for path in ("/etc", "/run", "/run/whet", "/var", "/home")]
+    steps += _system()
+    steps += [("file", text, path) for path, text in _ETC]
+    steps += [("proc", "", "/proc"), ("dev", "", "/dev")]
+    steps.append(("bind", str(Path(__file__).with_name("supervisor.py").resolve()), SUPERVISOR_AT))
+    places = writable(spec)
+    steps.append(("tmpfs", str(WORK_BYTES), places[0]))
+    steps += [("tmpfs", str(SCRATCH_BYTES), path) for path in places[1:]]
+    steps.append(("link", "/tmp", "/var/tmp"))
+    for bind in spec.binds:
+        source = bind.source.resolve()
+        if not source.exists():
+            raise PolicyUnsupported(f"bind of {bind.source}: no such file or folder")
+        covers = any(Path(place).is_relative_to(bind.target) for place in places)
+        if covers or not bind.target.startswith("/"):
+            raise PolicyUnsupported(f"bind at {bind.target}: would cover a writable folder of the box")
+        steps.append(("bind", str(source), bind.target))
+    return [*steps, ("ro", "", "/dev"), ("ro", "", "/")]

@@ -1,0 +1,270 @@
+"""PID 1 of a box: drops every privilege, then starts and kills processes as the host asks over one socket.
+
+Run as a script by the box's own Python, so it knows the standard library only and imports little (start-up
+is the price of every box). It is not dumpable and it is init, so nothing in the box can kill or trace it.
+When the host's end of the socket closes it exits, and the kernel takes the whole PID namespace with it.
+
+Frames from the host: 4 bytes length, then NUL-joined fields `kind, job, ...`, descriptors on the first byte.
+Lines to the host: `ready`, `exit JOB CODE` (-n for signal n), `swept JOB OK`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+CLONE_NEWUSER = 0x10000000
+IPC_RMID = 0
+SWEEP_S = 1.0
+INSIDE_ID = 1000
+
+
+def system(result: int) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def drop_privileges(libc: ctypes.CDLL, outer_id: int) -> None:
+    """From root: become `outer_id`, enter an own user namespace as INSIDE_ID and give up all capabilities."""
+    os.setgroups([])
+    os.setresgid(outer_id, outer_id, outer_id)
+    os.setresuid(outer_id, outer_id, outer_id)
+    # A change of user makes the process undumpable, and then its own map files belong to root.
+    system(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0))
+    system(libc.unshare(CLONE_NEWUSER))
+    for name, text in (
+        ("setgroups", "deny"),
+        ("gid_map", f"{INSIDE_ID} {outer_id} 1"),
+        ("uid_map", f"{INSIDE_ID} {outer_id} 1"),
+    ):
+        fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
+        os.write(fd, text.encode())
+        os.close(fd)
+    for capability in range(64):
+        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            break
+    header, data = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 0, 0, 0, 0, 0, 0)
+    system(libc.capset(header, data))
+
+
+def confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int) -> None:
+    if outer_id >= 0:
+        drop_privileges(libc, outer_id)
+    system(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    system(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
+    system(libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # POSIX message queues would outlive a rollout and cannot be listed from inside.
+    resource.setrlimit(12, (0, 0))
+    if processes:
+        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+    if memory:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+
+
+class Supervisor:
+    def __init__(self, control: socket.socket, libc: ctypes.CDLL) -> None:
+        self.control = control
+        self.libc = libc
+        self.jobs: dict[int, str] = {}
+        self.kept: set[int] = set()
+
+    def send(self, line: str, fds: tuple[int, ...] = ()) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))] if fds else []
+        self.control.sendmsg([line.encode() + b"\n"], rights)
+
+    def receive(self) -> tuple[list[str], list[int]]:
+        flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_WAITALL
+        head, extra, _, _ = self.control.recvmsg(4, socket.CMSG_SPACE(16), flags)
+        fds: list[int] = []
+        for _level, _kind, data in extra:
+            fds += struct.unpack(f"{len(data) // 4}i", data)
+        if len(head) < 4:
+            os._exit(0)
+        (size,) = struct.unpack("<I", head)
+        body = bytearray()
+        while len(body) < size:
+            chunk = self.control.recv(size - len(body))
+            if not chunk:
+                os._exit(0)
+            body += chunk
+        return [os.fsdecode(part) for part in bytes(body).split(b"\0")], fds
+
+    def serve(self) -> None:
+        wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake_write)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        poll = select.poll()
+        poll.register(self.control, select.POLLIN)
+        poll.register(wake_read, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == wake_read:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wake_read, 4096)
+                else:
+                    self.handle(*self.receive())
+            self.reap()
+
+    def handle(self, fields: list[str], fds: list[int]) -> None:
+        kind, job = fields[0], fields[1]
+        if kind in ("run", "keep"):
+            argc = int(fields[3])
+            env = dict(item.split("=", 1) for item in fields[4 + argc :] if item)
+            self.start(job, fields[2], fields[4 : 4 + argc], env, fds, kind == "keep")
+        elif kind == "kill":
+            self.sweep(job, self.trees({pid for pid, name in self.jobs.items() if name != fields[2]}))
+        elif kind == "sweep":
+            self.sweep(job, {pid for pid in self.kept if pid in self.jobs})
+        elif kind == "ipc":
+            self.clear_ipc()
+            self.send(f"swept {job} 1")
+
+    def start(
+        self, job: str, cwd: str, argv: list[str], env: dict[str, str], fds: list[int], keep: bool
+    ) -> None:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.write(fds[2], f"cannot start a process: {error.strerror}\n".encode())
+            self.send(f"exit {job} 126")
+            pid = -1
+        if pid == 0:
+            become(cwd, argv, env, fds)
+        for fd in fds:
+            os.close(fd)
+        if pid > 0:
+            self.jobs[pid] = job
+            if keep:
+                self.kept.add(pid)
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            job = self.jobs.pop(pid, None)
+            self.kept.discard(pid)
+            if job is not None:
+                code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+                self.send(f"exit {job} {code}")
+
+    def living(self) -> dict[int, int]:
+        """pid -> parent of every process but this one that is not a zombie."""
+        found = {}
+        for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib would double the start-up time
+            if not name.isdigit() or name == "1":
+                continue
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    state, parent = file.read().rpartition(b")")[2].split()[:2]
+                if state not in b"ZX":
+                    found[int(name)] = int(parent)
+        return found
+
+    def trees(self, roots: set[int]) -> set[int]:
+        parents = self.living()
+        known, fresh = set(roots), set(roots)
+        while fresh:
+            fresh = {pid for pid, parent in parents.items() if parent in fresh} - known
+            known |= fresh
+        return known
+
+    def sweep(self, job: str, keep: set[int]) -> None:
+        """Kill all but `keep`. What forks faster than we can look is killed with everything else at once:
+        kill(-1) holds the process table, so no child escapes it. Then the answer is 0: `keep` died too."""
+        deadline = time.monotonic() + SWEEP_S
+        while True:
+            self.reap()
+            targets = self.living().keys() - keep
+            if not targets:
+                break
+            spared = time.monotonic() < deadline
+            for pid in targets if spared else (-1,):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if not spared:
+                keep = set()
+            time.sleep(0.0005)
+        self.reap()
+        self.send(f"swept {job} {int(time.monotonic() < deadline)}")
+
+    def clear_ipc(self) -> None:
+        """Remove System V shared memory, queues and semaphores: they need no process to live on."""
+        for name, remove in (
+            ("shm", lambda n: int(self.libc.shmctl(n, IPC_RMID, None))),
+            ("msg", lambda n: int(self.libc.msgctl(n, IPC_RMID, None))),
+            ("sem", lambda n: int(self.libc.semctl(n, 0, IPC_RMID))),
+        ):
+            try:
+                with open(f"/proc/sysvipc/{name}") as file:
+                    rows = file.readlines()[1:]
+            except OSError:
+                continue
+            for row in rows:
+                remove(int(row.split()[1]))
+
+
+def become(cwd: str, argv: list[str], env: dict[str, str], fds: list[int]) -> None:
+    """In the forked child: turn into the asked-for program. 126 and 127 as a shell has them."""
+    code = 126
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        for target, fd in enumerate(fds):
+            os.dup2(fd, target)
+        os.chdir(cwd)
+        code = 127
+        os.execvpe(argv[0], argv, env)
+    except OSError as error:
+        os.write(2, f"{cwd if code == 126 else argv[0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def main(arguments: list[str]) -> None:
+    """arguments: control descriptor, gateway port (0 = none), outer id (-1 = not root), processes, memory,
+    then the writable folders, whose descriptors go to the host with `ready`."""
+    fd, port, outer_id, processes, memory = (int(item) for item in arguments[:5])
+    libc = ctypes.CDLL(None, use_errno=True)
+    control = socket.socket(fileno=fd)
+    control.set_inheritable(False)
+    fds = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for folder in arguments[5:]]
+    if outer_id >= 0:
+        for folder in fds:
+            os.fchown(folder, outer_id, outer_id)
+    confine(libc, outer_id, processes, memory)
+    supervisor = Supervisor(control, libc)
+    if port:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(128)
+        fds.append(listener.fileno())
+    # Standard error led to the host during start-up; what runs from here on must not reach it.
+    null = os.open("/dev/null", os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    supervisor.send("ready", tuple(fds))
+    for folder in fds[: len(arguments) - 5]:
+        os.close(folder)
+    supervisor.serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

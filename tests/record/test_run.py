@@ -96,7 +96,7 @@ def test_full_disk_is_named(tmp_path: Path) -> None:
         pytest.raises(RecordError, match="disk full while writing /dev/full"),
         MetricsFile(Path("/dev/full")) as m,
     ):
-        m.write("step", {"x": 1})
+        m.write({"x": 1})
 
 
 def test_write_text_replaces_whole_files(tmp_path: Path) -> None:
@@ -109,12 +109,12 @@ def test_write_text_replaces_whole_files(tmp_path: Path) -> None:
 def test_metrics_survive_a_torn_last_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as metrics:
-        metrics.write("step", {"step": 1, "loss": 0.5, "nan": float("nan")})
+        metrics.write({"step": 1, "loss": 0.5, "nan": float("nan")})
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"step": 2, "lo')
     assert [line["step"] for line in read_metrics(path)] == [1]
     with MetricsFile(path) as metrics:
-        metrics.write("step", {"step": 2})
+        metrics.write({"step": 2})
     lines = list(read_metrics(path))
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["schema_version"] == 1
@@ -125,7 +125,7 @@ def test_a_torn_first_line_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"x" * 70000)
     with MetricsFile(path) as metrics:
-        metrics.write("step", {"step": 1})
+        metrics.write({"step": 1})
     assert len(list(read_metrics(path))) == 1
     assert list(read_metrics(tmp_path / "none")) == []
 

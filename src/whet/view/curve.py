@@ -1,0 +1,138 @@
+"""The learning curve as SVG, written by hand: two series and two axes need no plotting library.
+
+Solve rate over optimizer steps: a dot per step with its moving mean (training tasks, fresh every step), and
+held-out points with their 95 % Wilson interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from whet.record.store import Score, Store
+
+_WIDTH, _HEIGHT = 720, 400
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 56, 56
+_MEAN_OF = 5
+"""Steps in the centred moving mean."""
+_Z95 = 1.959964
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """Solve rate after `step` optimizer steps."""
+
+    step: int
+    score: Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """What is drawn."""
+
+    title: str
+    train: tuple[CurvePoint, ...]
+    heldout: tuple[CurvePoint, ...]
+
+
+def wilson(score: Score) -> tuple[float, float]:
+    """95 % Wilson interval of a solve rate; (0, 1) when nothing was graded."""
+    n = score.total
+    if n == 0:
+        return 0.0, 1.0
+    centre = (score.rate + _Z95**2 / (2 * n)) / (1 + _Z95**2 / n)
+    half = _Z95 / (1 + _Z95**2 / n) * math.sqrt(score.rate * (1 - score.rate) / n + _Z95**2 / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def curve_of(store: Store, title: str) -> Curve:
+    """The curve of a stored run: phase `train` counts at its step, phases `eval_*` at the steps before."""
+    train: list[CurvePoint] = []
+    heldout: list[CurvePoint] = []
+    for phase, step in sorted(store.phases(), key=lambda place: place[1]):
+        point = CurvePoint(step=step, score=store.scores(phase, step)[""])
+        if point.score.total and (phase == "train" or phase.startswith("eval")):
+            (train if phase == "train" else heldout).append(point)
+    return Curve(title=title, train=tuple(train), heldout=tuple(heldout))
+
+
+def curve_svg(curve: Curve) -> str:
+    """The picture as one SVG document."""
+    last = max((p.step for p in (*curve.train, *curve.heldout)), default=0) or 1
+    parts = [*_frame(curve.title, last)]
+    for point in curve.train:
+        parts.append(_dot(_x(point.step, last), _y(point.score.rate), 3, "#9db7d5"))
+    if len(curve.train) > 1:
+        means = [sum(rates) / len(rates) for rates in _windows([p.score.rate for p in curve.train])]
+        line = _path((_x(p.step, last), _y(m)) for p, m in zip(curve.train, means, strict=True))
+        parts.append(f'<path d="{line}" fill="none" stroke="#2f6db3" stroke-width="2"/>')
+    for point in curve.heldout:
+        parts += _interval(_x(point.step, last), point.score)
+    if len(curve.heldout) > 1:
+        line = _path((_x(p.step, last), _y(p.score.rate)) for p in curve.heldout)
+        dashes = 'stroke-dasharray="2 4"'
+        parts.append(f'<path d="{line}" fill="none" stroke="#c2571a" {dashes}/>')
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif">'
+    )
+    return "\n".join([head, *parts, "</svg>"]) + "\n"
+
+
+def _frame(title: str, last: int) -> Iterable[str]:
+    yield f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>'
+    yield _text(_LEFT, 24, title, size=15, weight="bold")
+    yield _dot(_LEFT + 4, 41, 4, "#2f6db3") + _text(
+        _LEFT + 14, 45, f"training tasks (mean of {_MEAN_OF} steps)"
+    )
+    yield _dot(_LEFT + 244, 41, 4, "#c2571a") + _text(_LEFT + 254, 45, "held-out tasks with 95 % interval")
+    for tick in range(6):
+        y = _y(tick / 5)
+        yield f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="#e3e6ea"/>'
+        yield _text(_LEFT - 8, y + 4, f"{tick / 5:.1f}", anchor="end")
+    stride = max(1, math.ceil(last / 10))
+    for step in range(0, last + 1, stride):
+        yield _text(_x(step, last), _HEIGHT - _BOTTOM + 18, str(step), anchor="middle")
+    yield _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 14, "optimizer steps", anchor="middle")
+    middle = (_TOP + _HEIGHT - _BOTTOM) / 2
+    label = _text(18, middle, "solve rate", anchor="middle")
+    yield f'<g transform="rotate(-90 18 {middle})">{label}</g>'
+
+
+def _interval(x: float, score: Score) -> Iterable[str]:
+    low, high = (_y(bound) for bound in wilson(score))
+    bar = f"M{x - 5:.1f} {low:.1f}h10M{x - 5:.1f} {high:.1f}h10M{x:.1f} {low:.1f}V{high:.1f}"
+    yield f'<path d="{bar}" stroke="#c2571a"/>'
+    yield _dot(x, _y(score.rate), 5, "#c2571a")
+    above = score.rate < 0.5
+    y = high - 8 if above else low + 18
+    yield _text(x, y, f"{score.rate:.2f}", anchor="middle", weight="bold")
+
+
+def _x(step: float, last: int) -> float:
+    return _LEFT + 12 + (_WIDTH - _LEFT - _RIGHT - 24) * step / last
+
+
+def _y(rate: float) -> float:
+    return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * rate
+
+
+def _windows(values: Sequence[float]) -> Iterable[Sequence[float]]:
+    half = _MEAN_OF // 2
+    return (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+
+
+def _path(points: Iterable[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+
+def _dot(x: float, y: float, radius: float, colour: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}"/>'
+
+
+def _text(
+    x: float, y: float, text: str, *, size: int = 12, anchor: str = "start", weight: str = "normal"
+) -> str:
+    style = f'font-size="{size}" text-anchor="{anchor}" font-weight="{weight}" fill="#30363d"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'

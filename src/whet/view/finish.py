@@ -1,0 +1,86 @@
+"""What is left on disk and said when a run has ended: the curve, the report, or a look at a stored run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from whet.record.run import read_config, read_store, read_summary, write_text
+from whet.record.store import Score, Store
+from whet.types import Ledger
+from whet.view.curve import curve_of, curve_svg
+from whet.view.report import Report, ShownRollout, render_report, score_text
+
+CURVE = "curve.svg"
+REPORT = "report.txt"
+
+
+def finish(run_dir: Path, summary: Mapping[str, Any], shown: Sequence[ShownRollout] = ()) -> str:
+    """Write curve.svg and report.txt of a finished run and return the report's text."""
+    title = f"whet: {summary['agent']}, seed {summary['seed']}"
+    with read_store(run_dir) as store:
+        write_text(run_dir / CURVE, curve_svg(curve_of(store, title)))
+        report = report_of(run_dir, store, summary, shown)
+    text = render_report(report)
+    write_text(run_dir / REPORT, text)
+    return text
+
+
+def report_of(
+    run_dir: Path, store: Store, summary: Mapping[str, Any], shown: Sequence[ShownRollout] = ()
+) -> Report:
+    """The report of a stored run: scores from its rollouts, the rest from its summary."""
+    before, after = _scores(store, "eval_before"), _scores(store, "eval_after")
+    none = Score(solved=0, total=0)
+    families = [name for name in before | after if name]
+    return Report(
+        run_dir=run_dir,
+        before=before.get("", none),
+        after=after.get("", none),
+        ledger=Ledger(**summary["ledger"]),
+        wall_s=summary["wall_s"],
+        steps=summary["rl_steps"],
+        rollouts=summary["rollouts"],
+        max_logprob_gap=summary["max_logprob_gap"],
+        families={name: (before.get(name, none), after.get(name, none)) for name in families},
+        shown=tuple(shown),
+        curve=run_dir / CURVE,
+    )
+
+
+def show_run(run_dir: Path) -> str:
+    """A run as it lies on disk, finished or not; needs no living process. Raises RecordError."""
+    config = read_config(run_dir)
+    with read_store(run_dir) as store:
+        head = f"{run_dir}: {config.harness.agent}, seed {config.run.seed}"
+        lines = [head, *_step_lines(store), *_eval_lines(store)]
+        summary = read_summary(run_dir)
+        if summary is not None:
+            return "\n".join(lines) + "\n" + render_report(report_of(run_dir, store, summary))
+        last = store.last_step()
+    done = 0 if last is None else last.step
+    lines.append(f"not finished: {done} of {config.run.steps} steps; continue with --resume {run_dir}")
+    return "\n".join(lines) + "\n"
+
+
+def _scores(store: Store, phase: str) -> dict[str, Score]:
+    """Of the newest step at which the phase ran; empty when it never did."""
+    steps = [step for name, step in store.phases() if name == phase]
+    return store.scores(phase, max(steps)) if steps else {}
+
+
+def _step_lines(store: Store) -> Iterator[str]:
+    for record in store.steps():
+        score = store.scores("train", record.step)[""]
+        ledger = record.ledger
+        yield (
+            f"  step {record.step:>4}  solved {score.rate:.2f} ({score.solved}/{score.total})"
+            f"  trained {ledger.trained:,} of {ledger.captured:,} tokens"
+        )
+
+
+def _eval_lines(store: Store) -> Iterator[str]:
+    for phase, step in store.phases():
+        if phase.startswith("eval"):
+            yield f"  held-out after {step} steps  {score_text(store.scores(phase, step)[''])}"

@@ -1,0 +1,99 @@
+"""The live view: stage, rollouts, solve rate, tokens/s and seconds left, redrawn in place with rich."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from whet.record.metrics import Metrics
+from whet.record.store import Score
+from whet.view.base import Progress, duration
+
+_NOTES = 4
+_REFRESH_HZ = 4
+
+
+class LiveView:
+    """Owns the terminal from `begin` to `close`."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._progress = Progress(clock=clock)
+        self._notes: deque[str] = deque(maxlen=_NOTES)
+        self._metrics: Metrics = {}
+        self._live = Live(
+            get_renderable=self.render, console=console, refresh_per_second=_REFRESH_HZ, transient=False
+        )
+
+    def begin(self, title: str, rollouts: int) -> None:
+        self._progress.begin(title, rollouts)
+        self._live.start()
+
+    def stage(self, name: str, total: int = 0) -> None:
+        self._progress.stage(name, total)
+
+    def advance(self, done: int) -> None:
+        self._progress.stage_done = done
+
+    def rollout_started(self, rollout_id: str) -> None:
+        self._progress.rollout_started(rollout_id)
+
+    def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None:
+        self._progress.rollout_finished(rollout_id, reward, tokens)
+
+    def step_done(self, step: int, steps: int, metrics: Metrics) -> None:
+        self._progress.step, self._progress.steps = step, steps
+        self._metrics = metrics
+
+    def eval_done(self, name: str, score: Score) -> None:
+        self._progress.evals[name] = score
+
+    def note(self, text: str) -> None:
+        self._notes.append(text)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def render(self) -> RenderableType:
+        """The picture as it is now."""
+        parts: list[RenderableType] = [
+            Rule(Text(self._progress.title, style="bold"), align="left", style="cyan"),
+            self._bar(),
+            self._facts(),
+        ]
+        parts += [Text(f"  {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in self._notes]
+        return Group(*parts)
+
+    def _bar(self) -> RenderableType:
+        p = self._progress
+        step = f"  step {p.step}/{p.steps}" if p.steps else ""
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, justify="right")
+        bar = ProgressBar(total=p.stage_total or None, completed=p.stage_done, pulse=not p.stage_total)
+        count = f"{p.stage_done}/{p.stage_total}" if p.stage_total else ""
+        row.add_row(Text(f"  {p.stage_name}{step}", style="bold green"), bar, count)
+        return row
+
+    def _facts(self) -> RenderableType:
+        p = self._progress
+        grid = Table.grid(padding=(0, 3))
+        for _ in range(2):
+            grid.add_column(style="dim", no_wrap=True)
+            grid.add_column(no_wrap=True)
+        rate = "—" if p.solve_rate is None else f"{p.solve_rate:.2f}"
+        grid.add_row("  rollouts", f"{len(p.running)} running, {p.finished} done", "solve rate", rate)
+        grid.add_row("  sampled", f"{p.tokens_per_s:.0f} tokens/s", "time left", duration(p.seconds_left))
+        numbers = [f"{k} {v:.3g}" for k, v in self._metrics.items() if isinstance(v, float)][:3]
+        held_out = ", ".join(f"{name} {s.rate:.2f} ({s.solved}/{s.total})" for name, s in p.evals.items())
+        if held_out or numbers:
+            grid.add_row("  held-out", held_out or "—", "last step", ", ".join(numbers) or "—")
+        return grid

@@ -4,7 +4,7 @@ Text from outside goes through `shield` before a template sees it: the first cha
 marker becomes a lone surrogate, which valid text cannot hold, so no marker can begin inside outside text
 and templates still see its length, its ends and its white space. `encode` splits the rendered text at the
 markers that are left (all scaffold), takes the shield off, and encodes each run between two markers with a
-tokenizer that knows no control tokens. Content without markers therefore gets the same ids as the stock tokenizer
+tokenizer that knows no control tokens. Content without markers gets the ids that the stock tokenizer
 gives the same rendering. Callers: render/template and render/parse.
 """
 

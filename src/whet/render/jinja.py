@@ -38,7 +38,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise RenderError(f"chat template does not compile: {error}") from error
-        self._shield = lambda text: text if text is SENTINEL else shield(text)
+        self._outside = shield
         self.variables = dict(variables)
         day = now.date().isoformat() if "strftime_now" in source else ""
         self.identity = json.dumps([source, self.variables, day], sort_keys=True)
@@ -57,6 +57,9 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise RenderError(f"chat template refuses the conversation: {error}") from error
+
+    def _shield(self, text: str) -> str:
+        return text if text is SENTINEL else self._outside(text)
 
     def _message(self, message: Message) -> dict[str, object]:
         shown: dict[str, object] = {"role": message.role, "content": self._shield(message.text)}

@@ -1,7 +1,7 @@
 """Meaning of sampled ids in the Hermes form, found by control ids and never by decoded text.
 
 `<think>` ... `</think>` is reasoning, `<tool_call>` ... `</tool_call>` holds one JSON object with exactly the
-keys `name` and `arguments`. Whatever does not fit stays in the text and sets `malformed`, so the agent sees it.
+keys `name` and `arguments`. What does not fit stays in the text, for the agent to see, and sets `malformed`.
 Marker text that the model spells with ordinary tokens is ordinary text. Caller: render/template.
 """
 

@@ -174,8 +174,8 @@ def _demoted(message: Message) -> Message:
 
 
 def load_family(folder: Path) -> TemplateFamily:
-    """Read `tokenizer.json`, `chat_template.jinja` (or the one inside `tokenizer_config.json`) and the optional
-    `whet_family.json`, and check the delta rule. Raises RenderError with the reason for a refusal."""
+    """Read `tokenizer.json`, `chat_template.jinja` (or the one in `tokenizer_config.json`) and, where there
+    is one, `whet_family.json`, and check the delta rule. Raises RenderError with the reason for a refusal."""
     with boundary(RenderError, f"reading the model folder {folder}"):
         tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
         config = _read_json(folder / "tokenizer_config.json")

@@ -1,0 +1,239 @@
+"""OpenAI chat completions, as its official clients read and write them; pure.
+
+Called by Pi, OpenCode, Qwen Code and mini-swe-agent. Parts of one message are joined: an assistant's without
+anything between (clients split and merge them), others by a line break. `developer` is `system`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from whet.gateway import sse
+from whet.gateway.dialects.base import (
+    Envelope,
+    WireCall,
+    WireError,
+    json_text,
+    mapping,
+    positive,
+    sequence,
+    string,
+)
+from whet.types import Message, ModelRequest, Reply, Role, ToolCall, ToolSpec
+
+_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+
+_ADVISORY = (
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "reasoning_effort",
+    "tool_choice",
+    "parallel_tool_calls",
+    "max_tokens",
+    "max_completion_tokens",
+)
+
+_TYPES: Mapping[str, str] = {
+    "rate_limited": "rate_limit_error",
+    "session_failed": "permission_error",
+    "engine_failed": "server_error",
+}
+
+_CODES: Mapping[str, str | None] = {"invalid_request": None, "unauthorized": "invalid_api_key"}
+
+
+class ChatDialect:
+    """Implements `Dialect`."""
+
+    name = "chat"
+
+    def parse(self, body: Mapping[str, object], action: str) -> WireCall:
+        _refuse(body)
+        messages = sequence(body.get("messages"), "messages")
+        if not messages:
+            raise WireError("invalid_request", "'messages' must hold at least one message.", "messages")
+        limits = [positive(body.get(k), k) for k in ("max_tokens", "max_completion_tokens")]
+        tools = () if body.get("tool_choice") == "none" else sequence(body.get("tools"), "tools")
+        request = ModelRequest(
+            messages=tuple(_message(m, f"messages[{i}]") for i, m in enumerate(messages)),
+            tools=tuple(_tool(t, f"tools[{i}]") for i, t in enumerate(tools)),
+            stream=bool(body.get("stream")),
+            max_tokens=min((n for n in limits if n is not None), default=None),
+            advisory=tuple((k, json_text(body[k])) for k in _ADVISORY if body.get(k) is not None),
+        )
+        options = body.get("stream_options")
+        usage = options is not None and bool(mapping(options, "stream_options").get("include_usage"))
+        return WireCall(request=request, include_usage=usage)
+
+    def reply(self, reply: Reply, envelope: Envelope) -> Mapping[str, object]:
+        message: dict[str, object] = {"role": "assistant", "content": reply.text or None, "refusal": None}
+        if not reply.tool_calls:
+            message["content"] = reply.text
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message["tool_calls"] = [_call(c) for c in reply.tool_calls]
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(reply)}
+        return {**_head(envelope, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+
+    def events(self, reply: Reply, envelope: Envelope) -> Iterator[bytes]:
+        deltas: list[dict[str, object]] = [{"role": "assistant", "content": ""}]
+        if reply.reasoning:
+            deltas.append({"reasoning_content": reply.reasoning})
+        if reply.text:
+            deltas.append({"content": reply.text})
+        deltas += [{"tool_calls": [{"index": i, **_call(c)}]} for i, c in enumerate(reply.tool_calls)]
+        head = _head(envelope, "chat.completion.chunk")
+        if envelope.include_usage:
+            head["usage"] = None
+        for delta in deltas:
+            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield sse.data({**head, "choices": [choice]})
+        last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish(reply)}
+        yield sse.data({**head, "choices": [last]})
+        if envelope.include_usage:
+            yield sse.data({**head, "choices": [], "usage": _usage(reply)})
+        yield sse.DONE
+
+    def error(self, error: WireError) -> Mapping[str, object]:
+        return {
+            "error": {
+                "message": str(error),
+                "type": _TYPES.get(error.cause, "invalid_request_error"),
+                "param": error.param,
+                "code": _CODES.get(error.cause, error.cause),
+            }
+        }
+
+    def error_event(self, error: WireError) -> bytes:
+        return sse.data(self.error(error))
+
+    def models(self, model: str) -> Mapping[str, object]:
+        entry = {"id": model, "object": "model", "created": 0, "owned_by": "whet"}
+        return {"object": "list", "data": [entry]}
+
+
+def _refuse(body: Mapping[str, object]) -> None:
+    """Refuse what would need another kind of answer than one neutral sample. Raises WireError."""
+    shape = body.get("response_format")
+    plain = shape is None or mapping(shape, "response_format").get("type") in (None, "text")
+    asked = {
+        "n": body.get("n") not in (None, 1),
+        "logprobs": bool(body.get("logprobs")),
+        "top_logprobs": bool(body.get("top_logprobs")),
+        "response_format": not plain,
+        "stop": bool(body.get("stop")),
+        "store": bool(body.get("store")),
+        "functions": bool(body.get("functions")),
+        "audio": body.get("audio") is not None,
+        "modalities": body.get("modalities") not in (None, ["text"]),
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise WireError(
+                "invalid_request", f"'{name}' is not supported with this value by this model.", name
+            )
+
+
+def _message(raw: object, param: str) -> Message:
+    fields = mapping(raw, param)
+    role = _ROLES.get(string(fields.get("role"), f"{param}.role"))
+    if role is None:
+        raise WireError("invalid_request", f"'{param}.role' is not a known role.", f"{param}.role")
+    text = _content(fields.get("content"), f"{param}.content", "" if role == "assistant" else "\n")
+    if role == "tool":
+        return Message(role=role, text=text, tool_call_id=string(fields.get("tool_call_id"), param))
+    if role != "assistant":
+        return Message(role=role, text=text)
+    calls = sequence(fields.get("tool_calls"), f"{param}.tool_calls")
+    reasoning = fields.get("reasoning_content") or fields.get("reasoning")
+    return Message(
+        role=role,
+        text=text,
+        reasoning=reasoning if isinstance(reasoning, str) else "",
+        tool_calls=tuple(_tool_call(c, f"{param}.tool_calls[{i}]") for i, c in enumerate(calls)),
+    )
+
+
+def _content(value: object, param: str, between: str) -> str:
+    """Text of a content: string, null, or a list of text parts. Raises WireError for any other part."""
+    if not isinstance(value, list):
+        return string(value, param)
+    texts = []
+    for i, raw in enumerate(value):
+        part = mapping(raw, f"{param}[{i}]")
+        kind = part.get("type", "text")
+        if kind not in ("text", "refusal"):
+            raise WireError(
+                "invalid_request", f"Content of type {kind!r} is not supported.", f"{param}[{i}].type"
+            )
+        texts.append(string(part.get(kind), f"{param}[{i}]"))
+    return between.join(texts)
+
+
+def _tool_call(raw: object, param: str) -> ToolCall:
+    fields = mapping(raw, param)
+    function = mapping(fields.get("function"), f"{param}.function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        arguments = json_text(arguments)
+    return ToolCall(
+        id=string(fields.get("id"), f"{param}.id"),
+        name=string(function.get("name"), f"{param}.function.name"),
+        arguments=string(arguments, f"{param}.function.arguments"),
+    )
+
+
+def _tool(raw: object, param: str) -> ToolSpec:
+    fields = mapping(raw, param)
+    if fields.get("type", "function") != "function":
+        raise WireError("invalid_request", "Only tools of type 'function' are supported.", f"{param}.type")
+    function = mapping(fields.get("function"), f"{param}.function")
+    name = string(function.get("name"), f"{param}.function.name")
+    if not name:
+        raise WireError(
+            "invalid_request", f"'{param}.function.name' must not be empty.", f"{param}.function.name"
+        )
+    parameters = function.get("parameters")
+    shape: object = {} if parameters is None else mapping(parameters, f"{param}.function.parameters")
+    return ToolSpec(
+        name=name,
+        description=string(function.get("description"), f"{param}.function.description"),
+        parameters=json_text(shape),
+    )
+
+
+def _head(envelope: Envelope, kind: str) -> dict[str, object]:
+    return {"id": envelope.id, "object": kind, "created": envelope.created, "model": envelope.model}
+
+
+def _call(call: ToolCall) -> dict[str, object]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _finish(reply: Reply) -> str:
+    if reply.tool_calls:
+        return "tool_calls"
+    return "length" if reply.finish == "length" else "stop"
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.sampled_tokens,
+        "total_tokens": reply.prompt_tokens + reply.sampled_tokens,
+    }

@@ -1,0 +1,203 @@
+"""Gateway-side life of one rollout: open -> live -> draining -> sealed.
+
+Holds the secret's digest, the budgets' counters and the calls in flight. A reply that the client did not
+get whole is kept and written again when the same body comes back; a call whose client has gone is finished by
+such a retry or cancelled after a short grace; twins sent on purpose get their own samples. Callers: server,
+rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from whet.capture.forest import Forest
+from whet.engine.base import Engine
+from whet.errors import CaptureError, EngineError, GatewayError, RenderError
+from whet.gateway.dialects.base import WireError
+from whet.gateway.turn import Answer, SessionSpec, SessionStats, Turns
+from whet.render.family import Family
+from whet.types import ModelRequest, Trajectory
+
+State = Literal["open", "live", "draining", "sealed"]
+
+
+def secret_digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Call:
+    """One model call under way, or finished and not yet delivered."""
+
+    digest: bytes
+    turn: int
+    task: asyncio.Task[Answer]
+    attached: bool = True
+    """A client is waiting for it."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the attached client has its reply or is gone."""
+    grace: asyncio.TimerHandle | None = None
+
+
+class Session:
+    """Made by `Gateway.open_session`; lives on the gateway's event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        family: Family,
+        spec: SessionSpec,
+        *,
+        listener: Path | None,
+        max_concurrent_calls: int,
+        grace_s: float,
+        on_sealed: Callable[[Session], None],
+    ) -> None:
+        self.rollout_id = spec.rollout_id
+        self.public_id = secrets.token_hex(8)
+        self.secret = secrets.token_urlsafe(32)
+        """For the agent; handed over by environment or file, never written by the gateway."""
+        self.secret_digest = secret_digest(self.secret)
+        self.listener = listener
+        self.state: State = "open"
+        self.failure: BaseException | None = None
+        """What `seal` will raise: a broken invariant or a defect. Engine failures: `stats.infra_error`."""
+        self._forest = Forest(spec.rollout_id)
+        self._turns = Turns(engine, family, self._forest, spec)
+        self._calls: list[Call] = []
+        self._ordinal = 0
+        self._max_concurrent = max_concurrent_calls
+        self._grace_s = grace_s
+        self._on_sealed = on_sealed
+
+    @property
+    def stats(self) -> SessionStats:
+        return self._turns.stats
+
+    def owns(self, secret: str, listener: Path | None) -> bool:
+        """True when `secret` is this session's and the request came in where it may."""
+        known = hmac.compare_digest(self.secret_digest, secret_digest(secret))
+        return known and (self.listener is None or self.listener == listener)
+
+    def admit(self, digest: bytes, request: ModelRequest) -> Call:
+        """A new call, or the one of the same body that lost its client. Raises WireError."""
+        if self.state not in ("open", "live"):
+            raise WireError("session_closed", "This session is closed.")
+        if self.failure is not None or self.stats.infra_error:
+            raise WireError("session_failed", "This session has failed and serves no more calls.")
+        self.state = "live"
+        for call in self._calls:
+            if call.digest == digest and not call.attached and not call.task.cancelling():
+                self._adopt(call)
+                return call
+        if sum(call.attached for call in self._calls) >= self._max_concurrent:
+            raise WireError("rate_limited", "Too many calls at a time in this session.")
+        turn, self._ordinal = self._ordinal, self._ordinal + 1
+        call = Call(digest=digest, turn=turn, task=asyncio.create_task(self._run(request, turn)))
+        call.task.add_done_callback(lambda _: self._settled(call))
+        self._calls.append(call)
+        return call
+
+    def _adopt(self, call: Call) -> None:
+        call.attached = True
+        call.left = asyncio.Event()
+        if call.grace is not None:
+            call.grace.cancel()
+        self.stats.replays += 1
+
+    async def _run(self, request: ModelRequest, turn: int) -> Answer:
+        """One turn; failures of ours become what the agent may see of them."""
+        try:
+            return await self._turns.run(request, turn)
+        except RenderError as error:
+            raise WireError("invalid_request", f"The conversation cannot be rendered: {error}") from error
+        except EngineError as error:
+            self.stats.infra_error = self.stats.infra_error or str(error)
+            raise WireError("engine_failed", "The model server failed.") from error
+
+    def _settled(self, call: Call) -> None:
+        """Keep what a call's end means for the session; every exception of a turn passes here."""
+        error = None if call.task.cancelled() else call.task.exception()
+        if error is not None and not isinstance(error, WireError):
+            self.failure = self.failure or error
+            self.stats.infra_error = self.stats.infra_error or f"{type(error).__name__}: {error}"
+        if call.task.cancelled() or error is not None:
+            self._forget(call)
+
+    def delivered(self, call: Call) -> None:
+        """The terminal event of this call's reply was written."""
+        node = call.task.result().node
+        if node is not None and self.state != "sealed":
+            self._forest.mark_delivered(node)
+        self._forget(call)
+        call.left.set()
+
+    def released(self, call: Call) -> None:
+        """The client is gone before its reply was whole: keep the reply, or give the call a short grace."""
+        call.attached = False
+        call.left.set()
+        if self.state == "sealed" or call not in self._calls:
+            return
+        if not call.task.done():
+            call.grace = asyncio.get_running_loop().call_later(self._grace_s, call.task.cancel)
+        elif not call.task.cancelled() and call.task.exception() is None:
+            node = call.task.result().node
+            if node is not None:
+                self._forest.mark_aborted(node)
+
+    def _forget(self, call: Call) -> None:
+        if call.grace is not None:
+            call.grace.cancel()
+        if call in self._calls:
+            self._calls.remove(call)
+
+    async def seal(self, deadline_s: float) -> Trajectory:
+        """Refuse new calls, let attached ones end within `deadline_s`, abort the rest, export the forest.
+
+        Raises what broke the session (CaptureError and defects), GatewayError when it was sealed before.
+        """
+        if self.state in ("draining", "sealed"):
+            raise GatewayError(f"session of rollout {self.rollout_id} is already {self.state}")
+        self.state = "draining"
+        try:
+            await self._drain(deadline_s)
+        finally:
+            self.state = "sealed"
+            self._on_sealed(self)
+        if self.failure is not None:
+            raise self.failure
+        return self._forest.trajectory()
+
+    async def abandon(self) -> None:
+        """Abort everything without an export: the gateway is closing."""
+        if self.state != "sealed":
+            self.state = "draining"
+            await self._drain(0.0)
+            self.state = "sealed"
+            self._on_sealed(self)
+
+    async def _drain(self, deadline_s: float) -> None:
+        clock = asyncio.get_running_loop().time
+        ends = clock() + deadline_s
+        while (attached := [c for c in self._calls if c.attached]) and clock() < ends:
+            try:
+                async with asyncio.timeout(max(0.0, ends - clock())):
+                    await attached[0].left.wait()
+            except TimeoutError:
+                break
+        tasks = [call.task for call in self._calls if not call.task.done()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, stuck = await asyncio.wait(tasks, timeout=max(1.0, deadline_s))
+            if stuck:
+                self.failure = self.failure or CaptureError(
+                    f"rollout {self.rollout_id}: the engine did not give up {len(stuck)} cancelled calls"
+                )

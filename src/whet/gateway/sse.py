@@ -1,0 +1,22 @@
+"""Server-sent events: frames as bytes. A frame is one line of data and an empty line; comments keep a
+connection alive. Callers: dialects and the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import orjson
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+HEADERS: Mapping[str, str] = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+def data(value: Mapping[str, object]) -> bytes:
+    """One `data:` frame. JSON text has no raw line breaks, so one line is enough."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"

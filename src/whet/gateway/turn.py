@@ -1,0 +1,258 @@
+"""One model call: plan -> new ids -> engine -> parse -> commit. No lock is held while the engine generates.
+
+Exactness rests here: the prompt sent is the path stored in the forest, and what comes back is committed as it
+came. Budgets end a session with a synthetic reply that makes the agent stop; a prompt that is too long is a
+provider's context error. Caller: session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+
+from whet.capture.forest import Forest
+from whet.engine.base import Engine
+from whet.errors import EngineError
+from whet.gateway.dialects.base import WireError
+from whet.render.family import Family, ParsedReply
+from whet.types import (
+    Generation,
+    IntArray,
+    Limits,
+    Message,
+    ModelRequest,
+    Reply,
+    RequestKey,
+    SamplingParams,
+    ToolCall,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionStats:
+    """Counters of one session; they only grow."""
+
+    calls: int = 0
+    """Model calls admitted, refused ones included."""
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0
+    engine_s: float = 0.0
+    budget_stop: str = ""
+    """First budget that ran out: calls, tokens or wall; empty when none did."""
+    truncated: bool = False
+    """A reply was cut by a token limit, or a prompt did not fit."""
+    overflows: int = 0
+    malformed: int = 0
+    injections: int = 0
+    """Control markers found as plain text in messages from outside."""
+    replays: int = 0
+    """Replies written again after a delivery that failed."""
+    aborted: int = 0
+    """Calls given up because their client was gone."""
+    infra_error: str = ""
+    """First failure that makes the rollout unscorable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSpec:
+    """What a session was opened with."""
+
+    rollout_id: str
+    seed: int
+    limits: Limits
+    temperature: float
+    max_call_tokens: int
+    engine_deadline_s: float
+    inline_chars: int
+    """Text longer than this is encoded in a worker thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A finished call. `node` is its sampled node; None for a synthetic reply."""
+
+    reply: Reply
+    turn: int
+    node: int | None
+
+
+def mint_call_id(seed: int, rollout_id: str, turn: int, index: int) -> str:
+    """Wire id of a tool call: a function of its place in the run, so runs repeat exactly."""
+    name = f"{seed}\0{rollout_id}\0{turn}\0{index}".encode()
+    return "call_" + hashlib.blake2b(name, digest_size=12).hexdigest()
+
+
+class Turns:
+    """Runs the calls of one session against one forest."""
+
+    def __init__(self, engine: Engine, family: Family, forest: Forest, spec: SessionSpec) -> None:
+        self.stats = SessionStats()
+        self._engine = engine
+        self._family = family
+        self._forest = forest
+        self._spec = spec
+        self._reserved = 0
+        self._wall_ends = asyncio.get_running_loop().time() + spec.limits.wall_s
+        limit = spec.limits.max_context_tokens
+        self._max_context = min(limit, engine.info.max_context_tokens)
+
+    async def run(self, request: ModelRequest, turn: int) -> Answer:
+        """Raises WireError (the agent's fault), EngineError, RenderError, CaptureError."""
+        if self._spent():
+            return self._synthetic(turn)
+        self.stats.calls += 1
+        node = await self._extend(request)
+        prompt = self._forest.path_ids(node)
+        answer: Answer | None = None
+        try:
+            generation = await self._sample(prompt, request, turn)
+            if generation is not None:
+                answer = self._commit(node, prompt, generation, turn)
+        finally:
+            if answer is None:
+                self._forest.mark_aborted(node)
+        if answer is None:
+            self._spend("wall")
+            return self._synthetic(turn)
+        return answer
+
+    async def _sample(self, prompt: IntArray, request: ModelRequest, turn: int) -> Generation | None:
+        """`_generate` within the budgets, its share held back from parallel calls meanwhile."""
+        max_tokens = self._room(request, len(prompt))
+        self._reserved += max_tokens
+        try:
+            return await self._generate(prompt, max_tokens, turn)
+        except asyncio.CancelledError:
+            self.stats.aborted += 1
+            raise
+        finally:
+            self._reserved -= max_tokens
+
+    async def _extend(self, request: ModelRequest) -> int:
+        """Context node whose path is the whole prompt. The forest is append-only, so a plan stays valid."""
+        plan = self._forest.plan(request, self._family.fingerprint)
+        fresh: list[Message] = list(plan.replace)
+        system = list(takewhile(lambda m: m.role == "system", request.messages))
+        if plan.base is None:
+            fresh = system + fresh
+        texts = [m.text for m in fresh]
+        if plan.base is None:
+            texts += [t.description for t in request.tools]
+        self.stats.injections += sum(self._family.injections(text) for text in texts)
+
+        def new_ids() -> IntArray:
+            if plan.base is None:
+                head = self._family.open(system, request.tools)
+            else:
+                said = self._forest.sampled(plan.base)
+                head = self._family.close(said.ids, said.finish)
+            parts = [head, self._family.append(plan.replace), self._family.generation_prompt()]
+            return np.concatenate(parts).astype(np.int32, copy=False)
+
+        long = sum(map(len, texts)) > self._spec.inline_chars
+        delta = await asyncio.to_thread(new_ids) if long else new_ids()
+        return self._forest.extend(plan, delta)
+
+    def _room(self, request: ModelRequest, prompt: int) -> int:
+        """Tokens this call may sample; wishes of the agent only shorten. Raises WireError on overflow."""
+        if prompt >= self._max_context:
+            self.stats.overflows += 1
+            self.stats.truncated = True
+            raise WireError(
+                "context_length_exceeded",
+                f"This model's maximum context length is {self._max_context} tokens. However, your messages "
+                f"resulted in {prompt} tokens. Please reduce the length of the messages.",
+                "messages",
+            )
+        wished = self._spec.max_call_tokens if request.max_tokens is None else request.max_tokens
+        left = self._spec.limits.max_session_tokens - self.stats.sampled_tokens - self._reserved
+        return max(1, min(self._spec.max_call_tokens, wished, self._max_context - prompt, left))
+
+    async def _generate(self, prompt: IntArray, max_tokens: int, turn: int) -> Generation | None:
+        """The engine's answer, or None when the session's wall time ran out first. Raises EngineError."""
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        deadline = self._spec.engine_deadline_s
+        wall = self._wall_ends - started
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=self._spec.temperature, stop_ids=self._family.stop_ids
+        )
+        key = RequestKey(seed=self._spec.seed, rollout_id=self._spec.rollout_id, turn=turn)
+        try:
+            async with asyncio.timeout(min(deadline, wall)) as timer:
+                generation = await self._engine.generate(prompt, params, key)
+        except TimeoutError as error:
+            if not timer.expired() or deadline < wall:
+                raise EngineError(f"engine gave no answer within {deadline:g} s") from error
+            return None
+        finally:
+            self.stats.engine_s += clock() - started
+        self._check(generation, max_tokens)
+        return generation
+
+    def _check(self, generation: Generation, max_tokens: int) -> None:
+        """What the forest cannot know. Raises EngineError."""
+        count = len(generation.ids)
+        if generation.finish == "abort":
+            raise EngineError("engine aborted the request")
+        if not 0 < count <= max_tokens:
+            raise EngineError(f"engine returned {count} tokens where 1 to {max_tokens} were asked for")
+        if int(generation.ids.min()) < 0 or int(generation.ids.max()) >= self._family.vocab_size:
+            raise EngineError("engine returned an id outside the family's vocabulary")
+        held = self._engine.receipt.version
+        if any(version > held for _, version in generation.version_runs):
+            raise EngineError(f"engine claims a version newer than its receipt {held}")
+
+    def _commit(self, node: int, prompt: IntArray, generation: Generation, turn: int) -> Answer:
+        parsed = self._family.parse(generation.ids)
+        reply = self._reply(parsed, generation, len(prompt), turn)
+        message = Message(
+            role="assistant", text=reply.text, reasoning=reply.reasoning, tool_calls=reply.tool_calls
+        )
+        sampled = self._forest.commit(node, generation, message, turn=turn)
+        self.stats.prompt_tokens += len(prompt)
+        self.stats.sampled_tokens += len(generation.ids)
+        self.stats.malformed += parsed.malformed
+        self.stats.truncated |= generation.finish == "length"
+        return Answer(reply=reply, turn=turn, node=sampled)
+
+    def _reply(self, parsed: ParsedReply, generation: Generation, prompt: int, turn: int) -> Reply:
+        calls = tuple(
+            ToolCall(
+                id=mint_call_id(self._spec.seed, self._spec.rollout_id, turn, i),
+                name=call.name,
+                arguments=call.arguments,
+            )
+            for i, call in enumerate(parsed.calls)
+        )
+        return Reply(
+            text=parsed.text,
+            reasoning=parsed.reasoning,
+            tool_calls=calls,
+            finish=generation.finish,
+            prompt_tokens=prompt,
+            sampled_tokens=len(generation.ids),
+        )
+
+    def _spent(self) -> bool:
+        """True when a budget is used up; remembers the first one."""
+        limits = self._spec.limits
+        if self.stats.calls >= limits.max_calls:
+            self._spend("calls")
+        elif self.stats.sampled_tokens + self._reserved >= limits.max_session_tokens:
+            self._spend("tokens")
+        elif asyncio.get_running_loop().time() >= self._wall_ends:
+            self._spend("wall")
+        return bool(self.stats.budget_stop)
+
+    def _spend(self, budget: str) -> None:
+        self.stats.budget_stop = self.stats.budget_stop or budget
+
+    def _synthetic(self, turn: int) -> Answer:
+        """Ends the agent's loop: plain text, no call, finish stop. Not in the forest, so never trained."""
+        text = f"[whet] The budget of this session is used up ({self.stats.budget_stop}). Stopping here."
+        return Answer(reply=Reply(text=text), turn=turn, node=None)

@@ -1,0 +1,19 @@
+"""Puts helpers on the path of these tests; one family for all of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from whet.render.template import TemplateFamily, load_family
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "render")]
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> TemplateFamily:
+    from render_families import write_family
+
+    return load_family(write_family(tmp_path_factory.mktemp("model") / "hermes"))

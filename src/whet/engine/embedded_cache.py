@@ -43,7 +43,6 @@ class PrefixCache:
         self._values = torch.zeros(capacity, layers, heads, TILE, hd)
         self._places: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(capacity))
-        self.hits = 0
         self.evicted = 0
 
     def __len__(self) -> int:
@@ -55,17 +54,20 @@ class PrefixCache:
         self._places.clear()
 
     def match(self, names: Sequence[bytes]) -> list[int]:
-        """Places of the longest run of held tiles from the start of `names`; they become most recent."""
+        """Places of the longest run of held tiles from the start of `names`."""
         found: list[int] = []
         for name in names:
             place = self._places.get(name)
             if place is None:
                 break
             found.append(place)
-        for name in reversed(names[: len(found)]):
-            self._places.move_to_end(name)
-        self.hits += len(found)
         return found
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """Make the tiles of a prompt the most recent, its start most of all: a chain loses its end first."""
+        for name in reversed(names):
+            if name in self._places:
+                self._places.move_to_end(name)
 
     def load(self, places: Sequence[int], keys: Tensor, values: Tensor, start: int) -> None:
         """Copy tiles into one slot's keys [layers, heads, hd, cap] and values, from token `start` on."""

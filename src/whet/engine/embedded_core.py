@@ -274,6 +274,7 @@ class EmbeddedCore:
 
     def _start_decoding(self, request: _Request) -> None:
         """The last prompt token is the first decode input."""
+        self._cache.touch(request.names)
         slot, last = request.slot, len(request.prompt) - 1
         self._forward.show(slot, last + 1)
         self._ids[slot] = request.prompt[last]

@@ -71,8 +71,7 @@ def _system() -> list[Step]:
 
 def plan(spec: SandboxSpec) -> list[Step]:
     """Steps in order. Raises PolicyUnsupported for a bind that is missing or lies over a writable place."""
-    steps: list[Step] = [("dir", "", path) for path in ("/etc", "/run", "/run/whet", "/var", "/home")]
-    steps += _system()
+    steps = _system()
     steps += [("file", text, path) for path, text in _ETC]
     steps += [("proc", "", "/proc"), ("dev", "", "/dev")]
     steps.append(("bind", str(Path(__file__).with_name("supervisor.py").resolve()), SUPERVISOR_AT))
@@ -88,4 +87,18 @@ def plan(spec: SandboxSpec) -> list[Step]:
         if covers or not bind.target.startswith("/"):
             raise PolicyUnsupported(f"bind at {bind.target}: would cover a writable folder of the box")
         steps.append(("bind", str(source), bind.target))
-    return [*steps, ("ro", "", "/dev"), ("ro", "", "/")]
+    return [*_with_folders(steps), ("ro", "", "/dev"), ("ro", "", "/")]
+
+
+def _with_folders(steps: list[Step]) -> list[Step]:
+    """Make every parent folder by name: those that bubblewrap adds on its own only root could enter."""
+    made, mounted, result = {Path("/")}, set[Path](), list[Step]()
+    for kind, argument, path in steps:
+        for parent in reversed(Path(path).parents):
+            if parent not in made and not any(parent.is_relative_to(place) for place in mounted):
+                made.add(parent)
+                result.append(("dir", "", str(parent)))
+        result.append((kind, argument, path))
+        if kind not in ("file", "link"):
+            mounted.add(Path(path))
+    return result

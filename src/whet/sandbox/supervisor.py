@@ -21,6 +21,10 @@ import struct
 import sys
 import time
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 CLONE_NEWUSER = 0x10000000
 IPC_RMID = 0
@@ -205,11 +209,12 @@ class Supervisor:
 
     def clear_ipc(self) -> None:
         """Remove System V shared memory, queues and semaphores: they need no process to live on."""
-        for name, remove in (
+        removers: tuple[tuple[str, Callable[[int], int]], ...] = (
             ("shm", lambda n: int(self.libc.shmctl(n, IPC_RMID, None))),
             ("msg", lambda n: int(self.libc.msgctl(n, IPC_RMID, None))),
             ("sem", lambda n: int(self.libc.semctl(n, 0, IPC_RMID))),
-        ):
+        )
+        for name, remove in removers:
             try:
                 with open(f"/proc/sysvipc/{name}") as file:
                     rows = file.readlines()[1:]

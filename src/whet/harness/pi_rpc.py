@@ -1,0 +1,90 @@
+"""Pi's RPC protocol: JSON lines on the stdin and stdout of one `pi --mode rpc` process.
+
+One command at a time. Every line is read, or Pi stalls on a full pipe; only those that decide something are
+parsed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import orjson
+
+from whet.errors import HarnessError
+from whet.sandbox.base import Process
+
+COMMAND_S = 30.0
+LOG_BYTES = 64 << 10
+_QUIET = frozenset({b"message_update", b"tool_execution_update", b"agent_end", b"turn_end", b"message_start"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PiRun:
+    """How one prompt ended: `error` is what Pi says of its last model call, empty when that went well."""
+
+    error: str
+    log: bytes
+    """Event lines without the streamed parts, bounded."""
+
+
+def _kind(line: bytes) -> bytes:
+    """The event's type, found without parsing; every line Pi writes starts with it or with an id."""
+    head = line[:96]
+    start = head.find(b'"type":"')
+    return head[start + 8 : head.find(b'"', start + 8)] if start >= 0 else b""
+
+
+class PiRpc:
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    async def _next(self, deadline: float) -> bytes:
+        """Raises TimeoutError, and HarnessError when Pi is gone."""
+        line = await self._process.readline(max(0.0, deadline - time.monotonic()))
+        if not line:
+            tail = self._process.stderr_tail().decode("utf-8", "replace").strip().splitlines()
+            raise HarnessError(f"Pi ended: {tail[-1] if tail else 'no message'}")
+        return line
+
+    async def command(self, kind: str, **fields: str) -> None:
+        """Send a command and wait until Pi has accepted it. Raises HarnessError when it refuses."""
+        deadline = time.monotonic() + COMMAND_S
+        await self._process.write(orjson.dumps({"type": kind, **fields}) + b"\n")
+        while True:
+            try:
+                line = await self._next(deadline)
+            except TimeoutError as error:
+                raise HarnessError(f"Pi did not answer `{kind}` within {COMMAND_S:.0f} s") from error
+            if _kind(line) != b"response":
+                continue
+            answer = orjson.loads(line)
+            if not answer["success"]:
+                raise HarnessError(f"Pi refused `{kind}`: {answer.get('error', 'no reason given')}")
+            if answer["command"] == kind:
+                return
+
+    async def run(self, message: str, timeout_s: float) -> PiRun:
+        """One prompt until Pi will do nothing more by itself. Raises TimeoutError and HarnessError."""
+        deadline = time.monotonic() + timeout_s
+        await self.command("prompt", message=message)
+        log = bytearray()
+        error = ""
+        while True:
+            line = await self._next(deadline)
+            kind = _kind(line)
+            if kind not in _QUIET and len(log) + len(line) <= LOG_BYTES:
+                log += line
+            if kind == b"message_end" and b'"role":"assistant"' in line[:200]:
+                error = _error_of(line)
+            elif kind == b"agent_settled":
+                return PiRun(error=error, log=bytes(log))
+
+
+def _error_of(line: bytes) -> str:
+    if b'"stopReason":"error"' not in line and b'"stopReason":"aborted"' not in line:
+        return ""
+    message = orjson.loads(line)["message"]
+    if message["stopReason"] not in ("error", "aborted"):
+        return ""
+    return str(message.get("errorMessage") or message["stopReason"])

@@ -1,0 +1,213 @@
+"""The Grader: judges what an agent left, in a fresh box without network, and decides on the host.
+
+task hash -> filtered diff -> fresh box with base + diff -> runner -> Verdict
+
+Who is to blame when a box is lost? While the box is still empty, the host: infra, retried. From then on,
+the loss is tried again in new boxes; if every one is lost while a control box with known good code works,
+the candidate did it (unresolved, reward 0), else the host did (infra, reward None). So an agent cannot get
+its sample masked by breaking the box. Called by rollout.py, with the oracle that the rollout side never holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whet.errors import GradeError, PolicyUnsupported, SandboxError, SandboxLost, TaskError, boundary
+from whet.grade.diff import Diff, DiffPolicy, apply, compare
+from whet.grade.runners.base import RunLimits, Runner, RunReport
+from whet.grade.runners.json_io import JsonIo
+from whet.grade.verdict import make_verdict
+from whet.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec
+from whet.types import Oracle, Outcome, Task, Tree, Verdict, task_hash
+
+log = logging.getLogger(__name__)
+
+RUNNERS: Mapping[str, Runner] = {"json_io": JsonIo()}
+NEEDED: frozenset[Capability] = frozenset({"network_none", "pid_isolation"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradeConfig:
+    """How the grader works, for all tasks."""
+
+    timeout_s: float = 60.0
+    """Upper bound of a task's own `grading.timeout_s`."""
+    boot_timeout_s: float = 30.0
+    max_output_bytes: int = 1 << 20
+    memory_bytes: int = 256 << 20
+    """Of one process."""
+    max_processes: int = 16
+    """In one box, of a backend that offers resource limits."""
+    attempts: int = 3
+    """Boxes tried for one grade when boxes fail."""
+    parallel: int = 4
+    """Boxes open at once, so that a burst of grades does not slow itself into timeouts."""
+    remember: int = 4096
+    """Completed findings kept by (task, oracle, diff); an equal diff is not run again. 0 turns it off."""
+    python: str = "python3"
+    """Interpreter inside the box; at least Python 3.10."""
+
+
+class Grader:
+    """Grades diffs; safe to call concurrently. Raises TaskError for unusable rows, PolicyUnsupported for a
+    backend that cannot isolate; every failure of a box ends in a Verdict."""
+
+    def __init__(self, backend: SandboxBackend, config: GradeConfig | None = None) -> None:
+        lacking = NEEDED - backend.capabilities
+        if lacking:
+            raise PolicyUnsupported(f"grading needs {', '.join(sorted(lacking))}; {backend.name} has not")
+        self._backend = backend
+        self._config = config or GradeConfig()
+        self._permits = asyncio.Semaphore(self._config.parallel)
+        self._known: OrderedDict[tuple[str, str, str], RunReport] = OrderedDict()
+
+    async def grade(self, task: Task, oracle: Oracle, after: Tree) -> Verdict:
+        """The verdict on the tree that the agent left. A tree that equals the task's earns 0 unseen."""
+        started = time.monotonic()
+        runner = runner_for(task, oracle)
+        found = task_hash(task.prompt, task.files, task.grading)
+        diff: Diff | None = None
+        if found != task.content_hash:
+            reason = "the task is not the one that was rolled out"
+            report = RunReport(outcome=Outcome.TAMPERED, passed=0, total=len(oracle.cases), reason=reason)
+        else:
+            diff = compare(task.files, after, DiffPolicy(protected=task.grading.protected))
+            report = await self._finding(runner, task, oracle, diff)
+        if report.outcome in (Outcome.INFRA, Outcome.TAMPERED):
+            log.warning("graded task=%s outcome=%s reason=%s", task.id, report.outcome, report.reason)
+        return make_verdict(
+            report,
+            strength=runner.strength,
+            task_hash=found,
+            diff=diff,
+            duration_s=time.monotonic() - started,
+        )
+
+    async def validate(self, task: Task, oracle: Oracle, *, repeats: int = 3) -> None:
+        """The row gate: the base must fail and the gold must pass, each `repeats` times. Raises TaskError."""
+        runner = runner_for(task, oracle)
+        if task_hash(task.prompt, task.files, task.grading) != task.content_hash:
+            raise TaskError(f"task {task.id}: content_hash does not name its content")
+        policy = DiffPolicy(protected=task.grading.protected)
+        gold = compare(task.files, {**task.files, **oracle.gold}, policy)
+        if gold.refused or gold.dropped or gold.empty:
+            why = gold.refused or ", ".join(gold.dropped) or "it changes nothing"
+            raise TaskError(f"task {task.id}: the gold change would not be graded: {why}")
+        for _ in range(repeats):
+            base = await self._judge(runner, task, oracle, task.files)
+            _raise_infra(task, base)
+            if base.outcome is Outcome.RESOLVED:
+                raise TaskError(f"task {task.id}: the base already passes")
+            solved = await self._judge(runner, task, oracle, apply(task.files, gold))
+            _raise_infra(task, solved)
+            if solved.outcome is not Outcome.RESOLVED:
+                raise TaskError(f"task {task.id}: the gold fails ({solved.outcome}): {solved.reason}")
+
+    async def _finding(self, runner: Runner, task: Task, oracle: Oracle, diff: Diff) -> RunReport:
+        total = len(oracle.cases)
+        if diff.refused:
+            return RunReport(outcome=Outcome.REFUSED, passed=0, total=total, reason=diff.refused)
+        tree = apply(task.files, diff)
+        why = "nothing changed" if diff.empty else runner.hopeless(task, tree)
+        if why:
+            return RunReport(outcome=Outcome.UNRESOLVED, passed=0, total=total, reason=why)
+        key = (task.content_hash, hashlib.sha256(ascii(oracle.cases).encode()).hexdigest(), diff.digest)
+        known = self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)
+            return known
+        report = await self._judge(runner, task, oracle, tree)
+        if report.complete and self._config.remember:
+            self._known[key] = report
+            if len(self._known) > self._config.remember:
+                self._known.popitem(last=False)
+        return report
+
+    async def _judge(self, runner: Runner, task: Task, oracle: Oracle, tree: Tree) -> RunReport:
+        """Run in fresh boxes until one gives a finding; then decide whose fault the failures were."""
+        lost = 0
+        error: SandboxError | GradeError | None = None
+        for attempt in range(self._config.attempts):
+            await asyncio.sleep(0.2 * attempt)
+            async with self._permits:
+                try:
+                    box = await self._boot(task.id)
+                except SandboxError as failed:
+                    error = failed
+                    continue
+                try:
+                    return await self._run(box, runner, task, oracle, tree)
+                except (SandboxError, GradeError) as failed:
+                    error = failed
+                    lost += 1
+        total = len(oracle.cases)
+        if lost == self._config.attempts and await self._control_works(runner):
+            reason = f"every box ({lost}) was lost under this change, a control box was not: {error}"
+            return RunReport(outcome=Outcome.UNRESOLVED, passed=0, total=total, reason=reason)
+        return RunReport(outcome=Outcome.INFRA, passed=0, total=total, reason=f"box failed: {error}")
+
+    async def _control_works(self, runner: Runner) -> bool:
+        task, oracle = runner.control()
+        async with self._permits:
+            try:
+                box = await self._boot(task.id)
+                return (await self._run(box, runner, task, oracle, task.files)).outcome is Outcome.RESOLVED
+            except (SandboxError, GradeError):
+                return False
+
+    async def _boot(self, label: str) -> Sandbox:
+        """An empty box: nothing of the agent is in it yet, so that a failure here is the host's.
+        Raises SandboxError."""
+        limited = "resource_limits" in self._backend.capabilities
+        spec = SandboxSpec(
+            network="none",
+            memory_bytes=self._config.memory_bytes if limited else None,
+            max_processes=self._config.max_processes if limited else None,
+            label=f"grade/{label}",
+        )
+        with boundary(SandboxError, "open a grading box"):
+            async with asyncio.timeout(self._config.boot_timeout_s):
+                return await self._backend.create(spec)
+
+    async def _run(
+        self, box: Sandbox, runner: Runner, task: Task, oracle: Oracle, tree: Tree
+    ) -> RunReport:
+        wall_s = min(task.grading.timeout_s, self._config.timeout_s)
+        limits = RunLimits(
+            wall_s=wall_s,
+            max_output_bytes=self._config.max_output_bytes,
+            memory_bytes=self._config.memory_bytes,
+            python=self._config.python,
+        )
+        try:
+            with boundary(SandboxLost, "grade"):
+                async with asyncio.timeout(wall_s + self._config.boot_timeout_s):
+                    await box.put_tree(tree)
+                    return await runner.run(box, task, oracle, limits)
+        finally:
+            await box.close()
+
+
+def runner_for(task: Task, oracle: Oracle) -> Runner:
+    """The runner of a task, checked. Raises TaskError."""
+    runner = RUNNERS.get(task.grading.runner)
+    if runner is None:
+        known = ", ".join(sorted(RUNNERS))
+        raise TaskError(f"task {task.id}: no runner {task.grading.runner!r} (known: {known})")
+    if oracle.task_id != task.id:
+        raise TaskError(f"task {task.id} was given the oracle of {oracle.task_id}")
+    if not task.content_hash:
+        raise TaskError(f"task {task.id} has no content_hash")
+    runner.check(task, oracle)
+    return runner
+
+
+def _raise_infra(task: Task, report: RunReport) -> None:
+    if report.outcome is Outcome.INFRA:
+        raise GradeError(f"task {task.id} could not be validated: {report.reason}")

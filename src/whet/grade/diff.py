@@ -1,0 +1,238 @@
+"""Compares the tree an agent left with the tree it was given, on the host, and filters what may be judged.
+
+The base is held by the host; the agent's own git, file times and ignore files are never asked. Nothing
+here does I/O. Of what differs, protected paths are dropped and recorded, compiled caches are ignored, and
+content that has no place in a fix (bad paths, binaries, too much of it) refuses the whole diff.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import hashlib
+import sys
+from dataclasses import dataclass, field
+
+from whet.types import FileEntry, Tree
+
+ALWAYS_PROTECTED = frozenset(
+    {
+        "conftest.py",
+        "pytest.ini",
+        ".pytest.ini",
+        "tox.ini",
+        "setup.cfg",
+        "pyproject.toml",
+        "*.pth",
+        "sitecustomize.py",
+        "usercustomize.py",
+        ".gitattributes",
+        ".gitmodules",
+    }
+)
+"""Names protected in every folder: they steer a test runner, an interpreter or git."""
+
+PROTECTED_FOLDERS = frozenset({".git", "sitecustomize", "usercustomize"})
+CACHE_FOLDERS = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
+CACHE_SUFFIXES = (".pyc", ".pyo")
+MAX_COMPONENT_BYTES = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffPolicy:
+    """What a diff may contain. The caps bound what a grading box is asked to hold."""
+
+    protected: tuple[str, ...] = ()
+    """More fnmatch patterns over the whole path; `*` also crosses `/`."""
+    max_files: int = 200
+    max_file_bytes: int = 1 << 20
+    max_total_bytes: int = 4 << 20
+    max_path_bytes: int = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diff:
+    """What the agent did to the tree, after the filter. `refused` non-empty means: do not run it."""
+
+    changed: Tree = field(default_factory=dict, repr=False)
+    """Added or changed files that are applied."""
+    added: tuple[str, ...] = ()
+    """Which of `changed` the base does not have."""
+    deleted: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    """Protected paths whose change was undone."""
+    ignored: tuple[str, ...] = ()
+    """Compiled caches."""
+    suspicious: tuple[str, ...] = ()
+    """New files that would shadow the standard library in a runner that is not isolated."""
+    refused: str = ""
+
+    @property
+    def empty(self) -> bool:
+        return not self.changed and not self.deleted
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 over what is applied."""
+        h = hashlib.sha256()
+        for path in sorted(self.changed):
+            entry = self.changed[path]
+            for part in (b"+x" if entry.executable else b"+-", path.encode(), entry.content):
+                h.update(len(part).to_bytes(8, "big"))
+                h.update(part)
+        for path in sorted(self.deleted):
+            h.update(b"-" + len(path).to_bytes(8, "big") + path.encode())
+        return h.hexdigest()
+
+
+def changes(base: Tree, after: Tree) -> tuple[dict[str, FileEntry], tuple[str, ...]]:
+    """Unfiltered: files added or changed, and paths deleted, in path order."""
+    changed = {path: after[path] for path in sorted(after) if base.get(path) != after[path]}
+    return changed, tuple(sorted(path for path in base if path not in after))
+
+
+def compare(base: Tree, after: Tree, policy: DiffPolicy) -> Diff:
+    """The filtered diff. Never raises: what cannot be judged is named in `refused`."""
+    changed, gone = changes(base, after)
+    kept: dict[str, FileEntry] = {}
+    dropped: list[str] = []
+    ignored: list[str] = []
+    refused = ""
+    for path, entry in changed.items():
+        refused = refused or bad_path(path, policy)
+        if is_protected(path, policy.protected) or _hides_protected(path, gone, policy.protected):
+            dropped.append(path)
+        elif is_cache(path):
+            ignored.append(path)
+        else:
+            refused = refused or _bad_content(path, entry, policy)
+            kept[path] = entry
+    restored = [path for path in gone if is_protected(path, policy.protected)]
+    ignored += [path for path in gone if is_cache(path) and path not in restored]
+    deleted = tuple(path for path in gone if path not in restored and path not in ignored)
+    refused = refused or _over_caps(kept, policy) or _conflict(base, kept, deleted)
+    return Diff(
+        changed={} if refused else kept,
+        added=() if refused else tuple(path for path in kept if path not in base),
+        deleted=() if refused else deleted,
+        dropped=tuple(sorted(_printable(path) for path in dropped + restored)),
+        ignored=tuple(sorted(_printable(path) for path in ignored)),
+        suspicious=tuple(_printable(path) for path in kept if path not in base and shadows_stdlib(path)),
+        refused=refused,
+    )
+
+
+def apply(base: Tree, diff: Diff) -> dict[str, FileEntry]:
+    """The tree to judge: the host's base with the filtered diff."""
+    tree = {path: entry for path, entry in base.items() if path not in diff.deleted}
+    tree.update(diff.changed)
+    return tree
+
+
+def is_protected(path: str, patterns: tuple[str, ...] = ()) -> bool:
+    parts = path.split("/")
+    if any(part in PROTECTED_FOLDERS for part in parts):
+        return True
+    if any(fnmatch.fnmatchcase(parts[-1], pattern) for pattern in ALWAYS_PROTECTED):
+        return True
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def is_cache(path: str) -> bool:
+    return path.endswith(CACHE_SUFFIXES) or any(part in CACHE_FOLDERS for part in path.split("/")[:-1])
+
+
+def shadows_stdlib(path: str) -> bool:
+    head = path.split("/")[0].partition(".")[0]
+    return path.endswith(".py") and head in sys.stdlib_module_names
+
+
+def bad_path(path: str, policy: DiffPolicy) -> str:
+    """Why a path is refused, or empty. Only plain relative paths in normal form pass."""
+    try:
+        raw = path.encode()
+    except UnicodeEncodeError:
+        return f"path is not UTF-8: {_printable(path)}"
+    parts = path.split("/")
+    if not path or path.startswith("/"):
+        return f"path is not relative: {_printable(path)}"
+    if any(part in ("", ".", "..") for part in parts):
+        return f"path is not in normal form: {_printable(path)}"
+    if any(ord(char) < 32 or ord(char) == 127 for char in path):
+        return f"path has control characters: {_printable(path)}"
+    if len(raw) > policy.max_path_bytes or any(len(part.encode()) > MAX_COMPONENT_BYTES for part in parts):
+        return f"path is too long ({len(raw)} bytes): {_printable(path)[:60]}"
+    return ""
+
+
+def _bad_content(path: str, entry: FileEntry, policy: DiffPolicy) -> str:
+    if len(entry.content) > policy.max_file_bytes:
+        return f"{path} has {len(entry.content)} bytes, more than {policy.max_file_bytes}"
+    if b"\0" in entry.content:
+        return f"{path} is binary (NUL byte)"
+    try:
+        entry.content.decode()
+    except UnicodeDecodeError:
+        return f"{path} is binary (not UTF-8)"
+    return ""
+
+
+def _over_caps(kept: Tree, policy: DiffPolicy) -> str:
+    if len(kept) > policy.max_files:
+        return f"{len(kept)} files changed, more than {policy.max_files}"
+    total = sum(len(entry.content) for entry in kept.values())
+    if total > policy.max_total_bytes:
+        return f"{total} bytes changed, more than {policy.max_total_bytes}"
+    return ""
+
+
+def _hides_protected(path: str, gone: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
+    """True for a file put where a folder with protected files was: these come back, it cannot stay."""
+    return any(lost.startswith(path + "/") and is_protected(lost, patterns) for lost in gone)
+
+
+def _conflict(base: Tree, kept: Tree, deleted: tuple[str, ...]) -> str:
+    """A path that would be file and folder at once cannot be laid out in any box."""
+    paths = (set(base) - set(deleted)) | set(kept)
+    for path in kept:
+        parts = path.split("/")
+        for depth in range(1, len(parts)):
+            if "/".join(parts[:depth]) in paths:
+                return f"{path} lies under a file"
+        if path not in base and any(other.startswith(path + "/") for other in paths):
+            return f"{path} is both a file and a folder"
+    return ""
+
+
+def _printable(text: str) -> str:
+    """Without anything a terminal or a log could take for more than text."""
+    return "".join(map(_printable_char, text.encode("utf-8", "backslashreplace").decode()))
+
+
+def _printable_char(char: str) -> str:
+    return char if char.isprintable() or char in "\t\n" else char.encode("unicode_escape").decode()
+
+
+def unified(base: Tree, after: Tree, *, max_chars: int = 20_000) -> str:
+    """A text diff for people, bounded. Binary content is named, not shown."""
+    changed, deleted = changes(base, after)
+    out: list[str] = []
+    size = 0
+    for path in sorted([*changed, *deleted]):
+        for line in _file_diff(_printable(path), base.get(path), changed.get(path)):
+            size += len(line) + 1
+            if size > max_chars:
+                return "\n".join([*out, "... (cut)"]) + "\n"
+            out.append(line)
+    return "\n".join(out) + "\n" if out else ""
+
+
+def _file_diff(name: str, old: FileEntry | None, new: FileEntry | None) -> list[str]:
+    texts: list[list[str]] = []
+    for entry in (old, new):
+        content = b"" if entry is None else entry.content
+        if len(content) > 1 << 18 or b"\0" in content:
+            return [f"{name}: binary or large ({len(content)} bytes)"]
+        texts.append(_printable(content.decode("utf-8", "replace")).split("\n"))
+    head = "/dev/null" if old is None else f"a/{name}", "/dev/null" if new is None else f"b/{name}"
+    return list(difflib.unified_diff(texts[0], texts[1], head[0], head[1], lineterm=""))

@@ -1,0 +1,58 @@
+"""A Runner judges one tree in one fresh box: it moves inputs in and claims out, and decides on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from whet.sandbox.base import Sandbox
+from whet.types import Oracle, Outcome, Strength, Task, Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLimits:
+    """What one run in a box may use."""
+
+    wall_s: float
+    """Seconds from the start of the interpreter; also the CPU seconds of one process, rounded up."""
+    max_output_bytes: int
+    memory_bytes: int
+    """Private memory of one process."""
+    python: str
+    """Inside path of the interpreter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """A runner's finding. Carries no expected value and no free text of the candidate."""
+
+    outcome: Outcome
+    passed: int
+    total: int
+    reason: str
+    complete: bool = False
+    """True when every case was answered and the process ended by itself, so that the finding does not
+    depend on time or load."""
+
+
+class Runner(Protocol):
+    """One way of judging."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def strength(self) -> Strength: ...
+
+    def check(self, task: Task, oracle: Oracle) -> None:
+        """Raises TaskError when this task cannot be judged this way."""
+
+    def hopeless(self, task: Task, tree: Tree) -> str:
+        """Why `tree` fails without a run (the file under test is gone, ...), or empty."""
+
+    def control(self) -> tuple[Task, Oracle]:
+        """A task that is solved as it stands: if it fails in a box, the host is at fault."""
+
+    async def run(self, box: Sandbox, task: Task, oracle: Oracle, limits: RunLimits) -> RunReport:
+        """Judge the work folder of `box`. Raises SandboxError when the box failed, GradeError when the
+        runner's own first line never came."""

@@ -28,7 +28,7 @@ class Drift:
     kind: Literal["clean", "edited", "fork"]
     cause: str
     turn: int | None = None
-    """The held turn concerned: edited, left out, rewound to or re-rendered."""
+    """The held turn concerned: edited, left out, stepped back over or re-rendered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def classify(
     if any(key.role == "assistant" for key in keys):
         return Drift(kind="edited", cause="foreign")
     if nodes.sampled(base).continued:
-        return Drift(kind="fork", cause="rewind", turn=nodes.sampled(base).turn)
+        return Drift(kind="fork", cause="rewind")
     return Drift(kind="clean", cause="append")
 
 
@@ -106,5 +106,8 @@ def _edit(
     turns = [nodes.sampled(child) for child in prompt.children]
     turn = max(turns, key=lambda s: (s.id in named, s.delivered, s.id))
     got = keys[len(prompt.keys)]
-    cause = difference(turn.key, got) if got.role == "assistant" else "missing"
-    return Drift(kind="edited", cause=cause, turn=turn.turn)
+    if got.role == "assistant":
+        return Drift(kind="edited", cause=difference(turn.key, got), turn=turn.turn)
+    if turn.continued:  # the agent had accepted it: this is a step back, not a turn that was never taken up
+        return Drift(kind="fork", cause="rewind", turn=turn.turn)
+    return Drift(kind="edited", cause="missing", turn=turn.turn)

@@ -49,7 +49,8 @@ class Forest:
     def plan(self, request: ModelRequest, fingerprint: str) -> PromptPlan:
         """Find the deepest sampled turn that the request continues. Changes nothing.
 
-        Ties go to the turn delivered last. Every assistant message on the way must mean what was sampled.
+        Every assistant message on the way must mean what was sampled. Between equals the one whose minted
+        call ids are echoed wins, then the one delivered last.
         """
         self._refuse_sealed("a request")
         lead = leading_system(request.messages)
@@ -74,30 +75,31 @@ class Forest:
         self, key: str, messages: Sequence[Message], keys: Sequence[MessageKey]
     ) -> tuple[int | None, int]:
         """(deepest fully matched sampled node, messages it accounts for); (None, 0) when there is none."""
-        best: tuple[int, int, int] = (0, 0, -1)
-        reached: list[tuple[int | None, int]] = [(None, 0)]
+        best = (0, 0, 0, -1)  # messages, turns named by call id, order of delivery, node
+        reached: list[tuple[int | None, int, int]] = [(None, 0, 0)]
         while reached:
-            base, start = reached.pop()
+            base, start, named = reached.pop()
             for context in self._nodes.below(key, base):
                 end = start + len(context.keys)
                 if end >= len(keys) or not same_run(context.keys, keys, start):
                     continue
-                for turn in self._matching(context, messages[end], keys[end]):
-                    best = max(best, (end + 1, turn.delivered, turn.id))
-                    reached.append((turn.id, end + 1))
-        return (best[2], best[0]) if best[0] else (None, 0)
+                pointed = self._pointed(messages[end])
+                for child in context.children:
+                    turn = self._nodes.sampled(child)
+                    if same(turn.key, keys[end]):
+                        hits = named + (child in pointed)
+                        best = max(best, (end + 1, hits, turn.delivered, child))
+                        reached.append((child, end + 1, hits))
+        return (best[3], best[0]) if best[0] else (None, 0)
 
-    def _matching(self, context: ContextNode, message: Message, key: MessageKey) -> list[SampledNode]:
-        """Turns sampled from `context` that `message` echoes; a minted call id decides between equals."""
-        turns = [self._nodes.sampled(child) for child in context.children]
-        turns = [turn for turn in turns if same(turn.key, key)]
-        named = {node.id for node in self._echoed((message,))}
-        return [turn for turn in turns if turn.id in named] or turns
+    def _pointed(self, message: Message) -> set[int]:
+        """Sampled nodes that minted a call id of this message."""
+        return {self._minted[call.id] for call in message.tool_calls if call.id in self._minted}
 
     def _echoed(self, messages: Sequence[Message]) -> list[SampledNode]:
         """Held turns named by minted call ids in assistant messages, in order, without repeats."""
-        found = (self._minted.get(call.id) for message in messages for call in message.tool_calls)
-        return [self._nodes.sampled(node) for node in dict.fromkeys(found) if node is not None]
+        found = dict.fromkeys(node for message in messages for node in sorted(self._pointed(message)))
+        return [self._nodes.sampled(node) for node in found]
 
     def extend(self, plan: PromptPlan, delta: IntArray) -> int:
         """Open one request: the context node for `plan`, with the ids rendered for it; returns its id.
@@ -121,7 +123,10 @@ class Forest:
                     "the same messages were rendered to other ids"
                 )
         node.in_flight += 1
-        self._note_asked(node)
+        # A request made while others are in flight or delivered wants one more sample; a request after an
+        # abort wants the lost one again.
+        delivered = sum(1 for child in node.children if self._nodes.sampled(child).delivered)
+        node.asked = max(node.asked, node.in_flight + delivered)
         return node.id
 
     def _new_context(self, plan: PromptPlan, delta: IntArray, wire: bytes) -> ContextNode:
@@ -206,7 +211,6 @@ class Forest:
         self._deliveries += 1
         turn.delivered = self._deliveries
         self._close(turn)
-        self._note_asked(self._nodes.context(turn.parent))
 
     def mark_aborted(self, node: int) -> None:
         """The client left before the reply was fully written (sampled node), or the request ended without a
@@ -223,12 +227,6 @@ class Forest:
             turn.open = False
             context = self._nodes.context(turn.parent)
             context.in_flight = max(0, context.in_flight - 1)
-
-    def _note_asked(self, context: ContextNode) -> None:
-        """A request made while others are in flight or delivered asks for one more sample; a request after
-        an abort asks for the lost one again."""
-        delivered = sum(1 for child in context.children if self._nodes.sampled(child).delivered)
-        context.asked = max(context.asked, context.in_flight + delivered)
 
     def exclude(self, node: int, reason: str) -> None:
         """Never train this turn, for a reason from EXCLUSIONS. The first reason stands."""

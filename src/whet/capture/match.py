@@ -67,6 +67,10 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
+_READ = json.JSONDecoder(parse_float=_number, parse_constant=_refuse)
+_WRITE = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
+
 def canonical_arguments(text: str) -> str:
     """One spelling for all JSON texts of the same value; text that is not JSON stands for itself.
 
@@ -75,8 +79,8 @@ def canonical_arguments(text: str) -> str:
     if not text.strip():
         return "json:{}"
     try:
-        value = json.loads(text, parse_float=_number, parse_constant=_refuse)
-        plain = json.dumps(value, sort_keys=True, separators=(",", ":"))
+        value = _READ.decode(text)
+        plain = _WRITE.encode(value)
     except (ValueError, RecursionError):  # malformed, over-long numbers, absurd depth
         return "text:" + text
     return "json:{}" if value is None else "json:" + plain

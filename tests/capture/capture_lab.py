@@ -1,0 +1,272 @@
+"""A toy family, a toy engine and a driver that keeps its own account of what capture must say.
+
+Every sampled token is a number used once, so a test can ask of any exported token where it came from. The
+toy engine's logprob and version of a token are functions of that token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from whet.capture.drift import PromptPlan
+from whet.capture.forest import Forest
+from whet.types import (
+    Finish,
+    Generation,
+    IntArray,
+    Message,
+    ModelRequest,
+    ToolCall,
+    ToolSpec,
+    Trajectory,
+)
+
+FINGERPRINT = "toy"
+FIRST_SAMPLED = 1_000_000
+END, NEWLINE = 2, 3
+ROLES = {"system": 10, "user": 11, "assistant": 12, "tool": 13}
+SHELL = ToolSpec(name="shell", description="run", parameters='{"type":"object"}')
+
+
+def row(ids: Sequence[int]) -> IntArray:
+    return np.array(ids, dtype=np.int32)
+
+
+def render(message: Message) -> list[int]:
+    """Ids of one message, a function of that message alone."""
+    said = message.text + "".join(f"<{c.name}{c.arguments}>" for c in message.tool_calls)
+    return [ROLES[message.role], *(100 + ord(c) for c in said), END, NEWLINE]
+
+
+def close(ids: Sequence[int], finish: Finish) -> list[int]:
+    """The stop token is sampled unless the model was cut off."""
+    return [NEWLINE] if finish == "stop" else [END, NEWLINE]
+
+
+def logprob_of(token: int) -> float:
+    return -((token % 97) + 1) / 64.0
+
+
+def user(text: str) -> Message:
+    return Message(role="user", text=text)
+
+
+def system(text: str) -> Message:
+    return Message(role="system", text=text)
+
+
+def says(text: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
+    return Message(role="assistant", text=text, tool_calls=calls, reasoning=reasoning)
+
+
+def call(call_id: str, arguments: str = "{}", name: str = "shell") -> ToolCall:
+    return ToolCall(id=call_id, name=name, arguments=arguments)
+
+
+def answer(call_id: str, text: str = "out") -> Message:
+    return Message(role="tool", text=text, tool_call_id=call_id)
+
+
+@dataclass(slots=True)
+class Call:
+    """One model call as the driver saw it."""
+
+    turn: int
+    messages: tuple[Message, ...]
+    """Without leading system messages."""
+    root: str
+    plan: PromptPlan
+    context: int
+    prompt: list[int]
+    base: Call | None
+    ids: list[int] = field(default_factory=list)
+    finish: Finish = "stop"
+    reply: Message = field(default_factory=lambda: says())
+    node: int = -1
+    delivered: int = 0
+    synthetic: bool = False
+    demonstrated: bool = False
+    excluded: str = ""
+    continued: bool = False
+
+
+class Lab:
+    """Drives one forest as the gateway does and remembers every call."""
+
+    def __init__(self, rollout_id: str = "lab") -> None:
+        self.forest = Forest(rollout_id)
+        self.calls: list[Call] = []
+        self.version = 0
+        self.versions: dict[int, int] = {}
+        """Sampled token -> version."""
+        self._token = FIRST_SAMPLED
+        self._turn = 0
+        self._deliveries = 0
+
+    def ask(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (SHELL,)) -> Call:
+        """Plan, render what is left, extend."""
+        request = ModelRequest(messages=tuple(messages), tools=tuple(tools))
+        plan = self.forest.plan(request, FINGERPRINT)
+        base = next((c for c in self.calls if c.node == plan.base), None)
+        lead = [m for m in messages if m.role == "system"] if base is None else []
+        lead = lead[: next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))]
+        if base is None:
+            head = [1, *(i for m in lead for i in render(m)), *(i for t in tools for i in map(ord, t.name))]
+        else:
+            head = close(base.ids, base.finish)
+            base.continued = True
+        delta = head + [i for m in plan.replace for i in render(m)] + [ROLES["assistant"]]
+        context = self.forest.extend(plan, row(delta))
+        lead_count = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
+        made = Call(
+            turn=self._turn,
+            messages=tuple(messages[lead_count:]),
+            root=plan.root_key,
+            plan=plan,
+            context=context,
+            prompt=self.forest.path_ids(context).tolist(),
+            base=base,
+        )
+        self._turn += 1
+        expected = delta if base is None else base.prompt + base.ids + delta
+        assert made.prompt == expected
+        return made
+
+    def sample(
+        self,
+        made: Call,
+        reply: Message,
+        *,
+        count: int = 3,
+        finish: Finish = "stop",
+        synthetic: bool = False,
+        demonstrated: bool = False,
+        bump_at: int | None = None,
+    ) -> Call:
+        """Commit a generation of `count` fresh tokens that mean `reply`."""
+        made.ids = list(range(self._token, self._token + count))
+        self._token += count
+        runs = [(0, self.version)]
+        if bump_at is not None and 0 < bump_at < count:
+            self.version += 1
+            runs.append((bump_at, self.version))
+        for offset, token in enumerate(made.ids):
+            self.versions[token] = max(v for start, v in runs if start <= offset)
+        silent = synthetic or demonstrated
+        generation = Generation(
+            ids=row(made.ids),
+            logprobs=None if silent else np.array([logprob_of(t) for t in made.ids], dtype=np.float32),
+            finish=finish,
+            version_runs=tuple(runs),
+        )
+        made.reply, made.finish, made.synthetic = reply, finish, synthetic
+        made.demonstrated = demonstrated
+        made.node = self.forest.commit(made.context, generation, reply, turn=made.turn, synthetic=synthetic)
+        self.calls.append(made)
+        return made
+
+    def deliver(self, made: Call) -> Call:
+        self.forest.mark_delivered(made.node)
+        if not made.delivered:
+            self._deliveries += 1
+            made.delivered = self._deliveries
+        return made
+
+    def abort(self, made: Call) -> Call:
+        self.forest.mark_aborted(made.context if made.node < 0 else made.node)
+        return made
+
+    def turn(self, messages: Sequence[Message], reply: Message, tools: Sequence[ToolSpec] = (SHELL,)) -> Call:
+        """One ordinary delivered call."""
+        return self.deliver(self.sample(self.ask(messages, tools), reply))
+
+
+def reasons_of(trajectory: Trajectory) -> dict[int, str]:
+    return {turn.index: turn.excluded for turn in trajectory.turns}
+
+
+def trained_turns(lab: Lab, trajectory: Trajectory) -> list[int]:
+    """Turns whose tokens are masked in, in row order."""
+    owner = {token: made.turn for made in lab.calls for token in made.ids}
+    tokens = [int(t) for s in trajectory.segments for t in s.ids[s.mask]]
+    return list(dict.fromkeys(owner[t] for t in tokens))
+
+
+def check_exported(lab: Lab, trajectory: Trajectory) -> None:
+    """Every invariant, from the driver's own records only."""
+    owner = {token: made for made in lab.calls for token in made.ids}
+    seen: set[int] = set()
+    for index, segment in enumerate(trajectory.segments):
+        assert segment.index == index
+        ids = segment.ids.tolist()
+        last = owner[ids[-1]]
+        assert ids == last.prompt + last.ids, "the row is what the engine received and produced"
+        assert segment.mask.any()
+        drawn = [t for t, m in zip(ids, segment.mask, strict=True) if m]
+        assert seen.isdisjoint(drawn), "masked in once"
+        seen.update(drawn)
+        for position, (token, masked) in enumerate(zip(ids, segment.mask, strict=True)):
+            if not masked:
+                assert segment.logprobs[position] == 0
+                assert segment.versions[position] == 0
+                continue
+            made = owner[token]
+            assert ids[: position - made.ids.index(token)] == made.prompt
+            assert segment.versions[position] == lab.versions[token]
+            assert made.demonstrated == (segment.kind == "demonstrated")
+            expected = 0.0 if made.demonstrated else np.float32(logprob_of(token))
+            assert segment.logprobs[position] == expected
+    _check_turns(lab, trajectory)
+    _check_ledger(lab, trajectory, owner, seen)
+
+
+def _check_turns(lab: Lab, trajectory: Trajectory) -> None:
+    full: dict[int, list[int]] = {-1: []}
+    records = {made.turn: made for made in lab.calls}
+    for turn in trajectory.turns:
+        made = records[turn.index]
+        prompt = full[turn.parent] + turn.context_ids.tolist()
+        assert prompt == made.prompt
+        assert turn.ids.tolist() == made.ids
+        full[turn.index] = prompt + made.ids
+    assert [t.index for t in trajectory.turns] == sorted(records)
+
+
+def _check_ledger(lab: Lab, trajectory: Trajectory, owner: dict[int, Call], masked: set[int]) -> None:
+    ledger = trajectory.ledger
+    assert ledger.balanced
+    assert ledger.captured == sum(len(made.ids) for made in lab.calls)
+    reasons = reasons_of(trajectory)
+    trained = {t for t, made in owner.items() if not reasons[made.turn]}
+    shown = {t for t in masked if owner[t].demonstrated}
+    assert trained == masked - shown
+    assert ledger.trained == len(trained)
+    sums: dict[str, int] = {}
+    for made in lab.calls:
+        if reasons[made.turn] and made.ids:
+            sums[reasons[made.turn]] = sums.get(reasons[made.turn], 0) + len(made.ids)
+    assert dict(ledger.excluded) == sums
+
+
+# ---------------------------------------------------------------- how agents spell what they echo
+
+
+def respelled(message: Message, style: str) -> Message:
+    """The same meaning as another agent writes it."""
+    calls = []
+    for made in message.tool_calls:
+        try:
+            value = json.loads(made.arguments)
+        except ValueError:
+            calls.append(made)
+            continue
+        if style == "sorted" and isinstance(value, dict):
+            value = dict(sorted(value.items(), reverse=True))
+        spaced = style == "spaced"
+        text = json.dumps(value, ensure_ascii=style == "ascii", indent=1 if spaced else None)
+        calls.append(replace(made, arguments=text))
+    return replace(message, tool_calls=tuple(calls))

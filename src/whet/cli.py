@@ -29,38 +29,42 @@ EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    options = _parser().parse_args(argv)
+    options = _parse(argv)
     try:
         code: int = options.verb(options)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        return _fail("stopped", EXIT_STOPPED)
     except BrokenPipeError:
         # The reader of our output has gone, as in `whet show RUN | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    except (WhetError, OSError, BaseExceptionGroup) as error:
-        return _report_failure(error)
+    except (KeyboardInterrupt, WhetError, OSError, BaseExceptionGroup) as error:
+        return _report_failure(error, _how_to_resume(options))
     return code
 
 
-def _report_failure(error: BaseException) -> int:
+def _report_failure(error: BaseException, resume: str = "") -> int:
     """One line for a known failure; a defect is raised again, with its traceback."""
     first = next(_leaves(error))
-    if isinstance(first, KeyboardInterrupt):
-        return _fail("stopped", EXIT_STOPPED)
     if os.environ.get("WHET_DEBUG"):
         traceback.print_exception(error)
+    if isinstance(first, KeyboardInterrupt):
+        return _fail("stopped" + resume, EXIT_STOPPED)
     if isinstance(first, ConfigError):
-        return _fail(str(first), EXIT_USAGE)
-    if isinstance(first, WhetError):
-        return _fail(str(first), EXIT_FAILED)
+        return _fail(str(first) + resume, EXIT_USAGE)
     if isinstance(first, OSError) and first.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while writing {first.filename}" if first.filename else ""
-        return _fail(f"disk full{where}; free some space, then continue with --resume", EXIT_FAILED)
-    if isinstance(first, OSError):
-        return _fail(str(first), EXIT_FAILED)
+        return _fail(f"disk full{where}: free some space{resume}", EXIT_FAILED)
+    if isinstance(first, WhetError | OSError):
+        return _fail(str(first) + resume, EXIT_FAILED)
     raise error
+
+
+def _how_to_resume(options: argparse.Namespace) -> str:
+    """What to add to the line of a run that stopped; empty when nothing was stored."""
+    run_dir: Path | None = options.run_dir
+    if run_dir is None or not (run_dir / "run.sqlite").exists():
+        return ""
+    return f"; continue with: whet {options.command} --resume {run_dir}"
 
 
 def _leaves(error: BaseException) -> Any:
@@ -84,10 +88,7 @@ def _demo(options: argparse.Namespace) -> int:
     from whet.config import demo_preset, load_config
 
     overrides = ([f"harness.agent={options.agent}"] if options.agent else []) + options.overrides
-    if options.resume:
-        config = _resumed(options, overrides)
-    else:
-        config = load_config(None, overrides, demo_preset())
+    config = _resumed(options, overrides) if options.resume else load_config(None, overrides, demo_preset())
 
     def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
         from whet.demo.run import DemoOptions, run_demo, write_report
@@ -146,24 +147,16 @@ def _run(options: argparse.Namespace, config: Config, run: Run) -> int:
         sys.stdout.write(dump_toml(config))
         return 0
     config = name_run(config)
+    options.run_dir = Path(config.run.dir)
     view = _view(config, options)
     try:
         summary, report = run(config, view)
-    except (KeyboardInterrupt, WhetError, OSError, BaseExceptionGroup):
-        view.close()
-        _say_how_to_resume(options.command, Path(config.run.dir))
-        raise
     finally:
         view.close()
     print(report, end="", file=sys.stderr if options.json else sys.stdout)
     if options.json:
         _print_json(summary)
     return 0
-
-
-def _say_how_to_resume(command: str, run_dir: Path) -> None:
-    if (run_dir / "run.sqlite").exists():
-        print(f"whet: continue with: whet {command} --resume {run_dir}", file=sys.stderr)
 
 
 def _view(config: Config, options: argparse.Namespace) -> View:
@@ -182,9 +175,10 @@ def _view(config: Config, options: argparse.Namespace) -> View:
 
 def _replay(options: argparse.Namespace) -> int:
     from whet.record.run import read_config
-    from whet.train.replay import replay
 
     config = read_config(options.run)
+    from whet.train.replay import replay
+
     view = _view(config, options)
     try:
         result = replay(options.run, view)
@@ -234,6 +228,18 @@ def _print_json(value: Mapping[str, Any]) -> None:
 # --------------------------------------------------------------------------- the command line
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand anywhere; argparse by itself takes them only in one row."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    wrong = [text for text in rest if text.startswith("-") or "=" not in text or "overrides" not in options]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if rest:
+        options.overrides += rest
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="whet",
@@ -241,6 +247,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="WHET_DEBUG=1 in the environment adds tracebacks to errors.",
     )
     parser.add_argument("--version", action="version", version=f"whet {__version__}")
+    parser.set_defaults(run_dir=None)
     verbs = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(verbs)
     _add_train(verbs)

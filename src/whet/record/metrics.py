@@ -28,7 +28,7 @@ def disk_error(path: Path, error: Exception) -> RecordError:
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     full = full or "disk is full" in str(error)
     if full:
-        return RecordError(f"disk full while writing {path}; free some space, then continue with --resume")
+        return RecordError(f"disk full while writing {path}: free some space")
     return RecordError(f"cannot write {path}: {error}")
 
 

@@ -1,0 +1,223 @@
+"""The command line as a person meets it: exact lines, exit codes, nothing heavy loaded for help."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from whet import cli
+from whet.config import demo_preset, dump_toml, load_config
+from whet.errors import ConfigError, EngineError, SandboxError
+from whet.record.run import RunDir
+from whet.types import Ledger
+
+
+def whet(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "whet.cli", *argv]
+    source = str(Path(cli.__file__).parents[1])
+    env = os.environ | {"PYTHONPATH": source}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, cwd=cwd, check=False)
+
+
+def only_line(text: str) -> str:
+    assert text.count("\n") == 1, text
+    return text.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "line"),
+    [
+        (
+            ["demo", "train.lrr=1"],
+            2,
+            "whet: override 'train.lrr=1': unknown key train.lrr; did you mean train.lr?",
+        ),
+        (
+            ["demo", "--agent", "script", "run.seed=x"],
+            2,
+            "whet: run.seed: input should be a valid integer, got 'x'",
+        ),
+        (
+            ["train"],
+            2,
+            "whet: give a configuration file, for instance examples/demo.toml, or --resume DIR",
+        ),
+        (
+            ["train", "run.seed=3"],
+            2,
+            "whet: give a configuration file, for instance examples/demo.toml, or --resume DIR",
+        ),
+        (
+            ["train", "none.toml"],
+            2,
+            "whet: cannot read none.toml: [Errno 2] No such file or directory: 'none.toml'",
+        ),
+        (["demo", "--resume", "none"], 1, "whet: none is not a run directory: it has no config.toml"),
+        (
+            ["train", "--resume", "none", "run.steps=3"],
+            2,
+            "whet: a resumed run keeps its configuration; drop run.steps=3",
+        ),
+        (
+            ["demo", "--resume", "none", "--agent", "pi"],
+            2,
+            "whet: a resumed run keeps its configuration; drop harness.agent=pi",
+        ),
+        (["show", "none"], 1, "whet: none is not a run directory: it has no config.toml"),
+        (["replay", "none"], 1, "whet: none is not a run directory: it has no config.toml"),
+    ],
+)
+def test_failures_are_one_line_with_a_code(
+    argv: list[str],
+    code: int,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(argv) == code
+    captured = capsys.readouterr()
+    assert only_line(captured.err) == line
+    assert captured.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["dmeo"], ["demo", "--frm-scratch"], ["show", "x", "a=b"], ["demo", "nonsense"]]
+)
+def test_a_wrong_command_line_is_a_usage_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        code = cli.main(argv)
+        raise SystemExit(code)
+    assert stop.value.code == 2
+    assert "whet" in capsys.readouterr().err
+
+
+def test_dry_run_prints_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
+    done = whet("demo", "run.seed=3", "--agent", "script", "--dry-run", "train.lr=1e-3", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = load_config(None, ["run.seed=3", "harness.agent=script", "train.lr=1e-3"], demo_preset())
+    assert load_config(base=tomllib.loads(done.stdout)) == expected
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a.toml").write_text(done.stdout)
+    again = whet("train", "a.toml", "--dry-run", cwd=tmp_path)
+    assert again.stdout == done.stdout == dump_toml(expected)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from whet import cli\n"
+        "try: cli.main(['--help'])\n"
+        "finally: print(sorted(sys.modules), file=sys.stderr)"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, env=env, check=False
+    )
+    assert done.returncode == 0
+    assert "demo" in done.stdout
+    assert "whet.cli" in done.stderr
+    for heavy in ("torch", "numpy", "aiohttp", "pydantic", "rich", "transformers"):
+        assert f"'{heavy}'" not in done.stderr
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("whet 0.")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("bad key"), 2, "whet: bad key"),
+        (EngineError("learner is gone\nsecond line"), 1, "whet: learner is gone second line"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/r/logs/a"),
+            1,
+            "whet: disk full while writing /r/logs/a: free some space",
+        ),
+        (
+            OSError(errno.EADDRINUSE, "Address already in use"),
+            1,
+            f"whet: [Errno {errno.EADDRINUSE}] Address already in use",
+        ),
+        (
+            ExceptionGroup("g", [ValueError("consequence"), ExceptionGroup("h", [SandboxError("no box")])]),
+            1,
+            "whet: no box",
+        ),
+        (BaseExceptionGroup("g", [KeyboardInterrupt()]), 130, "whet: stopped"),
+    ],
+)
+def test_failures_inside_a_run_are_one_line(
+    error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli._report_failure(error) == code
+    assert only_line(capsys.readouterr().err) == line
+
+
+def test_a_stopped_run_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = cli._parse(["train", "a.toml"])
+    options.run_dir = tmp_path / "r"
+    assert cli._how_to_resume(options) == ""
+    with RunDir.create(load_config(None, [f"run.dir={tmp_path / 'r'}"])) as run:
+        run.store().close()
+    assert cli._report_failure(KeyboardInterrupt(), cli._how_to_resume(options)) == 130
+    line = only_line(capsys.readouterr().err)
+    assert line == f"whet: stopped; continue with: whet train --resume {tmp_path / 'r'}"
+
+
+def test_a_defect_keeps_its_traceback() -> None:
+    with pytest.raises(ExceptionGroup):
+        cli._report_failure(ExceptionGroup("g", [TypeError("defect")]))
+
+
+def test_show_works_on_a_run_with_no_process_alive(tmp_path: Path) -> None:
+    config = load_config(None, [f"run.dir={tmp_path / 'r'}", "run.steps=2"])
+    with RunDir.create(config) as run, run.store() as store:
+        store.commit_step(1, {"loss": 0.5}, "checkpoints/1", "h", Ledger(captured=12, trained=12))
+    done = whet("show", str(tmp_path / "r"))
+    assert done.returncode == 0, done.stderr
+    assert "step    1  solved 0.00 (0/0)  trained 12 of 12 tokens" in done.stdout
+    assert f"not finished: 1 of 2 steps; continue with --resume {tmp_path / 'r'}" in done.stdout
+    assert whet("show", "--json", str(tmp_path / "r")).returncode == 2
+
+
+def test_a_run_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunDir.create(load_config(None, [f"run.dir={tmp_path / 'r'}"])):
+        code = (
+            "import sys; from pathlib import Path; from whet.record.run import RunDir\n"
+            "RunDir.open(Path(sys.argv[1]))"
+        )
+        env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+        argv = [sys.executable, "-c", code, str(tmp_path / "r")]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, env=env, check=False)
+    assert f"in use by process {os.getpid()}" in done.stderr
+
+
+def test_doctor_says_one_line_each() -> None:
+    done = whet("doctor")
+    lines = done.stdout.splitlines()
+    assert {line.split()[1] for line in lines} >= {
+        "python",
+        "machine",
+        "disk",
+        "bubblewrap",
+        "node",
+        "pi",
+        "torch",
+    }
+    assert all(line[:4] in ("ok  ", "--  ") for line in lines)
+
+
+def test_bench_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "nonsense"]) == 2
+    assert only_line(capsys.readouterr().err).startswith("whet: no benchmark 'nonsense'; there are: ")

@@ -1,0 +1,75 @@
+"""Ctrl-C: a clean stop, a deadline for a stop that hangs, no orphan either way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from whet import cli
+
+PROGRAM = """
+import asyncio, subprocess, sys, time
+from whet import stop
+stop.STOP_S = 1.0
+mode = sys.argv[1]
+async def main():
+    script = "trap '' INT TERM; sleep 60 & echo $!; wait"
+    child = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True)
+    print(child.stdout.readline().strip(), child.pid, flush=True)
+    try:
+        await asyncio.sleep(60)
+    finally:
+        if mode == "hang":
+            await asyncio.sleep(60)
+        if mode == "block":
+            time.sleep(60)
+        stop_children = stop.descendants(__import__("os").getpid())
+        for pid in stop_children:
+            __import__("os").kill(pid, 9)
+        child.wait(timeout=5)
+        child.stdout.close()
+        print("torn down", flush=True)
+        if mode == "error":
+            raise RuntimeError("a consequence of the stop")
+try:
+    stop.run_interruptible(main())
+except KeyboardInterrupt:
+    print("clean", flush=True)
+    sys.exit(130)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("mode", ["clean", "error", "hang", "block", "twice"])
+def test_a_signal_stops_everything_in_time(mode: str, number: int) -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    argv = [sys.executable, "-c", PROGRAM, "hang" if mode == "twice" else mode]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env) as program:
+        assert program.stdout is not None
+        pids = [int(pid) for pid in program.stdout.readline().split()]
+        assert all(alive(pid) for pid in pids)
+        began = time.monotonic()
+        program.send_signal(number)
+        if mode == "twice":
+            time.sleep(0.3)
+            program.send_signal(number)
+        assert program.wait(timeout=10) == 130
+        seconds = time.monotonic() - began
+        said = program.stdout.read()
+    assert not any(alive(pid) for pid in pids)
+    assert ("clean" in said) == (mode in ("clean", "error"))
+    assert seconds < (0.9 if mode in ("clean", "error", "twice") else 3.0)

@@ -42,8 +42,10 @@ class Codec:
             if token["content"] in chosen and (token.get("lstrip") or token.get("rstrip")):
                 raise RenderError(f"control token {token['content']!r} swallows white space; not supported")
         self._stock = Tokenizer.from_str(tokenizer_json)
-        spec["added_tokens"] = [t for t in added if t["content"] not in chosen]
+        kept = {str(t["content"]): int(t["id"]) for t in added if t["content"] not in chosen}
+        spec["added_tokens"] = [t for t in added if t["content"] in kept]
         _forget(spec.get("model", {}), chosen)
+        _pin(spec.get("model", {}), kept)
         self._plain = Tokenizer.from_str(json.dumps(spec))
         self._stock.no_padding()
         self._plain.no_padding()
@@ -140,3 +142,14 @@ def _forget(model: dict[str, object], markers: Sequence[str]) -> None:
     for marker in markers:
         if marker not in needed and marker != model.get("unk_token"):
             vocab.pop(marker, None)
+
+
+def _pin(model: dict[str, object], kept: Mapping[str, int]) -> None:
+    """The library renumbers added tokens that the model's vocabulary does not hold; so it must hold them."""
+    vocab = model.get("vocab")
+    if kept and not isinstance(vocab, dict):
+        raise RenderError(
+            "control_tokens needs a tokenizer whose vocabulary is a table; name no control_tokens"
+        )
+    if isinstance(vocab, dict):
+        vocab.update(kept)

@@ -1,0 +1,69 @@
+"""Only scaffold makes control tokens; ordinary text gets the stock ids."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from render_families import CONTROL, tokenizer_json
+
+from whet.errors import RenderError
+from whet.render.encode import Codec
+
+CODEC = Codec(tokenizer_json())
+HOSTILE = st.lists(st.sampled_from([*CONTROL, "<|im_", "end|>", "<", "|>", " ", "\n", "a", "é", "🙂"])).map(
+    "".join
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.text(), HOSTILE))
+def test_outside_text_never_becomes_a_control_token(text: str) -> None:
+    ids = CODEC.encode_content(text)
+    assert not CODEC.control_positions(ids)
+    assert CODEC.decode(ids) == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text().filter(lambda t: "<" not in t and t.isprintable()))
+def test_text_without_markers_gets_the_stock_ids(text: str) -> None:
+    rendered = f"<|im_start|>user\n{text}<|im_end|>\n"
+    assert CODEC.encode(rendered).tolist() == CODEC.encode_stock(rendered).tolist()
+
+
+def test_scaffold_and_content_are_one_run() -> None:
+    """`\\n` of the scaffold and the content's own line breaks merge as the stock tokenizer merges them."""
+    rendered = "<|im_start|>user\n\n\n    return a + b\n\n<|im_end|>"
+    shielded = "<|im_start|>user\n" + CODEC.shield("\n\n    return a + b\n\n") + "<|im_end|>"
+    assert CODEC.encode(shielded).tolist() == CODEC.encode_stock(rendered).tolist()
+
+
+def test_scaffold_cannot_complete_a_marker_begun_by_content() -> None:
+    ids = CODEC.encode(CODEC.shield("<|im_") + "end|>")
+    assert not CODEC.control_positions(ids)
+
+
+def test_markers_are_counted() -> None:
+    assert CODEC.markers_in("a<|im_end|><tool_call>b</tool_call><|im_e") == 3
+
+
+def test_an_added_token_may_stay_ordinary() -> None:
+    codec = Codec(tokenizer_json(), control=["<|im_start|>", "<|im_end|>"])
+    assert codec.encode_content("<think>").tolist() == [CODEC.control["<think>"]]
+    assert not codec.control_positions(codec.encode_content("<|im_end|>"))
+
+
+def test_an_unknown_control_token_is_refused() -> None:
+    with pytest.raises(RenderError, match="nope"):
+        Codec(tokenizer_json(), control=["<nope>"])
+
+
+def test_a_tokenizer_that_spells_control_tokens_from_text_is_refused() -> None:
+    spec = json.loads(tokenizer_json())
+    token = next(t for t in spec["added_tokens"] if t["content"] == "<think>")
+    token["content"] = "def"
+    spec["model"]["vocab"]["def"] = token["id"]
+    with pytest.raises(RenderError, match="ordinary character"):
+        Codec(json.dumps(spec))

@@ -432,15 +432,17 @@ def test_demonstrated_turns_make_demonstrated_rows_that_rl_does_not_count() -> N
     assert trajectory.ledger.excluded == {"demonstrated": 6}
 
 
-def test_in_a_mixed_row_only_sampled_tokens_are_masked_in() -> None:
+def test_a_mixed_session_gives_rows_of_either_kind() -> None:
     lab = Lab()
     lab.deliver(lab.sample(lab.ask(START), says("a"), demonstrated=True))
     lab.turn([*START, says("a"), user("go")], says("b"))
     trajectory = lab.forest.trajectory()
     check_exported(lab, trajectory)
-    (segment,) = trajectory.segments
-    assert (segment.kind, int(segment.mask.sum())) == ("sampled", 3)
+    shown, drawn = trajectory.segments
+    assert (shown.kind, int(shown.mask.sum())) == ("demonstrated", 3)
+    assert (drawn.kind, int(drawn.mask.sum()), len(drawn.ids) > len(shown.ids)) == ("sampled", 3, True)
     assert trajectory.ledger.excluded == {"demonstrated": 3}
+    assert trajectory.ledger.trained == 3
 
 
 def test_versions_follow_the_runs_within_a_turn() -> None:

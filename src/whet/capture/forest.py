@@ -122,11 +122,11 @@ class Forest:
                     f"rollout {self._rollout_id} node {held} token {_first_difference(node.ids, delta)}: "
                     "the same messages were rendered to other ids"
                 )
-        node.in_flight += 1
-        # A request made while others are in flight or delivered wants one more sample; a request after an
-        # abort wants the lost one again.
-        delivered = sum(1 for child in node.children if self._nodes.sampled(child).delivered)
-        node.asked = max(node.asked, node.in_flight + delivered)
+        # A request after a lost one wants the same sample again; any other wants one more.
+        if node.lost:
+            node.lost -= 1
+        else:
+            node.wanted += 1
         return node.id
 
     def _new_context(self, plan: PromptPlan, delta: IntArray, wire: bytes) -> ContextNode:
@@ -210,23 +210,22 @@ class Forest:
             return
         self._deliveries += 1
         turn.delivered = self._deliveries
-        self._close(turn)
+        context = self._nodes.context(turn.parent)
+        if turn.aborted and context.lost:
+            context.lost -= 1
 
     def mark_aborted(self, node: int) -> None:
-        """The client left before the reply was fully written (sampled node), or the request ended without a
-        generation (context node). The turn still counts if a later request echoes it."""
+        """The client left before the reply was fully written (sampled node; ignored when delivered), or the
+        request ended without a generation (context node). The turn still counts if a later request echoes
+        it."""
         self._refuse_sealed(f"abort of node {node}")
         found = self._nodes.get(node)
         if isinstance(found, ContextNode):
-            found.in_flight = max(0, found.in_flight - 1)
-        else:
-            self._close(found)
-
-    def _close(self, turn: SampledNode) -> None:
-        if turn.open:
-            turn.open = False
-            context = self._nodes.context(turn.parent)
-            context.in_flight = max(0, context.in_flight - 1)
+            found.lost = min(found.lost + 1, found.wanted)
+        elif not found.delivered and not found.aborted:
+            found.aborted = True
+            context = self._nodes.context(found.parent)
+            context.lost = min(context.lost + 1, context.wanted)
 
     def exclude(self, node: int, reason: str) -> None:
         """Never train this turn, for a reason from EXCLUSIONS. The first reason stands."""

@@ -78,7 +78,7 @@ def _sibling_fates(nodes: Nodes, context: ContextNode) -> dict[int, str]:
     """Fates of the turns sampled from one prompt.
 
     Only turns the client had count. If one was continued, its siblings lost. If none was, as many count as
-    samples were wanted (`asked`), those delivered last first: a retry repeats its want, a twin adds one.
+    samples were `wanted`, those delivered last first: a retry repeats its want, a twin adds one.
     """
     turns = [nodes.sampled(child) for child in context.children]
     reasons = {turn.id: _own_reason(turn) for turn in turns}
@@ -86,7 +86,7 @@ def _sibling_fates(nodes: Nodes, context: ContextNode) -> dict[int, str]:
     if any(turn.continued for turn in turns):
         losers = [turn for turn in left if not turn.continued]
     else:
-        losers = left[context.asked :]
+        losers = left[context.wanted :]
     reasons.update((turn.id, "retry_sibling") for turn in losers)
     return reasons
 
@@ -101,7 +101,7 @@ def _own_reason(turn: SampledNode) -> str:
 
 def final_reason(turn: SampledNode, fate: str) -> str:
     """Why no token of this turn may be trained by RL, or empty."""
-    return fate or ("demonstrated" if turn.generation.logprobs is None else "")
+    return fate or ("demonstrated" if turn.kind == "demonstrated" else "")
 
 
 def account(nodes: Nodes, reasons: Mapping[int, str], trained: int) -> Ledger:

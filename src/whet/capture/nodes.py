@@ -14,7 +14,7 @@ import numpy as np
 
 from whet.capture.match import MessageKey, digest
 from whet.errors import CaptureError
-from whet.types import Generation, IntArray
+from whet.types import Generation, IntArray, SegmentKind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,10 +37,10 @@ class ContextNode:
     echoes: frozenset[int]
     """Sampled nodes whose minted call ids occur in this context: they were re-rendered here."""
     children: list[int] = field(default_factory=list)
-    in_flight: int = 0
-    """Requests under way on exactly this prompt."""
-    asked: int = 0
-    """High-water mark of requests in flight plus replies delivered: how many samples were wanted."""
+    wanted: int = 0
+    """How many samples of exactly this prompt were asked for; a retry of a lost one asks for no other."""
+    lost: int = 0
+    """Requests that ended without a delivered reply and were not asked again yet."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,12 +55,17 @@ class SampledNode:
     key: MessageKey = field(repr=False)
     chained: bytes = field(repr=False)
     synthetic: bool
-    open: bool = True
-    """True until the reply was delivered or given up."""
+    aborted: bool = False
+    """The client left before the reply was fully written."""
     delivered: int = 0
     """Order of delivery within the session, from 1; 0 = not delivered."""
     excluded: str = ""
     children: list[int] = field(default_factory=list)
+
+    @property
+    def kind(self) -> SegmentKind:
+        """`demonstrated` when the engine gave no logprobs."""
+        return "demonstrated" if self.generation.logprobs is None else "sampled"
 
     @property
     def continued(self) -> bool:

@@ -24,6 +24,8 @@ from whet.capture.nodes import ContextNode, Node, Nodes, SampledNode, chain, joi
 from whet.errors import CaptureError
 from whet.types import IntArray, Segment, SegmentKind, Trajectory, Turn, VersionRuns
 
+KINDS: tuple[SegmentKind, ...] = ("sampled", "demonstrated")
+
 
 @dataclass(slots=True)
 class _Tree:
@@ -78,15 +80,21 @@ def _takes_over(main: list[_Tree], tree: _Tree) -> bool:
     return known or tree.top.root_key == main[-1].top.root_key
 
 
-def _chain_ends(nodes: Nodes, reasons: Mapping[int, str]) -> list[SampledNode]:
-    """Eligible turns with no eligible turn below them, in turn order."""
-    has_below: set[int] = set()
-    for node in reversed(nodes.all):
-        eligible = isinstance(node, SampledNode) and not reasons[node.id] and len(node.generation.ids) > 0
-        if node.parent is not None and (eligible or node.id in has_below):
-            has_below.add(node.parent)
-    turns = (turn for turn in nodes.turns() if not reasons[turn.id] and len(turn.generation.ids))
-    return [turn for turn in turns if turn.id not in has_below]
+def _eligible(nodes: Nodes, reasons: Mapping[int, str], kind: SegmentKind) -> list[SampledNode]:
+    """Turns of one kind that may be masked in, in turn order."""
+    turns = (turn for turn in nodes.turns() if turn.kind == kind and not reasons[turn.id])
+    return [turn for turn in turns if len(turn.generation.ids)]
+
+
+def _chain_ends(nodes: Nodes, turns: list[SampledNode]) -> list[SampledNode]:
+    """Those of `turns` that have none of them below."""
+    inner: set[int] = set()
+    for turn in turns:
+        above: int | None = turn.parent
+        while above is not None and above not in inner:
+            inner.add(above)
+            above = nodes.get(above).parent
+    return [turn for turn in turns if turn.id not in inner]
 
 
 class _Labels:
@@ -152,24 +160,24 @@ def _segment(
 
 
 def build_segments(nodes: Nodes, reasons: Mapping[int, str], lines: Lines) -> tuple[Segment, ...]:
-    """Rows in turn order. A row is `demonstrated` when everything it trains is; demonstrated turns in a row
-    that also trains sampled ones stay context. Rows end at their last masked turn."""
-    ends = _chain_ends(nodes, reasons)
-    labels = _Labels(nodes, lines, ends)
+    """Rows in the order of their last turns. A row is of one kind and ends at a turn of that kind; turns of
+    the other kind are context in it."""
+    chains: list[tuple[SampledNode, SegmentKind]] = []
+    fresh: set[int] = set()
+    for kind in KINDS:
+        turns = _eligible(nodes, reasons, kind)
+        fresh.update(turn.id for turn in turns)
+        chains += [(end, kind) for end in _chain_ends(nodes, turns)]
+    chains.sort(key=lambda found: found[0].turn)
+    labels = _Labels(nodes, lines, [end for end, _ in chains])
     segments: list[Segment] = []
-    masked: set[int] = set()
-    for end in ends:
+    for end, kind in chains:
         path = nodes.path(end.id)
-        turns = [node for node in path if isinstance(node, SampledNode)]
-        new = [turn for turn in turns if not reasons[turn.id] and turn.id not in masked]
-        drawn = [turn for turn in new if turn.generation.logprobs is not None]
-        kind: SegmentKind = "sampled" if drawn else "demonstrated"
-        fresh = {turn.id for turn in drawn or new}
-        masked.update(turn.id for turn in new)
-        while path[-1].id not in fresh:
-            path.pop()
-        segment = _segment(nodes, path, fresh, index=len(segments), kind=kind, label=labels.of(end))
-        _check_segment(nodes, segment, path, fresh)
+        turns = [node for node in path if isinstance(node, SampledNode) and node.kind == kind]
+        new = {turn.id for turn in turns if turn.id in fresh}
+        fresh -= new
+        segment = _segment(nodes, path, new, index=len(segments), kind=kind, label=labels.of(end))
+        _check_segment(nodes, segment, path, new)
         segments.append(segment)
     return tuple(segments)
 
@@ -213,15 +221,16 @@ def build_turns(nodes: Nodes, reasons: Mapping[int, str]) -> tuple[Turn, ...]:
 
 
 def _check_once(nodes: Nodes, reasons: Mapping[int, str], segments: tuple[Segment, ...]) -> int:
-    """Invariant 3: the masked tokens are exactly the trainable ones. Returns how many are trained by RL."""
-    trainable = sum(
-        len(turn.generation.ids) for turn in nodes.turns() if not final_reason(turn, reasons[turn.id])
-    )
-    trained = sum(int(segment.mask.sum()) for segment in segments if segment.kind == "sampled")
-    if trained != trainable:
-        raise CaptureError(
-            f"rollout {nodes.rollout_id}: {trained} tokens are masked in where {trainable} may be trained"
-        )
+    """Invariant 3: the masked tokens are exactly the eligible ones. Returns how many are trained by RL."""
+    trained = 0
+    for kind in KINDS:
+        eligible = sum(len(turn.generation.ids) for turn in _eligible(nodes, reasons, kind))
+        masked = sum(int(segment.mask.sum()) for segment in segments if segment.kind == kind)
+        if masked != eligible:
+            raise CaptureError(
+                f"rollout {nodes.rollout_id}: {masked} {kind} tokens are masked in where {eligible} may be"
+            )
+        trained += masked if kind == "sampled" else 0
     return trained
 
 

@@ -54,6 +54,10 @@ class Worker(Protocol):
         Raises HarnessError or SandboxError for host-side causes only."""
 
     @property
+    def gateway_socket(self) -> Path:
+        """The host unix socket through which this worker's box reaches the gateway."""
+
+    @property
     def healthy(self) -> bool:
         """False when the worker must not be used again (timeout, wear, lost process)."""
 

@@ -15,12 +15,13 @@ from typing import Literal, Self
 
 import orjson
 
-from whet.errors import HarnessError, SandboxError, boundary
+from whet.errors import HarnessError, SandboxError
 from whet.harness.base import AgentExit, AgentResult, ModelAccess
 from whet.harness.install import PI_PACKAGE, PiInstall
 from whet.harness.pi_rpc import PiRpc, PiRun
+from whet.harness.script import OVER_CAPS, capture
 from whet.sandbox.base import Bind, Process, Sandbox, SandboxBackend, SandboxSpec
-from whet.types import Task, Tree
+from whet.types import Task
 
 PROVIDER = "whet"
 NODE_AT = "/opt/node/bin/node"
@@ -176,7 +177,7 @@ class PiWorker:
             rpc = await self._prepare(box, task, access)
             outcome, detail, run = await self._attempt(rpc, task)
             await box.kill_all()
-            tree = await self._capture(box)
+            tree = await capture(box)
         except BaseException:
             self._broken = True
             raise
@@ -186,7 +187,7 @@ class PiWorker:
         return AgentResult(
             exit=outcome if tree is not None else "failed",
             tree=tree or {},
-            detail=detail.replace(access.secret, "***") if tree is not None else "work folder over its caps",
+            detail=detail.replace(access.secret, "***") if tree is not None else OVER_CAPS,
             log=run.log.replace(secret, b"***") if run else b"",
             duration_s=time.monotonic() - begun,
         )
@@ -218,16 +219,6 @@ class PiWorker:
         if run.error:
             return "failed", run.error.splitlines()[0][:300], run
         return "finished", "", run
-
-    async def _capture(self, box: Sandbox) -> Tree | None:
-        """None when the agent left more than is captured: its own doing, so nothing to retry."""
-        with boundary(SandboxError, "capture the work folder"):
-            try:
-                return await box.get_tree()
-            except SandboxError as error:
-                if error.infra:
-                    raise
-                return None
 
 
 def _model_of(access: ModelAccess) -> _Model:

@@ -1,17 +1,15 @@
 """A coding agent in 100 lines of standard library: OpenAI chat completions, Pi's read, bash and edit.
 
-The prompt comes by stdin, the model by OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL; a reply without a
-tool call ends it. http.client and subprocess would double its start-up time, so it does without.
+The prompt comes by stdin. Without http.client and subprocess, whose import would double its start-up time.
 """
 
 import json
 import os
 import socket
 import sys
-from io import BufferedRWPair
 
 Message = dict[str, object]
-SYSTEM = "You are a coding agent. Fix the code in the current folder with the tools, then say what you did."
+SYSTEM = {"role": "system", "content": "Fix the code in this folder with the tools, then say what you did."}
 LIMIT, OUTPUT = 50 * 1024, "/tmp/bash-output"
 
 
@@ -20,10 +18,8 @@ def schema(fields: dict[str, object]) -> Message:
 
 
 def tool(name: str, about: str, fields: dict[str, object]) -> Message:
-    return {
-        "type": "function",
-        "function": {"name": name, "description": about, "parameters": schema(fields)},
-    }
+    function = {"name": name, "description": about, "parameters": schema(fields)}
+    return {"type": "function", "function": function}
 
 
 TEXT = {"type": "string"}
@@ -41,7 +37,6 @@ def read(path: str) -> str:
 
 
 def bash(command: str) -> str:
-    # To a file: a process that the command leaves behind may hold its output open for ever.
     code = os.spawnlp(os.P_WAIT, "bash", "bash", "-c", f"exec >{OUTPUT} 2>&1 </dev/null\n{command}")
     with open(OUTPUT, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LIMIT))
@@ -80,7 +75,7 @@ def use(name: str, arguments: str) -> str:
         return f'Validation failed for tool "{name}": {error}'
 
 
-def ask(wire: BufferedRWPair, path: str, messages: list[Message]) -> Message:
+def ask(messages: list[Message]) -> Message:
     body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages, "tools": TOOLS}).encode()
     head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: model\r\nContent-Type: application/json\r\n"
     head += f"Authorization: Bearer {os.environ['OPENAI_API_KEY']}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -97,9 +92,8 @@ def ask(wire: BufferedRWPair, path: str, messages: list[Message]) -> Message:
 
 host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
 wire = socket.create_connection((host.split(":")[0], int(host.split(":")[1]))).makefile("rwb")
-messages: list[Message] = [{"role": "system", "content": SYSTEM}]
-messages.append({"role": "user", "content": sys.stdin.read()})
-while calls := (message := ask(wire, path, messages)).get("tool_calls"):
+messages: list[Message] = [{**SYSTEM}, {"role": "user", "content": sys.stdin.read()}]
+while calls := (message := ask(messages)).get("tool_calls"):
     messages.append(message)
     for call in calls if isinstance(calls, list) else ():
         result = use(call["function"]["name"], call["function"]["arguments"])

@@ -1,0 +1,131 @@
+"""Fills groups: every slot is decided exactly once and reaches the sink exactly once.
+
+    Dispatcher --spec--> Attempts.run --Rollout--> retry if infra, boundedly --> sink.put --> Group
+
+Slots wait on the worker pool; nothing else is shared between them. A slot that the sink already holds (after
+a resume) is not run again. Called by train/loop.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from whet.collect.breaker import Breaker
+from whet.rollout import Attempts, AttemptSpec
+from whet.types import Group, Rollout, Status, Task
+
+Phase = Literal["train", "eval_before", "eval_during", "eval_after"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where a rollout belongs."""
+
+    phase: Phase
+    step: int
+    group: int
+    slot: int
+
+    @property
+    def rollout_id(self) -> str:
+        """Sorts in time order and is the same after a resume: random streams and minted ids hang on it."""
+        return f"{self.phase}/{self.step:05d}/{self.group:03d}/{self.slot:02d}"
+
+
+class Sink(Protocol):
+    """Where decided rollouts go; durable before `put` returns."""
+
+    def put(self, slot: Slot, rollout: Rollout) -> None: ...
+
+    def attempted(self, slot: Slot, rollout: Rollout) -> None:
+        """One try ended, also one that will be repeated."""
+
+    def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
+        """Rollouts already decided for a step, by rollout id."""
+
+
+class Watcher(Protocol):
+    """Who wants to know (the view); must not raise and must not wait."""
+
+    def rollout_started(self, rollout_id: str) -> None: ...
+
+    def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectOptions:
+    """How groups are filled."""
+
+    seed: int
+    group_size: int
+    attempts: int = 3
+    """Tries per slot; only infrastructure failures start another."""
+    temperature: float = 1.0
+
+
+class Dispatcher:
+    """Collects the groups of one step at a time (synchronous mode)."""
+
+    def __init__(
+        self, attempts: Attempts, sink: Sink, watcher: Watcher, breaker: Breaker, options: CollectOptions
+    ) -> None:
+        self._attempts, self._sink, self._watcher = attempts, sink, watcher
+        self._breaker, self._options = breaker, options
+
+    async def collect(
+        self, phase: Phase, step: int, tasks: Sequence[Task], *, group_size: int | None = None
+    ) -> Sequence[Group]:
+        """One group per task, in task order, slots in order. Raises when the breaker trips."""
+        size = group_size or self._options.group_size
+        held = self._sink.held(phase, step)
+        slots = [
+            (Slot(phase=phase, step=step, group=g, slot=s), task)
+            for g, task in enumerate(tasks)
+            for s in range(size)
+        ]
+        async with asyncio.TaskGroup() as running:
+            pending = [
+                running.create_task(self._decide(slot, task, held.get(slot.rollout_id)))
+                for slot, task in slots
+            ]
+        rollouts = [task.result() for task in pending]
+        return [
+            Group(
+                id=f"{phase}/{step:05d}/{g:03d}",
+                task_id=task.id,
+                rollouts=tuple(rollouts[g * size : (g + 1) * size]),
+            )
+            for g, task in enumerate(tasks)
+        ]
+
+    async def _decide(self, slot: Slot, task: Task, held: Rollout | None) -> Rollout:
+        if held is not None:
+            self._finished(held)
+            return held
+        attempt = 1
+        while True:
+            spec = AttemptSpec(
+                rollout_id=slot.rollout_id,
+                task=task,
+                seed=self._options.seed,
+                attempt=attempt,
+                temperature=self._options.temperature,
+                evaluation=slot.phase != "train",
+            )
+            rollout = await self._attempts.run(spec, lambda: self._watcher.rollout_started(slot.rollout_id))
+            self._sink.attempted(slot, rollout)
+            failed = rollout.status is Status.INFRA_FAILED
+            self._breaker.record(failed, rollout.error)
+            if not failed or attempt >= self._options.attempts:
+                break
+            attempt += 1
+        self._sink.put(slot, rollout)
+        self._finished(rollout)
+        return rollout
+
+    def _finished(self, rollout: Rollout) -> None:
+        tokens = rollout.trajectory.ledger.captured
+        self._watcher.rollout_finished(rollout.id, reward=rollout.reward, tokens=tokens)

@@ -1,0 +1,136 @@
+"""`whet demo`: a preset of `whet train`, a warm start, and a report a person can read.
+
+Nothing here is another path: the run itself is train.loop on examples/demo.toml. What the demo adds is the
+warm start (shipped, or made by demo.warm with --from-scratch) and the story at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whet.config import Config, demo_preset, load_config
+from whet.record.run import read_config, read_store, write_text
+from whet.record.store import Score, Store
+from whet.render.family import Family
+from whet.render.template import load_family
+from whet.train.assembly import model_folder
+from whet.train.loop import train
+from whet.types import Ledger, Rollout
+from whet.view.base import View
+from whet.view.curve import curve_of, curve_svg
+from whet.view.report import Report, ShownRollout, ShownTurn, render_report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What the command line asked for."""
+
+    overrides: Sequence[str] = ()
+    from_scratch: bool = False
+    resume: Path | None = None
+
+
+def demo_config(options: DemoOptions) -> Config:
+    """The resolved configuration of a demo run. Raises ConfigError."""
+    if options.resume is not None:
+        return read_config(options.resume)
+    return load_config(None, options.overrides, demo_preset())
+
+
+def run_demo(options: DemoOptions, view: View) -> Mapping[str, Any]:
+    """Run the demo to its end; prints nothing itself. Returns the summary, which is in summary.json too."""
+    config = demo_config(options)
+    began = time.monotonic()
+    if options.from_scratch and options.resume is None:
+        from whet.demo.warm import make_warm_start
+
+        folder = make_warm_start(config, view)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+    warm_s = time.monotonic() - began
+    summary = dict(train(config, view, options.resume))
+    if options.from_scratch:
+        summary["warm_start_s"] = round(warm_s, 1)
+    return summary
+
+
+def write_report(run_dir: Path, summary: Mapping[str, Any]) -> str:
+    """Write curve.svg and report.txt of a finished run and return the report's text."""
+    config = read_config(run_dir)
+    with read_store(run_dir) as store:
+        title = f"held-out solve rate, agent {summary['agent']} {summary['agent_version']}"
+        write_text(run_dir / "curve.svg", curve_svg(curve_of(store, title)))
+        family = load_family(model_folder(config))
+        text = render_report(_report(run_dir, config, store, family, summary))
+    write_text(run_dir / "report.txt", text)
+    return text
+
+
+def _report(
+    run_dir: Path, config: Config, store: Store, family: Family, summary: Mapping[str, Any]
+) -> Report:
+    before, after = store.scores("eval_before", 0), store.scores("eval_after", config.run.steps)
+    none = Score(solved=0, total=0)
+    ledger = summary["ledger"]
+    return Report(
+        run_dir=run_dir,
+        before=before[""],
+        after=after[""],
+        ledger=Ledger(
+            captured=ledger["captured"], trained=ledger["trained"], excluded=dict(ledger["excluded"])
+        ),
+        wall_s=float(summary["wall_s"]),
+        steps=int(summary["rl_steps"]),
+        rollouts=int(summary["rollouts"]),
+        max_logprob_gap=float(summary["max_logprob_gap"]),
+        families={f: (before.get(f, none), after.get(f, none)) for f in after if f},
+        shown=_pair(store, config, family),
+        curve=run_dir / "curve.svg",
+    )
+
+
+def _pair(store: Store, config: Config, family: Family) -> tuple[ShownRollout, ...]:
+    """The same held-out task before and after: the first that was learned, else the first."""
+    before = store.rollouts("eval_before", 0)
+    after = {r.task_id: r for r in store.rollouts("eval_after", config.run.steps)}
+    pairs = [(b, after[b.task_id]) for b in before if b.task_id in after]
+    learned = [p for p in pairs if p[0].reward == 0.0 and p[1].reward == 1.0]
+    if not pairs:
+        return ()
+    first, then = (learned or pairs)[0]
+    return (shown(first, family, "before training"), shown(then, family, "after training"))
+
+
+def shown(rollout: Rollout, family: Family, when: str) -> ShownRollout:
+    """A stored rollout, decoded turn by turn; the agent's constant prompt is left out."""
+    turns: list[ShownTurn] = []
+    for turn in rollout.trajectory.turns:
+        context = family.decode(turn.context_ids)
+        if turn.parent < 0:
+            turns.append(ShownTurn(speaker="task", text=_between(context, "<|im_start|>user\n")))
+        else:
+            turns.append(ShownTurn(speaker="tool", text=_between(context, "<tool_response>\n")))
+        turns.append(ShownTurn(speaker="model", text=_said(family, turn.ids)))
+    verdict = rollout.verdict
+    said = (
+        "not graded"
+        if verdict is None
+        else (f"{verdict.outcome.value}, {verdict.passed} of {verdict.total} cases")
+    )
+    return ShownRollout(title=f"{rollout.task_id} {when}", turns=tuple(turns), verdict=said)
+
+
+def _between(text: str, start: str) -> str:
+    tail = text.rsplit(start, 1)[-1]
+    for end in ("\n</tool_response>", "<|im_end|>"):
+        tail = tail.split(end, 1)[0]
+    return tail
+
+
+def _said(family: Family, ids: Any) -> str:
+    parsed = family.parse(ids)
+    calls = [f"{c.name} {c.arguments}" for c in parsed.calls]
+    return "\n".join([*([parsed.text] if parsed.text else []), *calls])

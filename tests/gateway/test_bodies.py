@@ -1,0 +1,142 @@
+"""What agents may and may not send."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+from gateway_rig import ASK, TOOLS, Rig, said
+
+from whet.gateway.dialects.base import WireError
+from whet.gateway.dialects.chat import ChatDialect
+from whet.gateway.server import GatewayConfig
+from whet.render.template import TemplateFamily
+from whet.types import Message, ModelRequest, ToolCall
+
+
+def parse(body: dict[str, Any]) -> ModelRequest:
+    return ChatDialect().parse(body, "chat/completions").request
+
+
+def test_messages_in_every_form() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}, "index": 0}
+    request = parse(
+        {
+            "messages": [
+                {"role": "developer", "content": [{"type": "text", "text": "a", "cache_control": {}}]},
+                {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
+                {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "r"},
+                {"role": "tool", "tool_call_id": "c1", "content": "d"},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "text", "text": "e"}, {"type": "text", "text": "f"}],
+                },
+            ],
+            "unknown": {"x": 1},
+        }
+    )
+    assert request.messages == (
+        Message(role="system", text="a"),
+        Message(role="user", text="b\nc"),
+        Message(
+            role="assistant", reasoning="r", tool_calls=(ToolCall(id="c1", name="f", arguments='{"a":1}'),)
+        ),
+        Message(role="tool", text="d", tool_call_id="c1"),
+        Message(role="assistant", text="ef"),
+    )
+
+
+def test_wishes_are_recorded_and_limits_only_shorten() -> None:
+    request = parse(
+        {
+            "messages": ASK,
+            "temperature": 0,
+            "logit_bias": {"5": 1},
+            "max_tokens": 9,
+            "max_completion_tokens": 7,
+        }
+    )
+    assert request.max_tokens == 7
+    wishes = dict(request.advisory)
+    assert (wishes["temperature"], wishes["logit_bias"]) == ("0", '{"5":1}')
+
+
+def test_tool_schemas_keep_their_order_and_tool_choice_none_offers_none() -> None:
+    assert parse({"messages": ASK, "tools": TOOLS}).tools[0].parameters == (
+        '{"type":"object","properties":{"path":{"type":"string"}}}'
+    )
+    assert parse({"messages": ASK, "tools": TOOLS, "tool_choice": "none"}).tools == ()
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"stop": ["x"]}, "stop"),
+        ({"store": True}, "store"),
+        ({"functions": [{}]}, "functions"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": {}}, "messages"),
+        ({"messages": [3]}, "messages[0]"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": ["x"]}]}]}, "messages[0].content[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"stream_options": []}, "stream_options"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(extra: dict[str, Any], param: str) -> None:
+    with pytest.raises(WireError) as refused:
+        parse({"messages": ASK, **extra})
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b'{"messages": "\xff"}', 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (b'{"x": ' + b"[" * 500 + b"]" * 500 + b"}", 400),
+        (b'{"x": ' + b"[" * 100_000, 400),
+        (b'{"x": "' + b"a" * 70_000 + b'"}', 413),
+    ],
+)
+async def test_bad_bodies_are_answered_and_nothing_runs(
+    family: TemplateFamily, raw: bytes, status: int
+) -> None:
+    async with Rig(family, [said("x")], config=GatewayConfig(max_body_bytes=60_000)) as rig:
+        raw = raw if len(raw) < 100_000 or status == 413 else raw[:50_000]
+        async with rig.http.post(f"{rig.base}/chat/completions", data=raw, headers=rig.auth) as response:
+            assert response.status == status
+            assert "error" in await response.json()
+        assert not rig.engine.sent
+        assert rig.gateway.counters.defects == 0
+
+
+async def test_a_compressed_body_counts_by_what_it_unpacks_to(family: TemplateFamily) -> None:
+    async with Rig(family, [said("x")], config=GatewayConfig(max_body_bytes=60_000)) as rig:
+        for size, status in ((10, 200), (10_000_000, 413)):
+            body = {"messages": [{"role": "user", "content": "a" * size}]}
+            headers = {**rig.auth, "Content-Encoding": "gzip"}
+            data = gzip.compress(json.dumps(body).encode())
+            async with rig.http.post(f"{rig.base}/chat/completions", data=data, headers=headers) as response:
+                assert response.status == status
+
+
+async def test_a_conversation_that_the_template_refuses_is_the_agents_error(family: TemplateFamily) -> None:
+    async with Rig(family, [said("x")]) as rig:
+        bad = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1"}}]}
+        status, _ = await rig.post({"messages": [*ASK, bad, {"role": "user", "content": "\0"}]})
+        assert status == 200

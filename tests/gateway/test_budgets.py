@@ -1,0 +1,99 @@
+"""Budgets end a session so that the agent stops; nothing synthetic is ever trained."""
+
+from __future__ import annotations
+
+import pytest
+from gateway_rig import ASK, TOOLS, Rig, call, said
+
+from whet.gateway.turn import mint_call_id
+from whet.render.template import TemplateFamily
+from whet.types import Limits, Message
+
+LOOP = Message(role="assistant", tool_calls=(call("read", "{}"),))
+
+
+def grown(n: int) -> list[dict[str, str]]:
+    return [*ASK, *({"role": "user", "content": f"more {i}"} for i in range(n))]
+
+
+@pytest.mark.parametrize(
+    ("limits", "budget", "calls"),
+    [
+        (Limits(max_calls=2), "calls", 2),
+        (Limits(max_session_tokens=5), "tokens", 1),
+        (Limits(wall_s=0.0), "wall", 0),
+    ],
+)
+async def test_an_exhausted_budget_stops_the_agent(
+    family: TemplateFamily, limits: Limits, budget: str, calls: int
+) -> None:
+    async with Rig(family, [LOOP], limits=limits) as rig:
+        for i in range(calls + 2):
+            status, body = await rig.post({"messages": grown(i), "tools": TOOLS})
+            assert status == 200
+        choice = body["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert "tool_calls" not in choice["message"]
+        assert budget in choice["message"]["content"]
+        assert body["usage"]["total_tokens"] == 0
+        assert rig.session.stats.budget_stop == budget
+        assert len(rig.engine.sent) == calls
+        trajectory = await rig.session.seal(1.0)
+        assert len(trajectory.turns) == calls
+        assert trajectory.ledger.captured == rig.session.stats.sampled_tokens
+
+
+async def test_wall_time_ends_a_call_at_the_engine(family: TemplateFamily) -> None:
+    async with Rig(family, [LOOP], limits=Limits(wall_s=0.1), delay_s=30.0) as rig:
+        status, body = await rig.post({"messages": ASK})
+        assert status == 200
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert rig.session.stats.budget_stop == "wall"
+        assert len(rig.engine.aborted) == 1
+        assert rig.session.stats.infra_error == ""
+
+
+async def test_limits_of_one_call(family: TemplateFamily) -> None:
+    limits = Limits(max_call_tokens=6, max_session_tokens=15, max_context_tokens=60)
+    async with Rig(family, [said("abc def ghi jkl mno pqr stu")], limits=limits) as rig:
+        _, body = await rig.post({"messages": ASK, "max_tokens": 4})
+        assert body["choices"][0]["finish_reason"] == "length"
+        await rig.post({"messages": grown(1), "max_tokens": 10**9})
+        await rig.post({"messages": grown(1)})
+        assert [s.params.max_tokens for s in rig.engine.sent] == [4, 6, 5]
+        assert {s.params.temperature for s in rig.engine.sent} == {1.0}
+        assert rig.session.stats.truncated
+
+
+async def test_a_prompt_at_the_limit_fits_with_one_token_and_one_more_does_not(
+    family: TemplateFamily,
+) -> None:
+    prompt = 0
+    async with Rig(family, [said("a")]) as rig:
+        await rig.post({"messages": ASK})
+        prompt = len(rig.engine.sent[0].ids)
+    for room, status in ((1, 200), (0, 400)):
+        async with Rig(family, [said("a")], limits=Limits(max_context_tokens=prompt + room)) as rig:
+            got, body = await rig.post({"messages": ASK, "stream": False})
+            assert got == status
+            if status == 400:
+                assert body["error"]["code"] == "context_length_exceeded"
+                assert str(prompt) in body["error"]["message"]
+                assert rig.session.stats.overflows == 1
+            assert (await rig.session.seal(1.0)).ledger.balanced
+
+
+async def test_overflows_count_as_calls_so_that_no_agent_loops(family: TemplateFamily) -> None:
+    async with Rig(family, [said("a")], limits=Limits(max_context_tokens=3, max_calls=4)) as rig:
+        statuses = [(await rig.post({"messages": ASK}))[0] for _ in range(6)]
+        assert statuses == [400, 400, 400, 400, 200, 200]
+
+
+async def test_call_ids_are_a_function_of_their_place(family: TemplateFamily) -> None:
+    twice = Message(role="assistant", tool_calls=(call("read", "{}"), call("read", "{}")))
+    seen = []
+    for _ in range(2):
+        async with Rig(family, [twice]) as rig:
+            _, body = await rig.post({"messages": ASK, "tools": TOOLS})
+            seen.append([c["id"] for c in body["choices"][0]["message"]["tool_calls"]])
+    assert seen[0] == seen[1] == [mint_call_id(7, "r/0", 0, 0), mint_call_id(7, "r/0", 0, 1)]

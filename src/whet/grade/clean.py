@@ -5,7 +5,7 @@ task hash -> filtered diff -> fresh box with base + diff -> runner -> Verdict
 Who is to blame when a box is lost? While the box is still empty, the host: infra, retried. From then on,
 the loss is tried again in new boxes; if every one is lost while a control box with known good code works,
 the candidate did it (unresolved, reward 0), else the host did (infra, reward None). So an agent cannot get
-its sample masked by breaking the box. Called by rollout.py, with the oracle that the rollout side never holds.
+its sample masked by breaking the box. Called by rollout.py with an oracle that the rollout side never reads.
 """
 
 from __future__ import annotations
@@ -175,9 +175,7 @@ class Grader:
             async with asyncio.timeout(self._config.boot_timeout_s):
                 return await self._backend.create(spec)
 
-    async def _run(
-        self, box: Sandbox, runner: Runner, task: Task, oracle: Oracle, tree: Tree
-    ) -> RunReport:
+    async def _run(self, box: Sandbox, runner: Runner, task: Task, oracle: Oracle, tree: Tree) -> RunReport:
         wall_s = min(task.grading.timeout_s, self._config.timeout_s)
         limits = RunLimits(
             wall_s=wall_s,

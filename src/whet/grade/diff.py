@@ -204,13 +204,14 @@ def _conflict(base: Tree, kept: Tree, deleted: tuple[str, ...]) -> str:
     return ""
 
 
-def _printable(text: str) -> str:
-    """Without anything a terminal or a log could take for more than text."""
-    return "".join(map(_printable_char, text.encode("utf-8", "backslashreplace").decode()))
+def _printable(text: str, keep: str = "") -> str:
+    """Without anything a terminal or a log could take for more than text; `keep` passes as it is."""
+    clean = text.encode("utf-8", "backslashreplace").decode()
+    return "".join([c if c.isprintable() or c in keep else _escape(c) for c in clean])
 
 
-def _printable_char(char: str) -> str:
-    return char if char.isprintable() or char in "\t\n" else char.encode("unicode_escape").decode()
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape").decode()
 
 
 def unified(base: Tree, after: Tree, *, max_chars: int = 20_000) -> str:
@@ -233,6 +234,6 @@ def _file_diff(name: str, old: FileEntry | None, new: FileEntry | None) -> list[
         content = b"" if entry is None else entry.content
         if len(content) > 1 << 18 or b"\0" in content:
             return [f"{name}: binary or large ({len(content)} bytes)"]
-        texts.append(_printable(content.decode("utf-8", "replace")).split("\n"))
+        texts.append(_printable(content.decode("utf-8", "replace"), "\t\n").split("\n"))
     head = "/dev/null" if old is None else f"a/{name}", "/dev/null" if new is None else f"b/{name}"
     return list(difflib.unified_diff(texts[0], texts[1], head[0], head[1], lineterm=""))

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whet.grade.diff import DiffPolicy, apply, changes, compare, unified
+from whet.types import FileEntry
+
+
+def file(text: str | bytes = "", executable: bool = False) -> FileEntry:
+    return FileEntry(content=text.encode() if isinstance(text, str) else text, executable=executable)
+
+
+BASE = {
+    "app.py": file("x = 1\n"),
+    "tests/test_app.py": file("assert x\n"),
+    "pkg/conftest.py": file("real\n"),
+    "data/in.bin": file(b"\0\1"),
+}
+POLICY = DiffPolicy(protected=("tests/*",), max_files=3, max_file_bytes=100, max_total_bytes=150)
+
+
+def test_added_changed_and_deleted_are_told_apart() -> None:
+    after = {**BASE, "app.py": file("x = 2\n"), "new/mod.py": file("y\n")}
+    del after["data/in.bin"]
+    diff = compare(BASE, after, POLICY)
+    assert diff.refused == ""
+    assert sorted(diff.changed) == ["app.py", "new/mod.py"]
+    assert diff.added == ("new/mod.py",)
+    assert diff.deleted == ("data/in.bin",)
+    assert apply(BASE, diff) == after
+
+
+def test_equal_trees_give_an_empty_diff_and_a_stable_hash() -> None:
+    diff = compare(BASE, dict(reversed(BASE.items())), POLICY)
+    assert diff.empty
+    assert diff.digest == compare({}, {}, POLICY).digest
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "conftest.py", "a/b/conftest.py", "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "x.pth",
+        "sitecustomize.py", "sub/usercustomize.py", "sitecustomize/__init__.py", ".git/config",
+        "sub/.git/hooks/post-commit", ".gitattributes", ".gitmodules", "tests/test_new.py", "tests/deep/x.py",
+    ],
+)  # fmt: skip
+def test_protected_paths_are_dropped_and_recorded(path: str) -> None:
+    diff = compare(BASE, {**BASE, path: file(b"\0evil")}, POLICY)
+    assert diff.refused == ""
+    assert diff.dropped == (path,)
+    assert diff.empty
+
+
+def test_edits_and_deletions_of_protected_files_are_undone() -> None:
+    after = {**BASE, "tests/test_app.py": file("pass\n")}
+    del after["pkg/conftest.py"]
+    diff = compare(BASE, after, POLICY)
+    assert diff.dropped == ("pkg/conftest.py", "tests/test_app.py")
+    assert apply(BASE, diff) == BASE
+
+
+def test_a_file_cannot_take_the_place_of_a_folder_with_protected_files() -> None:
+    after = {path: entry for path, entry in BASE.items() if not path.startswith("tests/")}
+    diff = compare(BASE, {**after, "tests": file("hm\n")}, POLICY)
+    assert diff.refused == ""
+    assert apply(BASE, diff) == BASE
+    assert diff.dropped == ("tests", "tests/test_app.py")
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/etc/passwd", "not relative"), ("", "not relative"), ("../up.py", "normal form"),
+        ("a/../b.py", "normal form"), ("./a.py", "normal form"), ("a//b.py", "normal form"),
+        ("a/", "normal form"),
+        ("a\0b", "control"), ("a\nb", "control"), ("\x1b[2J", "control"), ("n" * 201, "too long"),
+        ("\U0001f600" * 60, "too long"), ("d/" * 300 + "f", "too long"), ("\udcff.py", "not UTF-8"),
+        ("app.py/inner.py", "under a file"),
+    ],
+)  # fmt: skip
+def test_bad_paths_refuse_the_whole_diff(path: str, why: str) -> None:
+    diff = compare(BASE, {**BASE, path: file("x\n"), "app.py": file("x = 2\n")}, POLICY)
+    assert why in diff.refused
+    assert diff.empty
+    assert diff.refused.isprintable()
+
+
+def test_a_file_over_a_folder_of_the_base_is_refused() -> None:
+    assert "both a file and a folder" in compare(BASE, {**BASE, "data": file("x\n")}, POLICY).refused
+
+
+@pytest.mark.parametrize(
+    ("after", "why"),
+    [
+        ({"lib.so": file(b"\x7fELF\0")}, "NUL"),
+        ({"l1.py": file(b"caf\xe9")}, "not UTF-8"),
+        ({"big.txt": file("x" * 101)}, "101 bytes"),
+        ({"a": file("x" * 90), "b": file("x" * 90)}, "180 bytes changed"),
+        ({str(n): file() for n in range(4)}, "4 files changed"),
+    ],
+)
+def test_binaries_and_too_much_are_refused(after: dict[str, FileEntry], why: str) -> None:
+    diff = compare(BASE, {**BASE, **after}, POLICY)
+    assert why in diff.refused
+    assert not diff.changed
+
+
+def test_compiled_caches_are_ignored_not_refused() -> None:
+    after = {**BASE, "__pycache__/app.cpython-311.pyc": file(b"\0\1"), "old.pyc": file(b"\0")}
+    diff = compare(BASE, after, POLICY)
+    assert diff.empty
+    assert diff.refused == ""
+    assert diff.ignored == ("__pycache__/app.cpython-311.pyc", "old.pyc")
+
+
+def test_new_names_of_the_standard_library_are_noted_and_kept() -> None:
+    after = {**BASE, "json.py": file("x\n"), "random/__init__.py": file("x\n"), "jsonish.py": file("x\n")}
+    diff = compare(BASE, after, POLICY)
+    assert diff.suspicious == ("json.py", "random/__init__.py")
+    assert "json.py" in diff.changed
+
+
+def test_the_digest_tells_every_difference_apart() -> None:
+    trees = [
+        BASE,
+        {**BASE, "app.py": file("x = 2\n")},
+        {**BASE, "app.py": file("x = 1\n", executable=True)},
+        {**BASE, "app.pyx": file("x = 2\n")},
+        {path: entry for path, entry in BASE.items() if path != "app.py"},
+        {path: entry for path, entry in BASE.items() if path != "data/in.bin"},
+    ]
+    assert len({compare(BASE, tree, POLICY).digest for tree in trees}) == len(trees)
+
+
+TREES = st.dictionaries(
+    st.sampled_from(
+        ["a.py", "b.py", "c/d.py", "c", "conftest.py", "tests/t.py", ".git/HEAD", "x.pyc", "../u"]
+    ),
+    st.builds(file, st.sampled_from(["", "1\n", "2\n"]), st.booleans()),
+)
+
+
+@given(base=TREES, after=TREES)
+def test_any_diff_is_refused_or_gives_a_tree_that_can_be_laid_out(
+    base: dict[str, FileEntry], after: dict[str, FileEntry]
+) -> None:
+    base.pop("../u", None)
+    if "c" in base:
+        base.pop("c/d.py", None)
+    diff = compare(base, after, POLICY)
+    tree = apply(base, diff)
+    assert not any(other.startswith(path + "/") for path in tree for other in tree)
+    for path in ("conftest.py", "tests/t.py", ".git/HEAD"):
+        assert tree.get(path) == base.get(path)
+    assert "../u" not in tree
+    if not diff.refused and not diff.dropped and not diff.ignored:
+        assert tree == after
+
+
+def test_changes_reports_everything_unfiltered() -> None:
+    changed, deleted = changes({"a": file("1"), "b": file("2")}, {"a": file("3"), ".git/x": file("y")})
+    assert sorted(changed) == [".git/x", "a"]
+    assert deleted == ("b",)
+
+
+def test_the_text_diff_is_for_people() -> None:
+    text = unified(BASE, {**BASE, "app.py": file("x = 1\ny = '\x1b[31m'\n"), "b.bin": file(b"\0")})
+    assert "--- a/app.py" in text
+    assert "+y = '\\x1b[31m'" in text
+    assert "b.bin: binary" in text
+    assert "\x1b" not in text
+    assert unified(BASE, BASE) == ""
+
+
+def test_the_text_diff_is_bounded() -> None:
+    text = unified({}, {"a": file("line\n" * 10_000)}, max_chars=500)
+    assert len(text) < 600
+    assert text.endswith("... (cut)\n")

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whet.grade.runners.json_io import Tampered, judge, read_claims, same
+from whet.grade.runners.json_io_worker import MAX_NODES, encode
+from whet.sandbox.base import ExecResult
+from whet.types import Case, Outcome
+
+
+class Whole(int):
+    pass
+
+
+class Text(str):
+    pass
+
+
+class Always:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = object.__hash__
+
+
+def circle() -> list[object]:
+    found: list[object] = []
+    found.append(found)
+    return found
+
+
+def deep() -> list[object]:
+    found: list[object] = []
+    for _ in range(100):
+        found = [found]
+    return found
+
+
+NOT_JSON = [
+    (1, 2), {1: 2}, {Text("a"): 1}, Whole(1), Text("a"), Always(), [Always()], {1}, b"a", 1j, circle(),
+    deep(), float("nan"), float("inf"), [0] * (MAX_NODES + 1), object, 10**5000,
+]  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+IDS = ["n-0", "n-1"]
+CASES = [Case(function="f", args=(), expected=1), Case(function="f", args=(), expected="b")]
+RIGHT = b'["n"]\n["n-0",true,1]\n["n-1",true,"b"]\n'
+
+
+@given(JSON)
+def test_the_worker_writes_what_json_reads_back(value: object) -> None:
+    assert same(json.loads(encode(value, 0, [MAX_NODES])), value)
+
+
+@given(JSON, JSON)
+def test_equality_is_that_of_canonical_json_text(one: object, other: object) -> None:
+    texts = [json.dumps(v, sort_keys=True).replace("-0.0", "0.0") for v in (one, other)]
+    assert same(one, other) == (texts[0] == texts[1])
+
+
+@pytest.mark.parametrize("value", NOT_JSON, ids=lambda value: type(value).__name__)
+def test_what_is_not_plain_json_is_refused(value: object) -> None:
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        encode(value, 0, [MAX_NODES])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, True),
+        (0, False),
+        (1, 1.0),
+        ("1", 1),
+        (None, False),
+        ([1], [True]),
+        ({"a": 1}, {"a": 1.0}),
+        ([], {}),
+    ],
+)
+def test_types_are_part_of_equality(one: object, other: object) -> None:
+    assert not same(one, other)
+    assert same(one, one)
+
+
+def finding(stdout: bytes, exit_code: int = 0, timed_out: bool = False, truncated: bool = False) -> Outcome:
+    result = ExecResult(
+        exit_code=exit_code, stdout=stdout, stderr=b"", timed_out=timed_out, truncated=truncated
+    )
+    return judge(CASES, IDS, result).outcome
+
+
+def test_right_answers_and_a_clean_end_resolve() -> None:
+    assert finding(RIGHT) is Outcome.RESOLVED
+
+
+@pytest.mark.parametrize(
+    ("stdout", "exit_code", "outcome"),
+    [
+        (RIGHT, 1, Outcome.UNRESOLVED),
+        (RIGHT, -9, Outcome.UNRESOLVED),
+        (RIGHT, -24, Outcome.TEST_TIMEOUT),
+        (RIGHT[:-1], 0, Outcome.UNRESOLVED),
+        (b'["n"]\n', 0, Outcome.UNRESOLVED),
+        (b'["n"]\n["n-0",true,1]\n["n-1",true,"c"]\n', 0, Outcome.UNRESOLVED),
+        (b'["n"]\n["n-0",true,1]\n["n-1",false,"ValueError"]\n', 0, Outcome.UNRESOLVED),
+    ],
+)
+def test_less_than_all_is_unresolved(stdout: bytes, exit_code: int, outcome: Outcome) -> None:
+    assert finding(stdout, exit_code) is outcome
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"PASSED", b"", b"{}", b"[]", b'["n-0",true]', b'["n-0",true,1,2]', b'["n-0",1,1]',
+        b'["n-0","true",1]',
+        b'["n-0",true,NaN]', b'["n-0",true,-Infinity]', b'["n-0",true,{"a":1,"a":2}]', b'["n-1",true,"b"]',
+        b'["x-0",true,1]', b'["n-0",false,"a b"]', b'["n-0",false,7]', b"\xff\xfe", b"[" * 100_000,
+        b'["n-0",true,' + b"9" * 5000 + b"]",
+    ],
+    ids=range(18),
+)  # fmt: skip
+def test_a_line_the_worker_cannot_have_sent_is_tampering(line: bytes) -> None:
+    with pytest.raises(Tampered):
+        read_claims(line + b"\n", IDS)
+    assert finding(b'["n"]\n' + line + b'\n["n-1",true,"b"]\n') is Outcome.TAMPERED
+
+
+def test_repeated_swapped_and_surplus_answers_are_tampering() -> None:
+    head, one, two, _ = RIGHT.split(b"\n")
+    for lines in ([one, one], [two, one], [one, two, two], [one, two, b""]):
+        assert finding(b"\n".join([head, *lines, b""])) is Outcome.TAMPERED
+    assert finding(RIGHT, truncated=True) is Outcome.TAMPERED
+
+
+@pytest.mark.parametrize("forged", [b"1e309", b"2.0", b"1.0", b"-1", b"true", b'"1"', b"[1]", b"null"])
+def test_a_claim_that_only_looks_right_is_wrong(forged: bytes) -> None:
+    report = judge(
+        CASES,
+        IDS,
+        ExecResult(exit_code=0, stdout=RIGHT.replace(b"true,1]", b"true," + forged + b"]"), stderr=b""),
+    )
+    assert (report.outcome, report.passed) == (Outcome.UNRESOLVED, 1)
+
+
+@given(st.binary(max_size=60), st.integers(-30, 3), st.booleans())
+def test_no_bytes_whatever_raise_or_resolve(noise: bytes, exit_code: int, timed_out: bool) -> None:
+    outcome = finding(b'["n"]\n' + noise, exit_code, timed_out)
+    assert outcome not in (Outcome.RESOLVED, Outcome.INFRA)
+
+
+def test_time_is_told_apart_from_failure() -> None:
+    assert finding(b'["n"]\n["n-0",true,1]\n', -9, timed_out=True) is Outcome.TEST_TIMEOUT

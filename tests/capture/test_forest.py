@@ -93,6 +93,14 @@ def test_an_edited_turn_is_rendered_as_context_and_named(echo: Message, cause: s
     assert [s.label for s in trajectory.segments] == ["wipe", "final"]
 
 
+def test_an_edit_is_blamed_on_the_turn_whose_call_id_it_carries() -> None:
+    lab = Lab()
+    for index, made in enumerate([lab.ask(START), lab.ask(START)]):
+        lab.deliver(lab.sample(made, says("", call(f"t{index}"))))
+    edited = says("", call("t0", '{"repaired":true}'))
+    assert drift(lab, [*START, edited, answer("t0")]) == ("edited", "arguments", 0)
+
+
 def test_a_foreign_assistant_message_is_context() -> None:
     lab = Lab()
     first = says("hello")
@@ -143,6 +151,16 @@ def test_equal_samples_are_told_apart_by_call_id_even_further_up_the_path() -> N
         assert made.base is twins[index]
     history = [*START, says("", call("t0")), answer("t0"), says("same"), user("go")]
     assert lab.ask(history).base is lab.calls[2]
+
+
+def test_of_equal_samples_the_one_delivered_last_is_continued() -> None:
+    lab = Lab()
+    twins = [lab.ask(START) for _ in range(3)]
+    for made in twins:
+        lab.sample(made, says("OK"))
+    lab.deliver(twins[1])
+    lab.deliver(twins[0])
+    assert lab.ask([*START, says("OK"), user("go")]).base is twins[0]
 
 
 def test_regenerated_call_ids_fall_back_to_meaning() -> None:
@@ -236,6 +254,17 @@ def test_interleaved_sub_agents_and_the_main_line_get_their_labels() -> None:
     trajectory = lab.forest.trajectory()
     check_exported(lab, trajectory)
     assert sorted(s.label for s in trajectory.segments) == ["final", "subagent"]
+
+
+def test_a_sub_agent_under_the_main_system_prompt_is_one_when_the_main_line_goes_on() -> None:
+    lab = Lab()
+    dispatch = says("", call("d0"))
+    lab.turn(START, dispatch)
+    lab.turn([SYS, user("only look")], says("found it"))
+    lab.turn([*START, dispatch, answer("d0", "found it")], says("done"))
+    trajectory = lab.forest.trajectory()
+    check_exported(lab, trajectory)
+    assert [s.label for s in trajectory.segments] == ["subagent", "final"]
 
 
 def test_compaction_to_a_new_root_wipes_the_old_line() -> None:

@@ -71,6 +71,10 @@ def answer(call_id: str, text: str = "out") -> Message:
     return Message(role="tool", text=text, tool_call_id=call_id)
 
 
+SYS = system("you fix bugs")
+START = [SYS, user("fix it")]
+
+
 @dataclass(slots=True)
 class Call:
     """One model call as the driver saw it."""

@@ -1,42 +1,33 @@
-"""The named cases: echo fidelity, branching, retries, refusals."""
+"""What a request continues: echo fidelity, branching and labels."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from capture_lab import (
     END,
     FINGERPRINT,
     SHELL,
+    START,
+    SYS,
     Lab,
     answer,
     call,
     check_exported,
     reasons_of,
-    row,
     says,
     system,
     trained_turns,
     user,
 )
 
-from whet.capture.forest import Forest
-from whet.errors import CaptureError
-from whet.types import Generation, Message, ModelRequest
-
-SYS = system("you fix bugs")
-START = [SYS, user("fix it")]
+from whet.types import Message, ModelRequest
 
 
 def drift(lab: Lab, messages: list[Message]) -> tuple[str, str, int | None]:
     found = lab.forest.plan(ModelRequest(messages=tuple(messages), tools=(SHELL,)), FINGERPRINT).drift
     return found.kind, found.cause, found.turn
-
-
-# ---------------------------------------------------------------- echo fidelity
 
 
 def test_a_plain_session_is_one_row_with_every_sampled_token() -> None:
@@ -203,9 +194,6 @@ def test_an_empty_reply_can_be_echoed() -> None:
     assert lab.ask([*START, says(), user("go")]).base is lab.calls[0]
 
 
-# ---------------------------------------------------------------- branching
-
-
 def test_a_rewound_request_forks_from_the_inner_turn() -> None:
     lab = Lab()
     history = [*START]
@@ -326,342 +314,3 @@ def test_a_sub_agent_that_never_returns_and_a_session_that_ends_in_mid_call() ->
     trajectory = lab.forest.trajectory()
     check_exported(lab, trajectory)
     assert sorted(s.label for s in trajectory.segments) == ["final", "subagent"]
-
-
-# ---------------------------------------------------------------- delivery, retries, twins
-
-
-def test_a_reply_lost_on_the_way_is_excluded_and_its_retry_counts() -> None:
-    lab = Lab()
-    lost = lab.abort(lab.sample(lab.ask(START), says("a")))
-    assert drift(lab, START) == ("clean", "same_prompt", None)
-    again = lab.turn(START, says("b"))
-    assert again.context == lost.context
-    trajectory = lab.forest.trajectory()
-    check_exported(lab, trajectory)
-    assert reasons_of(trajectory) == {0: "undelivered", 1: ""}
-
-
-def test_a_lost_reply_that_is_echoed_counts_after_all() -> None:
-    lab = Lab()
-    lab.abort(lab.sample(lab.ask(START), says("a")))
-    lab.turn([*START, says("a"), user("go")], says("b"))
-    trajectory = lab.forest.trajectory()
-    check_exported(lab, trajectory)
-    assert not any(reasons_of(trajectory).values())
-
-
-def test_a_reply_nobody_marked_is_not_delivered() -> None:
-    lab = Lab()
-    lab.sample(lab.ask(START), says("a"))
-    trajectory = lab.forest.trajectory()
-    assert reasons_of(trajectory) == {0: "undelivered"}
-    assert trajectory.segments == ()
-
-
-def test_a_replayed_reply_counts_as_delivered() -> None:
-    lab = Lab()
-    made = lab.abort(lab.sample(lab.ask(START), says("a")))
-    lab.deliver(made)
-    assert reasons_of(lab.forest.trajectory()) == {0: ""}
-
-
-def test_four_twins_in_flight_all_count_when_none_is_continued() -> None:
-    lab = Lab()
-    for made in [lab.ask(START) for _ in range(4)]:
-        lab.deliver(lab.sample(made, says(f"try {made.turn}")))
-    assert len({made.context for made in lab.calls}) == 1
-    trajectory = lab.forest.trajectory()
-    check_exported(lab, trajectory)
-    assert trained_turns(lab, trajectory) == [0, 1, 2, 3]
-    assert [s.label for s in trajectory.segments] == ["append", "append", "append", "final"]
-
-
-def test_of_twins_the_continued_one_wins() -> None:
-    lab = Lab()
-    for made in [lab.ask(START) for _ in range(3)]:
-        lab.deliver(lab.sample(made, says(f"try {made.turn}")))
-    lab.turn([*START, says("try 1"), user("go")], says("done"))
-    trajectory = lab.forest.trajectory()
-    check_exported(lab, trajectory)
-    assert reasons_of(trajectory) == {0: "retry_sibling", 1: "", 2: "retry_sibling", 3: ""}
-
-
-def test_a_repeat_after_full_delivery_is_a_new_sample_on_purpose() -> None:
-    lab = Lab()
-    lab.turn(START, says("a"))
-    lab.turn(START, says("b"))
-    trajectory = lab.forest.trajectory()
-    assert trained_turns(lab, trajectory) == [0, 1]
-
-
-def test_of_a_reply_and_its_retry_that_both_arrive_only_the_last_counts() -> None:
-    lab = Lab()
-    first = lab.abort(lab.sample(lab.ask(START), says("a")))
-    lab.turn(START, says("b"))
-    lab.deliver(first)
-    trajectory = lab.forest.trajectory()
-    check_exported(lab, trajectory)
-    assert reasons_of(trajectory) == {0: "", 1: "retry_sibling"}
-
-
-def test_a_request_without_a_generation_leaves_no_trace_in_the_account() -> None:
-    lab = Lab()
-    lab.abort(lab.ask(START))
-    lab.turn(START, says("a"))
-    trajectory = lab.forest.trajectory()
-    check_exported(lab, trajectory)
-    assert trajectory.ledger.captured == trajectory.ledger.trained == 3
-
-
-def test_a_synthetic_reply_is_never_trained_even_when_continued() -> None:
-    lab = Lab()
-    lab.deliver(lab.sample(lab.ask(START), says("budget used up"), synthetic=True))
-    lab.turn([*START, says("budget used up"), user("go")], says("done"))
-    trajectory = lab.forest.trajectory()
-    check_exported(lab, trajectory)
-    assert trajectory.ledger.excluded == {"synthetic": 3}
-    assert trained_turns(lab, trajectory) == [1]
-
-
-def test_an_excluded_turn_stays_excluded_when_it_is_continued() -> None:
-    lab = Lab()
-    made = lab.turn(START, says("a"))
-    lab.forest.exclude(made.node, "stale")
-    lab.forest.exclude(made.node, "overlong")
-    lab.turn([*START, says("a"), user("go")], says("b"))
-    trajectory = lab.forest.trajectory()
-    check_exported(lab, trajectory)
-    assert trajectory.ledger.excluded == {"stale": 3}
-    assert trained_turns(lab, trajectory) == [1]
-
-
-def test_an_aborted_turn_without_a_token_is_kept_and_costs_nothing() -> None:
-    lab = Lab()
-    lab.abort(lab.sample(lab.ask(START), says(), count=0, finish="abort"))
-    trajectory = lab.forest.trajectory()
-    check_exported(lab, trajectory)
-    assert trajectory.turns[0].excluded == "undelivered"
-    assert trajectory.ledger.captured == 0
-
-
-# ---------------------------------------------------------------- demonstrations
-
-
-def test_demonstrated_turns_make_demonstrated_rows_that_rl_does_not_count() -> None:
-    lab = Lab()
-    lab.deliver(lab.sample(lab.ask(START), says("a"), demonstrated=True))
-    lab.deliver(lab.sample(lab.ask([*START, says("a"), user("go")]), says("b"), demonstrated=True))
-    trajectory = lab.forest.trajectory()
-    check_exported(lab, trajectory)
-    (segment,) = trajectory.segments
-    assert segment.kind == "demonstrated"
-    assert segment.mask.sum() == 6
-    assert trajectory.ledger.trained == 0
-    assert trajectory.ledger.excluded == {"demonstrated": 6}
-
-
-def test_a_mixed_session_gives_rows_of_either_kind() -> None:
-    lab = Lab()
-    lab.deliver(lab.sample(lab.ask(START), says("a"), demonstrated=True))
-    lab.turn([*START, says("a"), user("go")], says("b"))
-    trajectory = lab.forest.trajectory()
-    check_exported(lab, trajectory)
-    shown, drawn = trajectory.segments
-    assert (shown.kind, int(shown.mask.sum())) == ("demonstrated", 3)
-    assert (drawn.kind, int(drawn.mask.sum()), len(drawn.ids) > len(shown.ids)) == ("sampled", 3, True)
-    assert trajectory.ledger.excluded == {"demonstrated": 3}
-    assert trajectory.ledger.trained == 3
-
-
-def test_versions_follow_the_runs_within_a_turn() -> None:
-    lab = Lab()
-    lab.version = 4
-    lab.deliver(lab.sample(lab.ask(START), says("a"), count=5, bump_at=2))
-    (segment,) = lab.forest.trajectory().segments
-    assert segment.versions[segment.mask].tolist() == [4, 4, 5, 5, 5]
-
-
-# ---------------------------------------------------------------- refusals
-
-
-def generation(**changes: object) -> Generation:
-    values: dict[str, object] = {
-        "ids": row([7, 8, 9]),
-        "logprobs": np.array([-1, -2, -3], dtype=np.float32),
-        "finish": "stop",
-        "version_runs": ((0, 1),),
-    }
-    return Generation(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def logprobs(*values: float) -> np.ndarray:
-    return np.array(values, dtype=np.float32)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"ids": row([])}, "no id was sampled"),
-        ({"ids": np.array([7, 8, 9])}, "int64"),
-        ({"ids": row([7, -8, 9])}, "turn 5 token 1: a sampled id is negative"),
-        ({"logprobs": logprobs(-1, -2)}, "turn 5 token 2: 2 logprobs for 3"),
-        ({"logprobs": logprobs(-1, -2, -3, -4)}, "turn 5 token 3: 4 logprobs for 3"),
-        ({"logprobs": logprobs(-1, float("nan"), -3)}, "turn 5 token 1: logprob nan"),
-        ({"logprobs": logprobs(-1, -2, float("-inf"))}, "turn 5 token 2: logprob -inf"),
-        ({"logprobs": logprobs(1e-6, -2, -3)}, "turn 5 token 0: logprob"),
-        ({"logprobs": np.array([-1.0, -2.0, -3.0])}, "float64"),
-        ({"version_runs": ()}, "turn 5 token 0: no policy version"),
-        ({"version_runs": ((1, 1),)}, "turn 5 token 0: no policy version"),
-        ({"version_runs": ((0, 1), (2, 2), (2, 3))}, "turn 5 token 2: version runs are not in order"),
-        ({"version_runs": ((0, 1), (3, 2))}, "turn 5 token 3: a version run starts after"),
-        ({"version_runs": ((0, -1),)}, "negative"),
-    ],
-)
-def test_a_generation_that_cannot_be_trusted_is_refused(changes: dict[str, object], message: str) -> None:
-    lab = Lab("run/3/1")
-    made = lab.ask(START)
-    with pytest.raises(CaptureError, match="run/3/1 turn 5") as raised:
-        lab.forest.commit(made.context, generation(**changes), says("x"), turn=5)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
-    assert len(lab.forest) == 1
-
-
-def test_zero_is_a_logprob() -> None:
-    lab = Lab()
-    lab.forest.commit(lab.ask(START).context, generation(logprobs=logprobs(0, -2, 0)), says("x"), turn=0)
-
-
-def test_a_synthetic_reply_with_logprobs_is_refused() -> None:
-    lab = Lab()
-    with pytest.raises(CaptureError, match="synthetic"):
-        lab.forest.commit(lab.ask(START).context, generation(), says("x"), turn=0, synthetic=True)
-
-
-def test_turn_numbers_call_ids_and_roles_are_checked() -> None:
-    lab = Lab()
-    made = lab.turn(START, says("", call("c0")))
-    with pytest.raises(CaptureError, match="used once"):
-        lab.forest.commit(made.context, generation(), says("x"), turn=0)
-    with pytest.raises(CaptureError, match="minted call id"):
-        lab.forest.commit(made.context, generation(), says("", call("c0")), turn=1)
-    with pytest.raises(CaptureError, match="minted call id"):
-        lab.forest.commit(made.context, generation(), says("", call("n"), call("n")), turn=1)
-    with pytest.raises(CaptureError, match="role assistant"):
-        lab.forest.commit(made.context, generation(), user("x"), turn=1)
-    with pytest.raises(CaptureError, match="not a context node"):
-        lab.forest.commit(made.node, generation(), says("x"), turn=1)
-    with pytest.raises(CaptureError, match="no such reason"):
-        lab.forest.exclude(made.node, "boring")
-    for missing in (-1, 99):
-        with pytest.raises(CaptureError, match="no node"):
-            lab.forest.mark_aborted(missing)
-    with pytest.raises(CaptureError, match="not a sampled node"):
-        lab.forest.mark_delivered(made.context)
-
-
-def test_a_family_that_is_not_pure_is_found_out() -> None:
-    forest = Forest("r")
-    request = ModelRequest(messages=tuple(START))
-    forest.extend(forest.plan(request, "f"), row([1, 2, 3]))
-    with pytest.raises(CaptureError, match="token 2: the same messages"):
-        forest.extend(forest.plan(request, "f"), row([1, 2, 4]))
-
-
-def test_a_foreign_message_spelled_anew_keeps_the_held_ids() -> None:
-    forest = Forest("r")
-    sent = [user("u"), says("", call("x", '{"a":1,"b":2}')), user("v")]
-    held = forest.extend(forest.plan(ModelRequest(messages=tuple(sent)), "f"), row([1, 2, 3]))
-    sent[1] = says("", call("x", '{"b":2,"a":1}'))
-    again = forest.extend(forest.plan(ModelRequest(messages=tuple(sent)), "f"), row([1, 3, 2]))
-    assert again == held
-    assert forest.path_ids(again).tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize("delta", [row([]), np.array([1, 2]), row([1, -1]), row([[1, 2]])])  # type: ignore[list-item]
-def test_a_root_prompt_must_be_a_row_of_ids(delta: np.ndarray) -> None:
-    forest = Forest("r")
-    with pytest.raises(CaptureError):
-        forest.extend(forest.plan(ModelRequest(messages=tuple(START)), "f"), delta)
-
-
-def test_a_sealed_session_refuses_everything_and_repeats_its_answer() -> None:
-    lab = Lab()
-    made = lab.turn(START, says("a"))
-    late = lab.ask([*START, says("a"), user("go")])
-    sealed = lab.forest.trajectory()
-    assert lab.forest.trajectory() is sealed
-    with pytest.raises(CaptureError, match="turn 1 came after the session was sealed"):
-        lab.forest.commit(late.context, generation(), says("x"), turn=1)
-    refused = (
-        lambda: lab.forest.plan(ModelRequest(messages=tuple(START)), FINGERPRINT),
-        lambda: lab.forest.extend(late.plan, row([1])),
-        lambda: lab.forest.mark_delivered(made.node),
-        lambda: lab.forest.mark_aborted(late.context),
-        lambda: lab.forest.exclude(made.node, "stale"),
-    )
-    for act in refused:
-        with pytest.raises(CaptureError, match="sealed"):
-            act()
-
-
-def test_tokens_changed_after_commit_are_found_at_export() -> None:
-    lab = Lab("r7")
-    made = lab.turn(START, says("a"))
-    held = lab.forest.sampled(made.node).ids
-    with pytest.raises(ValueError, match="read-only"):
-        held[0] = 1
-    held.setflags(write=True)
-    held[0] = 1
-    with pytest.raises(CaptureError, match="r7 segment 0 turn 0 token .*not those the engine received"):
-        lab.forest.trajectory()
-
-
-def test_the_callers_arrays_are_not_shared() -> None:
-    forest = Forest("r")
-    delta, sampled = row([1, 2, 3]), row([7, 8, 9])
-    context = forest.extend(forest.plan(ModelRequest(messages=tuple(START)), "f"), delta)
-    node = forest.commit(context, generation(ids=sampled), says("x"), turn=0)
-    delta[:], sampled[:] = 0, 0
-    assert forest.path_ids(node).tolist() == [1, 2, 3, 7, 8, 9]
-
-
-# ---------------------------------------------------------------- size
-
-
-def test_a_chain_of_5000_turns_is_linear_in_memory_and_needs_no_recursion() -> None:
-    forest = Forest("long")
-    messages: list[Message] = [user("go")]
-    plan = forest.plan(ModelRequest(messages=tuple(messages)), "f")
-    after = forest.plan(ModelRequest(messages=(user("next"),)), "f")
-    ids = 0
-    for turn in range(5000):
-        context = forest.extend(plan, row([1, 2, 3]))
-        node = forest.commit(context, generation(), says("OK"), turn=turn)
-        forest.mark_delivered(node)
-        messages += [says("OK"), user("next")]
-        plan = replace(after, base=node)
-        ids += 6
-    started = time.perf_counter()
-    found = forest.plan(ModelRequest(messages=tuple(messages)), "f")
-    (segment,) = forest.trajectory().segments
-    assert time.perf_counter() - started < 5
-    assert found.base == node
-    assert len(segment.ids) == ids
-    assert segment.mask.sum() == 15_000
-    held = sum(len(t.context_ids) + len(t.ids) for t in forest.trajectory().turns)
-    assert held == ids
-
-
-def test_1025_branches_from_one_turn() -> None:
-    lab = Lab()
-    first = says("", call("c0"))
-    lab.turn(START, first)
-    for branch in range(1025):
-        made = lab.turn([*START, first, answer("c0", f"b{branch}")], says("x"))
-        assert made.base is lab.calls[0]
-    trajectory = lab.forest.trajectory()
-    assert len(trajectory.segments) == 1025
-    assert trajectory.ledger.trained == trajectory.ledger.captured == 3 * 1026
-    assert sum(int(s.mask.sum()) for s in trajectory.segments) == 3 * 1026

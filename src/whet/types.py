@@ -279,6 +279,7 @@ EXCLUSIONS = frozenset(
         "truncated",
         "synthetic",
         "unused",
+        "zero_advantage",
     }
 )
 """Closed set of reasons for which a captured token is not trained."""

@@ -81,12 +81,13 @@ def test_row_weights_scale_rows() -> None:
 
 def test_it_learns_a_batch_by_heart() -> None:
     prefix, rows, mask = batch()
-    optim = OptimConfig(lr=3e-3, muon_lr=0.02, warmup_steps=5, decay="linear", total_steps=150)
+    mask[:, 0] = False  # which row it is cannot be guessed
+    optim = OptimConfig(lr=3e-3, muon_lr=0.02, warmup_steps=5, decay="linear", total_steps=100)
     sft = Sft(initialise(CONFIG, 0), SftConfig(optim=optim))
     first = sft.step(prefix, rows, mask)
-    loss, accuracy = sft.run(SftBatch(prefix=prefix, rows=rows, mask=mask) for _ in range(140))
+    loss, accuracy = sft.run(SftBatch(prefix=prefix, rows=rows, mask=mask) for _ in range(95))
     assert first[0] > 3.5
-    assert loss < 0.3
+    assert loss < 0.1
     assert accuracy > 0.95
 
 

@@ -1,4 +1,4 @@
-"""Optimisers and learning-rate schedule, shared by the RL trainer and supervised training.
+"""Optimisers under one learning-rate schedule, shared by the RL trainer and supervised training.
 
 Muon orthogonalises the momentum of a weight matrix by Newton-Schulz iteration (Jordan et al., 2024,
 kellerjordan.github.io/posts/muon); the implementation is `torch.optim.Muon`. It serves the hidden matrices
@@ -7,50 +7,15 @@ only: embeddings, head and norms keep AdamW.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from whet.errors import ConfigError
+from whet.errors import TrainError
+from whet.train.options import OptimConfig, rate
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimConfig:
-    """How weights move."""
-
-    lr: float = 2e-4
-    """AdamW's learning rate at the top of the schedule."""
-    muon_lr: float = 0.0
-    """Muon's learning rate for hidden matrices; 0 = AdamW for everything."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
-    """Largest global gradient norm."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up; step k of n runs at k/n of the rate."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    total_steps: int = 0
-    """Steps until the decay ends; needed unless constant."""
-    final: float = 0.0
-    """Share of the rate that is left when the decay has ended."""
-
-    def __post_init__(self) -> None:
-        if self.decay != "constant" and self.total_steps <= self.warmup_steps:
-            raise ConfigError(f"decay={self.decay} needs total_steps > warmup_steps")
-
-
-def rate(config: OptimConfig, step: int) -> float:
-    """Factor on the learning rates at optimiser step `step`, counted from 0."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    if config.decay == "constant":
-        return 1.0
-    done = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
-    left = 1.0 - done if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return config.final + (1.0 - config.final) * left
+__all__ = ["OptimConfig", "Optimiser", "rate"]
 
 
 class Optimiser:
@@ -58,21 +23,27 @@ class Optimiser:
 
     def __init__(self, model: nn.Module, config: OptimConfig) -> None:
         self.config = config
-        self.named = dict(model.named_parameters())
-        hidden = {
-            n for n, p in self.named.items() if config.muon_lr and p.ndim == 2 and ".layers." in f".{n}"
-        }
-        rest = [p for n, p in self.named.items() if n not in hidden]
+        self.named: dict[str, nn.Parameter] = dict(model.named_parameters())
+        hidden = [n for n, p in self.named.items() if config.muon_lr and p.ndim == 2 and ".layers." in n]
+        rest = [n for n in self.named if n not in set(hidden)]
         # foreach=False: one loop over tensors, so the order of float operations is fixed.
-        self.parts: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(
-                rest, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=False
+        self._parts: list[tuple[list[str], torch.optim.Optimizer, float]] = [
+            (
+                rest,
+                torch.optim.AdamW(
+                    [self.named[n] for n in rest],
+                    lr=config.lr,
+                    betas=config.betas,
+                    weight_decay=config.weight_decay,
+                    foreach=False,
+                ),
+                config.lr,
             )
         ]
         if hidden:
-            matrices = [self.named[n] for n in self.named if n in hidden]
-            self.parts.append(torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay))
-        self._base = [part.param_groups[0]["lr"] for part in self.parts]
+            matrices = [self.named[n] for n in hidden]
+            muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)
+            self._parts.append((hidden, muon, config.muon_lr))
 
     def clip(self) -> float:
         """Clip the gradients in place; returns their global norm before. May be nan or inf."""
@@ -84,11 +55,36 @@ class Optimiser:
     def update(self, step: int) -> float:
         """Apply the gradients as optimiser step `step` (from 0). Returns AdamW's learning rate."""
         factor = rate(self.config, step)
-        for part, base in zip(self.parts, self._base, strict=True):
+        for _, part, base in self._parts:
             part.param_groups[0]["lr"] = base * factor
             part.step()
         return self.config.lr * factor
 
     def zero(self) -> None:
-        for part in self.parts:
+        for _, part, _ in self._parts:
             part.zero_grad(set_to_none=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole state as named tensors (`<parameter>/<moment>`), not copied; empty before any update."""
+        state: dict[str, Tensor] = {}
+        for names, part, _ in self._parts:
+            for name in names:
+                for key, value in part.state.get(self.named[name], {}).items():
+                    state[f"{name}/{key}"] = value
+        return state
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `tensors` gave, by copy. Raises TrainError for a state of other parameters."""
+        left = set(state)
+        for names, part, _ in self._parts:
+            part.state.clear()
+            for name in names:
+                own = {k.rpartition("/")[2]: k for k in left if k.rpartition("/")[0] == name}
+                for key, full in own.items():
+                    shape = state[full].shape
+                    if shape not in (self.named[name].shape, torch.Size([])):
+                        raise TrainError(f"optimiser state {full} has shape {tuple(shape)}")
+                    part.state[self.named[name]][key] = state[full].clone()
+                left -= set(own.values())
+        if left:
+            raise TrainError(f"optimiser state of an unknown parameter: {min(left)}")

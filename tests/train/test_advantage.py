@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+import pytest
+
+from whet.errors import TrainError
+from whet.train.advantage import advantages
+
+
+def test_formulas_against_hand_written_numbers() -> None:
+    rewards = [1.0, 0.0, 0.0, 0.5]
+    mean, std = 0.375, statistics.pstdev(rewards)
+    assert advantages(rewards) == pytest.approx([r - mean for r in rewards])
+    assert advantages(rewards, "grpo") == pytest.approx([(r - mean) / std for r in rewards], rel=1e-6)
+    others = [(sum(rewards) - r) / 3 for r in rewards]
+    assert advantages(rewards, "rloo") == pytest.approx([r - o for r, o in zip(rewards, others, strict=True)])
+    assert advantages(rewards, "maxrl") == pytest.approx([(r - mean) / mean for r in rewards])
+
+
+@pytest.mark.parametrize("kind", ["dr_grpo", "grpo", "rloo", "maxrl"])
+def test_an_unscorable_rollout_is_not_a_zero(kind: str) -> None:
+    with_hole = advantages([1.0, None, 0.0, 1.0, None], kind)  # type: ignore[arg-type]
+    without = advantages([1.0, 0.0, 1.0], kind)  # type: ignore[arg-type]
+    assert [with_hole[i] for i in (0, 2, 3)] == list(without)
+    assert with_hole[1] is None
+    assert with_hole[4] is None
+
+
+def test_equal_rewards_give_exact_zeros_where_the_float_mean_would_not() -> None:
+    rewards = [0.1] * 3
+    assert np.mean([0.1] * 3) != 0.1
+    assert advantages(rewards) == (0.0, 0.0, 0.0)
+    assert advantages([None, 0.7]) == (None, 0.0)
+    assert advantages([]) == ()
+
+
+def test_refusals() -> None:
+    with pytest.raises(TrainError, match="not finite"):
+        advantages([1.0, float("nan")])
+    with pytest.raises(TrainError, match="maxrl"):
+        advantages([1.0, -0.5], "maxrl")

@@ -1,0 +1,192 @@
+"""The planner: the account, fates, weights, packing and indifference to arrival order."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from train_lab import group, rollout, sampled_groups, segment, small_model
+
+from whet.errors import ConfigError, TrainError
+from whet.train.pack import common_prefix, pack
+from whet.train.plan import PlanConfig, Reducer, plan_digest, plan_step
+from whet.types import Ledger, Rollout, Status
+
+
+def simple(name: str, reward: float | None, tokens: int = 2, **more: object) -> Rollout:
+    """One segment: 3 context ids, then `tokens` trained ids, then 2 dead ones."""
+    ids = [1, 2, 3, *range(4, 4 + tokens), 0, 0]
+    mask = [False] * 3 + [True] * tokens + [False] * 2
+    return rollout(name, reward, [segment(name, 0, ids, mask, [-1.0] * len(ids))], **more)  # type: ignore[arg-type]
+
+
+def test_fates_and_account() -> None:
+    groups = [
+        group("train/0/0", [
+            simple("train/0/0/0", 1.0, excluded={"undelivered": 5}),
+            simple("train/0/0/1", 0.0),
+            simple("train/0/0/2", None, 7, status=Status.INFRA_FAILED),
+            simple("train/0/0/3", 0.5, 3),
+        ]),
+        group("train/0/1", [simple("train/0/1/0", 1.0, 4), simple("train/0/1/1", 1.0, 4)]),
+        group("eval/0/2", [simple("eval/0/2/0", 1.0, 9), simple("eval/0/2/1", 0.0, 9)]),
+        group("train/0/3", [simple("train/0/3/0", 1.0, 6), simple("train/0/3/1", None, 1)]),
+    ]  # fmt: skip
+    plan = plan_step(groups, PlanConfig())
+    assert [r.rollout_id for r in plan.rows] == ["train/0/0/0", "train/0/0/1"]
+    assert plan.groups == 1
+    assert plan.ledger == Ledger(
+        captured=2 + 5 + 2 + 7 + 3 + 8 + 18 + 7,
+        trained=4,
+        excluded={
+            "degenerate": 8 + 6, "evaluation": 18, "infra": 8, "undelivered": 5, "zero_advantage": 3,
+        },
+    )  # fmt: skip
+    assert plan.ledger.balanced
+    assert len(plan.rows[0].ids) == 5  # the dead tail is cut
+    assert [r.advantage for r in plan.rows] == [0.5, -0.5]
+
+
+def test_fewer_useful_groups_than_wanted_train_nothing_and_say_so() -> None:
+    groups = [group("train/0/0", [simple("train/0/0/0", 1.0), simple("train/0/0/1", 0.0)])]
+    plan = plan_step(groups, PlanConfig(min_groups=2))
+    assert plan.skipped == "1 useful groups of 1; 2 are needed"
+    assert not plan.rows
+    assert not plan.batches
+    assert plan.ledger == Ledger(captured=4, trained=0, excluded={"unused": 4})
+    assert plan_step([], PlanConfig()).skipped
+
+
+def test_truncated_policies() -> None:
+    def made(policy: str) -> object:
+        cut = simple("train/0/0/0", 1.0, status=Status.TRUNCATED)
+        members = [cut, simple("train/0/0/1", 0.0), simple("train/0/0/2", 0.0)]
+        return plan_step([group("train/0/0", members)], PlanConfig(truncated=policy))  # type: ignore[arg-type]
+
+    assert [r.advantage for r in made("keep").rows] == pytest.approx([2 / 3, -1 / 3, -1 / 3])  # type: ignore[attr-defined]
+    masked = made("mask")
+    assert [r.advantage for r in masked.rows] == pytest.approx([-1 / 3, -1 / 3])  # type: ignore[attr-defined]
+    assert masked.ledger.excluded == {"truncated": 2}  # type: ignore[attr-defined]
+    penalised = made("penalise")  # 1.0 - 1.0: nothing sets it apart any more
+    assert penalised.ledger.excluded == {"degenerate": 6}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("reducer", "expected"),
+    [
+        ("rollout_mean", [1 / 2 / 5, 1 / 2 / 5, 1 / 2 / 4]),
+        ("token_mean", [1 / 9] * 3),
+        ("constant", [1 / 200] * 3),
+        ("group_mean", [1 / 9] * 3),
+    ],
+)
+def test_segments_of_one_rollout_count_as_one(reducer: Reducer, expected: list[float]) -> None:
+    a, b = "train/0/0/0", "train/0/0/1"
+    mu = [-1.0] * 5
+    two = [
+        segment(a, 0, [1, 2, 3, 4, 5], [False, False, True, True, True], mu),
+        segment(a, 1, [1, 2, 6, 7, 8], [False, False, False, True, True], mu),
+    ]
+    one = [segment(b, 0, [1, 2, 3, 4, 5], [False, True, True, True, True], mu)]
+    groups = [group("train/0/0", [rollout(a, 1.0, two), rollout(b, 0.0, one)])]
+    plan = plan_step(groups, PlanConfig(reducer=reducer, constant_tokens=100))
+    assert [r.weight for r in plan.rows] == pytest.approx(expected)
+    assert [r.advantage for r in plan.rows] == [0.5, 0.5, -0.5]
+
+
+def test_group_mean_weighs_groups_equally_and_dropping_zero_rows_changes_nothing() -> None:
+    big = group("g/0", [simple("g/0/0", 1.0, 8), simple("g/0/1", 0.0, 8)])
+    small = group("g/1", [simple("g/1/0", 1.0, 1), simple("g/1/1", 0.0, 1)])
+    plan = plan_step([big, small], PlanConfig(reducer="group_mean"))
+    assert [r.weight for r in plan.rows] == pytest.approx([1 / 32, 1 / 32, 1 / 4, 1 / 4])
+    with_zero = group("g/0", [simple("g/0/0", 1.0), simple("g/0/1", 0.0), simple("g/0/2", 0.5)])
+    weights = [r.weight for r in plan_step([with_zero], PlanConfig()).rows]
+    assert weights == pytest.approx([1 / 6, 1 / 6])  # a mean over three rollouts, one of which adds 0
+
+
+def test_arrival_order_does_not_matter_and_content_does() -> None:
+    groups = sampled_groups(small_model(), groups=12, size=3)
+    plan = plan_step(groups, PlanConfig(token_budget=150))
+    mixed = [dataclasses.replace(g, rollouts=g.rollouts[::-1]) for g in groups]
+    random.Random(1).shuffle(mixed)
+    again = plan_step(mixed, PlanConfig(token_budget=150))
+    assert again.digest == plan.digest == plan_digest(plan)
+    assert [r.rollout_id for r in again.rows] == [r.rollout_id for r in plan.rows]
+    names = [r.rollout_id for r in plan.rows]
+    assert names == sorted(names, key=lambda n: [int(p) for p in n.split("/")[1:]])
+    other = plan_step(groups, PlanConfig(token_budget=150, reducer="token_mean"))
+    assert other.digest != plan.digest
+
+
+def test_refusals_name_the_place() -> None:
+    bad = rollout("g/0/0", 1.0, [segment("g/0/0", 3, [1, 2], [True, False], [-1, 0])])
+    fine = simple("g/0/1", 0.0)
+    with pytest.raises(TrainError, match="rollout g/0/0 segment 3 token 0: the first token"):
+        plan_step([group("g/0", [bad, fine])], PlanConfig())
+    bad = rollout("g/0/0", 1.0, [segment("g/0/0", 0, [1, 2, 3], [False, True, True], [0, -1, np.nan])])
+    with pytest.raises(TrainError, match="segment 0 token 2: log-probability nan"):
+        plan_step([group("g/0", [bad, fine])], PlanConfig())
+    with pytest.raises(TrainError, match="rollout g/0/1 was given twice"):
+        plan_step([group("g/0", [fine, fine])], PlanConfig())
+    lost = dataclasses.replace(fine, trajectory=dataclasses.replace(fine.trajectory, segments=()))
+    with pytest.raises(TrainError, match="segments hold 0 trained tokens"):
+        plan_step([group("g/0", [lost, simple("g/0/2", 1.0)])], PlanConfig())
+    with pytest.raises(ConfigError, match="maxrl"):
+        PlanConfig(advantage="maxrl", truncated="penalise")
+
+
+def test_a_rollout_without_tokens_makes_no_row() -> None:
+    empty = rollout("g/0/0", 1.0, [])
+    plan = plan_step([group("g/0", [empty, simple("g/0/1", 0.0)])], PlanConfig())
+    assert [r.rollout_id for r in plan.rows] == ["g/0/1"]
+    assert plan.ledger.balanced
+
+
+rows_strategy = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=2, max_size=12), st.integers(1, 11)),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows=rows_strategy, budget=st.integers(1, 60))
+def test_packing_is_a_partition_with_true_prefixes_under_the_budget(
+    rows: list[tuple[list[int], int]], budget: int
+) -> None:
+    ids = [np.array(r, np.int32) for r, _ in rows]
+    first = [min(f, len(r) - 1) for r, f in rows]
+    batches = pack(ids, first, budget)
+    assert sorted(i for b in batches for i in b.rows) == list(range(len(rows)))
+    for b in batches:
+        members = [ids[i] for i in b.rows]
+        assert all((m[: b.prefix] == members[0][: b.prefix]).all() and len(m) > b.prefix for m in members)
+        assert all(first[i] >= b.prefix for i in b.rows)
+        assert b.tokens == b.prefix + len(members) * (max(map(len, members)) - b.prefix)
+        assert b.tokens <= budget or len(members) == 1
+
+
+def test_packing_shares_the_common_prompt_and_keeps_long_rows() -> None:
+    rng = np.random.default_rng(0)
+    system = rng.integers(0, 900, 254)
+    ids = []
+    for _ in range(12):
+        task = rng.integers(0, 900, 60)
+        ids += [
+            np.concatenate([system, task, rng.integers(0, 900, n)]).astype(np.int32)
+            for n in range(80, 240, 20)
+        ]
+    ids.append(np.concatenate([system, rng.integers(0, 900, 5000)]).astype(np.int32))
+    began = time.perf_counter()
+    batches = pack(ids, [300] * len(ids), 4096)
+    seconds = time.perf_counter() - began
+    assert [b.rows for b in batches if b.tokens > 4096] == [(96,)]
+    spent = sum(b.tokens for b in batches)
+    assert spent < 0.65 * sum(map(len, ids))  # one row each would cost all of it
+    assert seconds < 1.0
+    assert common_prefix(ids[0], ids[1]) == 314

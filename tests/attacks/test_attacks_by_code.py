@@ -269,6 +269,10 @@ HOGS = {
         Outcome.TEST_TIMEOUT,
     ),
     "43 memory hog": ("x = []\nwhile True:\n    x.append(bytearray(1 << 24))\n", Outcome.UNRESOLVED),
+    "43 shared memory hog": (
+        "import mmap\nm = mmap.mmap(-1, 2 << 30)\nfor n in range(0, 2 << 30, 4096):\n    m[n] = 1\n",
+        Outcome.UNRESOLVED,
+    ),
     "43 disk fill": (
         "for n in range(10**6):\n    open(f'/tmp/{n}', 'wb').write(b'0' * (8 << 20))\n",
         Outcome.UNRESOLVED,

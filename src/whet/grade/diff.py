@@ -50,6 +50,9 @@ class DiffPolicy:
     max_path_bytes: int = 512
 
 
+DEFAULT_POLICY = DiffPolicy()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diff:
     """What the agent did to the tree, after the filter. `refused` non-empty means: do not run it."""
@@ -91,7 +94,7 @@ def changes(base: Tree, after: Tree) -> tuple[dict[str, FileEntry], tuple[str, .
     return changed, tuple(sorted(path for path in base if path not in after))
 
 
-def compare(base: Tree, after: Tree, policy: DiffPolicy) -> Diff:
+def compare(base: Tree, after: Tree, policy: DiffPolicy = DEFAULT_POLICY) -> Diff:
     """The filtered diff. Never raises: what cannot be judged is named in `refused`."""
     changed, gone = changes(base, after)
     kept: dict[str, FileEntry] = {}

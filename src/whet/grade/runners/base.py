@@ -14,7 +14,7 @@ class RunLimits:
     """What one run in a box may use."""
 
     wall_s: float
-    """Seconds from the start of the interpreter; also the CPU seconds of one process, rounded up."""
+    """Seconds from the start of the interpreter."""
     max_output_bytes: int
     memory_bytes: int
     """Private memory of one process."""

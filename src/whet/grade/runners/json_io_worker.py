@@ -1,9 +1,9 @@
 """Runs inside the grading box as `python -s -S -B -c <this file>`, cwd /; imports next to nothing.
 
-Reads one Python literal from stdin: a dict with root, entry, limits, ready, max_bytes and calls, which is a
-list of (id, function, args). Answers on a private copy of stdout: first `[ready]`, then per call one JSON
-line `[id,true,value]` or `[id,false,"ErrorName"]`. It knows no expected value, so nothing that the candidate
-finds in this process is worth stealing, and nothing written here is more than a claim.
+Reads one Python literal from stdin: a dict with root, entry, address_space, ready, max_bytes and calls, a list
+of (id, function, args). Answers on a private copy of stdout: first `[ready]`, then per call one JSON line
+`[id,true,value]` or `[id,false,"ErrorName"]`. It knows no expected value, so nothing that the candidate finds
+in this process is worth stealing, and nothing written here is more than a claim.
 The literal is trusted: the host wrote it. json, os and importlib are not imported on purpose: that would
 double the start of the interpreter.
 """
@@ -69,14 +69,14 @@ def read_job() -> dict:  # type: ignore[type-arg]
     return eval(b"".join(chunks), {"__builtins__": {}})  # type: ignore[no-any-return]
 
 
-def set_limits(limits: list[tuple[str, int, int]]) -> None:
+def limit_memory(address_space: int) -> None:
+    """For what a limit on private memory misses: shared mappings."""
     import resource
 
-    for name, soft, hard in limits:
-        try:
-            resource.setrlimit(resource.__dict__[name], (soft, hard))
-        except (ValueError, OSError, KeyError):
-            continue  # already tighter, or unknown to this kernel: the wall clock still holds
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+    except (ValueError, OSError):
+        return  # the box is tighter already
 
 
 def load(root: str, entry: str, stdlib: frozenset[str]) -> dict[str, object]:
@@ -117,7 +117,7 @@ def main() -> None:
     null = posix.open("/dev/null", posix.O_RDWR)
     for fd in (0, 1, 2):
         posix.dup2(null, fd)
-    set_limits(job["limits"])
+    limit_memory(job["address_space"])
     send(out, "[" + quote(job["ready"]) + "]")
     broken = ""
     names: dict[str, object] = {}

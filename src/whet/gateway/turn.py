@@ -49,6 +49,10 @@ class SessionStats:
     malformed: int = 0
     injections: int = 0
     """Control markers found as plain text in messages from outside."""
+    edited: int = 0
+    """Requests that showed an assistant message other than what was sampled."""
+    forks: int = 0
+    """Requests that left the newest line: new root, rewind, rewritten context."""
     replays: int = 0
     """Replies written again after a delivery that failed."""
     aborted: int = 0
@@ -135,6 +139,8 @@ class Turns:
     async def _extend(self, request: ModelRequest) -> int:
         """Context node whose path is the whole prompt. The forest is append-only, so a plan stays valid."""
         plan = self._forest.plan(request, self._family.fingerprint)
+        self.stats.edited += plan.drift.kind == "edited"
+        self.stats.forks += plan.drift.kind == "fork"
         fresh: list[Message] = list(plan.replace)
         system = list(takewhile(lambda m: m.role == "system", request.messages))
         if plan.base is None:

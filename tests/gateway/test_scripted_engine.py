@@ -1,0 +1,98 @@
+"""The shipped fake: what it promises to tests and to demonstrations."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from gateway_rig import ASK, TOOLS, Rig, call, said
+
+from whet.errors import EngineError
+from whet.render.template import TemplateFamily
+from whet.testing.scripted_engine import ScriptedEngine
+from whet.types import Message, RequestKey, SamplingParams
+
+KEY = RequestKey(seed=0, rollout_id="r", turn=0)
+PROMPT = np.array([1, 2], dtype=np.int32)
+
+
+def params(family: TemplateFamily, max_tokens: int = 100) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, stop_ids=family.stop_ids)
+
+
+async def test_replies_are_whole_cut_or_ended_at_the_first_stop(family: TemplateFamily) -> None:
+    whole = family.render_reply(said("abc"))
+    engine = ScriptedEngine(family, lambda ids, key: np.concatenate([whole, whole]), uniform_logprobs=True)
+    got = await engine.generate(PROMPT, params(family), KEY)
+    assert (got.ids.tolist(), got.finish) == (whole.tolist(), "stop")
+    assert got.logprobs is not None
+    assert np.allclose(np.exp(got.logprobs) * family.vocab_size, 1.0)
+    got = await engine.generate(PROMPT, params(family, len(whole) - 1), KEY)
+    assert (got.ids.tolist(), got.finish) == (whole[:-1].tolist(), "length")
+    assert [s.ids.tolist() for s in engine.sent] == [[1, 2], [1, 2]]
+
+
+async def test_pause_waits_for_what_is_in_flight_and_holds_new_requests(family: TemplateFamily) -> None:
+    engine = ScriptedEngine(family, lambda ids, key: said("x"), delay_s=0.02)
+    first = asyncio.create_task(engine.generate(PROMPT, params(family), KEY))
+    await asyncio.sleep(0)
+    await engine.pause()
+    assert first.done()
+    second = asyncio.create_task(engine.generate(PROMPT, params(family), KEY))
+    await asyncio.sleep(0.05)
+    assert len(engine.sent) == 1
+    await engine.resume()
+    assert (await second).finish == "stop"
+
+
+async def test_failures_are_injected_by_key(family: TemplateFamily) -> None:
+    engine = ScriptedEngine(
+        family, lambda i, k: said("x"), fail=lambda k: EngineError("no") if k.turn else None
+    )
+    await engine.generate(PROMPT, params(family), KEY)
+    with pytest.raises(EngineError):
+        await engine.generate(PROMPT, params(family), RequestKey(seed=0, rollout_id="r", turn=1))
+    assert engine.in_flight == 0
+
+
+async def test_a_demonstration_through_the_gateway_gives_the_rendered_ids(family: TemplateFamily) -> None:
+    """What is recorded through the gateway equals what the family renders of the same conversation."""
+    first = Message(role="assistant", text="I look.", tool_calls=(call("read", '{"path": "a"}'),))
+    async with Rig(family, [first, said("Done.")], uniform_logprobs=False) as rig:
+        _, body = await rig.post({"messages": ASK, "tools": TOOLS})
+        echo = body["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": echo["tool_calls"][0]["id"], "content": "x = 1"}
+        await rig.post({"messages": [*ASK, echo, result], "tools": TOOLS})
+        sent = rig.engine.sent[1].ids
+        trajectory = await rig.session.seal(1.0)
+    assert [s.kind for s in trajectory.segments] == ["demonstrated"]
+    segment = trajectory.segments[0]
+    sampled = [family.render_reply(m) for m in (first, said("Done."))]
+    pieces = [
+        rig.engine.sent[0].ids,
+        sampled[0],
+        family.close(sampled[0], "stop"),
+        family.append([Message(role="tool", text="x = 1", tool_call_id="any")]),
+        family.generation_prompt(),
+        sampled[1],
+    ]
+    assert segment.ids.tolist() == np.concatenate(pieces).tolist()
+    assert segment.ids.tolist()[: len(sent)] == sent.tolist()
+    assert segment.ids[segment.mask].tolist() == np.concatenate(sampled).tolist()
+    assert trajectory.ledger.balanced
+
+
+async def test_an_edited_turn_is_counted_and_starts_a_branch(family: TemplateFamily) -> None:
+    first = Message(role="assistant", tool_calls=(call("read", '{"path": "a"}'),))
+    async with Rig(family, [first, said("Done.")]) as rig:
+        _, body = await rig.post({"messages": ASK, "tools": TOOLS})
+        echo = body["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": echo["tool_calls"][0]["id"], "content": "x"}
+        echo["tool_calls"][0]["function"]["arguments"] = '{"path": "b"}'
+        await rig.post({"messages": [*ASK, echo, result], "tools": TOOLS})
+        assert rig.session.stats.edited == 1
+        assert '{"path": "b"}' in family.decode(rig.engine.sent[1].ids)
+        trajectory = await rig.session.seal(1.0)
+        assert [t.parent for t in trajectory.turns] == [-1, -1]
+        assert trajectory.ledger.balanced

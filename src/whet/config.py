@@ -20,6 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from whet.errors import ConfigError, boundary
 
+WARM_START = Path(__file__).parent / "demo" / "warm_start"
+"""The model folder that the package carries."""
+
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -155,7 +158,7 @@ class TrainTable(Table):
 
     loss: Literal["dppo", "ppo_clip"] = "dppo"
     """Policy-gradient loss."""
-    advantage: Literal["dr_grpo", "grpo", "rloo"] = "dr_grpo"
+    advantage: Literal["dr_grpo", "grpo", "rloo", "maxrl"] = "dr_grpo"
     """Credit of a rollout against its group."""
     lr: Annotated[float, Field(gt=0)] = 2e-4
     """Peak learning rate."""
@@ -244,6 +247,14 @@ def read_toml(path: Path) -> Raw:
 def demo_preset() -> Raw:
     """The values of `whet demo`: the file examples/demo.toml, which the package carries."""
     return read_toml(Path(__file__).parent / "demo" / "preset.toml")
+
+
+def model_folder(config: Config) -> Path:
+    """Where the initial weights, the tokenizer and the template are. Raises ConfigError."""
+    folder = Path(config.model.path) if config.model.path else WARM_START
+    if not (folder / "tokenizer.json").exists():
+        raise ConfigError(f"model.path: {folder} is not a model folder: it has no tokenizer.json")
+    return folder
 
 
 def dump_toml(config: Config, *, comments: bool = True) -> str:

@@ -1,6 +1,6 @@
 """Runs an asyncio program so that Ctrl-C ends it cleanly, and within a few seconds whatever happens.
 
-The first SIGINT or SIGTERM cancels the program, which tears everything down in order. If that takes longer
+The first SIGINT, SIGTERM or SIGHUP cancels the program, which tears everything down in order. If that takes longer
 than `STOP_S`, or at a second signal, every descendant process is killed and this one exits: what was stored
 is on disk already, so nothing is lost. Knows nothing of what it runs.
 """
@@ -41,7 +41,10 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
             threading.Thread(target=_deadline, args=(torn_down,), daemon=True).start()
             loop.call_soon_threadsafe(task.cancel)
 
-        before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
         try:
             return await task
         finally:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import pty
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from whet import cli
-from whet.config import demo_preset, dump_toml, load_config
+from whet.config import Config, demo_preset, dump_toml, load_config
 from whet.errors import ConfigError, EngineError, SandboxError
 from whet.record.run import RunDir
 from whet.types import Ledger
+from whet.view.base import View
 
 
 def whet(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -221,3 +226,71 @@ def test_doctor_says_one_line_each() -> None:
 def test_bench_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "nonsense"]) == 2
     assert only_line(capsys.readouterr().err).startswith("whet: no benchmark 'nonsense'; there are: ")
+
+
+def finished(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
+    """A run that ends at once."""
+    view.stage("training", 4)
+    view.note(f"in {config.run.dir}")
+    return {"seed": config.run.seed, "run_dir": config.run.dir}, "the report\n"
+
+
+def test_the_summary_is_the_last_line_of_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = cli._parse(["demo", "--json"])
+    config = load_config(None, [f"run.dir={tmp_path}", "run.seed=3"])
+    assert cli._run(options, config, finished) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"seed": 3, "run_dir": str(tmp_path)}
+    assert captured.err.endswith("the report\n")
+    assert f"in {tmp_path}" in captured.err
+
+
+def test_without_json_the_report_is_the_end_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._run(cli._parse(["demo"]), Config(), finished) == 0
+    captured = capsys.readouterr()
+    assert captured.out.endswith("the report\n")
+    assert "\x1b" not in captured.out
+    assert captured.err == ""
+
+
+def test_an_unnamed_run_has_its_name_before_it_starts() -> None:
+    options = cli._parse(["demo", "--json"])
+    cli._run(options, Config(), finished)
+    assert options.run_dir.parent == Path("runs").absolute()
+    assert not options.run_dir.exists()
+
+
+def test_on_a_terminal_the_view_is_live(tmp_path: Path) -> None:
+    """A pseudo-terminal; --plain and run.plain switch the colours off."""
+    code = (
+        "import sys; from pathlib import Path; from whet import cli; from whet.config import load_config\n"
+        "def run(config, view):\n"
+        "    view.stage('training', 4)\n"
+        "    return {}, 'the report'\n"
+        "options = cli._parse(['demo', *sys.argv[1:]])\n"
+        "cli._run(options, load_config(None, options.overrides), run)\n"
+    )
+    assert "\x1b[" in on_a_terminal(code)
+    assert "\x1b[" not in on_a_terminal(code, "--plain")
+    assert "\x1b[" not in on_a_terminal(code, "run.plain=true")
+
+
+def on_a_terminal(code: str, *argv: str) -> str:
+    ours, theirs = pty.openpty()
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1]), "TERM": "xterm-256color"}
+    command = [sys.executable, "-c", code, *argv]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as program:
+        os.close(theirs)
+        said = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:
+                break
+            if not part:
+                break
+            said += part
+        assert program.wait(timeout=20) == 0, said
+    os.close(ours)
+    assert b"the report" in said
+    return said.decode()

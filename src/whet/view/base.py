@@ -73,6 +73,9 @@ class Progress:
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
     _pace: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_WINDOW))
 
+    def __post_init__(self) -> None:
+        self.started_s = self.clock()
+
     def begin(self, title: str, rollouts: int) -> None:
         self.title, self.planned = title, rollouts
         self.started_s = self.clock()

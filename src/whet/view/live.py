@@ -22,7 +22,7 @@ _REFRESH_HZ = 4
 
 
 class LiveView:
-    """Owns the terminal from `begin` to `close`."""
+    """Owns the terminal from the first stage to `close`."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._progress = Progress(clock=clock)
@@ -34,10 +34,10 @@ class LiveView:
 
     def begin(self, title: str, rollouts: int) -> None:
         self._progress.begin(title, rollouts)
-        self._live.start()
 
     def stage(self, name: str, total: int = 0) -> None:
         self._progress.stage(name, total)
+        self._live.start()
 
     def advance(self, done: int) -> None:
         self._progress.stage_done = done

@@ -1,0 +1,50 @@
+"""A knob that changes nothing is an error: every key of the configuration is read somewhere."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import whet
+from whet.config import Config, dotted_keys
+
+SOURCE = Path(whet.__file__).parent
+TABLES = set(Config.model_fields)
+
+FIXED = {"tasks.source", "sandbox.backend", "engine.kind"}
+"""Keys with one possible value so far, which nothing needs to look at."""
+
+
+def keys_read(tree: ast.AST) -> Iterator[str]:
+    """`x.table.key`, and `name.key` after `name = x.table` in the same file."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
+            for target in node.targets:
+                if isinstance(target, ast.Name) and node.value.attr in TABLES:
+                    names[target.id] = node.value.attr
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Attribute):
+                yield f"{node.value.attr}.{node.attr}"
+            elif isinstance(node.value, ast.Name):
+                yield f"{names.get(node.value.id, '')}.{node.attr}"
+
+
+def test_every_key_is_read() -> None:
+    read = {key for path in SOURCE.rglob("*.py") for key in keys_read(ast.parse(path.read_text()))}
+    assert set(dotted_keys()) - read - FIXED == set()
+
+
+def test_fixed_keys_have_one_value() -> None:
+    for name in FIXED:
+        table, key = name.split(".")
+        annotation = type(Config.model_fields[table].default).model_fields[key].annotation
+        assert len(annotation.__args__) == 1, f"{name} has a choice now: somebody must read it"
+
+
+def test_the_search_can_tell() -> None:
+    read = set(keys_read(ast.parse("t = config.train\nprint(t.lr, c.run.seed, other.lr2)")))
+    assert {"train.lr", "run.seed"} <= read
+    assert "train.lr2" not in read

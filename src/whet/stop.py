@@ -1,8 +1,8 @@
 """Runs an asyncio program so that Ctrl-C ends it cleanly, and within a few seconds whatever happens.
 
-The first SIGINT, SIGTERM or SIGHUP cancels the program, which tears everything down in order. If that takes longer
-than `STOP_S`, or at a second signal, every descendant process is killed and this one exits: what was stored
-is on disk already, so nothing is lost. Knows nothing of what it runs.
+The first SIGINT, SIGTERM or SIGHUP cancels the program, which tears everything down in order. If that takes
+longer than `STOP_S`, or at a second signal, every descendant process is killed and this one exits: what was
+stored is on disk already, so nothing is lost. Knows nothing of what it runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs inside the grading box as `python -s -S -B -c <this file>`, cwd /; imports next to nothing.
 
-Reads one Python literal from stdin: a dict with root, entry, address_space, ready, max_bytes and calls, a list
+Reads one Python literal from stdin, a dict of root, entry, address_space, ready, max_bytes and calls, a list
 of (id, function, args). Answers on a private copy of stdout: first `[ready]`, then per call one JSON line
 `[id,true,value]` or `[id,false,"ErrorName"]`. It knows no expected value, so nothing that the candidate finds
 in this process is worth stealing, and nothing written here is more than a claim.

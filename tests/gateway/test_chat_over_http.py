@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, chunks_of, said
 
+from whet.gateway.server import GatewayConfig
 from whet.render.template import TemplateFamily
 from whet.types import Message
 
@@ -135,3 +137,17 @@ async def test_models_health_and_unknown_paths(family: TemplateFamily) -> None:
                 assert (await response.json())["error"]["code"] == "not_found"
         async with http.get(f"{rig.base}/chat/completions", headers=rig.auth) as response:
             assert response.status == 405
+
+
+async def test_long_prompts_are_encoded_beside_the_event_loop_with_the_same_ids(
+    family: TemplateFamily,
+) -> None:
+    body = {"messages": [*ASK, {"role": "user", "content": "return a + b\n" * 2000}]}
+    prompts = []
+    for inline_chars in (10, 10**6):
+        async with Rig(family, [said("x")], config=GatewayConfig(inline_chars=inline_chars)) as rig:
+            twins = await asyncio.gather(rig.post(body), rig.post(body))
+            assert [status for status, _ in twins] == [200, 200]
+            prompts += [sent.ids.tolist() for sent in rig.engine.sent]
+            assert (await rig.session.seal(1.0)).ledger.balanced
+    assert all(prompt == prompts[0] for prompt in prompts)

@@ -16,8 +16,8 @@ from whet import cli
 PROGRAM = """
 import asyncio, subprocess, sys, time
 from whet import stop
-stop.STOP_S = 1.0
 mode = sys.argv[1]
+stop.STOP_S = float(sys.argv[2])
 async def main():
     script = "trap '' INT TERM; sleep 60 & echo $!; wait"
     child = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True)
@@ -57,7 +57,8 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("mode", ["clean", "error", "hang", "block", "twice"])
 def test_a_signal_stops_everything_in_time(mode: str, number: int) -> None:
     env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
-    argv = [sys.executable, "-c", PROGRAM, "hang" if mode == "twice" else mode]
+    deadline_s = 1.0 if mode in ("hang", "block") else 20.0
+    argv = [sys.executable, "-c", PROGRAM, "hang" if mode == "twice" else mode, str(deadline_s)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env) as program:
         assert program.stdout is not None
         pids = [int(pid) for pid in program.stdout.readline().split()]
@@ -72,4 +73,4 @@ def test_a_signal_stops_everything_in_time(mode: str, number: int) -> None:
         said = program.stdout.read()
     assert not any(alive(pid) for pid in pids)
     assert ("clean" in said) == (mode in ("clean", "error"))
-    assert seconds < (0.9 if mode in ("clean", "error", "twice") else 3.0)
+    assert seconds < 5.0

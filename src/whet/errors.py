@@ -100,3 +100,16 @@ def boundary(kind: type[WhetError], doing: str) -> Iterator[None]:
         raise
     except (OSError, EOFError, TimeoutError, ValueError) as error:
         raise kind(f"{doing}: {error or type(error).__name__}") from error
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What a task group failed of: its first WhetError, else its first error, without the nesting."""
+    leaves: list[BaseException] = []
+    waiting: list[BaseException] = [group]
+    while waiting:
+        error = waiting.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            waiting += error.exceptions
+        else:
+            leaves.append(error)
+    return next((error for error in leaves if isinstance(error, WhetError)), leaves[0])

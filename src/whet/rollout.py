@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from whet.capture.ledger import reassign
 from whet.errors import CaptureError, WhetError
 from whet.gateway.server import Gateway
-from whet.gateway.session import Session, SessionStats
-from whet.grade.diff import compare
+from whet.gateway.session import Session
+from whet.gateway.turn import SessionStats
+from whet.grade.diff import changes
 from whet.harness.base import AgentResult, ModelAccess
 from whet.harness.pool import WorkerPool
 from whet.types import (
@@ -137,7 +138,7 @@ def _decided(
     verdict: Verdict,
     stats: SessionStats,
 ) -> Rollout:
-    changes = compare(spec.task.files, result.tree)
+    changed, deleted = changes(spec.task.files, result.tree)
     if spec.evaluation:
         trajectory = replace(trajectory, ledger=reassign(trajectory.ledger, "evaluation"))
     return Rollout(
@@ -148,8 +149,8 @@ def _decided(
         reward=verdict.reward,
         trajectory=trajectory,
         verdict=verdict,
-        changed=changes.changed,
-        deleted=changes.deleted,
+        changed=changed,
+        deleted=deleted,
         timings=_timings(clock, stats.engine_s),
         attempt=spec.attempt,
         error="" if result.exit == "finished" else result.detail,

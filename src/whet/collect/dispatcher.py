@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from whet.collect.breaker import Breaker
+from whet.errors import first_error
 from whet.rollout import Attempts, AttemptSpec
 from whet.types import Group, Rollout, Status, Task
 
@@ -86,11 +87,14 @@ class Dispatcher:
             for g, task in enumerate(tasks)
             for s in range(size)
         ]
-        async with asyncio.TaskGroup() as running:
-            pending = [
-                running.create_task(self._decide(slot, task, held.get(slot.rollout_id)))
-                for slot, task in slots
-            ]
+        try:
+            async with asyncio.TaskGroup() as running:
+                pending = [
+                    running.create_task(self._decide(slot, task, held.get(slot.rollout_id)))
+                    for slot, task in slots
+                ]
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
         rollouts = [task.result() for task in pending]
         return [
             Group(

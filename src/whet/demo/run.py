@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from whet.config import Config, demo_preset, load_config
+from whet.config import Config, demo_preset, load_config, model_folder
 from whet.record.run import read_config, read_store, write_text
 from whet.record.store import Score, Store
 from whet.render.family import Family
 from whet.render.template import load_family
-from whet.train.assembly import model_folder
 from whet.train.loop import train
 from whet.types import Ledger, Rollout
 from whet.view.base import View

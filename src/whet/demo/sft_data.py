@@ -55,15 +55,15 @@ class SftJob:
 
     seed: int = 0
     phases: tuple[Phase, ...] = (
-        Phase(steps=1200, look=0.9, wrong=0.0),
+        Phase(steps=2300, look=0.9, wrong=0.0),
         Phase(steps=300, look=0.12, wrong=0.1),
     )
     rows: int = 32
     recorded_rows: int = 4
     """Of each batch, rows that were recorded through the agent; the rest is rendered."""
     lr: float = 3e-3
-    muon_lr: float = 0.02
-    threads: int = 2
+    muon_lr: float = 0.015
+    threads: int = 1
 
     @property
     def steps(self) -> int:

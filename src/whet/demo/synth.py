@@ -72,7 +72,8 @@ class Desk:
 
 def play(problem: ToyProblem, habits: Habits, seed: int) -> Sequence[tuple[Message, Message | None]]:
     """(assistant turn, tool result) pairs of one episode; the last has no result."""
-    desk, last, turns = Desk(problem), "", []
+    desk, last = Desk(problem), ""
+    turns: list[tuple[Message, Message | None]] = []
     for step in plan_episode(problem, habits, seed):
         if step.after not in ("any", last):
             continue

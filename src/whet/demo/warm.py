@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from whet.config import Config, demo_preset, load_config
+from whet.collect.agents import limits_of, open_agents
+from whet.config import WARM_START, Config, demo_preset, load_config
 from whet.demo import policy as policy_module
 from whet.demo import sft_data as job_module
 from whet.demo import synth as synth_module
@@ -30,7 +31,7 @@ from whet.demo.policy import Habits, Step, plan_episode
 from whet.demo.sft_data import Recorded, SftJob, write_job, write_recorded
 from whet.demo.synth import Demonstration
 from whet.demo.vocabulary import build_tokenizer
-from whet.errors import TrainError
+from whet.errors import TrainError, first_error
 from whet.harness.base import ModelAccess
 from whet.harness.install import cache_folder
 from whet.render.family import Family
@@ -38,7 +39,7 @@ from whet.render.template import load_family
 from whet.tasks import toy as toy_module
 from whet.tasks.toy import ToyProblem, ToySource
 from whet.testing.scripted_engine import ScriptedEngine
-from whet.train.assembly import WARM_START, limits_of, open_agents
+
 from whet.types import IntArray, Message, RequestKey, Segment, Task
 from whet.view.base import View
 from whet.view.plain import PlainView
@@ -107,9 +108,12 @@ async def _record(
                 found[play.rollout_id] = trajectory.segments
                 view.advance(len(found))
 
-            async with asyncio.TaskGroup() as running:
-                for play in plays:
-                    running.create_task(one(play))
+            try:
+                async with asyncio.TaskGroup() as running:
+                    for play in plays:
+                        running.create_task(one(play))
+            except BaseExceptionGroup as group:
+                raise first_error(group) from group
     return found
 
 
@@ -250,9 +254,11 @@ def _train(folder: Path, job: SftJob, view: View) -> None:
 def main() -> None:
     """Make the warm start and put it where the package looks for it."""
     config = load_config(None, sys.argv[1:], demo_preset())
-    folder = make_warm_start(config, PlainView(sys.stdout))
+    view = PlainView(sys.stdout)
+    view.begin("warm start", 0)
+    folder = make_warm_start(config, view)
     shutil.rmtree(WARM_START, ignore_errors=True)
-    shutil.copytree(folder, WARM_START, ignore=shutil.ignore_patterns("recorded.npz"))
+    shutil.copytree(folder, WARM_START)
 
 
 if __name__ == "__main__":

@@ -111,14 +111,17 @@ class PiHarness:
             network="gateway_only",
             gateway_socket=gateway_socket,
         )
-        return PiWorker(self._backend, spec, self._uses, self._model)
+        return PiWorker(self._backend, spec, gateway_socket, self._uses, self._model)
 
 
 class PiWorker:
     """Implements whet.harness.base.Worker."""
 
-    def __init__(self, backend: SandboxBackend, spec: SandboxSpec, uses: int, model: _Model) -> None:
+    def __init__(
+        self, backend: SandboxBackend, spec: SandboxSpec, gateway_socket: Path, uses: int, model: _Model
+    ) -> None:
         self._backend = backend
+        self._socket = gateway_socket
         self._spec = spec
         self._uses_left = uses
         self._model = model
@@ -126,6 +129,10 @@ class PiWorker:
         self._process: Process | None = None
         self._dirty = False
         self._broken = False
+
+    @property
+    def gateway_socket(self) -> Path:
+        return self._socket
 
     @property
     def healthy(self) -> bool:

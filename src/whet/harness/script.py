@@ -60,16 +60,24 @@ class ScriptHarness:
         spec = SandboxSpec(
             env={"PYTHONDONTWRITEBYTECODE": "1"}, network="gateway_only", gateway_socket=gateway_socket
         )
-        return ScriptWorker(self._backend, spec, self._argv, self._files, warm=self._warm)
+        return ScriptWorker(self._backend, spec, gateway_socket, self._argv, self._files, warm=self._warm)
 
 
 class ScriptWorker:
     """Implements whet.harness.base.Worker."""
 
     def __init__(
-        self, backend: SandboxBackend, spec: SandboxSpec, argv: tuple[str, ...], files: Tree, *, warm: bool
+        self,
+        backend: SandboxBackend,
+        spec: SandboxSpec,
+        gateway_socket: Path,
+        argv: tuple[str, ...],
+        files: Tree,
+        *,
+        warm: bool,
     ) -> None:
         self._backend = backend
+        self._socket = gateway_socket
         self._spec = spec
         self._argv = argv
         self._files = files
@@ -77,6 +85,10 @@ class ScriptWorker:
         self._box: Sandbox | None = None
         self._dirty = False
         self._broken = False
+
+    @property
+    def gateway_socket(self) -> Path:
+        return self._socket
 
     @property
     def healthy(self) -> bool:

@@ -243,7 +243,7 @@ def to_task(problem: ToyProblem, limits: Limits) -> Task:
         problem.path: FileEntry(content=problem.text(solved=False).encode()),
         "check.py": FileEntry(content=check_script(problem).encode()),
     }
-    grading = GradingPlan(runner="json_io", entry=problem.path, protected=("check.py",), timeout_s=10.0)
+    grading = GradingPlan(runner="json_io", entry=problem.path, protected=("check.py",), timeout_s=4.0)
     return Task(
         id=f"toy-{problem.seed}",
         prompt=problem.prompt,

@@ -142,6 +142,7 @@ class Loop:
         metrics = _step_metrics(groups, plan.ledger, result)
         metrics |= {"collect_s": collected - began, "train_s": trained - collected}
         metrics["step_s"] = time.monotonic() - began
+        metrics["weights"] = self._parts.learner.engine.receipt.checksum
         self._store.commit_step(
             step, metrics, str(folder.relative_to(self._run.path)), plan.digest, plan.ledger
         )

@@ -185,6 +185,9 @@ def _replay(options: argparse.Namespace) -> int:
     finally:
         view.close()
     _print_json(result)
+    if not result["identical"]:
+        steps = ", ".join(map(str, result["differing_steps"]))
+        return _fail(f"the replay of {options.run} differs at steps {steps}", EXIT_FAILED)
     return 0
 
 

@@ -42,6 +42,14 @@ def test_an_unnamed_run_gets_a_ulid(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert run.config.run.dir == str(run.path)
 
 
+def test_a_run_can_be_continued_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with RunDir.create(load_config(None, ["run.dir=r", "model.path=models/m"])) as run:
+        assert run.config.model.path == str(tmp_path / "models" / "m")
+        assert run.config.run.dir == str(tmp_path / "r")
+    assert read_config(tmp_path / "r") == run.config
+
+
 def test_a_moved_run_knows_its_new_place(tmp_path: Path) -> None:
     RunDir.create(config(tmp_path / "old")).close()
     (tmp_path / "old").rename(tmp_path / "new")

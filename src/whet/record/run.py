@@ -110,7 +110,11 @@ class RunDir:
 
 
 def name_run(config: Config) -> Config:
-    """The configuration with an absolute `run.dir`: the one given, or a new runs/<ULID>. Writes nothing."""
+    """The configuration with absolute paths, so that the run can be continued from any folder: `run.dir` is
+    the one given, or a new runs/<ULID>. Writes nothing."""
+    if config.model.path:
+        model = config.model.model_copy(update={"path": str(Path(config.model.path).absolute())})
+        config = config.model_copy(update={"model": model})
     return _with_dir(config, Path(config.run.dir or Path("runs") / new_ulid()))
 
 

@@ -43,7 +43,8 @@ class RunDir:
     def create(cls, config: Config) -> Self:
         """Make the directory named by `run.dir` (empty: runs/<ULID>), lock it, write config.toml.
         Raises RecordError when it holds a run already, SetupError when the disk is nearly full."""
-        path = Path(name_run(config).run.dir)
+        config = name_run(config)
+        path = Path(config.run.dir)
         if (path / "config.toml").exists():
             raise RecordError(
                 f"{path} holds a run already; continue it with --resume, or give another run.dir"
@@ -59,9 +60,8 @@ class RunDir:
                 f"{path} has {free >> 20} MiB free; a run needs at least {SPACE_BYTES >> 20} MiB"
             )
         lock = _take_lock(path)
-        resolved = _with_dir(config, path)
-        write_text(path / "config.toml", dump_toml(resolved))
-        return cls(path, resolved, lock)
+        write_text(path / "config.toml", dump_toml(config))
+        return cls(path, config, lock)
 
     @classmethod
     def open(cls, path: Path) -> Self:

@@ -292,7 +292,7 @@ async def test_a_killed_learner_wakes_every_waiter_with_one_line(tmp_path: Path)
         process.kill()
         for result in await asyncio.gather(*waiters, return_exceptions=True):
             assert isinstance(result, EngineError)
-            assert str(result) == "learner is gone: it closed the connection"
+            assert str(result) == "learner is gone: the connection ended"
         with pytest.raises(EngineError, match="learner is gone"):
             await engine.pause()
         await engine.close()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whet.engine.embedded_check import prove_invariance
 from whet.engine.embedded_core import EmbeddedCore, EngineOptions
-from whet.engine.embedded_forward import Forward
+from whet.engine.embedded_forward import Forward, Span
 from whet.engine.embedded_model import ModelConfig, initialise
 from whet.engine.embedded_sample import draw, stream
 from whet.engine.embedded_weights import Weights
@@ -37,17 +37,25 @@ def make(kind: type[Forward] = Forward) -> Forward:
 class LengthShows(Forward):
     """A machine whose attention rounds by the length it reads."""
 
-    def decode(self, ids: Tensor, positions: Tensor, slots: int, length: int) -> Tensor:
-        read = self.length if self.fixed else length
-        return super().decode(ids, positions, slots, length) * (1 + read * 2.0**-20)
+    def decode(self, ids: Tensor, positions: Tensor, span: Span) -> Tensor:
+        read = self.length if self.fixed else span.length
+        return super().decode(ids, positions, span) * (1 + read * 2.0**-20)
 
 
 class NeighbourShows(Forward):
     """A machine on which rows leak into each other."""
 
-    def decode(self, ids: Tensor, positions: Tensor, slots: int, length: int) -> Tensor:
-        logits = super().decode(ids, positions, slots, length)
+    def decode(self, ids: Tensor, positions: Tensor, span: Span) -> Tensor:
+        logits = super().decode(ids, positions, span)
         return logits + 2.0**-20 * logits.roll(1, 0)
+
+
+class TrunkShows(Forward):
+    """A machine on which reading a shared prefix at once rounds in another way."""
+
+    def decode(self, ids: Tensor, positions: Tensor, span: Span) -> Tensor:
+        trunk = 0 if self.fixed else span.trunk
+        return super().decode(ids, positions, span) * (1 + trunk * 2.0**-20)
 
 
 class CutShows(Forward):
@@ -67,8 +75,9 @@ def test_this_machine_passes_without_pinning_and_is_left_clean() -> None:
     assert torch.isinf(forward.seen[:, 1:]).all()
 
 
-def test_where_the_length_shows_shapes_are_pinned() -> None:
-    forward = make(LengthShows)
+@pytest.mark.parametrize("kind", [LengthShows, TrunkShows])
+def test_where_only_free_shapes_show_they_are_pinned(kind: type[Forward]) -> None:
+    forward = make(kind)
     prove_invariance(forward)
     assert forward.fixed
 
@@ -98,14 +107,14 @@ def test_pinned_shapes_give_the_same_results_as_free_ones_here() -> None:
             forward.values.fill_(0.2)
             for slot in range(16):
                 forward.show(slot, 21)
-            outputs.append(forward.decode(ids, positions, 16, 21))
+            outputs.append(forward.decode(ids, positions, Span(16, 21)))
     assert torch.allclose(*outputs, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        EngineOptions(max_rows=8),
+        EngineOptions(max_rows=12),
         EngineOptions(max_context=9000),
         EngineOptions(threads=0),
         EngineOptions(cache_tokens=-1),

@@ -199,7 +199,7 @@ class Channel(asyncio.Protocol):
                 self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end(f"{self.peer} is gone: {exc or 'it closed the connection'}")
+        self._end(f"{self.peer} is gone: the connection ended")
         self._closed.set()
 
     def _settle(self, frame: Frame) -> None:

@@ -7,12 +7,14 @@ freely; if bits move, all shapes are pinned (slower) and tried again; if they st
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from whet.engine.embedded_cache import TILE
-from whet.engine.embedded_forward import BLOCK, Forward, Tile
+from whet.engine.embedded_forward import BLOCK, ROWS, Forward, Span, Tile
 from whet.errors import EngineError
 
 
@@ -42,13 +44,13 @@ def _decode_depends(forward: Forward, seed: int) -> str:
     for slot in range(rows):
         forward.hide(slot)
         forward.show(slot, int(reach[slot]) + 1)
-    whole = forward.decode(ids, reach, rows, length)
-    for span in sorted({BLOCK * b for b in np.linspace(1, length // BLOCK, 24).astype(int)}):
-        short = forward.decode(ids, reach, rows, int(span))
+    whole = forward.decode(ids, reach, Span(rows, length))
+    for span in sorted({BLOCK * b for b in np.linspace(1, length // BLOCK, 16).astype(int)}):
+        short = forward.decode(ids, reach, Span(rows, int(span)))
         if not torch.equal(short[reach < span], whole[reach < span]):
             return "the length of other contexts"
-    for n in sorted({1, 2, 3, rows // 4 or 1, rows // 2 or 1, rows - 1 or 1}):
-        if not torch.equal(forward.decode(ids, reach, n, length)[:n], whole[:n]):
+    for n in range(1, rows, ROWS):
+        if not torch.equal(forward.decode(ids, reach, Span(n, length))[:n], whole[:n]):
             return "the number of running requests"
     return _position_depends(forward, ids, reach, whole, rng)
 
@@ -62,13 +64,32 @@ def _position_depends(
         for layer in held:
             layer.copy_(layer[order])
     forward.seen.copy_(forward.seen[order])
-    if not torch.equal(forward.decode(ids[order], reach[order], forward.rows, forward.length), whole[order]):
+    span = Span(forward.rows, forward.length)
+    if not torch.equal(forward.decode(ids[order], reach[order], span), whole[order]):
         return "the slot of a request"
     other = torch.arange(forward.rows) % 2 == 1
     for held in (forward.keys, forward.values):
         held[:, other] = torch.randn(held[:, other].shape, generator=rng)
-    again = forward.decode(ids[order], reach[order], forward.rows, forward.length)
-    return "" if torch.equal(again[~other], whole[order][~other]) else "the content of other requests"
+    again = forward.decode(ids[order], reach[order], span)
+    if not torch.equal(again[~other], whole[order][~other]):
+        return "the content of other requests"
+    return _trunk_depends(forward, ids[order], reach[order])
+
+
+def _trunk_depends(forward: Forward, ids: Tensor, reach: Tensor) -> str:
+    """Whether a prefix read once for all gives other bits than one read by each. Shares slot 0's tokens."""
+    for trunk in sorted({BLOCK, forward.length // 2 // BLOCK * BLOCK, forward.length - BLOCK} - {0}):
+        forward.keys[..., :trunk] = forward.keys[:, :1, ..., :trunk].clone()
+        forward.values[:, :, :, :trunk] = forward.values[:, :1, :, :trunk].clone()
+        inside = reach >= trunk
+        positions = torch.where(inside, reach, forward.scratch)
+        for n in (1, forward.rows):
+            span = Span(n, forward.length)
+            apart = forward.decode(ids, positions, span)[:n]
+            joined = forward.decode(ids, positions, replace(span, trunk=trunk, source=n - 1))[:n]
+            if not torch.equal(apart[inside[:n]], joined[inside[:n]]):
+                return "a prefix shared with other requests"
+    return ""
 
 
 def _prefill_depends(forward: Forward, seed: int) -> str:

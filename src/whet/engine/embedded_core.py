@@ -21,12 +21,15 @@ import torch
 from whet.engine.base import Receipt
 from whet.engine.embedded_cache import TILE, PrefixCache, tile_names
 from whet.engine.embedded_check import prove_invariance
-from whet.engine.embedded_forward import Forward, Tile
+from whet.engine.embedded_forward import BLOCK, ROWS, Forward, Span, Tile
 from whet.engine.embedded_model import Qwen3
 from whet.engine.embedded_sample import draw, stream
 from whet.engine.embedded_weights import Weights, checksum
 from whet.errors import EngineError
 from whet.types import Finish, Generation, IntArray, RequestKey, SamplingParams
+
+_WORTH = 3
+"""Companions from which on a shared prefix is read once for all."""
 
 Done = Callable[[Generation | EngineError], None]
 
@@ -36,7 +39,7 @@ class EngineOptions:
     """Shape of the engine. Results may depend on `max_rows` and `threads`, on nothing else here."""
 
     max_rows: int = 32
-    """Requests that run at once; a decode step always computes this many rows (at least 16)."""
+    """Requests that run at once; a multiple of 8."""
     max_context: int = 2048
     """Prompt plus sampled tokens of one request."""
     threads: int = 1
@@ -286,14 +289,27 @@ class EmbeddedCore:
     def _decode(self) -> None:
         slots = 1 + max(r.slot for r in self._decoding)
         length = 1 + max(int(self._positions[r.slot]) for r in self._decoding)
-        logits = self._forward.decode(
-            torch.from_numpy(self._ids), torch.from_numpy(self._positions), slots, length
-        )
-        ids, logprobs = draw(logits, torch.from_numpy(self._heat), torch.from_numpy(self._uniform))
+        span = Span(slots, length, self._trunk(), self._decoding[0].slot)
+        logits = self._forward.decode(torch.from_numpy(self._ids), torch.from_numpy(self._positions), span)
+        n = logits.shape[0]
+        ids, logprobs = draw(logits, torch.from_numpy(self._heat[:n]), torch.from_numpy(self._uniform[:n]))
         self.stats.decoded += len(self._decoding)
         all_ids, all_logprobs = ids.tolist(), logprobs.tolist()
         for request in list(self._decoding):
             self._take(request, all_ids[request.slot], all_logprobs[request.slot])
+
+    def _trunk(self) -> int:
+        """Length of the prompt prefix that all decoding requests share, in whole blocks."""
+        first, *others = self._decoding
+        if len(others) < _WORTH:
+            return 0
+        most = min(len(r.prompt) - 1 for r in self._decoding) // BLOCK
+        for block in range(most):
+            at = (block + 1) * (BLOCK // TILE) - 1
+            name = first.names[at]
+            if any(r.names[at] != name for r in others):
+                return block * BLOCK
+        return most * BLOCK
 
     def _take(self, request: _Request, token: int, logprob: float) -> None:
         """Give a request its next token and prepare the one after, or end it."""
@@ -349,7 +365,7 @@ def _check_options(model: Qwen3, options: EngineOptions) -> None:
     limit = model.config.max_position_embeddings
     if not 2 <= options.max_context <= limit:
         raise EngineError(f"max_context={options.max_context} must be between 2 and the model's {limit}")
-    if options.max_rows < 16:
-        raise EngineError(f"max_rows={options.max_rows} must be at least 16: smaller products change bits")
+    if options.max_rows < ROWS or options.max_rows % ROWS:
+        raise EngineError(f"max_rows={options.max_rows} must be a multiple of {ROWS}")
     if min(options.threads, options.prefill_tiles) < 1 or options.cache_tokens < 0:
         raise EngineError("threads and prefill_tiles must be at least 1, cache_tokens at least 0")

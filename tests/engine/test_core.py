@@ -111,8 +111,9 @@ def alone(model: Qwen3) -> list[tuple[bytes, bytes, str]]:
         replace(OPTIONS, prefill_tiles=1),
         replace(OPTIONS, prefill_tiles=3, cache_tokens=320),
         replace(OPTIONS, max_context=1024),
+        replace(OPTIONS, max_rows=32, selfcheck=True),
     ],
-    ids=["plain", "no-cache", "one-tile", "small-cache", "long-context"],
+    ids=["plain", "no-cache", "one-tile", "small-cache", "long-context", "checked"],
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_company_order_cache_and_chunks_change_no_bit(
@@ -133,6 +134,47 @@ def test_a_cache_hit_changes_no_bit(model: Qwen3, alone: list[tuple[bytes, bytes
     run(core, reversed(jobs))
     assert core.stats.prefilled == before, "every tile was held"
     assert [job.bits for job in jobs] == alone
+
+
+def test_a_prefix_read_once_for_all_changes_no_bit(model: Qwen3) -> None:
+    """All running requests share 300 tokens, then 0 to 130 of their own."""
+    trunk = np.random.default_rng(2).integers(0, CONFIG.vocab_size, 300).astype(np.int32)
+
+    def jobs() -> list[Job]:
+        rng = np.random.default_rng(3)
+        made = []
+        for i in range(24):
+            own = rng.integers(0, CONFIG.vocab_size, int(rng.integers(0, 130))).astype(np.int32)
+            params = SamplingParams(max_tokens=int(rng.integers(5, 40)))
+            made.append(Job(np.concatenate([trunk, own]), params, f"t{i}"))
+        return made
+
+    core, apart = EmbeddedCore(model, OPTIONS), EmbeddedCore(model, replace(OPTIONS, cache_tokens=0))
+    together, single = jobs(), jobs()
+    run(core, together, burst=4)
+    for job in single:
+        run(apart, [job])
+    assert core.stats.shared > 10
+    assert apart.stats.shared == 0
+    assert [job.bits for job in together] == [job.bits for job in single]
+
+
+def test_what_was_sampled_is_kept_for_the_next_call_with_the_same_bits(model: Qwen3) -> None:
+    results = []
+    for options in (OPTIONS, replace(OPTIONS, cache_tokens=0), replace(OPTIONS, selfcheck=True)):
+        core = EmbeddedCore(model, options)
+        held = np.arange(140, dtype=np.int32)
+        bits = []
+        for turn in range(4):
+            job = Job(held, SamplingParams(max_tokens=50), "k", turn)
+            run(core, [job])
+            assert isinstance(job.result, Generation)
+            held = np.concatenate([held, job.result.ids, np.arange(9, dtype=np.int32)])
+            bits.append(job.bits)
+        results.append(bits)
+    assert results[0] == results[1] == results[2]
+    assert core.keeps_sampled
+    assert core.stats.prefilled < 144 + 3 * (3 * 16)
 
 
 def test_aborted_neighbours_change_no_bit(model: Qwen3, alone: list[tuple[bytes, bytes, str]]) -> None:

@@ -1,8 +1,8 @@
 """The prefix cache: keys and values of 16-token tiles, named by everything that stands before them.
 
 A tile's name is a hash chain over the tokens of all tiles up to and including it, so equal names mean equal
-content. Tiles always come from the prefill path, which gives the same bits for the same tokens at the same
-positions: a hit is bit-equal to computing again. Bounded, least recently used first out. The stores hold
+content. Only keys and values whose bits depend on nothing but the tokens before them may be stored: then a
+hit is bit-equal to computing again. Bounded, least recently used first out. The stores hold
 copies; evicting never disturbs a running request.
 """
 
@@ -23,10 +23,13 @@ TILE = 16
 """Tokens per tile; tiles start at multiples of it."""
 
 
-def tile_names(ids: IntArray) -> list[bytes]:
-    """Names of the tiles that cover `ids`; a last tile that is not full is named by what it has."""
+def tile_names(ids: IntArray, parent: bytes = b"") -> list[bytes]:
+    """Names of the tiles that cover `ids`, after the tile named `parent`.
+
+    A last tile that is not full is named by what it has.
+    """
     names: list[bytes] = []
-    name = b""
+    name = parent
     raw = np.ascontiguousarray(ids, dtype="<i4").tobytes()
     for start in range(0, len(raw), TILE * 4):
         name = hashlib.blake2b(raw[start : start + TILE * 4], digest_size=16, key=name).digest()

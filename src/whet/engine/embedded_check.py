@@ -19,13 +19,17 @@ from whet.errors import EngineError
 
 
 def prove_invariance(forward: Forward, seed: int = 0) -> None:
-    """Set `forward.fixed` as this machine needs, or raise EngineError. The caches are zero afterwards."""
+    """Set `forward.fixed` and `.unified` as this machine needs, or raise EngineError.
+
+    The caches are zero afterwards.
+    """
     with torch.inference_mode():
         for fixed in (forward.fixed, True):
             forward.fixed = fixed
             wrong = _decode_depends(forward, seed) or _prefill_depends(forward, seed)
             if not wrong:
                 break
+        forward.unified = not wrong and _decode_equals_prefill(forward, seed)
         for slot in range(forward.rows):
             forward.hide(slot)
         forward.reset(forward.weights)
@@ -112,6 +116,27 @@ def _prefill_depends(forward: Forward, seed: int) -> str:
             if not torch.equal(_held(forward, job), together[jobs.index(job)]):
                 return "how prompts are cut and batched"
     return ""
+
+
+def _decode_equals_prefill(forward: Forward, seed: int) -> bool:
+    """Whether DECODE leaves the keys and values that PREFILL would: then they may be kept for later."""
+    rng = np.random.default_rng(seed)
+    count = min(forward.length, 3 * BLOCK) // TILE
+    ids = rng.integers(0, forward.weights.config.vocab_size, (count, TILE))
+    jobs = [Tile(0, index, ids[index]) for index in range(count)]
+    for at in range(0, count, forward.tiles):
+        forward.prefill(jobs[at : at + forward.tiles])
+    wanted = [_held(forward, job) for job in jobs]
+    tokens, positions = torch.zeros(forward.rows).long(), torch.full((forward.rows,), forward.scratch)
+    for index in sorted({0, count // 3 - 1, count // 3, count - 1}):
+        for offset in range(TILE):
+            forward.hide(0)
+            forward.show(0, index * TILE + offset + 1)
+            tokens[0], positions[0] = int(ids[index, offset]), index * TILE + offset
+            forward.decode(tokens, positions, Span(1 + offset * (forward.rows - 1) // TILE, count * TILE))
+        if not torch.equal(_held(forward, jobs[index]), wanted[index]):
+            return False
+    return True
 
 
 def _held(forward: Forward, job: Tile) -> Tensor:

@@ -82,6 +82,8 @@ class EngineStats:
     """Prompt tokens computed, padding included."""
     reused: int = 0
     """Prompt tokens copied from the prefix cache."""
+    shared: int = 0
+    """Decode steps that read a common prefix once for all."""
 
 
 class EmbeddedCore:
@@ -126,6 +128,11 @@ class EmbeddedCore:
     def shapes_pinned(self) -> bool:
         """True when this machine needs every shape fixed (slower); decided by the self-check."""
         return self._forward.fixed
+
+    @property
+    def keeps_sampled(self) -> bool:
+        """True when the self-check found that sampled tokens' keys and values may be cached."""
+        return self._forward.unified
 
     @property
     def cache(self) -> PrefixCache:
@@ -248,7 +255,7 @@ class EmbeddedCore:
             self.stats.prefilled += len(jobs) * TILE
         for job, (request, name) in zip(jobs, owners, strict=True):
             request.filled = job.index + 1
-            self._keep(job, name)
+            self._keep(job.slot, job.index, name)
         ready = [r for r in self._prefilling if r.filled == len(r.names)]
         self._prefilling = [r for r in self._prefilling if r.filled < len(r.names)]
         for request in ready:
@@ -269,11 +276,9 @@ class EmbeddedCore:
             request.filled += len(held)
             self.stats.reused += len(held) * TILE
 
-    def _keep(self, job: Tile, name: bytes) -> None:
-        cut = slice(job.index * TILE, (job.index + 1) * TILE)
-        self._cache.store(
-            name, self._forward.keys[:, job.slot, :, :, cut], self._forward.values[:, job.slot, :, cut]
-        )
+    def _keep(self, slot: int, index: int, name: bytes) -> None:
+        cut = slice(index * TILE, (index + 1) * TILE)
+        self._cache.store(name, self._forward.keys[:, slot, :, :, cut], self._forward.values[:, slot, :, cut])
 
     def _start_decoding(self, request: _Request) -> None:
         """The last prompt token is the first decode input."""
@@ -290,6 +295,7 @@ class EmbeddedCore:
         slots = 1 + max(r.slot for r in self._decoding)
         length = 1 + max(int(self._positions[r.slot]) for r in self._decoding)
         span = Span(slots, length, self._trunk(), self._decoding[0].slot)
+        self.stats.shared += span.trunk > 0
         logits = self._forward.decode(torch.from_numpy(self._ids), torch.from_numpy(self._positions), span)
         n = logits.shape[0]
         ids, logprobs = draw(logits, torch.from_numpy(self._heat[:n]), torch.from_numpy(self._uniform[:n]))
@@ -339,7 +345,19 @@ class EmbeddedCore:
             finish=finish,
             version_runs=((0, self._receipt.version),),
         )
+        if self._forward.unified and request.ids:
+            self._keep_sampled(request)
         self._settle(request, result)
+
+    def _keep_sampled(self, request: _Request) -> None:
+        """Cache the full tiles that sampling completed: the next call of a rollout continues them."""
+        first = (len(request.prompt) - 1) // TILE
+        held = np.concatenate([request.prompt[first * TILE :], np.array(request.ids[:-1], np.int32)])
+        full = held[: len(held) // TILE * TILE]
+        parent = request.names[first - 1] if first else b""
+        with torch.inference_mode():
+            for index, name in enumerate(tile_names(full, parent), first):
+                self._keep(request.slot, index, name)
 
     def _deliver(self) -> None:
         """Call back outside inference mode, when the engine's own state is consistent."""

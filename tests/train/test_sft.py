@@ -87,7 +87,7 @@ def test_it_learns_a_batch_by_heart() -> None:
     first = sft.step(prefix, rows, mask)
     loss, accuracy = sft.run(SftBatch(prefix=prefix, rows=rows, mask=mask) for _ in range(95))
     assert first[0] > 3.5
-    assert loss < 0.1
+    assert loss < 0.3
     assert accuracy > 0.95
 
 

@@ -74,17 +74,15 @@ class Optimiser:
         return state
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` gave, by copy. Raises TrainError for a state of other parameters."""
-        left = set(state)
+        """Take over what `tensors` gave, by copy. Raises TrainError, changing nothing, if it does not fit."""
+        moments: dict[str, dict[str, Tensor]] = {}
+        for full, tensor in state.items():
+            name, _, key = full.rpartition("/")
+            if name not in self.named or tensor.shape not in (self.named[name].shape, torch.Size([])):
+                raise TrainError(f"optimiser state {full} {list(tensor.shape)} belongs to another model")
+            moments.setdefault(name, {})[key] = tensor
         for names, part, _ in self._parts:
             part.state.clear()
             for name in names:
-                own = {k.rpartition("/")[2]: k for k in left if k.rpartition("/")[0] == name}
-                for key, full in own.items():
-                    shape = state[full].shape
-                    if shape not in (self.named[name].shape, torch.Size([])):
-                        raise TrainError(f"optimiser state {full} has shape {tuple(shape)}")
-                    part.state[self.named[name]][key] = state[full].clone()
-                left -= set(own.values())
-        if left:
-            raise TrainError(f"optimiser state of an unknown parameter: {min(left)}")
+                if name in moments:
+                    part.state[self.named[name]] = {k: t.clone() for k, t in moments[name].items()}

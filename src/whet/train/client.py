@@ -1,0 +1,287 @@
+"""The learner as the controller sees it: a child process that trains and samples. Never imports torch.
+
+    async with Learner.start(spec) as learner:
+        learner.engine                      # engine.base.Engine
+        result = await learner.step(plan)   # trains, publishes, refreshes the engine's receipt
+        await learner.save(folder)
+
+Every wait has a deadline. When the child dies, whatever waits or is asked for next fails with one line that
+ends with the last of its standard error. Leaving the context ends the child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from whet.config import Config
+from whet.engine.base import Engine, EngineInfo, Receipt
+from whet.engine.channel import Channel, Frame, Meta
+from whet.engine.embedded import EmbeddedEngine
+from whet.errors import EngineError, TrainError, boundary
+from whet.train.options import StepResult, TrainConfig, dump_config
+from whet.train.plan import StepPlan
+from whet.train.wire import decode_result, encode_plan
+from whet.types import Generation, IntArray, RequestKey, SamplingParams
+
+__all__ = ["Learner", "LearnerSpec", "StepResult"]
+
+_TAIL = 600
+"""Characters of the child's standard error that an error line may carry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSpec:
+    """What a learner is started with."""
+
+    model: Path
+    """Model folder; its tokenizer files go along into checkpoints."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    max_rows: int = 32
+    """Requests that the engine runs at once."""
+    max_context: int = 2048
+    """Prompt plus sampled tokens of one request."""
+    engine_threads: int = 1
+    cache_tokens: int = 65536
+    """Prompt tokens whose keys and values the engine keeps."""
+    log: Path | None = None
+    """File for the child's output; None = a temporary one."""
+    start_deadline_s: float = 120.0
+    step_deadline_s: float = 1800.0
+    call_deadline_s: float = 300.0
+    """Of one generation, save, load or other call."""
+
+    @classmethod
+    def of(cls, config: Config, *, model: Path, log: Path | None = None) -> LearnerSpec:
+        """The learner of a run's configuration."""
+        return cls(
+            model=model,
+            train=TrainConfig.of(config),
+            max_rows=config.engine.max_rows,
+            max_context=config.model.max_context_tokens,
+            engine_threads=config.engine.threads,
+            log=log,
+        )
+
+
+class _Engine:
+    """The learner's engine (`engine.base.Engine`); an error says why the learner died, if it did."""
+
+    def __init__(
+        self, inner: EmbeddedEngine, explain: Callable[[EngineError], Awaitable[EngineError]]
+    ) -> None:
+        self._inner, self._explain = inner, explain
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._inner.info
+
+    @property
+    def receipt(self) -> Receipt:
+        return self._inner.receipt
+
+    async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
+        try:
+            return await self._inner.generate(ids, params, key)
+        except EngineError as error:
+            raise await self._explain(error) from error
+
+    async def pause(self) -> None:
+        await self._inner.pause()
+
+    async def resume(self) -> None:
+        await self._inner.resume()
+
+    async def refresh(self) -> None:
+        await self._inner.refresh()
+
+    async def close(self) -> None:
+        """Nothing to do: the learner's context owns the channel."""
+
+
+class Learner:
+    """See the module. Make one with `Learner.start`."""
+
+    def __init__(self, spec: LearnerSpec, child: _Child, channel: Channel, engine: _Engine) -> None:
+        self._spec, self._child, self._channel, self._engine = spec, child, channel, engine
+        self.probe_gap = 0.0
+        """Largest |trainer - sampler| log-probability of the start-up probe."""
+
+    @property
+    def engine(self) -> Engine:
+        """The sampler, holding the weights that were trained last."""
+        return self._engine
+
+    @property
+    def pid(self) -> int:
+        return self._child.process.pid
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, spec: LearnerSpec) -> AsyncIterator[Learner]:
+        """A learner that has passed the engine probe. Raises EngineError with the child's own words."""
+        with contextlib.ExitStack() as stack:
+            # Unix socket paths are limited to 107 bytes, a run directory may be deep.
+            folder = Path(tempfile.mkdtemp(prefix="whet-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            child = await _Child.spawn(spec, folder / "learner", spec.log or folder / "learner.log")
+            try:
+                channel = await child.connect(spec.start_deadline_s)
+                try:
+                    yield await cls._attach(spec, child, channel)
+                finally:
+                    await _farewell(channel)
+            finally:
+                await child.end()
+
+    @classmethod
+    async def _attach(cls, spec: LearnerSpec, child: _Child, channel: Channel) -> Learner:
+        inner = await EmbeddedEngine.attach(channel, call_deadline_s=spec.call_deadline_s)
+        learner = cls(spec, child, channel, _Engine(inner, child.explain))
+        info = await learner._call("train.info", {}, spec.call_deadline_s)
+        learner.probe_gap = float(info.meta["probe_gap"])
+        return learner
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        """Train one plan and sample with the result from now on.
+
+        Raises TrainError when the trainer refused (weights unchanged) or the learner died.
+        """
+        meta, arrays = encode_plan(plan)
+        async with self._failing("train.step"):
+            frame = await self._channel.call(
+                "train.step", {"plan": meta}, arrays, deadline_s=self._spec.step_deadline_s
+            )
+            await self._engine.refresh()
+        return decode_result(frame.meta)
+
+    async def save(self, folder: Path) -> None:
+        """Checkpoint into `folder`, whole or not at all. Raises TrainError."""
+        await self._call("train.save", {"folder": _absolute(folder)}, self._spec.call_deadline_s)
+
+    async def load(self, folder: Path) -> None:
+        """Continue from a checkpoint. Raises TrainError."""
+        await self._call("train.load", {"folder": _absolute(folder)}, self._spec.call_deadline_s)
+        async with self._failing("engine.info"):
+            await self._engine.refresh()
+
+    async def _call(self, op: str, meta: Meta, deadline_s: float) -> Frame:
+        async with self._failing(op):
+            return await self._channel.call(op, meta, deadline_s=deadline_s)
+
+    @asynccontextmanager
+    async def _failing(self, op: str) -> AsyncIterator[None]:
+        """The learner's own TrainError passes; an EngineError becomes one, with the cause of its death."""
+        try:
+            yield
+        except EngineError as error:
+            raise TrainError(f"{op}: {await self._child.explain(error)}") from error
+
+
+def _absolute(path: Path) -> str:
+    return str(path.absolute())
+
+
+def _module_path() -> str:
+    """PYTHONPATH under which a child finds this very package."""
+    own = str(Path(__file__).parents[2])
+    return os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+async def _farewell(channel: Channel) -> None:
+    """Ask for a clean end; a learner that is gone or busy is ended by other means."""
+    with contextlib.suppress(EngineError):
+        await channel.call("train.shutdown", deadline_s=2.0)
+    await channel.close()
+
+
+class _Child:
+    """The process and what it says on standard error."""
+
+    def __init__(self, process: asyncio.subprocess.Process, socket: Path, log: Path) -> None:
+        self.process, self._socket, self._log = process, socket, log
+        self.connected: Callable[[], bool] = lambda: False
+        self.patience_s = 5.0
+        """How long the process may take to end by itself."""
+        self._started = log.stat().st_size
+
+    @classmethod
+    async def spawn(cls, spec: LearnerSpec, socket: Path, log: Path) -> _Child:
+        engine = {
+            "max_rows": spec.max_rows,
+            "max_context": spec.max_context,
+            "threads": spec.engine_threads,
+            "cache_tokens": spec.cache_tokens,
+        }
+        arguments = [
+            *("--socket", str(socket), "--model", _absolute(spec.model), "--parent", str(os.getpid())),
+            *("--train", dump_config(spec.train), "--engine", json.dumps(engine)),
+        ]
+        with boundary(EngineError, "start the learner"):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as output:
+                process = await asyncio.create_subprocess_exec(
+                    # -P: a folder that happens to be the working directory must not supply modules
+                    *(sys.executable, "-P", "-m", "whet.train.learner", *arguments),
+                    env={**os.environ, "PYTHONPATH": _module_path()},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                )
+            return cls(process, socket, log)
+
+    async def connect(self, deadline_s: float) -> Channel:
+        """The channel, or EngineError as soon as the child has died."""
+        dead = asyncio.ensure_future(self.process.wait())
+        opened = asyncio.ensure_future(Channel.connect(self._socket, deadline_s=deadline_s))
+        try:
+            await asyncio.wait({dead, opened}, return_when=asyncio.FIRST_COMPLETED)
+            if not opened.done():
+                raise await self.explain(EngineError("the learner did not start"))
+            channel = opened.result()
+            self.connected = lambda: channel.alive
+            return channel
+        finally:
+            dead.cancel()
+            opened.cancel()
+            await asyncio.gather(dead, opened, return_exceptions=True)
+
+    async def explain(self, error: EngineError) -> EngineError:
+        """The error itself, or, if the child is dead, how it ended and its last words."""
+        if not self.connected():
+            # the socket closes a moment before the process can be reaped
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), 2.0)
+        code = self.process.returncode
+        if code is None:
+            return error
+        words = self._words()
+        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        return EngineError(f"the learner died ({how}){': ' + words if words else ''}")
+
+    def _words(self) -> str:
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(self._started, self._log.stat().st_size - _TAIL))
+                lines = file.read().decode(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return " | ".join(line.strip() for line in lines[-6:])
+
+    async def end(self) -> None:
+        """Wait for the end, and force it when patience is over."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), self.patience_s)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()

@@ -1,0 +1,128 @@
+"""Checkpoints: bit-identical continuation, and nothing half-written or damaged is ever loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from train_lab import sampled_groups, small_model
+from transformers import Qwen3ForCausalLM
+
+from whet.errors import TrainError
+from whet.train import checkpoint
+from whet.train.options import OptimConfig, TrainConfig
+from whet.train.plan import PlanConfig, StepPlan, plan_step
+from whet.train.trainer import Trainer
+
+
+def trainer(muon_lr: float = 0.0) -> Trainer:
+    optim = OptimConfig(lr=1e-3, muon_lr=muon_lr, warmup_steps=3)
+    return Trainer(small_model(), TrainConfig(optim=optim))
+
+
+def next_plan(t: Trainer) -> StepPlan:
+    """A plan that depends on the weights, as sampling does."""
+    groups = sampled_groups(t.model, seed=t.steps, version=t.version)
+    return plan_step(groups, PlanConfig(token_budget=120))
+
+
+def state(t: Trainer) -> dict[str, bytes]:
+    tensors = {**dict(t.model.named_parameters()), **t.optimiser.tensors()}
+    return {n: p.detach().numpy().tobytes() for n, p in tensors.items()}
+
+
+@pytest.mark.parametrize("muon_lr", [0.0, 0.01])
+def test_resume_continues_with_the_same_bits(tmp_path: Path, muon_lr: float) -> None:
+    straight = trainer(muon_lr)
+    for _ in range(4):
+        straight.step(next_plan(straight))
+    first = trainer(muon_lr)
+    for _ in range(2):
+        first.step(next_plan(first))
+    checkpoint.save(first, tmp_path / "c")
+    at_two = state(first)
+    second = trainer(muon_lr)
+    with torch.no_grad():
+        second.model.lm_head.weight.zero_()
+    checkpoint.load(second, tmp_path / "c")
+    assert (second.steps, second.version) == (2, 2)
+    assert state(second) == at_two
+    for _ in range(2):
+        second.step(next_plan(second))
+    assert state(second) == state(straight)
+    assert state(second) != at_two
+
+
+def test_a_fresh_trainer_can_be_saved_and_a_checkpoint_replaced(tmp_path: Path) -> None:
+    t = trainer()
+    checkpoint.save(t, tmp_path / "c")
+    t.step(next_plan(t))
+    checkpoint.save(t, tmp_path / "c")
+    again = trainer()
+    checkpoint.load(again, tmp_path / "c")
+    assert state(again) == state(t)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_it_is_a_model_folder_with_the_files_of_the_model_it_came_from(tmp_path: Path) -> None:
+    assets = tmp_path / "model"
+    assets.mkdir()
+    (assets / "tokenizer.json").write_text("{}")
+    (assets / "config.json").write_text("not this one")
+    t = trainer()
+    checkpoint.save(t, tmp_path / "c", assets)
+    assert (tmp_path / "c" / "tokenizer.json").read_text() == "{}"
+    theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / "c", dtype=torch.float32)
+    assert torch.equal(theirs.lm_head.weight, t.model.lm_head.weight)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
+def test_one_flipped_bit_is_refused_and_changes_nothing(tmp_path: Path, name: str) -> None:
+    t = trainer()
+    t.step(next_plan(t))
+    checkpoint.save(t, tmp_path / "c")
+    raw = bytearray((tmp_path / "c" / name).read_bytes())
+    raw[-3] ^= 1
+    (tmp_path / "c" / name).write_bytes(raw)
+    other = trainer()
+    before = state(other)
+    with pytest.raises(TrainError, match=f"damaged: {name}"):
+        checkpoint.load(other, tmp_path / "c")
+    assert state(other) == before
+
+
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match="load checkpoint .*No such file"):
+        checkpoint.load(trainer(), tmp_path / "nothing")
+    checkpoint.save(trainer(), tmp_path / "c")
+    with pytest.raises(TrainError, match="other optimiser settings"):
+        checkpoint.load(trainer(muon_lr=0.1), tmp_path / "c")
+    sums = json.loads((tmp_path / "c" / "checksums.json").read_text())
+    del sums["optimizer.safetensors"]
+    (tmp_path / "c" / "checksums.json").write_text(json.dumps(sums))
+    with pytest.raises(TrainError, match="not complete: no checksum for optimizer"):
+        checkpoint.load(trainer(), tmp_path / "c")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainError, match="save checkpoint"):
+        checkpoint.save(trainer(), tmp_path / "file" / "c")
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    t = trainer()
+    checkpoint.save(t, tmp_path / "c")
+    t.step(next_plan(t))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full)
+        with pytest.raises(TrainError, match="No space left"):
+            checkpoint.save(t, tmp_path / "c")
+    again = trainer()
+    checkpoint.load(again, tmp_path / "c")
+    assert again.steps == 0
+    assert np.isfinite(again.model.lm_head.weight.detach().numpy()).all()

@@ -19,12 +19,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Literal, Self
+from typing import BinaryIO, Literal, Self
 
 from whet.errors import PolicyUnsupported, SandboxError, SandboxLost, SandboxStartError, SetupError, boundary
 from whet.sandbox import layout, local_bwrap, local_ns, tree
 from whet.sandbox.base import Capability, ExecResult, SandboxSpec
-from whet.sandbox.control import Control, readable
+from whet.sandbox.control import MAX_FDS, Control, readable
 from whet.sandbox.forward import Forward
 from whet.sandbox.process import LINE_BYTES, STDERR_TAIL, LocalProcess, Output
 from whet.types import FileEntry, Tree
@@ -139,12 +139,14 @@ class LocalSandbox:
             os.close(out_write)
             stderr.started()
         reader = asyncio.StreamReader(limit=LINE_BYTES)
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(out_read, "rb"))
+        source, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(out_read, "rb")
+        )
         transport, protocol = await loop.connect_write_pipe(
             asyncio.streams.FlowControlMixin, os.fdopen(in_write, "wb")
         )
         writer = asyncio.StreamWriter(transport, protocol, None, loop)
-        process = LocalProcess(code, reader, writer, stderr, lambda: self._kill_quietly(job))
+        process = LocalProcess(code, reader, source, writer, stderr, lambda: self._kill_quietly(job))
         self._spawned.append(process)
         return process
 
@@ -279,24 +281,25 @@ class LocalBackend:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             try:
-                process = self._launch(SandboxSpec(), theirs)
+                process, errors = self._launch(SandboxSpec(), theirs)
             except OSError as error:
                 return str(error)
             theirs.close()
             ours.settimeout(self._start_timeout_s)
+            line, fds = b"", list[int]()
             with contextlib.suppress(OSError):
-                line, fds, _, _ = socket.recv_fds(ours, 64, 16)
-                for fd in fds:
-                    os.close(fd)
+                line, fds, _, _ = socket.recv_fds(ours, 64, MAX_FDS)
+            for fd in fds:
+                os.close(fd)
             ours.close()
-            try:
-                process.wait(CLOSE_S)
-            except subprocess.TimeoutExpired:
+            if line != b"ready\n":
                 process.kill()
-                process.wait(CLOSE_S)
-            return "" if line == b"ready\n" else _last_line(process)
+            process.wait(CLOSE_S)
+            with errors:
+                return "" if line == b"ready\n" else _last_line(errors) or f"exit code {process.returncode}"
 
-    def _launch(self, spec: SandboxSpec, control: socket.socket) -> subprocess.Popen[bytes]:
+    def _launch(self, spec: SandboxSpec, control: socket.socket) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+        """The box's outermost process, and the file its start writes complaints to (the caller closes it)."""
         places = layout.writable(spec)
         port = spec.gateway_port if spec.network == "gateway_only" else 0
         numbers = (
@@ -314,7 +317,7 @@ class LocalBackend:
         else:
             fds = [local_bwrap.memory_file("\0".join(part for step in steps for part in step).encode())]
             argv = [self._python, "-I", "-S", "-B", str(Path(local_ns.__file__)), str(fds[0]), *program]
-        errors = local_bwrap.memory_file(b"")
+        errors = open(local_bwrap.memory_file(b""), "rb", buffering=0)  # noqa: SIM115 - returned
         try:
             process = subprocess.Popen(
                 argv,
@@ -327,14 +330,12 @@ class LocalBackend:
                 cwd="/",
             )
         except OSError:
-            os.close(errors)
+            errors.close()
             raise
         finally:
             for fd in fds:
                 os.close(fd)
-        # Kept for the error message: read once if the start fails.
-        process.stderr = open(errors, "rb", buffering=0)  # noqa: SIM115
-        return process
+        return process, errors
 
     def _check(self, spec: SandboxSpec) -> None:
         if spec.network not in ("none", "gateway_only"):
@@ -346,30 +347,35 @@ class LocalBackend:
         self._check(spec)
         ours, theirs = socket.socketpair()
         with theirs, boundary(SandboxStartError, "start a box"):
-            process = self._launch(spec, theirs)
+            try:
+                process, errors = self._launch(spec, theirs)
+            except BaseException:
+                ours.close()
+                raise
         box = LocalSandbox(spec, process, Control(ours))
-        try:
-            async with asyncio.timeout(self._start_timeout_s):
-                await box.begin()
-        except TimeoutError as error:
-            await box.close()
-            raise SandboxStartError(f"a box was not ready within {self._start_timeout_s:.0f} s") from error
-        except SandboxError as error:
-            await box.close()
-            raise SandboxStartError(f"start a box: {_last_line(process) or error}") from error
-        except BaseException:
-            await box.close()
-            raise
-        if process.stderr is not None:
-            process.stderr.close()
+        with errors:
+            try:
+                async with asyncio.timeout(self._start_timeout_s):
+                    await box.begin()
+            except TimeoutError as error:
+                await _abandon(box, process)
+                raise SandboxStartError(f"a box was not ready within {self._start_timeout_s:g} s") from error
+            except SandboxError as error:
+                await _abandon(box, process)
+                raise SandboxStartError(f"start a box: {_last_line(errors) or error}") from error
+            except BaseException:
+                await _abandon(box, process)
+                raise
         return box
 
 
-def _last_line(process: subprocess.Popen[bytes]) -> str:
-    """The start's own words about why it failed; closes the file they were kept in."""
-    if process.stderr is None or process.stderr.closed:
-        return ""
-    with process.stderr as file:
-        file.seek(0)
-        lines = file.read(65536).decode("utf-8", "replace").strip().splitlines()
-    return lines[-1] if lines else f"exit code {process.poll()}"
+async def _abandon(box: LocalSandbox, process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    await box.close()
+
+
+def _last_line(errors: BinaryIO) -> str:
+    """The start's own words about why it failed."""
+    errors.seek(0)
+    lines = errors.read(65536).decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else ""

@@ -72,12 +72,14 @@ class LocalProcess:
         self,
         code: asyncio.Future[int],
         reader: asyncio.StreamReader,
+        source: asyncio.ReadTransport,
         writer: asyncio.StreamWriter,
         stderr: Output,
         kill: Callable[[], Awaitable[None]],
     ) -> None:
         self._code = code
         self._reader = reader
+        self._source = source
         self._writer = writer
         self._stderr = stderr
         self._kill = kill
@@ -120,4 +122,5 @@ class LocalProcess:
 
     def close_pipes(self) -> None:
         self._writer.close()
+        self._source.close()
         self._stderr.finish()

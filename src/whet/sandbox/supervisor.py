@@ -109,6 +109,8 @@ class Supervisor:
         wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake_write)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # Python's own handler would let anything in the box interrupt its init.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         poll = select.poll()
         poll.register(self.control, select.POLLIN)
         poll.register(wake_read, select.POLLIN)

@@ -1,0 +1,31 @@
+"""Puts this folder's helper on the path of its tests; a backend and a box of each local mode."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from whet.sandbox.base import SandboxSpec
+from whet.sandbox.local import LocalBackend, LocalSandbox
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session", params=["bubblewrap", "namespaces"])
+def backend(request: pytest.FixtureRequest) -> LocalBackend:
+    if request.param == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    if request.param == "namespaces" and os.geteuid() != 0:
+        pytest.skip("the namespaces mode needs root")
+    return LocalBackend(request.param)
+
+
+@pytest.fixture
+async def box(backend: LocalBackend) -> AsyncIterator[LocalSandbox]:
+    async with await backend.create(SandboxSpec()) as sandbox:
+        yield sandbox

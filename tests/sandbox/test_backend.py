@@ -1,0 +1,221 @@
+"""Choosing a mode, refusing clearly, the way to the gateway, and the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from sandbox_rig import host_processes, open_descriptors, out, python, sh
+
+from whet.errors import PolicyUnsupported, SandboxStartError, SetupError
+from whet.sandbox.base import Capability, Sandbox, SandboxSpec
+from whet.sandbox.local import LocalBackend
+from whet.sandbox.pool import SandboxPool
+
+
+def fake_bwrap(folder: Path, script: str) -> None:
+    program = folder / "bwrap"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+def test_no_bubblewrap_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SetupError, match=r"^no way to isolate.*bwrap not found.*install bubblewrap$"):
+        LocalBackend("bubblewrap")
+
+
+def test_a_bubblewrap_that_does_not_work_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_bwrap(tmp_path, "echo 'bwrap: No permissions to create new namespace' >&2; exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SetupError, match="No permissions to create new namespace"):
+        LocalBackend("bubblewrap")
+    if os.geteuid() == 0:
+        assert LocalBackend("auto").mode == "namespaces"
+    else:
+        with pytest.raises(SetupError, match="needs root"):
+            LocalBackend("auto")
+
+
+async def test_a_start_that_fails_says_why_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    backend = LocalBackend("auto", start_timeout_s=0.5)
+    before = open_descriptors()
+    fake_bwrap(tmp_path, "echo 'bwrap: out of luck' >&2; exit 3")
+    backend._bwrap, backend._mode = str(tmp_path / "bwrap"), "bubblewrap"
+    with pytest.raises(SandboxStartError, match="out of luck"):
+        await backend.create(SandboxSpec())
+    fake_bwrap(tmp_path, "exec sleep 949596")
+    with pytest.raises(SandboxStartError, match="not ready within"):
+        await backend.create(SandboxSpec())
+    assert host_processes("949596") == []
+    await asyncio.sleep(0)
+    assert open_descriptors() == before
+
+
+async def test_gateway_only_reaches_the_gateway_and_nothing_else(
+    backend: LocalBackend, tmp_path: Path
+) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = await reader.readline()
+        writer.write(b"got " + line + b"x" * 3_000_000)
+        await writer.drain()
+        writer.close()
+
+    socket_path = tmp_path / "gateway.sock"
+    server = await asyncio.start_unix_server(answer, str(socket_path))
+    ask = """
+import socket
+s = socket.create_connection(("127.0.0.1", 9090), 5); s.sendall(b"hello\\n"); d = b""
+while chunk := s.recv(1 << 20): d += chunk
+print(d[:9].decode(), len(d))
+"""
+    async with server:
+        spec = SandboxSpec(network="gateway_only", gateway_socket=socket_path, gateway_port=9090)
+        async with await backend.create(spec) as box, await backend.create(spec) as other:
+            assert await python(box, ask) == "got hello 3000010"
+            assert await python(other, ask) == "got hello 3000010"
+            await box.kill_all()
+            assert await python(box, ask) == "got hello 3000010"
+            taken = "import socket; s = socket.socket(); s.bind(('127.0.0.1', 9090))"
+            assert (await box.exec(["python3", "-c", taken], timeout_s=5)).exit_code == 1
+            for port in (80, 8080, 9091):
+                refused = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
+                assert (await box.exec(["python3", "-c", refused], timeout_s=5)).exit_code == 1
+            assert (await out(box, "cut -d: -f1 -s /proc/net/dev")).split() == ["lo"]
+            assert (await sh(box, f"ls {tmp_path} {socket_path}")).exit_code != 0
+        server.close()
+        async with await backend.create(spec) as box:
+            assert (await box.exec(["python3", "-c", ask], timeout_s=15)).exit_code in (0, 1)
+
+
+async def test_many_boxes_at_once(backend: LocalBackend) -> None:
+    boxes = await asyncio.gather(*(backend.create(SandboxSpec()) for _ in range(8)))
+    try:
+        assert await asyncio.gather(*(out(box, "echo $$") for box in boxes)) == ["2"] * 8
+    finally:
+        await asyncio.gather(*(box.close() for box in boxes))
+
+
+CONTROLLER = """
+import asyncio, sys
+from whet.sandbox.base import SandboxSpec
+from whet.sandbox.local import LocalBackend
+async def main():
+    box = await LocalBackend(sys.argv[1]).create(SandboxSpec())
+    await box.spawn(["sleep", "959697"])
+    await box.exec(["sh", "-c", "setsid setsid sleep 959697 >/dev/null 2>&1 &"], timeout_s=5)
+    print("up", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_nothing_outlives_a_killed_host(backend: LocalBackend) -> None:
+    host = subprocess.Popen([sys.executable, "-c", CONTROLLER, backend.mode], stdout=subprocess.PIPE)
+    assert host.stdout is not None
+    with host, host.stdout:
+        try:
+            assert host.stdout.readline() == b"up\n"
+            assert len(host_processes("959697")) >= 2
+        finally:
+            host.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while host_processes("959697") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert host_processes("959697") == []
+
+
+UNPRIVILEGED = """
+import asyncio
+from whet.sandbox.base import SandboxSpec
+from whet.sandbox.local import LocalBackend
+from whet.types import FileEntry
+async def main():
+    spec = SandboxSpec(files={"a": FileEntry(content=b"1")}, max_processes=100)
+    async with await LocalBackend("bubblewrap").create(spec) as box:
+        look = "echo $(id -u) $(grep CapEff /proc/self/status) $(cat a)"
+        shut = "echo 2 > a; mkdir d; echo x > d/f; chmod 0 d"
+        r = await box.exec(["sh", "-c", look + ";" + shut], timeout_s=5)
+        print(r.stdout.decode(), (await box.get_tree())["a"].content)
+        await box.wipe(); print(await box.get_tree())
+asyncio.run(main())
+"""
+
+
+def test_works_for_an_ordinary_user() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("every other test already runs as an ordinary user")
+    python_path = os.pathsep.join(path for path in sys.path if path)
+    for program in (sys.executable, "/usr/bin/python3"):
+        env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1"}
+        command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", program, "-c", UNPRIVILEGED]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd="/", timeout=30)
+        if "Permission denied" not in done.stderr and "ModuleNotFoundError" not in done.stderr:
+            break
+    else:
+        pytest.skip("no Python that an ordinary user can run with whet's dependencies")
+    if "needs" in done.stderr or "No permissions" in done.stderr:
+        pytest.skip(f"unprivileged user namespaces are off here: {done.stderr.splitlines()[-1]}")
+    assert done.stdout.split() == ["1000", "CapEff:", "0" * 16, "1", "b'2\\n'", "{}"], done.stderr
+
+
+class FlakyBackend:
+    """Fails to start `failures` times, then makes real boxes."""
+
+    name = "flaky"
+    capabilities: frozenset[Capability] = frozenset()
+
+    def __init__(self, failures: int, error: Exception) -> None:
+        self.failures = failures
+        self.error = error
+        self.tries = 0
+        self.live = 0
+        self._real = LocalBackend("auto")
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        self.tries += 1
+        if self.tries <= self.failures:
+            raise self.error
+        return await self._real.create(spec)
+
+
+async def test_pool_retries_a_start_boundedly() -> None:
+    backend = FlakyBackend(2, SandboxStartError("busy"))
+    async with SandboxPool(backend, 1, backoff_s=0.001).box(SandboxSpec()) as box:
+        assert await out(box, "echo ok") == "ok"
+    backend = FlakyBackend(3, SandboxStartError("busy"))
+    with pytest.raises(SandboxStartError):
+        async with SandboxPool(backend, 1, backoff_s=0.001).box(SandboxSpec()):
+            pass
+    assert backend.tries == 3
+    backend = FlakyBackend(1, PolicyUnsupported("no"))
+    with pytest.raises(PolicyUnsupported):
+        async with SandboxPool(backend, 1, backoff_s=0.001).box(SandboxSpec()):
+            pass
+    assert backend.tries == 1
+
+
+async def test_pool_bounds_live_boxes() -> None:
+    pool = SandboxPool(LocalBackend("auto"), 2)
+    live = peak = 0
+
+    async def one() -> None:
+        nonlocal live, peak
+        async with pool.box(SandboxSpec()) as box:
+            live += 1
+            peak = max(peak, live)
+            await out(box, "sleep 0.05; echo ok")
+            live -= 1
+
+    await asyncio.gather(*(one() for _ in range(5)))
+    assert peak == 2

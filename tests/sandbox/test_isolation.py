@@ -1,0 +1,175 @@
+"""What a box must keep in and keep out, in both local modes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from sandbox_rig import out, python, sh
+
+import whet
+from whet.errors import PolicyUnsupported
+from whet.sandbox.base import Bind, SandboxSpec
+from whet.sandbox.local import LocalBackend, LocalSandbox
+
+HOME = Path.home()
+CHECKOUT = Path(__file__).parent.parent.parent
+
+
+async def test_runs_without_any_privilege(box: LocalSandbox) -> None:
+    status = dict(
+        line.split(":\t", 1)
+        for line in (await out(box, "cat /proc/self/status")).splitlines()
+        if ":\t" in line
+    )
+    for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
+        assert int(status[name], 16) == 0, name
+    assert status["NoNewPrivs"] == "1"
+    assert await out(box, "id -u; id -g; id -un") == "1000\n1000\nagent"
+    assert await out(box, "hostname") == "box"
+
+
+async def test_host_user_behind_the_box_is_not_root(box: LocalSandbox) -> None:
+    """A file made inside belongs to an unprivileged user of the host, even when whet runs as root."""
+    await sh(box, "touch /work/mine")
+    owner = os.stat("mine", dir_fd=box._folders["/work"]).st_uid
+    assert owner != 0
+    assert owner == (65534 if os.geteuid() == 0 else os.geteuid())
+
+
+async def test_setuid_files_are_useless(box: LocalSandbox) -> None:
+    mounts = [line.split() for line in (await out(box, "cat /proc/mounts")).splitlines()]
+    writable = [fields for fields in mounts if "rw" in fields[3].split(",") and fields[2] == "tmpfs"]
+    assert {fields[1] for fields in writable} == {"/work", "/home/agent", "/tmp", "/dev/shm"}
+    assert all("nosuid" in fields[3] and "nodev" in fields[3] for fields in writable)
+    assert (
+        await sh(box, "cp /usr/bin/id /work/id && chmod 6755 /work/id && /work/id -u")
+    ).stdout == b"1000\n"
+    assert (await sh(box, "su root -c true </dev/null")).exit_code != 0
+    assert (await sh(box, "mknod /work/null c 1 3")).exit_code != 0
+    assert (await sh(box, "mount -t tmpfs none /tmp")).exit_code != 0
+
+
+async def test_sees_nothing_of_the_host(box: LocalSandbox, tmp_path: Path) -> None:
+    marker = tmp_path / "secret.txt"
+    marker.write_text("host")
+    package = Path(whet.__file__).parent
+    for path in (marker, tmp_path, HOME, package, CHECKOUT, Path("/root"), Path("/etc/shadow")):
+        assert (await sh(box, f"ls '{path}' 2>/dev/null | grep . ")).exit_code != 0, path
+    assert (await sh(box, "python3 -c 'import whet'")).exit_code == 1
+    assert await out(box, "ls /home /tmp /work /dev/shm | grep -v ':$' | grep -v '^$'") == "agent"
+
+
+async def test_environment_is_clean(box: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOST_SECRET", "do-not-leak")
+    names = {line.split("=", 1)[0] for line in (await out(box, "env")).splitlines()}
+    assert names == {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "PWD"}
+    assert (await out(box, "echo $PATH")).startswith("/usr/bin:")
+
+
+async def test_sees_only_its_own_processes(backend: LocalBackend, box: LocalSandbox) -> None:
+    async with await backend.create(SandboxSpec()) as other:
+        await other.spawn(["sleep", "4242"])
+        listing = await out(box, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+        assert "4242" not in listing
+        assert "pytest" not in listing
+        numbers = sorted(int(n) for n in (await out(box, "ls /proc | grep '^[0-9]'")).split())
+        assert numbers[0] == 1
+        assert numbers[-1] < 100
+
+
+async def test_system_is_read_only(box: LocalSandbox) -> None:
+    for path in (
+        "/usr/x",
+        "/etc/x",
+        "/x",
+        "/dev/x",
+        "/opt/x",
+        "/run/x",
+        "/run/whet/supervisor.py",
+        "/home/x",
+    ):
+        assert (await sh(box, f"echo x > {path}")).exit_code != 0, path
+    for path in ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/proc/sys/kernel/hostname"):
+        assert (await sh(box, f"echo x > {path}")).exit_code != 0, path
+
+
+async def test_first_process_cannot_be_killed_read_or_traced(box: LocalSandbox) -> None:
+    await sh(box, "kill -9 1; kill -TERM 1; kill -INT 1")
+    assert await out(box, "echo alive") == "alive"
+    for name in ("mem", "environ", "fd/0", "root/", "maps"):
+        assert (await sh(box, f"head -c1 /proc/1/{name}")).exit_code != 0, name
+    attach = "import ctypes; l = ctypes.CDLL(None, use_errno=True); print(l.ptrace(16, 1, 0, 0))"
+    assert await python(box, attach) == "-1"
+
+
+async def test_has_no_network(box: LocalSandbox) -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        assert await _connects(box, "127.0.0.1", port) == "ConnectionRefusedError"
+    assert "OSError" in await _connects(box, "192.0.2.1", 80)
+    assert "OSError" in await _connects(box, "169.254.169.254", 80)
+    assert (await out(box, "cut -d: -f1 -s /proc/net/dev")).split() == ["lo"]
+
+
+async def _connects(box: LocalSandbox, host: str, port: int) -> str:
+    code = f"""
+import socket
+try:
+    socket.create_connection(({host!r}, {port}), 2); print("connected")
+except OSError as error:
+    print(type(error).__name__)
+"""
+    return await python(box, code)
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        (SandboxSpec(network="public"), "public"),
+        (SandboxSpec(network="allowlist"), "allowlist"),
+        (SandboxSpec(network="gateway_only"), "socket"),
+        (SandboxSpec(binds=(Bind(source=Path("/does/not/exist"), target="/opt/x"),)), "/does/not/exist"),
+        (SandboxSpec(binds=(Bind(source=Path("/usr"), target="/work"),)), "/work"),
+        (SandboxSpec(binds=(Bind(source=Path("/usr"), target="relative"),)), "relative"),
+    ],
+)
+async def test_refuses_what_it_does_not_offer(backend: LocalBackend, spec: SandboxSpec, word: str) -> None:
+    with pytest.raises(PolicyUnsupported, match=word):
+        await backend.create(spec)
+
+
+@pytest.fixture
+def tool(tmp_path: Path) -> Path:
+    """A folder to show, below one that only its owner may enter."""
+    (tmp_path / "tool").mkdir()
+    (tmp_path / "tool" / "data").write_text("shown")
+    tmp_path.chmod(0o700)
+    return tmp_path / "tool"
+
+
+async def test_binds_are_read_only(backend: LocalBackend, tool: Path) -> None:
+    spec = SandboxSpec(binds=(Bind(source=tool, target="/opt/deep/tool"),))
+    async with await backend.create(spec) as box:
+        assert await out(box, "cat /opt/deep/tool/data") == "shown"
+        assert (await sh(box, "echo x > /opt/deep/tool/data")).exit_code != 0
+        assert (await sh(box, "touch /opt/deep/tool/new /opt/deep/new /opt/new")).exit_code != 0
+    assert (tool / "data").read_text() == "shown"
+
+
+async def test_limits_hold_and_neighbours_do_not_feel_them(backend: LocalBackend, box: LocalSandbox) -> None:
+    spec = SandboxSpec(max_processes=40, memory_bytes=200 << 20)
+    async with await backend.create(spec) as limited:
+        greedy = "x = bytearray(400 << 20)"
+        assert (await limited.exec(["python3", "-c", greedy], timeout_s=10)).exit_code == 1
+        many = "import os\nfor _ in range(60):\n    if os.fork() == 0:\n        import time; time.sleep(60)\n"
+        assert (await limited.exec(["python3", "-c", many], timeout_s=10)).exit_code == 1
+        assert await python(box, "x = bytearray(400 << 20); print(len(x) >> 20)") == "400"
+        await limited.kill_all()
+        assert await out(limited, "echo alive") == "alive"

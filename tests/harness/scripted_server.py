@@ -34,6 +34,8 @@ class ScriptedServer:
         self.requests: list[dict[str, Any]] = []
         self.secrets: list[str] = []
         self.paths: list[str] = []
+        self.raw_arguments: list[str] = []
+        """Sent instead of the script's own arguments, one per tool call, while they last."""
         app = web.Application(client_max_size=64 << 20)
         app.router.add_route("*", "/{tail:.*}", self._answer)
         self._runner = web.AppRunner(app)
@@ -61,7 +63,8 @@ class ScriptedServer:
             return web.json_response({"error": {"message": "the budget is spent", "type": "x"}}, status=400)
         message: dict[str, Any] = {"role": "assistant", "content": step if isinstance(step, str) else None}
         if not isinstance(step, str):
-            function = {"name": step[0], "arguments": json.dumps(step[1])}
+            arguments = self.raw_arguments.pop(0) if self.raw_arguments else json.dumps(step[1])
+            function = {"name": step[0], "arguments": arguments}
             message["tool_calls"] = [
                 {"index": 0, "id": f"call_{turn}", "type": "function", "function": function}
             ]

@@ -38,6 +38,8 @@ ENV = {
     "PI_OFFLINE": "1",
     "PI_SKIP_VERSION_CHECK": "1",
     "PI_TELEMETRY": "0",
+    # It would lie in /tmp, visible to the first rollout of a process only.
+    "NODE_DISABLE_COMPILE_CACHE": "1",
     # A one-character fix keeps a file's size and second, so a stale .pyc would win over it.
     "PYTHONDONTWRITEBYTECODE": "1",
 }

@@ -50,8 +50,6 @@ class RunTable(Table):
     """Held-out tasks per evaluation, one rollout each; 0 = no evaluation."""
     eval_every_steps: CountOrZero = 0
     """Steps between evaluations during training; 0 = only before and after."""
-    checkpoint_every_steps: Count = 1
-    """Steps between checkpoints."""
     keep_checkpoints: Count = 3
     """Newest checkpoints kept on disk."""
     plain: bool = False

@@ -9,13 +9,13 @@ a resume) is not run again. Called by train/loop.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from whet.collect.breaker import Breaker
 from whet.errors import first_error
-from whet.rollout import Attempts, AttemptSpec
+from whet.rollout import AttemptSpec
 from whet.types import Group, Rollout, Status, Task
 
 Phase = Literal["train", "eval_before", "eval_during", "eval_after"]
@@ -42,7 +42,7 @@ class Sink(Protocol):
     def put(self, slot: Slot, rollout: Rollout) -> None: ...
 
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
-        """One try ended, also one that will be repeated."""
+        """One try failed and will be repeated; the last one arrives by `put`."""
 
     def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
         """Rollouts already decided for a step, by rollout id."""
@@ -67,11 +67,17 @@ class CollectOptions:
     temperature: float = 1.0
 
 
+class Runner(Protocol):
+    """Decides one attempt: rollout.Attempts, or testing.FakeAttempts."""
+
+    async def run(self, spec: AttemptSpec, began: Callable[[], None]) -> Rollout: ...
+
+
 class Dispatcher:
     """Collects the groups of one step at a time (synchronous mode)."""
 
     def __init__(
-        self, attempts: Attempts, sink: Sink, watcher: Watcher, breaker: Breaker, options: CollectOptions
+        self, attempts: Runner, sink: Sink, watcher: Watcher, breaker: Breaker, options: CollectOptions
     ) -> None:
         self._attempts, self._sink, self._watcher = attempts, sink, watcher
         self._breaker, self._options = breaker, options
@@ -120,11 +126,11 @@ class Dispatcher:
                 evaluation=slot.phase != "train",
             )
             rollout = await self._attempts.run(spec, lambda: self._watcher.rollout_started(slot.rollout_id))
-            self._sink.attempted(slot, rollout)
             failed = rollout.status is Status.INFRA_FAILED
             self._breaker.record(failed, rollout.error)
             if not failed or attempt >= self._options.attempts:
                 break
+            self._sink.attempted(slot, rollout)
             attempt += 1
         self._sink.put(slot, rollout)
         self._finished(rollout)

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import Config, demo_preset, load_config, model_folder
-from whet.record.run import read_config, read_store, write_text
-from whet.record.store import Score, Store
+from whet.record.run import read_config, read_store
+from whet.record.store import Store
 from whet.render.family import Family
 from whet.render.template import load_family
 from whet.train.loop import train
-from whet.types import Ledger, Rollout
+from whet.types import IntArray, Rollout
 from whet.view.base import View
-from whet.view.curve import curve_of, curve_svg
-from whet.view.report import Report, ShownRollout, ShownTurn, render_report
+from whet.view.finish import finish
+from whet.view.report import ShownRollout, ShownTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,38 +57,11 @@ def run_demo(options: DemoOptions, view: View) -> Mapping[str, Any]:
 
 
 def write_report(run_dir: Path, summary: Mapping[str, Any]) -> str:
-    """Write curve.svg and report.txt of a finished run and return the report's text."""
+    """Write curve.svg and report.txt of a finished run, with one task told before and after training."""
     config = read_config(run_dir)
     with read_store(run_dir) as store:
-        title = f"held-out solve rate, agent {summary['agent']} {summary['agent_version']}"
-        write_text(run_dir / "curve.svg", curve_svg(curve_of(store, title)))
-        family = load_family(model_folder(config))
-        text = render_report(_report(run_dir, config, store, family, summary))
-    write_text(run_dir / "report.txt", text)
-    return text
-
-
-def _report(
-    run_dir: Path, config: Config, store: Store, family: Family, summary: Mapping[str, Any]
-) -> Report:
-    before, after = store.scores("eval_before", 0), store.scores("eval_after", config.run.steps)
-    none = Score(solved=0, total=0)
-    ledger = summary["ledger"]
-    return Report(
-        run_dir=run_dir,
-        before=before[""],
-        after=after[""],
-        ledger=Ledger(
-            captured=ledger["captured"], trained=ledger["trained"], excluded=dict(ledger["excluded"])
-        ),
-        wall_s=float(summary["wall_s"]),
-        steps=int(summary["rl_steps"]),
-        rollouts=int(summary["rollouts"]),
-        max_logprob_gap=float(summary["max_logprob_gap"]),
-        families={f: (before.get(f, none), after.get(f, none)) for f in after if f},
-        shown=_pair(store, config, family),
-        curve=run_dir / "curve.svg",
-    )
+        told = _pair(store, config, load_family(model_folder(config)))
+    return finish(run_dir, summary, told)
 
 
 def _pair(store: Store, config: Config, family: Family) -> tuple[ShownRollout, ...]:
@@ -129,7 +102,7 @@ def _between(text: str, start: str) -> str:
     return tail
 
 
-def _said(family: Family, ids: Any) -> str:
+def _said(family: Family, ids: IntArray) -> str:
     parsed = family.parse(ids)
     calls = [f"{c.name} {c.arguments}" for c in parsed.calls]
     return "\n".join([*([parsed.text] if parsed.text else []), *calls])

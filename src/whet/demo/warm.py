@@ -39,7 +39,6 @@ from whet.render.template import load_family
 from whet.tasks import toy as toy_module
 from whet.tasks.toy import ToyProblem, ToySource
 from whet.testing.scripted_engine import ScriptedEngine
-
 from whet.types import IntArray, Message, RequestKey, Segment, Task
 from whet.view.base import View
 from whet.view.plain import PlainView

@@ -53,6 +53,18 @@ _EVAL_NAMES = {
 _SCORE_NAMES = {"eval_before": "before", "eval_during": "step {step}", "eval_after": "after"}
 
 
+SHOWN = (
+    "reward_mean",
+    "groups_useful",
+    "calls_mean",
+    "entropy",
+    "max_logprob_gap",
+    "tokens_trained",
+    "step_s",
+)
+"""Metrics of a step that the view gets; all of them are in metrics.jsonl."""
+
+
 class StoreSink:
     """The collector's sink: rollouts and attempts go to the run's store."""
 
@@ -103,17 +115,25 @@ class Loop:
         spent = float(self._store.meta().get("wall_s", "0"))
         last = self._store.last_step()
         first = 1 if last is None else last.step + 1
+        c = self._run.config
+        left = c.run.steps - first + 1
+        per_step = c.tasks.groups_per_step * c.collect.group_size
+        title = f"{c.harness.agent} {self._parts.harness.version}, seed {c.run.seed}"
+        self._view.begin(title, left * per_step + (2 + self._evals_between(first)) * c.run.eval_tasks)
         try:
             before = await self._evaluate("eval_before", 0)
-            for step in range(first, self._run.config.run.steps + 1):
+            for step in range(first, c.run.steps + 1):
                 await self._step(step)
-                every = self._run.config.run.eval_every_steps
-                if every and step % every == 0 and step < self._run.config.run.steps:
+                if c.run.eval_every_steps and step % c.run.eval_every_steps == 0 and step < c.run.steps:
                     await self._evaluate("eval_during", step)
-            after = await self._evaluate("eval_after", self._run.config.run.steps)
+            after = await self._evaluate("eval_after", c.run.steps)
         finally:
             self._store.set_meta("wall_s", str(spent + time.monotonic() - began))
         return self._summary(before, after)
+
+    def _evals_between(self, first: int) -> int:
+        every, steps = self._run.config.run.eval_every_steps, self._run.config.run.steps
+        return sum(step % every == 0 for step in range(first, steps)) if every else 0
 
     async def _evaluate(self, phase: Phase, step: int) -> Sequence[Group]:
         count = self._run.config.run.eval_tasks
@@ -147,7 +167,7 @@ class Loop:
             step, metrics, str(folder.relative_to(self._run.path)), plan.digest, plan.ledger
         )
         self._metrics.write({"event": "step", "step": step, **metrics})
-        self._view.step_done(step, c.run.steps, metrics)
+        self._view.step_done(step, c.run.steps, {name: metrics[name] for name in SHOWN})
         _prune(self._run.checkpoints, c.run.keep_checkpoints)
 
     def _summary(self, before: Sequence[Group], after: Sequence[Group]) -> Mapping[str, Any]:
@@ -214,5 +234,5 @@ async def _train(config: Config, view: Observer, resume: Path | None) -> Mapping
 
 
 def train(config: Config, view: Observer, resume: Path | None = None) -> Mapping[str, Any]:
-    """Run or continue a training run to its end. Raises WhetError, or KeyboardInterrupt after a clean stop."""
+    """Run or continue a run to its end. Raises WhetError, or KeyboardInterrupt after a clean stop."""
     return run_interruptible(_train(config, view, resume))

@@ -1,0 +1,23 @@
+"""The breaker stops a run after failures in a row, with the last cause."""
+
+from __future__ import annotations
+
+import pytest
+
+from whet.collect.breaker import Breaker
+from whet.errors import SandboxError
+
+
+def test_failures_in_a_row_stop_the_run_with_the_last_cause() -> None:
+    breaker = Breaker(limit=3)
+    breaker.record(True, "first")
+    breaker.record(True, "second")
+    with pytest.raises(SandboxError, match="3 attempts in a row failed; the last: disk gone"):
+        breaker.record(True, "disk gone")
+
+
+def test_a_success_resets_the_count() -> None:
+    breaker = Breaker(limit=2)
+    for _ in range(5):
+        breaker.record(True, "flaky")
+        breaker.record(False, "")

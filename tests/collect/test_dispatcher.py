@@ -1,0 +1,123 @@
+"""The dispatcher: every slot decided once, in place, whatever order attempts end in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from whet.collect.breaker import Breaker
+from whet.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot
+from whet.errors import CaptureError, SandboxError
+from whet.rollout import AttemptSpec
+from whet.tasks.toy import ToySource
+from whet.testing.fake_attempts import FakeAttempts, fake_rollout
+from whet.types import Limits, Rollout, Status
+
+TASKS = ToySource(Limits()).tasks("train", 0, 3)
+
+
+class Memory:
+    """A sink in memory that refuses a second rollout for one slot."""
+
+    def __init__(self, held: Mapping[str, Rollout] | None = None) -> None:
+        self.rollouts: dict[str, Rollout] = dict(held or {})
+        self.repeated: list[tuple[str, int]] = []
+
+    def put(self, slot: Slot, rollout: Rollout) -> None:
+        assert slot.rollout_id == rollout.id
+        assert rollout.id not in self.rollouts
+        self.rollouts[rollout.id] = rollout
+
+    def attempted(self, slot: Slot, rollout: Rollout) -> None:
+        self.repeated.append((rollout.id, rollout.attempt))
+
+    def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
+        return dict(self.rollouts)
+
+
+class Quiet:
+    def __init__(self) -> None:
+        self.finished: list[str] = []
+
+    def rollout_started(self, rollout_id: str) -> None: ...
+
+    def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None:
+        self.finished.append(rollout_id)
+
+
+def dispatcher(attempts: FakeAttempts, sink: Memory, breaker: int = 20) -> Dispatcher:
+    options = CollectOptions(seed=5, group_size=4, attempts=3)
+    return Dispatcher(attempts, sink, Quiet(), Breaker(breaker), options)
+
+
+async def test_groups_keep_task_and_slot_order_although_attempts_end_in_another() -> None:
+    attempts = FakeAttempts(
+        lambda spec: float(spec.rollout_id[-1]), delay_s=lambda spec: 0.02 - int(spec.rollout_id[-1]) / 200
+    )
+    sink = Memory()
+    groups = await dispatcher(attempts, sink).collect("train", 2, TASKS)
+    assert [g.task_id for g in groups] == [t.id for t in TASKS]
+    assert [list(g.rewards) for g in groups] == [[0.0, 1.0, 2.0, 3.0]] * 3
+    assert [r.id for r in groups[1].rollouts] == [f"train/00002/001/{s:02d}" for s in range(4)]
+    assert len(sink.rollouts) == 12
+    assert attempts.most_running == 12
+    assert {spec.seed for spec in attempts.specs} == {5}
+
+
+async def test_only_infrastructure_failures_start_another_attempt_and_boundedly() -> None:
+    def fate(spec: AttemptSpec) -> float | str:
+        if spec.rollout_id == "train/00001/000/00":
+            return "box lost"
+        if spec.rollout_id == "train/00001/000/01":
+            return 1.0 if spec.attempt == 2 else "box lost"
+        return 0.0
+
+    attempts, sink = FakeAttempts(fate), Memory()
+    groups = await dispatcher(attempts, sink).collect("train", 1, TASKS[:1])
+    first, second, *others = groups[0].rollouts
+    assert (first.status, first.reward, first.attempt) == (Status.INFRA_FAILED, None, 3)
+    assert (second.status, second.reward, second.attempt) == (Status.OK, 1.0, 2)
+    assert [r.attempt for r in others] == [1, 1]
+    assert list(groups[0].rewards) == [1.0, 0.0, 0.0]
+    assert sorted(sink.repeated) == [
+        ("train/00001/000/00", 1),
+        ("train/00001/000/00", 2),
+        ("train/00001/000/01", 1),
+    ]
+
+
+async def test_a_slot_that_is_held_is_not_run_again() -> None:
+    spec = AttemptSpec(rollout_id="train/00001/000/02", task=TASKS[0], seed=5)
+    held = fake_rollout(spec, 0.5)
+    attempts = FakeAttempts(lambda spec: 0.0)
+    groups = await dispatcher(attempts, Memory({held.id: held})).collect("train", 1, TASKS[:1])
+    assert groups[0].rollouts[2] is held
+    assert held.id not in {spec.rollout_id for spec in attempts.specs}
+    assert len(attempts.specs) == 3
+
+
+async def test_a_broken_infrastructure_stops_the_step_with_its_cause() -> None:
+    attempts = FakeAttempts(lambda spec: "no space left")
+    with pytest.raises(SandboxError, match="6 attempts in a row failed; the last: no space left"):
+        await dispatcher(attempts, Memory(), breaker=6).collect("train", 1, TASKS)
+    assert attempts.running == 0
+
+
+async def test_a_defect_ends_the_step_as_itself() -> None:
+    def fate(spec: AttemptSpec) -> float | str:
+        if spec.rollout_id.endswith("/03"):
+            raise CaptureError("rollout x, turn 2, token 7: logprob missing")
+        return 0.0
+
+    attempts = FakeAttempts(fate)
+    with pytest.raises(CaptureError, match="token 7"):
+        await dispatcher(attempts, Memory()).collect("train", 1, TASKS)
+    assert attempts.running == 0
+
+
+async def test_evaluation_is_said_to_the_attempt() -> None:
+    attempts = FakeAttempts(lambda spec: 0.0)
+    await dispatcher(attempts, Memory()).collect("eval_before", 0, TASKS, group_size=1)
+    assert [spec.evaluation for spec in attempts.specs] == [True] * 3
+    assert [spec.rollout_id for spec in attempts.specs] == [f"eval_before/00000/00{g}/00" for g in range(3)]

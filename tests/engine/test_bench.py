@@ -1,0 +1,20 @@
+"""The benchmark runs and says what it measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from whet.bench.engine import main
+
+
+def test_the_benchmark_prints_ratios_and_fails_below_the_wanted_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = ["--prompt-tokens", "48", "--tokens", "4", "--repeats", "1", "--vocab", "64"]
+    assert main([*small, "--at-least", "1e9"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["ratios"]) == {"decode_1", "decode_8", "decode_32", "conversation_8", "conversation_32"}
+    assert all(rate["tokens_s"] > 0 for rate in result["rates"])
+    assert result["settings"]["threads"] == 1

@@ -14,6 +14,7 @@ import pytest
 from sandbox_rig import host_processes, open_descriptors, out, python, sh
 
 from whet.errors import PolicyUnsupported, SandboxStartError, SetupError
+from whet.sandbox import layout
 from whet.sandbox.base import Capability, Sandbox, SandboxSpec
 from whet.sandbox.local import LocalBackend
 from whet.sandbox.pool import SandboxPool
@@ -96,6 +97,17 @@ print(d[:9].decode(), len(d))
         server.close()
         async with await backend.create(spec) as box:
             assert (await box.exec(["python3", "-c", ask], timeout_s=15)).exit_code in (0, 1)
+
+
+async def test_a_machine_without_system_python_lends_its_own(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "python_inside", lambda: f"{layout.OWN_PYTHON}/bin/python3")
+    async with await backend.create(SandboxSpec()) as box:
+        assert "/opt/python" in await out(box, "tr '\\0' ' ' < /proc/1/cmdline; echo $PATH")
+        run = "import sys, json, ssl; print(sys.prefix)"
+        result = await box.exec([f"{layout.OWN_PYTHON}/bin/python3", "-c", run], timeout_s=10)
+        assert result.stdout == b"/opt/python\n", result
 
 
 async def test_many_boxes_at_once(backend: LocalBackend) -> None:

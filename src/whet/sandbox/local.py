@@ -82,10 +82,15 @@ class LocalSandbox:
     ) -> ExecResult:
         begun = time.monotonic()
         fields = self._fields(argv, env, cwd)
-        out, err = Output(max_output_bytes), Output(max_output_bytes)
-        source = local_bwrap.memory_file(stdin) if stdin else os.open(os.devnull, os.O_RDONLY)
+        with boundary(SandboxError, "make pipes"):
+            out, err = Output(max_output_bytes), Output(max_output_bytes)
+            source = local_bwrap.memory_file(stdin) if stdin else os.open(os.devnull, os.O_RDONLY)
         try:
             job, code = await self._control.start("run", fields, (source, out.write_end, err.write_end))
+        except BaseException:
+            out.finish()
+            err.finish()
+            raise
         finally:
             os.close(source)
             out.started()
@@ -99,8 +104,8 @@ class LocalSandbox:
                         exit_code = await asyncio.shield(code)
                 except TimeoutError:
                     await asyncio.shield(self._control.order("kill", job))
-                    exit_code = await code
-                    timed_out = exit_code == -signal.SIGKILL
+                    await code
+                    timed_out, exit_code = True, -signal.SIGKILL
         except asyncio.CancelledError:
             await asyncio.shield(self._kill_quietly(job))
             raise
@@ -129,7 +134,7 @@ class LocalSandbox:
         stderr = Output(STDERR_TAIL, tail=True)
         try:
             job, code = await self._control.start("keep", fields, (in_read, out_write, stderr.write_end))
-        except SandboxLost:
+        except BaseException:
             os.close(in_write)
             os.close(out_read)
             stderr.finish()
@@ -239,10 +244,19 @@ class LocalBackend:
 
     Raises SetupError on construction when this machine cannot isolate in the wanted mode.
     `memory_bytes` bounds the private memory of each process, not of the box; `max_processes` counts threads.
+    The writable places live in memory: `work_bytes` bounds the work folder, `scratch_bytes` each other place.
     """
 
-    def __init__(self, mode: Mode = "auto", *, start_timeout_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        mode: Mode = "auto",
+        *,
+        start_timeout_s: float = 20.0,
+        work_bytes: int = 512 << 20,
+        scratch_bytes: int = 128 << 20,
+    ) -> None:
         self._start_timeout_s = start_timeout_s
+        self._sizes = (work_bytes, scratch_bytes)
         self._root = os.geteuid() == 0
         self._bwrap = shutil.which("bwrap") or ""
         self._python = sys.executable if not Path("/usr/bin/python3").exists() else "/usr/bin/python3"
@@ -309,9 +323,8 @@ class LocalBackend:
             spec.max_processes or 0,
             spec.memory_bytes or 0,
         )
-        inside = [layout.python_inside(), "-I", "-S", "-B", layout.SUPERVISOR_AT]
-        program = [*inside, *(str(number) for number in numbers), *places]
-        steps = layout.plan(spec)
+        program = layout.supervisor([*(str(number) for number in numbers), *places])
+        steps = layout.plan(spec, *self._sizes)
         if self._mode == "bubblewrap":
             argv, fds = local_bwrap.command(self._bwrap, steps, program, as_root=self._root)
         else:

@@ -200,7 +200,8 @@ class Supervisor:
             if not targets:
                 break
             spared = time.monotonic() < deadline
-            for pid in targets if spared else (-1,):
+            # What was asked for goes first: a shell that sees its child die would go on, and might exit 0.
+            for pid in sorted(targets, key=lambda pid: pid not in self.jobs) if spared else (-1,):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if not spared:

@@ -142,6 +142,7 @@ def read_tree(root: int, *, max_bytes: int, max_files: int) -> Tree:
 
     Raises TreeTooLarge over `max_bytes`, `max_files`, four times as many entries, or MAX_DEPTH.
     """
+    os.fchmod(root, 0o755)
     found: dict[str, FileEntry] = {}
     budget = [max_bytes, max_files, 4 * max_files + 1000]
     _read_folder(root, "", 0, found, budget)

@@ -148,7 +148,7 @@ def measure(sides: dict[str, Side], load: Load, tokens: int, repeats: int) -> li
             if shape == "decode":
                 rate = load.decode(sides[side], batch, tokens)
             else:
-                rate = load.conversation(sides[side], batch, SAMPLED)
+                rate = load.conversation(sides[side], batch, min(tokens, SAMPLED))
             if turn:
                 seen[shape, side, batch].append(rate)
     return [

@@ -36,14 +36,14 @@ Done = Callable[[Generation | EngineError], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Shape of the engine. Results may depend on `max_rows` and `threads`, on nothing else here."""
+    """Shape of the engine. Results may depend on `threads`, on nothing else here."""
 
     max_rows: int = 32
     """Requests that run at once; a multiple of 8."""
     max_context: int = 2048
     """Prompt plus sampled tokens of one request."""
     threads: int = 1
-    """Torch threads while the engine runs."""
+    """Torch threads while the engine runs; set anew at each step, so a trainer may use its own number."""
     prefill_tiles: int = 8
     """Most 16-token tiles of prompt per forward pass."""
     cache_tokens: int = 65536

@@ -1,0 +1,96 @@
+"""`python -m whet.demo.blind`: how often a toy task is solved by an agent that edits without looking.
+
+The best guess that the issue text allows is played through the real path (agent, gateway, grader) on
+held-out tasks: the wrong text is guessed uniformly among what the generator could have written, the right
+text is known. It is the floor that a trained policy has to leave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from whet.collect.agents import limits_of, open_agents
+from whet.collect.breaker import Breaker
+from whet.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot
+from whet.config import Config, demo_preset, load_config, model_folder
+from whet.demo.policy import Habits
+from whet.demo.warm import Demonstrator
+from whet.record.store import Score
+from whet.render.template import load_family
+from whet.rollout import Attempts
+from whet.tasks.toy import ToySource
+from whet.testing.scripted_engine import ScriptedEngine
+from whet.train.assembly import make_judge
+from whet.types import Rollout
+from whet.view.curve import wilson
+
+BLIND = Habits(look=0.0, blind_wrong=0.0, recover=0.0, verify=0.0)
+
+
+class _Nowhere:
+    """Sink and watcher that keep nothing."""
+
+    def put(self, slot: Slot, rollout: Rollout) -> None: ...
+
+    def attempted(self, slot: Slot, rollout: Rollout) -> None: ...
+
+    def held(self, phase: Phase, step: int) -> dict[str, Rollout]:
+        return {}
+
+    def rollout_started(self, rollout_id: str) -> None: ...
+
+    def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None: ...
+
+
+async def measure(config: Config, tasks: int) -> dict[str, Score]:
+    """Family -> score of blind editing on held-out tasks; "" is the total."""
+    family = load_family(model_folder(config))
+    demonstrator = Demonstrator(family)
+    source = ToySource(limits_of(config))
+    chosen = source.tasks("eval", 0, tasks)
+    for i, task in enumerate(chosen):
+        slot = Slot(phase="eval_before", step=0, group=i, slot=0)
+        demonstrator.assign(slot.rollout_id, source.problem(task), BLIND, 0)
+    engine, nowhere = ScriptedEngine(family, demonstrator), _Nowhere()
+    with tempfile.TemporaryDirectory(prefix="whet-blind-") as sockets:
+        async with open_agents(config, family, engine, Path(sockets)) as agents:
+            attempts = Attempts(agents.gateway, agents.workers, make_judge(config, agents.backend, source))
+            options = CollectOptions(seed=0, group_size=1)
+            dispatcher = Dispatcher(attempts, nowhere, nowhere, Breaker(), options)
+            groups = await dispatcher.collect("eval_before", 0, chosen)
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for rollout in group.rollouts:
+            if rollout.reward is not None:
+                found.setdefault("", []).append(rollout.reward)
+                found.setdefault(rollout.family, []).append(rollout.reward)
+    return {
+        name: Score(solved=int(sum(rewards)), total=len(rewards)) for name, rewards in sorted(found.items())
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the rate with its 95 % interval, by family, and one JSON line."""
+    parser = argparse.ArgumentParser(prog="whet.demo.blind", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--agent", choices=("pi", "script"), default="pi")
+    parser.add_argument("--tasks", type=int, default=512)
+    options = parser.parse_args(argv)
+    config = load_config(None, [f"harness.agent={options.agent}"], demo_preset())
+    scores = asyncio.run(measure(config, options.tasks))
+    for name, score in scores.items():
+        low, high = wilson(score)
+        print(
+            f"{name or 'all':12} {score.rate:.3f}  {score.solved}/{score.total}  95 % {low:.3f} to {high:.3f}"
+        )
+    print(json.dumps({name or "all": score.rate for name, score in scores.items()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""One attempt for real: box, agent process, gateway, forest, diff, second box, verdict. Only the engine is scripted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from whet.collect.agents import limits_of, open_agents
+from whet.config import Config, load_config
+from whet.demo.policy import call, edit
+from whet.demo.warm import write_family
+from whet.errors import EngineError
+from whet.grade.clean import Grader
+from whet.render.template import TemplateFamily, load_family
+from whet.rollout import Attempts, AttemptSpec
+from whet.tasks.toy import ToyProblem, ToySource
+from whet.testing.scripted_engine import ScriptedEngine
+from whet.types import IntArray, Message, Outcome, RequestKey, Rollout, Status, Task, Tree, Verdict
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Everything but the policy."""
+
+    config: Config
+    family: TemplateFamily
+    source: ToySource
+    tmp: Path
+
+    @property
+    def task(self) -> Task:
+        return self.source.tasks("train", 0, 1)[0]
+
+    @property
+    def problem(self) -> ToyProblem:
+        return self.source.problem(self.task)
+
+    @contextlib.asynccontextmanager
+    async def attempts(self, engine: ScriptedEngine) -> AsyncIterator[Attempts]:
+        async with open_agents(self.config, self.family, engine, self.tmp) as agents:
+            grader = Grader(agents.backend)
+
+            async def judge(task: Task, tree: Tree) -> Verdict:
+                return await grader.grade(task, self.source.oracle(task), tree)
+
+            yield Attempts(agents.gateway, agents.workers, judge)
+
+    async def run(self, script: list[Message], **changes: object) -> tuple[Rollout, ScriptedEngine]:
+        engine = ScriptedEngine(self.family, playing(script), uniform_logprobs=True)
+        spec = AttemptSpec(rollout_id="train/00001/000/00", task=self.task, seed=1)
+        async with self.attempts(engine) as attempts:
+            return await attempts.run(replace(spec, **changes)), engine  # type: ignore[arg-type]
+
+
+def playing(script: list[Message]) -> Callable[[IntArray, RequestKey], Message]:
+    return lambda ids, key: script[min(key.turn, len(script) - 1)]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    config = load_config(
+        None,
+        [
+            "harness.agent=script",
+            "harness.mode=warm",
+            "harness.workers=2",
+            "limits.wall_s=20",
+            "limits.max_call_tokens=512",
+            "model.max_context_tokens=16384",
+        ],
+    )
+    write_family(tmp_path / "family", "")
+    (tmp_path / "s").mkdir()
+    return Stage(config, load_family(tmp_path / "family"), ToySource(limits_of(config)), tmp_path / "s")
+
+
+DONE = Message(role="assistant", text="done")
+
+
+async def test_a_right_edit_is_resolved_and_every_token_kept(stage: Stage) -> None:
+    p = stage.problem
+    rollout, engine = await stage.run([call("read", path=p.path), edit(p, p.fault.old, p.fault.new), DONE])
+    assert (rollout.status, rollout.reward) == (Status.OK, 1.0)
+    assert rollout.verdict is not None
+    assert rollout.verdict.outcome is Outcome.RESOLVED
+    assert rollout.verdict.strength == "strong"
+    assert rollout.changed[p.path].content.decode() == p.text(solved=True)
+    (segment,) = rollout.trajectory.segments
+    assert len(engine.sent) == 3
+    for sent in engine.sent:
+        assert (segment.ids[: len(sent.ids)] == sent.ids).all()
+    ledger = rollout.trajectory.ledger
+    assert ledger.balanced
+    assert ledger.trained == ledger.captured == int(segment.mask.sum())
+    assert rollout.timings.agent_s > 0
+    assert rollout.timings.grade_s > 0
+
+
+async def test_a_wrong_edit_and_no_edit_earn_nothing(stage: Stage) -> None:
+    p = stage.problem
+    wrong, _ = await stage.run([edit(p, p.fault.old, "0"), DONE])
+    idle, _ = await stage.run([DONE])
+    for rollout in (wrong, idle):
+        assert (rollout.status, rollout.reward) == (Status.OK, 0.0)
+        assert rollout.verdict is not None
+        assert rollout.verdict.outcome is Outcome.UNRESOLVED
+
+
+async def test_editing_the_visible_check_earns_nothing_and_is_recorded(stage: Stage) -> None:
+    p = stage.problem
+    cheat = call("bash", command="echo 'print(\"pass\")' > check.py")
+    rollout, _ = await stage.run([cheat, DONE])
+    assert rollout.reward == 0.0
+    assert rollout.verdict is not None
+    assert rollout.verdict.dropped_paths == ("check.py",)
+    honest, _ = await stage.run([cheat, edit(p, p.fault.old, p.fault.new), DONE])
+    assert honest.reward == 1.0
+
+
+async def test_evaluation_tokens_are_never_trained(stage: Stage) -> None:
+    rollout, _ = await stage.run([DONE], evaluation=True)
+    ledger = rollout.trajectory.ledger
+    assert ledger.trained == 0
+    assert ledger.excluded == {"evaluation": ledger.captured}
+
+
+async def test_an_agent_that_never_stops_is_truncated_and_graded(stage: Stage) -> None:
+    p = stage.problem
+    rollout, engine = await stage.run([edit(p, p.fault.old, p.fault.new), call("read", path=p.path)])
+    assert (rollout.status, rollout.reward) == (Status.TRUNCATED, 1.0)
+    assert len(engine.sent) == stage.config.limits.max_calls
+
+
+async def test_an_engine_failure_is_unscorable_and_in_the_ledger(stage: Stage) -> None:
+    engine = ScriptedEngine(
+        stage.family,
+        playing([call("read", path=stage.problem.path)]),
+        uniform_logprobs=True,
+        fail=lambda key: EngineError("engine on fire") if key.turn == 1 else None,
+    )
+    async with stage.attempts(engine) as attempts:
+        rollout = await attempts.run(AttemptSpec(rollout_id="train/00001/000/00", task=stage.task, seed=1))
+    assert (rollout.status, rollout.reward) == (Status.INFRA_FAILED, None)
+    assert "engine on fire" in rollout.error
+    ledger = rollout.trajectory.ledger
+    assert ledger.captured > 0
+    assert ledger.excluded == {"infra": ledger.captured}
+
+
+async def test_the_secret_of_a_rollout_dies_with_it(stage: Stage) -> None:
+    """A worker is used twice; both rollouts are served, each with a secret of its own."""
+    secrets: set[str] = set()
+    p = stage.problem
+    leak = call("bash", command="echo $OPENAI_API_KEY > key.txt")
+    engine = ScriptedEngine(stage.family, playing([leak, DONE]), uniform_logprobs=True)
+    async with stage.attempts(engine) as attempts:
+        for slot in range(3):
+            spec = AttemptSpec(rollout_id=f"train/00001/000/0{slot}", task=stage.task, seed=1)
+            rollout = await attempts.run(spec)
+            secrets.add(rollout.changed["key.txt"].content.decode())
+    assert len(secrets) == 3
+    assert p.path not in rollout.changed

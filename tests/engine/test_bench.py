@@ -12,7 +12,7 @@ from whet.bench.engine import main
 def test_the_benchmark_prints_ratios_and_fails_below_the_wanted_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    small = ["--prompt-tokens", "48", "--tokens", "4", "--repeats", "1", "--vocab", "64"]
+    small = ["--prompt-tokens", "48", "--tokens", "2", "--repeats", "1", "--vocab", "64"]
     assert main([*small, "--at-least", "1e9"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert set(result["ratios"]) == {"decode_1", "decode_8", "decode_32", "conversation_8", "conversation_32"}

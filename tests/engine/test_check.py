@@ -66,6 +66,12 @@ class CutShows(Forward):
         self.keys[:, jobs[0].slot] *= 1 + 2.0**-20
 
 
+@pytest.mark.parametrize("tiles", [1, 2, 40])
+def test_any_number_of_tiles_can_be_proven(tiles: int) -> None:
+    options = EngineOptions(max_rows=8, max_context=128, prefill_tiles=tiles)
+    assert EmbeddedCore(initialise(CONFIG, 0), options).keeps_sampled
+
+
 def test_this_machine_passes_without_pinning_and_is_left_clean() -> None:
     forward = make()
     prove_invariance(forward)

@@ -44,12 +44,14 @@ def test_resume_continues_with_the_same_bits(tmp_path: Path, muon_lr: float) -> 
         first.step(next_plan(first))
     checkpoint.save(first, tmp_path / "c")
     at_two = state(first)
+    drawn = torch.rand(3)
     second = trainer(muon_lr)
     with torch.no_grad():
         second.model.lm_head.weight.zero_()
     checkpoint.load(second, tmp_path / "c")
     assert (second.steps, second.version) == (2, 2)
     assert state(second) == at_two
+    assert torch.equal(torch.rand(3), drawn)
     for _ in range(2):
         second.step(next_plan(second))
     assert state(second) == state(straight)

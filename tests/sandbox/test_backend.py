@@ -103,7 +103,7 @@ async def test_a_machine_without_system_python_lends_its_own(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "python_inside", lambda: f"{layout.OWN_PYTHON}/bin/python3")
-    async with await backend.create(SandboxSpec()) as box:
+    async with await LocalBackend(backend.mode).create(SandboxSpec()) as box:
         assert "/opt/python" in await out(box, "tr '\\0' ' ' < /proc/1/cmdline; echo $PATH")
         run = "import sys, json, ssl; print(sys.prefix)"
         result = await box.exec([f"{layout.OWN_PYTHON}/bin/python3", "-c", run], timeout_s=10)

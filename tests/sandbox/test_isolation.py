@@ -88,7 +88,7 @@ async def test_system_is_read_only(box: LocalSandbox) -> None:
         "/dev/x",
         "/opt/x",
         "/run/x",
-        "/run/whet/supervisor.py",
+        "/run/whet/supervisor.pyc",
         "/home/x",
     ):
         assert (await sh(box, f"echo x > {path}")).exit_code != 0, path

@@ -7,6 +7,7 @@ a killed host leaves nothing to clean up.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -17,11 +18,12 @@ from whet.sandbox.base import SandboxSpec
 
 HOME = "/home/agent"
 INSIDE_ID = 1000
-SUPERVISOR_AT = "/run/whet/supervisor.py"
+SUPERVISOR_AT = "/run/whet/supervisor.pyc"
 OWN_PYTHON = "/opt/python"
 
 Step = tuple[str, str, str]
-"""(kind, argument, path): bind source, link target, tmpfs bytes, file text, and proc, dev, ro, dir with "".
+"""(kind, argument, path): bind source, link target, tmpfs bytes, file text, code as hex digits, and proc,
+dev, ro and dir with "".
 A step's path is inside the box; binds are read-only."""
 
 _ETC = (
@@ -55,6 +57,25 @@ def supervisor(arguments: Sequence[str]) -> list[str]:
     return [*start, python_inside(), "-I", "-S", "-B", SUPERVISOR_AT, *arguments]
 
 
+def compile_supervisor() -> bytes:
+    """The program of PID 1, compiled once by the Python that will run it in every box.
+
+    Raises OSError and subprocess.SubprocessError.
+    """
+    inside = python_inside()
+    python = str(Path(sys.base_prefix, "bin", "python3")) if inside.startswith(OWN_PYTHON) else inside
+    source = Path(__file__).with_name("supervisor.py").read_bytes()
+    command = [python, "-I", "-S", "-B", "-c", _COMPILE]
+    return subprocess.run(command, input=source, capture_output=True, check=True, timeout=30).stdout
+
+
+_COMPILE = """
+import importlib.util, marshal, sys
+code = compile(sys.stdin.buffer.read(), "supervisor.py", "exec")
+sys.stdout.buffer.write(importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code))
+"""
+
+
 def environment(spec: SandboxSpec) -> dict[str, str]:
     """/usr/bin comes first: a version-manager shim for python3 costs 90 ms a start."""
     path = "/usr/bin:/bin:/usr/local/bin:/usr/sbin:/sbin"
@@ -83,15 +104,16 @@ def _system() -> list[Step]:
     return steps
 
 
-def plan(spec: SandboxSpec, work_bytes: int, scratch_bytes: int) -> list[Step]:
-    """Steps in order; the sizes bound the work folder and each other writable place.
+def plan(spec: SandboxSpec, code: bytes, work_bytes: int, scratch_bytes: int) -> list[Step]:
+    """Steps in order. `code` is from `compile_supervisor`; the sizes bound the work folder and each other
+    writable place.
 
     Raises PolicyUnsupported for a bind that is missing or lies over a writable place.
     """
     steps = _system()
     steps += [("file", text, path) for path, text in _ETC]
     steps += [("proc", "", "/proc"), ("dev", "", "/dev")]
-    steps.append(("bind", str(Path(__file__).with_name("supervisor.py").resolve()), SUPERVISOR_AT))
+    steps.append(("code", code.hex(), SUPERVISOR_AT))
     places = writable(spec)
     steps.append(("tmpfs", str(work_bytes), places[0]))
     steps += [("tmpfs", str(scratch_bytes), path) for path in places[1:]]
@@ -116,6 +138,6 @@ def _with_folders(steps: list[Step]) -> list[Step]:
                 made.add(parent)
                 result.append(("dir", "", str(parent)))
         result.append((kind, argument, path))
-        if kind not in ("file", "link"):
+        if kind not in ("file", "code", "link"):
             mounted.add(Path(path))
     return result

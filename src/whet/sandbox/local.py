@@ -260,6 +260,10 @@ class LocalBackend:
         self._root = os.geteuid() == 0
         self._bwrap = shutil.which("bwrap") or ""
         self._python = sys.executable if not Path("/usr/bin/python3").exists() else "/usr/bin/python3"
+        try:
+            self._code = layout.compile_supervisor()
+        except (OSError, subprocess.SubprocessError) as error:
+            raise SetupError(f"no Python to run inside a box: {error}") from error
         self._mode = self._choose(mode)
 
     @property
@@ -324,7 +328,7 @@ class LocalBackend:
             spec.memory_bytes or 0,
         )
         program = layout.supervisor([*(str(number) for number in numbers), *places])
-        steps = layout.plan(spec, *self._sizes)
+        steps = layout.plan(spec, self._code, *self._sizes)
         if self._mode == "bubblewrap":
             argv, fds = local_bwrap.command(self._bwrap, steps, program, as_root=self._root)
         else:

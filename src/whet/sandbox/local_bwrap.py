@@ -37,8 +37,8 @@ def command(
             argv += ["--symlink", argument, path]
         elif kind == "tmpfs":
             argv += ["--size", argument, "--tmpfs", path]
-        elif kind == "file":
-            fds.append(memory_file(argument.encode()))
+        elif kind in ("file", "code"):
+            fds.append(memory_file(argument.encode() if kind == "file" else bytes.fromhex(argument)))
             argv += ["--perms", "0644", "--file", str(fds[-1]), path]
         elif kind == "ro":
             argv += ["--remount-ro", path]

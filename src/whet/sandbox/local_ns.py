@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import signal
-import socket
 import struct
 import sys
-from collections.abc import Sequence
+from _socket import AF_INET, SOCK_DGRAM, socket
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = (
     0x20000, 0x2000000, 0x4000000, 0x8000000, 0x20000000, 0x40000000,
@@ -22,7 +24,7 @@ CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NE
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
     1, 2, 4, 8, 32, 4096, 16384, 1 << 18,
 )  # fmt: skip
-MNT_DETACH = 2
+MNT_DETACH, SIGKILL = 2, 9
 PR_SET_PDEATHSIG = 1
 ROOT = "/new"
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
@@ -60,10 +62,10 @@ def bind(source: str, target: str) -> None:
     mount(source, target, "", MS_BIND)
 
 
-def write(path: str, text: str) -> None:
+def write(path: str, content: str | bytes) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
-    with open(path, "w") as file:
-        file.write(text)
+    with open(path, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def devices(path: str, old: str) -> None:
@@ -85,6 +87,8 @@ def build(steps: Sequence[Sequence[str]], old: str) -> None:
             read_only(target)
         elif kind == "file":
             write(target, argument)
+        elif kind == "code":
+            write(target, bytes.fromhex(argument))
         elif kind == "link":
             os.makedirs(os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120
             os.symlink(argument, target)  # noqa: PTH211
@@ -125,9 +129,10 @@ def change_root(steps: Sequence[Sequence[str]]) -> None:
 
 
 def loopback_up() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("16sH14x", b"lo", 1 | 64)  # IFF_UP | IFF_RUNNING
-        fcntl.ioctl(probe, 0x8914, request)
+    probe = socket(AF_INET, SOCK_DGRAM)
+    request = struct.pack("16sH14x", b"lo", 1 | 64)  # IFF_UP | IFF_RUNNING
+    fcntl.ioctl(probe.fileno(), 0x8914, request)
+    probe.close()
 
 
 def main(plan_fd: int, program: list[str]) -> None:
@@ -143,9 +148,9 @@ def main(plan_fd: int, program: list[str]) -> None:
         os.closerange(3, 1024)
         os.waitpid(child, 0)
         return
-    system(libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0), "prctl")
+    system(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "prctl")
     loopback_up()
-    socket.sethostname("box")
+    system(libc.sethostname(b"box", 3), "sethostname")
     change_root(steps)
     os.execve(program[0], program, {})
 

@@ -1,7 +1,8 @@
 """PID 1 of a box: drops every privilege, then starts and kills processes as the host asks over one socket.
 
-Run as a script by the box's own Python, so it knows the standard library only and imports little (start-up
-is the price of every box). It is not dumpable and it is init, so nothing in the box can kill or trace it.
+Run by the box's own Python, compiled beforehand and importing little, because its start is the price of
+every box: `signal`, `socket` and `contextlib` alone would double it. It is not dumpable and it is init, so
+nothing in the box can kill or trace it.
 When the host's end of the socket closes it exits, and the kernel takes the whole PID namespace with it.
 
 Frames from the host: 4 bytes length, then NUL-joined fields `kind, job, ...`, descriptors on the first byte.
@@ -10,21 +11,31 @@ Lines to the host: `ready`, `exit JOB CODE` (-n for signal n), `swept JOB OK`.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
 import select
-import signal
-import socket
 import struct
 import sys
 import time
+from _socket import (
+    AF_INET,
+    CMSG_SPACE,
+    MSG_CMSG_CLOEXEC,
+    MSG_WAITALL,
+    SCM_RIGHTS,
+    SOCK_CLOEXEC,
+    SOCK_STREAM,
+    SOL_SOCKET,
+    socket,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+SIGINT, SIGKILL, SIGPIPE, SIGXFSZ, SIG_DFL = 2, 9, 13, 25, 0
+PIDFD_OPEN = 434
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 CLONE_NEWUSER = 0x10000000
 IPC_RMID = 0
@@ -67,7 +78,9 @@ def confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int) -> No
         drop_privileges(libc, outer_id)
     system(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     system(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
-    system(libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0))
+    system(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0))
+    # Python's own handler would let anything in the box interrupt its init.
+    libc.signal(SIGINT, SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # POSIX message queues would outlive a rollout and cannot be listed from inside.
     resource.setrlimit(12, (0, 0))
@@ -78,19 +91,21 @@ def confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int) -> No
 
 
 class Supervisor:
-    def __init__(self, control: socket.socket, libc: ctypes.CDLL) -> None:
+    def __init__(self, control: socket, libc: ctypes.CDLL) -> None:
         self.control = control
         self.libc = libc
+        self.poll = select.poll()
         self.jobs: dict[int, str] = {}
+        self.watched: dict[int, int] = {}
         self.kept: set[int] = set()
 
     def send(self, line: str, fds: tuple[int, ...] = ()) -> None:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))] if fds else []
+        rights = [(SOL_SOCKET, SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))] if fds else []
         self.control.sendmsg([line.encode() + b"\n"], rights)
 
     def receive(self) -> tuple[list[str], list[int]]:
-        flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_WAITALL
-        head, extra, _, _ = self.control.recvmsg(4, socket.CMSG_SPACE(16), flags)
+        flags = MSG_CMSG_CLOEXEC | MSG_WAITALL
+        head, extra, _, _ = self.control.recvmsg(4, CMSG_SPACE(16), flags)
         fds: list[int] = []
         for _level, _kind, data in extra:
             fds += struct.unpack(f"{len(data) // 4}i", data)
@@ -106,20 +121,11 @@ class Supervisor:
         return [os.fsdecode(part) for part in bytes(body).split(b"\0")], fds
 
     def serve(self) -> None:
-        wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        signal.set_wakeup_fd(wake_write)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        # Python's own handler would let anything in the box interrupt its init.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        poll = select.poll()
-        poll.register(self.control, select.POLLIN)
-        poll.register(wake_read, select.POLLIN)
+        """Wakes for orders and for the end of a job; once a second for orphans, which nobody waits for."""
+        self.poll.register(self.control.fileno(), select.POLLIN)
         while True:
-            for fd, _ in poll.poll():
-                if fd == wake_read:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(wake_read, 4096)
-                else:
+            for fd, _ in self.poll.poll(1000):
+                if fd == self.control.fileno():
                     self.handle(*self.receive())
             self.reap()
 
@@ -147,11 +153,13 @@ class Supervisor:
             self.send(f"exit {job} 126")
             pid = -1
         if pid == 0:
-            become(cwd, argv, env, fds)
+            become(self.libc, cwd, argv, env, fds)
         for fd in fds:
             os.close(fd)
         if pid > 0:
             self.jobs[pid] = job
+            self.watched[pid] = system(self.libc.syscall(PIDFD_OPEN, pid, 0))
+            self.poll.register(self.watched[pid], select.POLLIN)
             if keep:
                 self.kept.add(pid)
 
@@ -166,6 +174,8 @@ class Supervisor:
             job = self.jobs.pop(pid, None)
             self.kept.discard(pid)
             if job is not None:
+                self.poll.unregister(self.watched[pid])
+                os.close(self.watched.pop(pid))
                 code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
                 self.send(f"exit {job} {code}")
 
@@ -175,11 +185,13 @@ class Supervisor:
         for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib would double the start-up time
             if not name.isdigit() or name == "1":
                 continue
-            with contextlib.suppress(OSError):
+            try:
                 with open(f"/proc/{name}/stat", "rb") as file:
                     state, parent = file.read().rpartition(b")")[2].split()[:2]
-                if state not in b"ZX":
-                    found[int(name)] = int(parent)
+            except OSError:
+                continue
+            if state not in b"ZX":
+                found[int(name)] = int(parent)
         return found
 
     def trees(self, roots: set[int]) -> set[int]:
@@ -202,8 +214,10 @@ class Supervisor:
             spared = time.monotonic() < deadline
             # What was asked for goes first: a shell that sees its child die would go on, and might exit 0.
             for pid in sorted(targets, key=lambda pid: pid not in self.jobs) if spared else (-1,):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                try:
+                    os.kill(pid, SIGKILL)
+                except ProcessLookupError:
+                    continue
             if not spared:
                 keep = set()
             time.sleep(0.0005)
@@ -227,14 +241,13 @@ class Supervisor:
                 remove(int(row.split()[1]))
 
 
-def become(cwd: str, argv: list[str], env: dict[str, str], fds: list[int]) -> None:
+def become(libc: ctypes.CDLL, cwd: str, argv: list[str], env: dict[str, str], fds: list[int]) -> None:
     """In the forked child: turn into the asked-for program. 126 and 127 as a shell has them."""
     code = 126
     try:
         os.setsid()
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
+        for number in (SIGPIPE, SIGXFSZ):  # which Python ignores, and so would its children
+            libc.signal(number, SIG_DFL)
         for target, fd in enumerate(fds):
             os.dup2(fd, target)
         os.chdir(cwd)
@@ -251,8 +264,8 @@ def main(arguments: list[str]) -> None:
     then the writable folders, whose descriptors go to the host with `ready`."""
     fd, port, outer_id, processes, memory = (int(item) for item in arguments[:5])
     libc = ctypes.CDLL(None, use_errno=True)
-    control = socket.socket(fileno=fd)
-    control.set_inheritable(False)
+    control = socket(fileno=fd)
+    os.set_inheritable(fd, False)
     fds = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for folder in arguments[5:]]
     if outer_id >= 0:
         for folder in fds:
@@ -260,7 +273,7 @@ def main(arguments: list[str]) -> None:
     confine(libc, outer_id, processes, memory)
     supervisor = Supervisor(control, libc)
     if port:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC)
         listener.bind(("127.0.0.1", port))
         listener.listen(128)
         fds.append(listener.fileno())

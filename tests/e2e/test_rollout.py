@@ -1,4 +1,4 @@
-"""One attempt for real: box, agent process, gateway, forest, diff, second box, verdict. Only the engine is scripted."""
+"""One attempt for real: box, agent, gateway, forest, diff, second box, verdict. The engine is scripted."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,10 @@ def gone(pids: Sequence[int], within_s: float) -> bool:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """One undisturbed run."""
     run_dir = tmp_path_factory.mktemp("runs") / "reference"
-    yield run_dir, finish(demo(run_dir))
+    return run_dir, finish(demo(run_dir))
 
 
 def test_the_summary_says_what_was_asked_for(reference: tuple[Path, dict[str, Any]]) -> None:

@@ -80,8 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="whet.demo.blind", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--agent", choices=("pi", "script"), default="pi")
     parser.add_argument("--tasks", type=int, default=512)
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     options = parser.parse_args(argv)
-    config = load_config(None, [f"harness.agent={options.agent}"], demo_preset())
+    config = load_config(None, [f"harness.agent={options.agent}", *options.overrides], demo_preset())
     scores = asyncio.run(measure(config, options.tasks))
     for name, score in scores.items():
         low, high = wilson(score)

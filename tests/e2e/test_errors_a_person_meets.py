@@ -1,0 +1,117 @@
+"""Failures through the real command line: one clear line, a non-zero exit, and nothing lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TINY = ["run.steps=2", "run.eval_tasks=4", "tasks.groups_per_step=2", "collect.group_size=2",
+        "harness.workers=2", "train.threads=1", "train.min_groups=1"]  # fmt: skip
+
+
+def whet(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "whet.cli", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=180, check=False, env={**os.environ, **(env or {})}
+    )
+
+
+def line_of(done: subprocess.CompletedProcess[str], code: int) -> str:
+    """The one line of a failure; everything else on stderr is the view's."""
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("whet: ")]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_a_wrong_key_is_suggested(tmp_path: Path) -> None:
+    done = whet("demo", "--plain", f"run.dir={tmp_path / 'r'}", "train.lrr=1")
+    assert line_of(done, 2).endswith("unknown key train.lrr; did you mean train.lr?")
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        done = whet(
+            "demo", "--agent", "script", "--plain", f"run.dir={tmp_path / 'r'}", f"gateway.port={port}", *TINY
+        )
+    assert f"127.0.0.1:{port}" in line_of(done, 1)
+
+
+def test_without_node_and_network_the_line_says_what_to_do(tmp_path: Path) -> None:
+    """An empty cache, no Node on the PATH and no wheel: nothing that Pi could run on."""
+    hidden = {"PATH": "/nonexistent", "WHET_CACHE": str(tmp_path / "cache")}
+    program = (
+        "import sys, whet.harness.install as i\n"
+        "i._wheel_node = lambda: None\n"
+        "from whet.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", program, "demo", "--plain", f"run.dir={tmp_path / 'r'}", *TINY]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **hidden}
+    )
+    line = line_of(done, 1)
+    assert "Node 22.19 or newer is needed" in line or "bwrap" in line
+
+
+def test_without_bubblewrap_the_line_names_it(tmp_path: Path) -> None:
+    done = whet(
+        "demo", "--agent", "script", "--plain", f"run.dir={tmp_path / 'r'}", "sandbox.mode=bubblewrap", *TINY,
+        env={"PATH": "/nonexistent"},
+    )  # fmt: skip
+    line = line_of(done, 1)
+    assert "bwrap" in line
+    assert "install bubblewrap" in line
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=190m", "tmpfs", str(disk)], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_loses_nothing_and_resumes(small_disk: Path) -> None:
+    run_dir = small_disk / "run"
+    arguments = ["demo", "--agent", "script", "--plain", f"run.dir={run_dir}", *TINY, "run.steps=6"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "whet.cli", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 90
+    while not list(run_dir.glob("checkpoints/step-00001")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    filler = small_disk / "filler"
+    with filler.open("wb") as file:
+        free = shutil.disk_usage(small_disk).free
+        file.write(bytes(max(0, free - (1 << 20))))
+    _, errors = child.communicate(timeout=90)
+    assert child.returncode == 1, errors
+    lines = [line for line in errors.splitlines() if line.startswith("whet: ")]
+    assert len(lines) == 1, errors
+    assert "Traceback" not in errors
+    assert "full" in lines[0] or "space" in lines[0].lower()
+    assert f"--resume {run_dir}" in lines[0]
+    filler.unlink()
+    resumed = whet("demo", "--plain", "--json", "--resume", str(run_dir))
+    assert resumed.returncode == 0, resumed.stderr[-1500:]
+    assert '"rl_steps":6' in resumed.stdout.splitlines()[-1]

@@ -1,0 +1,46 @@
+"""A short run from the shipped warm start has to learn: held-out solve rate up by 0.15 or more."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.harness.install import find_pi
+
+TASKS = 128
+
+
+def whet(*arguments: str) -> dict[str, Any]:
+    """Run to the end; the last line of stdout as JSON."""
+    command = [sys.executable, "-m", "whet.cli", *arguments, "--plain"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.learning
+def test_a_short_run_learns(tmp_path: Path) -> None:
+    settings = [f"run.dir={tmp_path / 'run'}", f"run.eval_tasks={TASKS}", "run.steps=12"]
+    summary = whet("demo", "--agent", "script", "--json", *settings)
+    assert summary["heldout_before"] <= 0.35
+    assert summary["heldout_after"] >= summary["heldout_before"] + 0.15
+    assert summary["max_logprob_gap"] <= 1e-4
+
+
+@pytest.mark.learning
+def test_a_run_with_the_real_pi_replays_bit_for_bit(tmp_path: Path) -> None:
+    if find_pi() is None and not os.environ.get("WHET_REQUIRE_PI"):
+        pytest.skip("Pi is not installed; scripts/setup installs it")
+    small = ["run.steps=2", "run.eval_tasks=16", "tasks.groups_per_step=4", "harness.workers=4"]
+    summary = whet("demo", "--json", f"run.dir={tmp_path / 'pi'}", *small)
+    assert summary["agent"] == "pi"
+    result = whet("replay", str(tmp_path / "pi"))
+    assert result["identical"] is True
+    assert result["weights"] == summary["weights"]

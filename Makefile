@@ -1,6 +1,6 @@
 # Two commands for everybody: `make demo` and `make test`. ARGS goes to the program:
 #   make demo ARGS="--agent script run.seed=3"
-.PHONY: demo test setup check
+.PHONY: demo test setup check warm-start
 
 demo:
 	@scripts/setup
@@ -16,3 +16,8 @@ setup:
 
 check:
 	@scripts/check
+
+# Records the demonstrations and trains the warm start again, then puts it into the package.
+warm-start:
+	@scripts/setup
+	@.venv/bin/python -m whet.demo.warm

@@ -1,6 +1,6 @@
 """The scripted demonstrator: an agent's turns for a toy problem, often wrong and often without looking.
 
-It plays through the gateway as an engine of kind `demonstrated`. `plan_episode` is pure: the same problem,
+It plays through the gateway as an engine of kind `demonstrated`. `plan_turns` is pure: the same problem,
 habits and seed give the same turns, so a recorded demonstration can be rendered again.
 """
 
@@ -87,8 +87,8 @@ class Step:
     """`any`, `refused` or `accepted`: what the last edit's result must have been."""
 
 
-def plan_episode(problem: ToyProblem, habits: Habits, seed: int) -> Sequence[Step]:
-    """All turns of one episode; those whose condition does not hold are skipped."""
+def plan_turns(problem: ToyProblem, habits: Habits, seed: int) -> Sequence[Step]:
+    """All turns of one demonstration; those whose condition does not hold are skipped."""
     rng = random.Random(f"whet-demonstrator-{problem.seed}-{seed}")
     looked = rng.random() < habits.look
     steps = [Step(message=look(problem, rng, habits))] if looked else []

@@ -27,14 +27,17 @@ from whet.types import IntArray, Limits
 
 GATE = 0.9
 """Least whole-edit argmax accuracy of every family."""
-GATE_TASKS = 384
+GATE_FROM, GATE_TASKS = 2000, 384
+"""Eval tasks of the gate: none that a run's held-out evaluation uses."""
+GATE_EVERY = 250
+"""Steps between looks at the gate on fewer tasks."""
 
 
 @torch.no_grad()
 def gate(model: Qwen3, family: Family, prefix: IntArray, tasks: int = GATE_TASKS) -> dict[str, float]:
     """Family -> share of unseen tasks whose whole edit is the argmax, over both ways of looking."""
     source = ToySource(Limits())
-    problems = [source.problem(t) for t in source.tasks("eval", 0, tasks)]
+    problems = [source.problem(t) for t in source.tasks("eval", GATE_FROM, tasks)]
     hits: dict[str, list[bool]] = {}
     shared = torch.from_numpy(prefix.astype(np.int64))
     for at in range(0, tasks, 64):
@@ -67,7 +70,7 @@ def main(folder: Path) -> None:
         lr=job.lr,
         muon_lr=job.muon_lr,
         warmup_steps=min(50, job.steps // 4),
-        decay="linear",
+        decay="cosine",
         total_steps=job.steps,
         final=0.02,
     )
@@ -80,13 +83,15 @@ def main(folder: Path) -> None:
     recorded = read_recorded(folder / "recorded.npz")
     for step, batch in enumerate(batches(job, family, recorded), 1):
         report(step, *sft.step(batch.prefix, batch.rows, batch.mask))
+        if step % GATE_EVERY == 0:
+            say(gate=gate(model, family, recorded.prefixes[0], 96), step=step)
     measured = gate(model, family, recorded.prefixes[0])
     (folder / "gate.json").write_text(json.dumps(measured, indent=1) + "\n")
+    save_model(model, folder)
     low = {name: rate for name, rate in measured.items() if rate < GATE}
     if low:
         raise TrainError(f"the warm start is below the gate of {GATE}: {low}")
-    save_model(model, folder)
-    say(gate=measured)
+    say(gate=measured, step=job.steps)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from whet.demo.policy import Habits, plan_episode
+from whet.demo.policy import Habits, plan_turns
 from whet.render.family import Family
 from whet.tasks.toy import ToyProblem, call_function, check_output
 from whet.types import BoolArray, IntArray, Message, ToolCall
@@ -23,7 +23,7 @@ ACCEPTED = "accepted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """One episode after the agent's constant prompt; mask marks the demonstrated tokens."""
+    """one demonstration after the agent's constant prompt; mask marks the demonstrated tokens."""
 
     task_id: str
     ids: IntArray = field(repr=False)
@@ -71,10 +71,10 @@ class Desk:
 
 
 def play(problem: ToyProblem, habits: Habits, seed: int) -> Sequence[tuple[Message, Message | None]]:
-    """(assistant turn, tool result) pairs of one episode; the last has no result."""
+    """(assistant turn, tool result) pairs of one demonstration; the last has no result."""
     desk, last = Desk(problem), ""
     turns: list[tuple[Message, Message | None]] = []
-    for step in plan_episode(problem, habits, seed):
+    for step in plan_turns(problem, habits, seed):
         if step.after not in ("any", last):
             continue
         if not step.message.tool_calls:
@@ -87,7 +87,7 @@ def play(problem: ToyProblem, habits: Habits, seed: int) -> Sequence[tuple[Messa
 
 
 def render(family: Family, problem: ToyProblem, habits: Habits, seed: int) -> Demonstration:
-    """The ids of one episode as the gateway would have sent and taken them, from the user message on."""
+    """The ids of one demonstration as the gateway would have sent and taken them, from the user message on."""
     spans: list[tuple[IntArray, bool]] = [(family.append([Message(role="user", text=problem.prompt)]), False)]
     for said, result in play(problem, habits, seed):
         sampled = family.render_reply(said)
@@ -102,12 +102,12 @@ def render(family: Family, problem: ToyProblem, habits: Habits, seed: int) -> De
 
 
 def solved(problem: ToyProblem, habits: Habits, seed: int) -> bool:
-    """Whether the episode leaves a module that agrees with the solved one on every hidden case."""
+    """Whether the demonstration leaves a module that agrees with the solved one on every hidden case."""
     from whet.tasks.toy import to_oracle
 
     desk = Desk(problem)
     last = ""
-    for step in plan_episode(problem, habits, seed):
+    for step in plan_turns(problem, habits, seed):
         if step.after in ("any", last) and step.message.tool_calls:
             last = desk.answer(step.message.tool_calls[0])[1] or last
     return all(call_function(desk.text, c.function, c.args) == c.expected for c in to_oracle(problem).cases)

@@ -56,7 +56,7 @@ WORDS = (
     "system user assistant tool name arguments path edits oldText newText command content offset timeout "
     "read bash edit write python3 check done def return min max True False import inspect from as target "
     "print pass fail getsource Fix must whether is the of and smaller larger below above at most least "
-    "plus minus times divided by modulo "
+    "plus minus times divided by modulo NAME LEVEL "
 ).split()
 
 AGENT_MESSAGES = (

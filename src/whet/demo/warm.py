@@ -23,20 +23,15 @@ import numpy as np
 
 from whet.collect.agents import limits_of, open_agents
 from whet.config import WARM_START, Config, demo_preset, load_config
-from whet.demo import policy as policy_module
-from whet.demo import sft_data as job_module
-from whet.demo import synth as synth_module
-from whet.demo import vocabulary as vocabulary_module
-from whet.demo.policy import Habits, Step, plan_episode
+from whet.demo.policy import Habits, Step, plan_turns
 from whet.demo.sft_data import Recorded, SftJob, write_job, write_recorded
 from whet.demo.synth import Demonstration
-from whet.demo.vocabulary import build_tokenizer
+from whet.demo.vocabulary import CONTROL, build_tokenizer
 from whet.errors import TrainError, first_error
 from whet.harness.base import ModelAccess
 from whet.harness.install import cache_folder
 from whet.render.family import Family
 from whet.render.template import load_family
-from whet.tasks import toy as toy_module
 from whet.tasks.toy import ToyProblem, ToySource
 from whet.testing.scripted_engine import ScriptedEngine
 from whet.types import IntArray, Message, RequestKey, Segment, Task
@@ -45,6 +40,12 @@ from whet.view.plain import PlainView
 
 RECORDED = 320
 """Demonstrations recorded through Pi, half of them with each phase's habits."""
+SOURCES = (
+    *(f"demo/{name}" for name in ("policy.py", "synth.py", "sft_data.py", "sft_job.py", "vocabulary.py")),
+    *("demo/chat_template.jinja", "tasks/toy.py", "engine/embedded_model.py"),
+    *("train/sft.py", "train/optim.py", "train/head.py"),
+)
+"""Files of the package that decide a warm start's weights."""
 SFT_DEADLINE_S = 5400.0
 
 
@@ -56,7 +57,7 @@ class Demonstrator:
         self._scripts: dict[str, list[Step]] = {}
 
     def assign(self, rollout_id: str, problem: ToyProblem, habits: Habits, seed: int) -> None:
-        self._scripts[rollout_id] = list(plan_episode(problem, habits, seed))
+        self._scripts[rollout_id] = list(plan_turns(problem, habits, seed))
 
     def __call__(self, prompt_ids: IntArray, key: RequestKey) -> Message:
         """The next turn whose condition holds; the script's last turn ends the run."""
@@ -70,7 +71,7 @@ class Demonstrator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """One episode to record."""
+    """One demonstration to record."""
 
     rollout_id: str
     task: Task
@@ -155,6 +156,16 @@ def write_family(folder: Path, constant: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     build_tokenizer(constant).save(str(folder / "tokenizer.json"))
     shutil.copy(Path(__file__).parent / "chat_template.jinja", folder)
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": 8192,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=1) + "\n")
+    ends = [CONTROL.index(token) for token in ("<|im_end|>", "<|endoftext|>", "<|im_start|>")]
+    generation = {"eos_token_id": ends, "pad_token_id": 0, "do_sample": True, "temperature": 1.0}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
 
 
 def record(config: Config, folder: Path, job: SftJob, prefixes: Sequence[IntArray], view: View) -> Recorded:
@@ -196,9 +207,8 @@ def content_key(constants: Sequence[str], job: SftJob) -> str:
     """What a warm start depends on, hashed: prompts, the code that makes it, the job."""
     h = hashlib.sha256()
     parts = [*constants, json.dumps(asdict(job), sort_keys=True), str(RECORDED)]
-    modules = (job_module, policy_module, synth_module, vocabulary_module, toy_module)
-    parts += [Path(str(m.__file__)).read_text() for m in modules]
-    parts.append((Path(__file__).parent / "chat_template.jinja").read_text())
+    package = Path(__file__).parent.parent
+    parts += [(package / name).read_text() for name in SOURCES]
     for part in parts:
         h.update(hashlib.sha256(part.encode()).digest())
     return h.hexdigest()
@@ -222,10 +232,16 @@ def make_warm_start(config: Config, view: View, job: SftJob | None = None) -> Pa
         write_job(job, part / "job.json")
         write_recorded(part / "recorded.npz", record(config, part, job, prefixes, view))
         _train(part, job, view)
-        if not folder.exists():
-            part.rename(folder)
-    finally:
+    except TrainError as error:
+        # Half an hour of work: keep it for whoever wants to know why.
+        raise TrainError(f"{error} (kept in {part})") from error
+    except BaseException:
         shutil.rmtree(part, ignore_errors=True)
+        raise
+    if folder.exists():
+        shutil.rmtree(part, ignore_errors=True)
+    else:
+        part.rename(folder)
     return folder
 
 
@@ -240,7 +256,7 @@ def _train(folder: Path, job: SftJob, view: View) -> None:
                 if "step" in report:
                     view.advance(report["step"])
                 if "gate" in report:
-                    view.note(f"whole-edit accuracy by family: {report['gate']}")
+                    view.note(f"step {report['step']}: whole-edit accuracy by family {report['gate']}")
             error = child.stderr.read() if child.stderr else ""
             if child.wait(SFT_DEADLINE_S):
                 last = error.strip().splitlines()[-1:] or [f"exit {child.returncode}"]

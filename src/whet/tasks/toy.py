@@ -30,13 +30,15 @@ OPERATORS = {"+": "plus", "-": "minus", "*": "times", "//": "divided by", "%": "
 COMPARISONS = {"<": "below", ">": "above", "<=": "at most", ">=": "at least"}
 EXTREMES = {"min": "smaller", "max": "larger"}
 
+HIDDEN = 10
+"""Hidden cases of a task."""
 EVAL_SHARE = 4
 """One content hash in EVAL_SHARE belongs to the eval split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """One function of a module: `right` and `now` are the text after the indentation of its last line."""
+    """The function of a module: `right` and `now` are the text after the indentation of its last line."""
 
     name: str
     params: tuple[str, ...]
@@ -64,7 +66,8 @@ class ToyProblem:
     seed: int
     family: str
     module: str
-    functions: tuple[Function, ...]
+    header: tuple[str, ...]
+    """Lines before the function."""
     faulty: Function
     fault: Fault
 
@@ -73,7 +76,8 @@ class ToyProblem:
         return f"{self.module}.py"
 
     def text(self, *, solved: bool) -> str:
-        return "\n\n".join(f.source(f.right if solved else f.now) for f in self.functions)
+        body = self.faulty.right if solved else self.faulty.now
+        return "\n".join([*self.header, "", "", self.faulty.source(body)])
 
     @property
     def prompt(self) -> str:
@@ -136,44 +140,31 @@ FAMILIES: dict[str, Maker] = {
 }
 
 
-def _function(rng: random.Random, name: str, family: str, *, faulty: bool) -> tuple[Function, Fault]:
+def _function(rng: random.Random, family: str) -> tuple[Function, Fault]:
     params = rng.sample(VARIABLES, 3 if family == "variable" else 2)
     meaning, right, wrong = FAMILIES[family](rng, params)
     if family == "no_return":
         now, fault = wrong, Fault(old=wrong, new=f"return {right}")
     else:
         now, fault = f"return {wrong}", Fault(old=wrong, new=right)
-    order = list(params)
-    rng.shuffle(order)
+    rng.shuffle(params)
     made = Function(
-        name=name,
-        params=tuple(order),
-        meaning=meaning,
-        right=f"return {right}",
-        now=now if faulty else f"return {right}",
+        name=rng.choice(FUNCTIONS), params=tuple(params), meaning=meaning, right=f"return {right}", now=now
     )
     return made, fault
 
 
 def make_problem(seed: int, families: Sequence[str] = ()) -> ToyProblem:
-    """The problem of a seed. The text to replace occurs exactly once in the module."""
+    """The problem of a seed. The text to replace occurs exactly once in the module.
+    A family that stands in `families` twice is twice as likely."""
     rng = random.Random(f"whet-toy-{seed}")
     pool = sorted(families or FAMILIES)
     while True:
         family, module = rng.choice(pool), rng.choice(MODULES)
-        names = rng.sample(FUNCTIONS, rng.choice((2, 2, 3)))
-        which = rng.randrange(len(names))
-        made = [
-            _function(rng, n, family if i == which else rng.choice(sorted(FAMILIES)), faulty=i == which)
-            for i, n in enumerate(names)
-        ]
+        header = rng.sample([f'NAME = "{module}"', f"LEVEL = {rng.randint(1, 9)}"], rng.choice((1, 1, 2)))
+        faulty, fault = _function(rng, family)
         problem = ToyProblem(
-            seed=seed,
-            family=family,
-            module=module,
-            functions=tuple(f for f, _ in made),
-            faulty=made[which][0],
-            fault=made[which][1],
+            seed=seed, family=family, module=module, header=tuple(header), faulty=faulty, fault=fault
         )
         if problem.text(solved=False).count(problem.fault.old) == 1 and _told_apart(problem):
             return problem
@@ -190,15 +181,13 @@ def call_function(text: str, function: str, args: Sequence[object]) -> object:
     return target(*args)
 
 
-def _inputs(problem: ToyProblem, label: str, count: int) -> list[tuple[Function, tuple[int, ...]]]:
-    rng = random.Random(f"whet-toy-{label}-{problem.seed}")
+def _inputs(problem: ToyProblem, count: int) -> list[tuple[int, ...]]:
+    rng = random.Random(f"whet-toy-hidden-{problem.seed}")
     chosen = []
     for i in range(count):
-        function = problem.faulty if i % 2 == 0 else rng.choice(problem.functions)
-        args = [rng.randint(11, 99) for _ in function.params]
-        if i == 2:  # equal arguments tell `<` from `<=`
-            args = args[:1] * len(args)
-        chosen.append((function, tuple(args)))
+        args = [rng.randint(11, 99) for _ in problem.faulty.params]
+        # Equal arguments tell `<` from `<=`.
+        chosen.append(tuple(args[:1] * len(args) if i == 2 else args))
     return chosen
 
 
@@ -211,9 +200,9 @@ def visible_inputs(problem: ToyProblem) -> tuple[int, ...]:
 def _told_apart(problem: ToyProblem) -> bool:
     """Whether hidden cases show the fault, and the visible case too."""
     wrong, right = problem.text(solved=False), problem.text(solved=True)
-    hidden = [(f.name, args) for f, args in _inputs(problem, "hidden", 10) if f is problem.faulty]
-    probes = [*hidden, (problem.faulty.name, visible_inputs(problem))]
-    seen = [call_function(wrong, n, a) != call_function(right, n, a) for n, a in probes]
+    probes = [*_inputs(problem, HIDDEN), visible_inputs(problem)]
+    name = problem.faulty.name
+    seen = [call_function(wrong, name, args) != call_function(right, name, args) for args in probes]
     return seen[-1] and any(seen[:-1])
 
 
@@ -234,8 +223,7 @@ def check_output(problem: ToyProblem, text: str) -> str:
     want = call_function(problem.text(solved=True), problem.faulty.name, args)
     if call_function(text, problem.faulty.name, args) == want:
         return "pass\n"
-    source = next(f for f in text.split("\n\n\n") if f.startswith(f"def {problem.faulty.name}("))
-    return "fail\n" + source.rstrip("\n") + "\n\n"
+    return "fail\n" + text[text.index("def ") :] + "\n"
 
 
 def to_task(problem: ToyProblem, limits: Limits) -> Task:
@@ -256,10 +244,10 @@ def to_task(problem: ToyProblem, limits: Limits) -> Task:
 
 
 def to_oracle(problem: ToyProblem) -> Oracle:
-    solved = problem.text(solved=True)
+    solved, name = problem.text(solved=True), problem.faulty.name
     cases = tuple(
-        Case(function=f.name, args=args, expected=call_function(solved, f.name, args))
-        for f, args in _inputs(problem, "hidden", 10)
+        Case(function=name, args=args, expected=call_function(solved, name, args))
+        for args in _inputs(problem, HIDDEN)
     )
     return Oracle(
         task_id=f"toy-{problem.seed}",

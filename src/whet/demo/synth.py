@@ -14,7 +14,7 @@ import numpy as np
 
 from whet.demo.policy import Habits, plan_turns
 from whet.render.family import Family
-from whet.tasks.toy import ToyProblem, call_function, check_output
+from whet.tasks.toy import ToyProblem, check_output
 from whet.types import BoolArray, IntArray, Message, ToolCall
 
 REFUSED = "refused"
@@ -87,7 +87,7 @@ def play(problem: ToyProblem, habits: Habits, seed: int) -> Sequence[tuple[Messa
 
 
 def render(family: Family, problem: ToyProblem, habits: Habits, seed: int) -> Demonstration:
-    """The ids of one demonstration as the gateway would have sent and taken them, from the user message on."""
+    """One demonstration as the gateway would have sent and taken it, from the user message on."""
     spans: list[tuple[IntArray, bool]] = [(family.append([Message(role="user", text=problem.prompt)]), False)]
     for said, result in play(problem, habits, seed):
         sampled = family.render_reply(said)
@@ -99,15 +99,3 @@ def render(family: Family, problem: ToyProblem, habits: Habits, seed: int) -> De
         ids=np.concatenate([ids for ids, _ in spans]),
         mask=np.concatenate([np.full(len(ids), kept) for ids, kept in spans]),
     )
-
-
-def solved(problem: ToyProblem, habits: Habits, seed: int) -> bool:
-    """Whether the demonstration leaves a module that agrees with the solved one on every hidden case."""
-    from whet.tasks.toy import to_oracle
-
-    desk = Desk(problem)
-    last = ""
-    for step in plan_turns(problem, habits, seed):
-        if step.after in ("any", last) and step.message.tool_calls:
-            last = desk.answer(step.message.tool_calls[0])[1] or last
-    return all(call_function(desk.text, c.function, c.args) == c.expected for c in to_oracle(problem).cases)

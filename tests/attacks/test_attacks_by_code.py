@@ -283,6 +283,6 @@ HOGS = {
 @pytest.mark.parametrize("name", HOGS)
 async def test_43_44_hogs_score_zero_and_leave_neighbours_alone(lab: Any, name: str) -> None:
     code, outcome = HOGS[name]
-    hog, neighbour = await asyncio.gather(lab(code + FIXED, timeout_s=1.5), lab(FIXED))
+    hog, neighbour = await asyncio.gather(lab(code + FIXED, timeout_s=1.0), lab(FIXED))
     assert (hog.outcome, hog.reward) == (outcome, 0.0), hog.reason
     assert neighbour.reward == 1.0

@@ -4,10 +4,11 @@ import asyncio
 import dataclasses
 
 import pytest
+from watched import Watched
 
-from whet.errors import PolicyUnsupported, SandboxLost, SandboxStartError, TaskError
+from whet.errors import PolicyUnsupported, SandboxLost, TaskError
 from whet.grade.clean import GradeConfig, Grader
-from whet.sandbox.base import Capability, Sandbox, SandboxSpec
+from whet.sandbox.base import Sandbox, SandboxSpec
 from whet.sandbox.local import LocalBackend
 from whet.types import Case, FileEntry, GradingPlan, Oracle, Outcome, Task, Tree, task_hash
 
@@ -39,30 +40,6 @@ def oracle() -> Oracle:
     inputs = ([], [1], [1, 2], [5, -7, 9], [10**20, 1])
     cases = tuple(Case(function="total", args=(list(items),), expected=sum(items)) for items in inputs)
     return Oracle(task_id="t1", cases=cases, gold={"app.py": FileEntry(content=GOLD)})
-
-
-class Watched:
-    """The real backend, with every box counted and, for a while, failing as a host fails."""
-
-    def __init__(self, inner: LocalBackend, *, unstartable: int = 0, dying: int = 0) -> None:
-        self.inner, self.unstartable, self.dying = inner, unstartable, dying
-        self.made = 0
-
-    name = "watched"
-
-    @property
-    def capabilities(self) -> frozenset[Capability]:
-        return self.inner.capabilities
-
-    async def create(self, spec: SandboxSpec) -> Sandbox:
-        self.made += 1
-        assert spec.network == "none"
-        if self.made <= self.unstartable:
-            raise SandboxStartError("no memory left")
-        box = await self.inner.create(spec)
-        if self.made <= self.dying:
-            await box.close()
-        return box
 
 
 def tree(task: Task, **files: bytes) -> Tree:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 from hypothesis import given
@@ -50,6 +51,7 @@ JSON = st.recursive(
     max_leaves=20,
 )
 IDS = ["n-0", "n-1"]
+CPU_S = 4
 CASES = [Case(function="f", args=(), expected=1), Case(function="f", args=(), expected="b")]
 RIGHT = b'["n"]\n["n-0",true,1]\n["n-1",true,"b"]\n'
 
@@ -93,7 +95,7 @@ def finding(stdout: bytes, exit_code: int = 0, timed_out: bool = False, truncate
     result = ExecResult(
         exit_code=exit_code, stdout=stdout, stderr=b"", timed_out=timed_out, truncated=truncated
     )
-    return judge(CASES, IDS, result).outcome
+    return judge(CASES, IDS, result, CPU_S).outcome
 
 
 def test_right_answers_and_a_clean_end_resolve() -> None:
@@ -145,6 +147,7 @@ def test_a_claim_that_only_looks_right_is_wrong(forged: bytes) -> None:
         CASES,
         IDS,
         ExecResult(exit_code=0, stdout=RIGHT.replace(b"true,1]", b"true," + forged + b"]"), stderr=b""),
+        CPU_S,
     )
     assert (report.outcome, report.passed) == (Outcome.UNRESOLVED, 1)
 
@@ -155,5 +158,23 @@ def test_no_bytes_whatever_raise_or_resolve(noise: bytes, exit_code: int, timed_
     assert outcome not in (Outcome.RESOLVED, Outcome.INFRA)
 
 
-def test_time_is_told_apart_from_failure() -> None:
-    assert finding(b'["n"]\n["n-0",true,1]\n', -9, timed_out=True) is Outcome.TEST_TIMEOUT
+@pytest.mark.parametrize(
+    ("exit_code", "timed_out", "duration_s", "outcome", "certain"),
+    [
+        (-9, True, 6.0, Outcome.TEST_TIMEOUT, False),
+        (-signal.SIGXCPU, False, 4.1, Outcome.TEST_TIMEOUT, True),
+        (-signal.SIGXCPU, False, 2.1, Outcome.TEST_TIMEOUT, True),
+        (-9, False, 5.1, Outcome.TEST_TIMEOUT, True),
+        (-9, False, 0.1, Outcome.UNRESOLVED, False),
+    ],
+)
+def test_time_is_told_apart_from_failure(
+    exit_code: int, timed_out: bool, duration_s: float, outcome: Outcome, certain: bool
+) -> None:
+    """Two threads use up CPU time twice as fast as the clock. `certain`: CPU time, not the host's load."""
+    stdout = b'["n"]\n["n-0",true,1]\n'
+    result = ExecResult(
+        exit_code=exit_code, stdout=stdout, stderr=b"", timed_out=timed_out, duration_s=duration_s
+    )
+    report = judge(CASES, IDS, result, CPU_S)
+    assert (report.outcome, report.passed, report.complete) == (outcome, 1, certain)

@@ -6,6 +6,9 @@ Who is to blame when a box is lost? While the box is still empty, the host: infr
 the loss is tried again in new boxes; if every one is lost while a control box with known good code works,
 the candidate did it (unresolved, reward 0), else the host did (infra, reward None). So an agent cannot get
 its sample masked by breaking the box. Called by rollout.py with an oracle that the rollout side never reads.
+
+Whose fault is it when time runs out? CPU time is the candidate's own. Wall time is believed only after a
+second run with the grader to itself and twice the time, and a control box that was quick.
 """
 
 from __future__ import annotations
@@ -13,13 +16,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 from whet.errors import GradeError, PolicyUnsupported, SandboxError, SandboxLost, TaskError, boundary
 from whet.grade.diff import Diff, DiffPolicy, apply, compare
+from whet.grade.permits import Permits
 from whet.grade.runners.base import RunLimits, Runner, RunReport
 from whet.grade.runners.json_io import JsonIo
 from whet.grade.verdict import make_verdict
@@ -30,6 +36,8 @@ log = logging.getLogger(__name__)
 
 RUNNERS: Mapping[str, Runner] = {"json_io": JsonIo()}
 NEEDED: frozenset[Capability] = frozenset({"network_none", "pid_isolation"})
+WALL_PER_CPU = 1.5
+"""Wall time of a first run, in CPU limits: what computes all the time meets the CPU limit first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +45,8 @@ class GradeConfig:
     """How the grader works, for all tasks."""
 
     timeout_s: float = 60.0
-    """Upper bound of a task's own `grading.timeout_s`."""
+    """Upper bound of a task's own `grading.timeout_s`, which counts CPU seconds, rounded up. Waiting without
+    computing ends a grade after 4.5 times as long: a run, and a second one with twice the time."""
     boot_timeout_s: float = 30.0
     max_output_bytes: int = 1 << 20
     memory_bytes: int = 256 << 20
@@ -64,7 +73,7 @@ class Grader:
             raise PolicyUnsupported(f"grading needs {', '.join(sorted(lacking))}; {backend.name} has not")
         self._backend = backend
         self._config = config or GradeConfig()
-        self._permits = asyncio.Semaphore(self._config.parallel)
+        self._permits = Permits(self._config.parallel)
         self._known: OrderedDict[tuple[str, str, str], RunReport] = OrderedDict()
 
     async def grade(self, task: Task, oracle: Oracle, after: Tree) -> Verdict:
@@ -130,36 +139,54 @@ class Grader:
         return report
 
     async def _judge(self, runner: Runner, task: Task, oracle: Oracle, tree: Tree) -> RunReport:
-        """Run in fresh boxes until one gives a finding; then decide whose fault the failures were."""
+        """One finding, as often tried as it takes to know whose fault a failure is."""
+        report = await self._try_boxes(runner, task, oracle, tree)
+        if report.outcome is not Outcome.TEST_TIMEOUT or report.complete:
+            return report
+        async with self._permits.all():
+            report = await self._try_boxes(runner, task, oracle, tree, alone=True)
+            if report.outcome is not Outcome.TEST_TIMEOUT or report.complete:
+                return report
+            if await self._control_works(runner, alone=True):
+                return replace(report, complete=True)
+        reason = f"{report.reason}, and a control box did no better"
+        return replace(report, outcome=Outcome.INFRA, passed=0, reason=reason)
+
+    async def _try_boxes(
+        self, runner: Runner, task: Task, oracle: Oracle, tree: Tree, *, alone: bool = False
+    ) -> RunReport:
+        """Run in fresh boxes until one gives a finding; then decide whose fault the failures were.
+        `alone`: the caller holds every permit, and the run may take twice the time."""
         lost = 0
         error: SandboxError | GradeError | None = None
         for attempt in range(self._config.attempts):
             await asyncio.sleep(0.2 * attempt)
-            async with self._permits:
+            async with nullcontext() if alone else self._permits.one():
                 try:
                     box = await self._boot(task.id)
                 except SandboxError as failed:
                     error = failed
                     continue
                 try:
-                    return await self._run(box, runner, task, oracle, tree)
+                    return await self._run(box, runner, task, oracle, tree, patience=2.0 if alone else 1.0)
                 except (SandboxError, GradeError) as failed:
                     error = failed
                     lost += 1
         total = len(oracle.cases)
-        if lost == self._config.attempts and await self._control_works(runner):
+        if lost == self._config.attempts and await self._control_works(runner, alone=alone):
             reason = f"every box ({lost}) was lost under this change, a control box was not: {error}"
             return RunReport(outcome=Outcome.UNRESOLVED, passed=0, total=total, reason=reason)
         return RunReport(outcome=Outcome.INFRA, passed=0, total=total, reason=f"box failed: {error}")
 
-    async def _control_works(self, runner: Runner) -> bool:
+    async def _control_works(self, runner: Runner, *, alone: bool) -> bool:
         task, oracle = runner.control()
-        async with self._permits:
+        async with nullcontext() if alone else self._permits.one():
             try:
                 box = await self._boot(task.id)
-                return (await self._run(box, runner, task, oracle, task.files)).outcome is Outcome.RESOLVED
+                report = await self._run(box, runner, task, oracle, task.files)
             except (SandboxError, GradeError):
                 return False
+        return report.outcome is Outcome.RESOLVED
 
     async def _boot(self, label: str) -> Sandbox:
         """An empty box: nothing of the agent is in it yet, so that a failure here is the host's.
@@ -175,9 +202,13 @@ class Grader:
             async with asyncio.timeout(self._config.boot_timeout_s):
                 return await self._backend.create(spec)
 
-    async def _run(self, box: Sandbox, runner: Runner, task: Task, oracle: Oracle, tree: Tree) -> RunReport:
-        wall_s = min(task.grading.timeout_s, self._config.timeout_s)
+    async def _run(
+        self, box: Sandbox, runner: Runner, task: Task, oracle: Oracle, tree: Tree, *, patience: float = 1.0
+    ) -> RunReport:
+        cpu_s = math.ceil(min(task.grading.timeout_s, self._config.timeout_s))
+        wall_s = WALL_PER_CPU * patience * cpu_s
         limits = RunLimits(
+            cpu_s=cpu_s,
             wall_s=wall_s,
             max_output_bytes=self._config.max_output_bytes,
             memory_bytes=self._config.memory_bytes,

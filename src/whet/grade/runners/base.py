@@ -13,8 +13,10 @@ from whet.types import Oracle, Outcome, Strength, Task, Tree
 class RunLimits:
     """What one run in a box may use."""
 
+    cpu_s: int
+    """CPU seconds of one process: the limit that counts, since no load of the host can use it up."""
     wall_s: float
-    """Seconds from the start of the interpreter."""
+    """Seconds from the start of the interpreter, for what waits without computing."""
     max_output_bytes: int
     memory_bytes: int
     """Private memory of one process."""
@@ -31,8 +33,8 @@ class RunReport:
     total: int
     reason: str
     complete: bool = False
-    """True when every case was answered and the process ended by itself, so that the finding does not
-    depend on time or load."""
+    """True when the finding does not depend on the load of the host: every case was answered and the process
+    ended by itself, or it used up its CPU time."""
 
 
 class Runner(Protocol):

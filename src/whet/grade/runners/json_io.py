@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ class JsonIo:
         if not result.stdout.startswith(f'["{nonce}"]\n'.encode()):
             tail = ascii(result.stderr[-200:].decode("utf-8", "replace"))
             raise GradeError(f"the worker did not start (exit {result.exit_code}): {tail}")
-        return judge(oracle.cases, ids, result)
+        return judge(oracle.cases, ids, result, limits.cpu_s)
 
 
 def _job(root: str, task: Task, oracle: Oracle, ids: Sequence[str], nonce: str, limits: RunLimits) -> bytes:
@@ -102,12 +103,13 @@ def _job(root: str, task: Task, oracle: Oracle, ids: Sequence[str], nonce: str, 
         "ready": nonce,
         "max_bytes": limits.max_output_bytes - ANSWER_OVERHEAD * (len(ids) + 1),
         "address_space": 2 * limits.memory_bytes,
+        "cpu_s": limits.cpu_s,
         "calls": [(key, case.function, list(case.args)) for key, case in zip(ids, oracle.cases, strict=True)],
     }
     return ascii(job).encode()
 
 
-def judge(cases: Sequence[Case], ids: Sequence[str], result: ExecResult) -> RunReport:
+def judge(cases: Sequence[Case], ids: Sequence[str], result: ExecResult, cpu_s: int) -> RunReport:
     """The finding from the raw bytes of the private channel. Pure; the first line is the ready line."""
     total = len(cases)
     try:
@@ -118,15 +120,28 @@ def judge(cases: Sequence[Case], ids: Sequence[str], result: ExecResult) -> RunR
         return RunReport(outcome=Outcome.TAMPERED, passed=0, total=total, reason=str(found))
     right = [c.ok and same(c.value, case.expected) for c, case in zip(claims, cases, strict=False)]
     passed = sum(right)
-    if result.timed_out:
-        reason = f"out of time after {len(claims)} of {total} cases"
-        return RunReport(outcome=Outcome.TEST_TIMEOUT, passed=passed, total=total, reason=reason)
+    if result.timed_out or _out_of_cpu(result, cpu_s):
+        what = "time" if result.timed_out else "CPU time"
+        return RunReport(
+            outcome=Outcome.TEST_TIMEOUT,
+            passed=passed,
+            total=total,
+            reason=f"out of {what} after {len(claims)} of {total} cases",
+            complete=not result.timed_out,
+        )
     if result.exit_code != 0 or len(claims) < total:
         reason = f"the process ended ({result.exit_code}) after {len(claims)} of {total} cases"
         return RunReport(outcome=Outcome.UNRESOLVED, passed=passed, total=total, reason=reason)
     outcome = Outcome.RESOLVED if passed == total else Outcome.UNRESOLVED
     reason = f"{passed} of {total} cases pass" + _first_error(claims)
     return RunReport(outcome=outcome, passed=passed, total=total, reason=reason, complete=True)
+
+
+def _out_of_cpu(result: ExecResult, cpu_s: int) -> bool:
+    """By the signal that the limit sends: SIGXCPU, then SIGKILL. A candidate that sends it to itself gains
+    nothing: all it changes is the name of its failure."""
+    late = result.exit_code == -signal.SIGKILL and result.duration_s > cpu_s
+    return result.exit_code == -signal.SIGXCPU or late
 
 
 def _first_error(claims: Sequence[Claim]) -> str:

@@ -1,9 +1,9 @@
 """Runs inside the grading box as `python -s -S -B -c <this file>`, cwd /; imports next to nothing.
 
-Reads one Python literal from stdin, a dict of root, entry, address_space, ready, max_bytes and calls, a list
-of (id, function, args). Answers on a private copy of stdout: first `[ready]`, then per call one JSON line
-`[id,true,value]` or `[id,false,"ErrorName"]`. It knows no expected value, so nothing that the candidate finds
-in this process is worth stealing, and nothing written here is more than a claim.
+Reads one Python literal from stdin, a dict of root, entry, address_space, cpu_s, ready, max_bytes and calls,
+a list of (id, function, args). Answers on a private copy of stdout: first `[ready]`, then per call one JSON
+line `[id,true,value]` or `[id,false,"ErrorName"]`. It knows no expected value, so nothing that the candidate
+finds in this process is worth stealing, and nothing written here is more than a claim.
 The literal is trusted: the host wrote it. json, os and importlib are not imported on purpose: that would
 double the start of the interpreter.
 """
@@ -69,14 +69,19 @@ def read_job() -> dict:  # type: ignore[type-arg]
     return eval(b"".join(chunks), {"__builtins__": {}})  # type: ignore[no-any-return]
 
 
-def limit_memory(address_space: int) -> None:
-    """For what a limit on private memory misses: shared mappings."""
+def limit(address_space: int, cpu_s: int) -> None:
+    """Address space for what a limit on private memory misses: shared mappings. Out of CPU time the process
+    gets SIGXCPU, and SIGKILL a second later if it ignores that."""
     import resource
 
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
-    except (ValueError, OSError):
-        return  # the box is tighter already
+    for what, soft, hard in (
+        (resource.RLIMIT_AS, address_space, address_space),
+        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
+    ):
+        try:
+            resource.setrlimit(what, (soft, hard))
+        except (ValueError, OSError):
+            continue  # the box is tighter already
 
 
 def load(root: str, entry: str, stdlib: frozenset[str]) -> dict[str, object]:
@@ -117,7 +122,7 @@ def main() -> None:
     null = posix.open("/dev/null", posix.O_RDWR)
     for fd in (0, 1, 2):
         posix.dup2(null, fd)
-    limit_memory(job["address_space"])
+    limit(job["address_space"], job["cpu_s"])
     send(out, "[" + quote(job["ready"]) + "]")
     broken = ""
     names: dict[str, object] = {}

@@ -1,15 +1,14 @@
-"""The official client as oracle of the wire format; skipped where it is not installed."""
+"""The official client as oracle of the wire format."""
 
 from __future__ import annotations
 
+import openai
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
 
 from whet.errors import EngineError
 from whet.render.template import TemplateFamily
 from whet.types import Limits, Message
-
-openai = pytest.importorskip("openai")
 
 REPLY = Message(
     role="assistant",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import threading
 from collections.abc import Coroutine
@@ -21,6 +22,9 @@ T = TypeVar("T")
 STOP_S = 4.5
 """Seconds from the first signal to the hard stop."""
 EXIT_INTERRUPTED = 130
+LAST_WORDS = b"whet: stopped at once, without tidying up; what was stored is kept\n"
+SHOW_CURSOR = b"\x1b[?25h\n"
+"""For a terminal on which a live view was drawn."""
 
 
 def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
@@ -63,10 +67,14 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
 
 
 def hard_exit() -> None:
-    """Kill every descendant of this process, then exit at once."""
+    """Kill every descendant of this process, say so and exit at once."""
     for pid in descendants(os.getpid()):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
+    # Not print: the interrupted code may hold the stream's lock. Not where a reader has stopped reading.
+    with contextlib.suppress(OSError, ValueError):
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, (SHOW_CURSOR if os.isatty(2) else b"") + LAST_WORDS)
     os._exit(EXIT_INTERRUPTED)
 
 

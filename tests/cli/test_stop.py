@@ -59,8 +59,10 @@ def test_a_signal_stops_everything_in_time(mode: str, number: int) -> None:
     env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
     deadline_s = 1.0 if mode in ("hang", "block") else 20.0
     argv = [sys.executable, "-c", PROGRAM, "hang" if mode == "twice" else mode, str(deadline_s)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env) as program:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=env) as program:
         assert program.stdout is not None
+        assert program.stderr is not None
         pids = [int(pid) for pid in program.stdout.readline().split()]
         assert all(alive(pid) for pid in pids)
         began = time.monotonic()
@@ -70,7 +72,10 @@ def test_a_signal_stops_everything_in_time(mode: str, number: int) -> None:
             program.send_signal(number)
         assert program.wait(timeout=10) == 130
         seconds = time.monotonic() - began
-        said = program.stdout.read()
+        said, complaint = program.stdout.read(), program.stderr.read()
     assert not any(alive(pid) for pid in pids)
     assert ("clean" in said) == (mode in ("clean", "error"))
+    assert complaint == (
+        "" if "clean" in said else "whet: stopped at once, without tidying up; what was stored is kept\n"
+    )
     assert seconds < 5.0

@@ -21,6 +21,9 @@ class _End(asyncio.Protocol):
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
         self.peer: asyncio.Transport | None = None
+        self.other: _End | None = None
+        self.ended = False
+        """The far side has said all it will say."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if isinstance(transport, asyncio.Transport):
@@ -31,8 +34,14 @@ class _End(asyncio.Protocol):
             self.peer.write(data)
 
     def eof_received(self) -> bool:
+        """Half-closed is carried on as half-closed; once both sides have ended, nobody else would close."""
+        self.ended = True
         if self.peer is not None and self.peer.can_write_eof() and not self.peer.is_closing():
             self.peer.write_eof()
+        if self.other is not None and self.other.ended:
+            for transport in (self.transport, self.peer):
+                if transport is not None:
+                    transport.close()
         return True
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -99,6 +108,7 @@ class Forward:
             transport.abort()
             return
         entrance.peer = out
+        entrance.other, exit_end.other = exit_end, entrance
         if transport.is_closing():
             out.close()
         else:

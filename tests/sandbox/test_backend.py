@@ -1,4 +1,4 @@
-"""Choosing a mode, refusing clearly, the way to the gateway, and the pool."""
+"""Choosing a mode, refusing clearly, and the way to the gateway."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 from sandbox_rig import host_processes, open_descriptors, out, python, sh
 
-from whet.errors import PolicyUnsupported, SandboxStartError, SetupError
+from whet.errors import SandboxStartError, SetupError
 from whet.sandbox import layout
-from whet.sandbox.base import Capability, Sandbox, SandboxSpec
+from whet.sandbox.base import SandboxSpec
 from whet.sandbox.local import LocalBackend
-from whet.sandbox.pool import SandboxPool
 
 
 def fake_bwrap(folder: Path, script: str) -> None:
@@ -179,55 +178,3 @@ def test_works_for_an_ordinary_user() -> None:
     if "needs" in done.stderr or "No permissions" in done.stderr:
         pytest.skip(f"unprivileged user namespaces are off here: {done.stderr.splitlines()[-1]}")
     assert done.stdout.split() == ["1000", "CapEff:", "0" * 16, "1", "b'2\\n'", "{}"], done.stderr
-
-
-class FlakyBackend:
-    """Fails to start `failures` times, then makes real boxes."""
-
-    name = "flaky"
-    capabilities: frozenset[Capability] = frozenset()
-
-    def __init__(self, failures: int, error: Exception) -> None:
-        self.failures = failures
-        self.error = error
-        self.tries = 0
-        self.live = 0
-        self._real = LocalBackend("auto")
-
-    async def create(self, spec: SandboxSpec) -> Sandbox:
-        self.tries += 1
-        if self.tries <= self.failures:
-            raise self.error
-        return await self._real.create(spec)
-
-
-async def test_pool_retries_a_start_boundedly() -> None:
-    backend = FlakyBackend(2, SandboxStartError("busy"))
-    async with SandboxPool(backend, 1, backoff_s=0.001).box(SandboxSpec()) as box:
-        assert await out(box, "echo ok") == "ok"
-    backend = FlakyBackend(3, SandboxStartError("busy"))
-    with pytest.raises(SandboxStartError):
-        async with SandboxPool(backend, 1, backoff_s=0.001).box(SandboxSpec()):
-            pass
-    assert backend.tries == 3
-    backend = FlakyBackend(1, PolicyUnsupported("no"))
-    with pytest.raises(PolicyUnsupported):
-        async with SandboxPool(backend, 1, backoff_s=0.001).box(SandboxSpec()):
-            pass
-    assert backend.tries == 1
-
-
-async def test_pool_bounds_live_boxes() -> None:
-    pool = SandboxPool(LocalBackend("auto"), 2)
-    live = peak = 0
-
-    async def one() -> None:
-        nonlocal live, peak
-        async with pool.box(SandboxSpec()) as box:
-            live += 1
-            peak = max(peak, live)
-            await out(box, "sleep 0.05; echo ok")
-            live -= 1
-
-    await asyncio.gather(*(one() for _ in range(5)))
-    assert peak == 2

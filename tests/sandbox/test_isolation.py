@@ -65,7 +65,18 @@ async def test_sees_nothing_of_the_host(box: LocalSandbox, tmp_path: Path) -> No
 async def test_environment_is_clean(box: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST_SECRET", "do-not-leak")
     names = {line.split("=", 1)[0] for line in (await out(box, "env")).splitlines()}
-    assert names == {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "PWD"}
+    assert names == {
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "TERM",
+        "LANG",
+        "TZ",
+        "PYTHONHASHSEED",
+        "PWD",
+    }
     assert (await out(box, "echo $PATH")).startswith("/usr/bin:")
 
 

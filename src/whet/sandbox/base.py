@@ -23,6 +23,7 @@ Capability = Literal[
     "resource_limits",
     "snapshot",
     "stdin_pipe",
+    "syscall_filter",
 ]
 
 
@@ -49,7 +50,9 @@ class SandboxSpec:
     gateway_port: int = 8080
     """Loopback port inside the box at which the gateway is reached."""
     memory_bytes: int | None = None
+    """Private memory of one process."""
     max_processes: int | None = None
+    """Processes and threads of the box."""
     label: str = ""
     """Run id, for the reaper of leaked boxes."""
 

@@ -7,19 +7,23 @@ a killed host leaves nothing to clean up.
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from whet.errors import PolicyUnsupported
+from whet.errors import PolicyUnsupported, SetupError
 from whet.sandbox.base import SandboxSpec
 
 HOME = "/home/agent"
 INSIDE_ID = 1000
 SUPERVISOR_AT = "/run/whet/supervisor.pyc"
 OWN_PYTHON = "/opt/python"
+SYSTEM_PYTHON = Path("/usr/bin/python3")
+OLDEST_PYTHON = (3, 10)
+"""The first that can run what whet puts into a box."""
 
 Step = tuple[str, str, str]
 """(kind, argument, path): bind source, link target, tmpfs bytes, file text, code as hex digits, and proc,
@@ -40,7 +44,21 @@ def writable(spec: SandboxSpec) -> tuple[str, ...]:
 
 
 def python_inside() -> str:
-    return "/usr/bin/python3" if Path("/usr/bin/python3").exists() else f"{OWN_PYTHON}/bin/python3"
+    """The machine's own Python when it is recent enough, else the one that whet runs on, lent to the box."""
+    if python_version(SYSTEM_PYTHON) >= OLDEST_PYTHON:
+        return str(SYSTEM_PYTHON)
+    return f"{OWN_PYTHON}/bin/python3"
+
+
+@functools.cache
+def python_version(program: Path) -> tuple[int, int]:
+    """(0, 0) for what is missing or no Python."""
+    command = [str(program), "-I", "-S", "-c", "import sys; print(sys.version_info[0], sys.version_info[1])"]
+    try:
+        said = subprocess.run(command, capture_output=True, check=True, timeout=30).stdout.split()
+        return int(said[0]), int(said[1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return 0, 0
 
 
 def _own_library() -> dict[str, str]:
@@ -77,15 +95,17 @@ sys.stdout.buffer.write(importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(
 
 
 def environment(spec: SandboxSpec) -> dict[str, str]:
-    """/usr/bin comes first: a version-manager shim for python3 costs 90 ms a start."""
+    """/usr/bin comes first: a version-manager shim for python3 costs 90 ms a start. Hashes and clocks are the
+    same on every machine, because what a program prints is part of the next prompt."""
     path = "/usr/bin:/bin:/usr/local/bin:/usr/sbin:/sbin"
     if python_inside().startswith(OWN_PYTHON):
-        path += f":{OWN_PYTHON}/bin"
+        path = f"{OWN_PYTHON}/bin:{path}"
     base = {"PATH": path, "HOME": HOME, "USER": "agent", "LOGNAME": "agent", "SHELL": "/bin/bash"}
-    return base | {"TERM": "dumb", "LANG": "C.UTF-8"} | _own_library() | dict(spec.env)
+    base |= {"TERM": "dumb", "LANG": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0"}
+    return base | _own_library() | dict(spec.env)
 
 
-def _system() -> list[Step]:
+def _system(hidden: Sequence[Path]) -> list[Step]:
     steps: list[Step] = []
     for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         path = Path("/", name)
@@ -93,24 +113,60 @@ def _system() -> list[Step]:
             steps.append(("link", str(path.readlink()), str(path)))
         elif path.is_dir():
             steps.append(("bind", str(path), str(path)))
-    package = Path(__file__).resolve().parent.parent
-    if package.is_relative_to("/usr"):
-        steps.append(("tmpfs", "4096", str(package)))
+    steps += _covers(hidden, Path("/usr"), Path("/usr"))
     if python_inside().startswith(OWN_PYTHON):
-        steps.append(("bind", str(Path(sys.base_prefix).resolve()), OWN_PYTHON))
+        prefix = Path(sys.base_prefix).resolve()
+        steps.append(("bind", str(prefix), OWN_PYTHON))
+        library = prefix / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        packages = [library / name for name in ("site-packages", "dist-packages")]
+        steps += _covers([*packages, *hidden], prefix, Path(OWN_PYTHON))
     for path in (Path("/etc/ld.so.cache"), Path("/etc/alternatives")):
         if path.exists():
             steps.append(("bind", str(path), str(path)))
     return steps
 
 
-def plan(spec: SandboxSpec, code: bytes, work_bytes: int, scratch_bytes: int) -> list[Step]:
-    """Steps in order. `code` is from `compile_supervisor`; the sizes bound the work folder and each other
-    writable place.
+_NEEDED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "share", "local")
+
+
+def hidden_folders(asked: Iterable[Path]) -> tuple[Path, ...]:
+    """What no box may show though it may lie in a folder that every box shows: whet itself with the checkout
+    it came from, the current folder (runs lie below it), and what is `asked` for. Nothing within another.
+
+    Raises SetupError for a folder that boxes cannot do without.
+    """
+    package = Path(__file__).resolve().parent.parent
+    checkout = package.parent.parent
+    own = [package, *([checkout] if (checkout / "pyproject.toml").exists() else [])]
+    found = {path.resolve() for path in (*own, Path(), *asked)} - {Path("/")}
+    for path in found:
+        inner = path.parts[2:]
+        needed = len(inner) == 0 or (inner[-1] in _NEEDED and set(inner[:-1]) <= {"local"})
+        if path.is_relative_to("/usr") and needed:
+            raise SetupError(f"every box shows {path}, so runs cannot lie there: work in another folder")
+    return tuple(sorted(path for path in found if not found & set(path.parents)))
+
+
+def _covers(hidden: Iterable[Path], shown: Path, target: Path) -> Iterator[Step]:
+    """Lay an empty folder over each hidden one below `shown`, which the box sees at `target`."""
+    covered = set[Path]()
+    for path in sorted(hidden):
+        if path.is_relative_to(shown) and path.is_dir() and not covered & {path, *path.parents}:
+            covered.add(path)
+            place = str(target / path.relative_to(shown))
+            yield ("tmpfs", "4096", place)
+            yield ("ro", "", place)
+
+
+def plan(
+    spec: SandboxSpec, code: bytes, work_bytes: int, scratch_bytes: int, hidden: Sequence[Path] = ()
+) -> list[Step]:
+    """Steps in order. `code` is from `compile_supervisor`, `hidden` from `hidden_folders`; the sizes bound
+    the work folder and each other writable place.
 
     Raises PolicyUnsupported for a bind that is missing or lies over a writable place.
     """
-    steps = _system()
+    steps = _system(hidden)
     steps += [("file", text, path) for path, text in _ETC]
     steps += [("proc", "", "/proc"), ("dev", "", "/dev")]
     steps.append(("code", code.hex(), SUPERVISOR_AT))

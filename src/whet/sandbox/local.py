@@ -10,241 +10,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import platform
+import re
+import resource
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
-from types import TracebackType
-from typing import BinaryIO, Literal, Self
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, Literal
 
-from whet.errors import PolicyUnsupported, SandboxError, SandboxLost, SandboxStartError, SetupError, boundary
-from whet.sandbox import layout, local_bwrap, local_ns, tree
-from whet.sandbox.base import Capability, ExecResult, SandboxSpec
-from whet.sandbox.control import MAX_FDS, Control, readable
-from whet.sandbox.forward import Forward
-from whet.sandbox.process import LINE_BYTES, STDERR_TAIL, LocalProcess, Output
-from whet.types import FileEntry, Tree
+from whet.errors import PolicyUnsupported, SandboxError, SandboxStartError, SetupError, boundary
+from whet.sandbox import layout, local_bwrap, local_ns, syscalls
+from whet.sandbox.advice import advise
+from whet.sandbox.base import Capability, SandboxSpec
+from whet.sandbox.control import MAX_FDS, Control
+from whet.sandbox.local_box import CLOSE_S, OUTER_ID, LocalSandbox
 
 Mode = Literal["auto", "bubblewrap", "namespaces"]
-OUTER_ID = 65534
-CLOSE_S = 5.0
-
-
-class LocalSandbox:
-    """A live box; implements whet.sandbox.base.Sandbox."""
-
-    def __init__(self, spec: SandboxSpec, process: subprocess.Popen[bytes], control: Control) -> None:
-        self._spec = spec
-        self._process = process
-        self._control = control
-        self._folders: dict[str, int] = {}
-        self._owner = OUTER_ID if os.geteuid() == 0 else -1
-        self._env = layout.environment(spec)
-        self._forward: Forward | None = None
-        self._spawned: list[LocalProcess] = []
-        self._closing: asyncio.Task[None] | None = None
-
-    async def begin(self) -> None:
-        """Wait until PID 1 is ready and open the way to the gateway. The caller closes on failure."""
-        fds = await self._control.ready()
-        places = layout.writable(self._spec)
-        self._folders = dict(zip(places, fds, strict=False))
-        if self._spec.network == "gateway_only" and self._spec.gateway_socket is not None:
-            self._forward = Forward(socket.socket(fileno=fds[len(places)]), self._spec.gateway_socket)
-            await self._forward.start()
-        if self._spec.files:
-            await self.put_tree(self._spec.files)
-
-    @property
-    def workdir(self) -> str:
-        return self._spec.workdir
-
-    def _fields(self, argv: Sequence[str], env: Mapping[str, str] | None, cwd: str | None) -> list[str]:
-        if not argv:
-            raise SandboxError("an empty command")
-        merged = self._env | dict(env or {})
-        pairs = [f"{name}={value}" for name, value in merged.items()]
-        return [cwd or self._spec.workdir, str(len(argv)), *argv, *pairs]
-
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout_s: float,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes = b"",
-        max_output_bytes: int = 1 << 20,
-    ) -> ExecResult:
-        begun = time.monotonic()
-        fields = self._fields(argv, env, cwd)
-        with boundary(SandboxError, "make pipes"):
-            out, err = Output(max_output_bytes), Output(max_output_bytes)
-            source = local_bwrap.memory_file(stdin) if stdin else os.open(os.devnull, os.O_RDONLY)
-        try:
-            job, code = await self._control.start("run", fields, (source, out.write_end, err.write_end))
-        except BaseException:
-            out.finish()
-            err.finish()
-            raise
-        finally:
-            os.close(source)
-            out.started()
-            err.started()
-        timed_out = False
-        exit_code: int | None = None
-        try:
-            with contextlib.suppress(SandboxLost):
-                try:
-                    async with asyncio.timeout(timeout_s):
-                        exit_code = await asyncio.shield(code)
-                except TimeoutError:
-                    await asyncio.shield(self._control.order("kill", job))
-                    await code
-                    timed_out, exit_code = True, -signal.SIGKILL
-        except asyncio.CancelledError:
-            await asyncio.shield(self._kill_quietly(job))
-            raise
-        finally:
-            stdout, stderr = out.finish(), err.finish()
-        return ExecResult(
-            exit_code=exit_code,
-            stdout=stdout,
-            stderr=stderr,
-            timed_out=timed_out,
-            truncated=out.truncated or err.truncated,
-            duration_s=time.monotonic() - begun,
-        )
-
-    async def _kill_quietly(self, job: str) -> None:
-        with contextlib.suppress(SandboxLost):
-            await self._control.order("kill", job)
-
-    async def spawn(
-        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None
-    ) -> LocalProcess:
-        loop = asyncio.get_running_loop()
-        fields = self._fields(argv, env, cwd)
-        in_read, in_write = os.pipe2(os.O_CLOEXEC)
-        out_read, out_write = os.pipe2(os.O_CLOEXEC)
-        stderr = Output(STDERR_TAIL, tail=True)
-        try:
-            job, code = await self._control.start("keep", fields, (in_read, out_write, stderr.write_end))
-        except BaseException:
-            os.close(in_write)
-            os.close(out_read)
-            stderr.finish()
-            raise
-        finally:
-            os.close(in_read)
-            os.close(out_write)
-            stderr.started()
-        reader = asyncio.StreamReader(limit=LINE_BYTES)
-        source, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(out_read, "rb")
-        )
-        transport, protocol = await loop.connect_write_pipe(
-            asyncio.streams.FlowControlMixin, os.fdopen(in_write, "wb")
-        )
-        writer = asyncio.StreamWriter(transport, protocol, None, loop)
-        process = LocalProcess(code, reader, source, writer, stderr, lambda: self._kill_quietly(job))
-        self._spawned.append(process)
-        return process
-
-    def _place(self, path: str) -> tuple[int, str]:
-        """Descriptor of the writable folder that holds `path`, and the path relative to it."""
-        for place, fd in self._folders.items():
-            if PurePosixPath(path).is_relative_to(place):
-                return fd, str(PurePosixPath(path).relative_to(place))
-        raise SandboxError(f"{path}: not in a writable folder of the box")
-
-    async def put(self, path: str, content: bytes, *, executable: bool = False) -> None:
-        folder, name = self._place(path)
-        with boundary(SandboxError, f"put {path}"):
-            tree.write_file(folder, name, FileEntry(content=content, executable=executable), self._owner)
-
-    async def put_tree(self, files: Tree) -> None:
-        with boundary(SandboxError, "fill the work folder"):
-            await asyncio.to_thread(tree.write_tree, self._work(), files, self._owner)
-
-    async def get_tree(self, *, max_bytes: int = 64 << 20, max_files: int = 10_000) -> Tree:
-        with boundary(SandboxError, "read the work folder"):
-            return await asyncio.to_thread(
-                tree.read_tree, self._work(), max_bytes=max_bytes, max_files=max_files
-            )
-
-    def _work(self) -> int:
-        if self._closing is not None or self._control.lost:
-            raise SandboxLost("the box is gone")
-        return self._folders[self._spec.workdir]
-
-    async def kill_all(self) -> None:
-        await self._control.order("sweep")
-
-    async def wipe(self) -> None:
-        self._work()
-        with boundary(SandboxError, "wipe the box"):
-            await asyncio.to_thread(self._empty)
-        await self._control.order("ipc")
-
-    def _empty(self) -> None:
-        for fd in self._folders.values():
-            tree.empty(fd)
-
-    async def close(self) -> None:
-        """Ends the box; finishes even when the caller is cancelled."""
-        if self._closing is None:
-            self._closing = asyncio.get_running_loop().create_task(self._close())
-        await asyncio.shield(self._closing)
-
-    async def _close(self) -> None:
-        if self._forward is not None:
-            await self._forward.close()
-        self._control.close()
-        for fd in self._folders.values():
-            os.close(fd)
-        if not await _ended(self._process, CLOSE_S):
-            self._process.kill()
-            await _ended(self._process, CLOSE_S)
-        for process in self._spawned:
-            process.close_pipes()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-
-async def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Wait for a child of ours. It ends only after the last process of its box has."""
-    if process.poll() is not None:
-        return True
-    fd = os.pidfd_open(process.pid)
-    try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await readable(fd)
-    finally:
-        os.close(fd)
-    return process.poll() is not None
+OPEN_FILES = 65536
 
 
 class LocalBackend:
     """Makes local boxes; implements whet.sandbox.base.SandboxBackend.
 
     Raises SetupError on construction when this machine cannot isolate in the wanted mode.
-    `memory_bytes` bounds the private memory of each process, not of the box; `max_processes` counts threads.
+    `memory_bytes` bounds the private memory of each process, not of the box; `max_processes` counts threads,
+    on kernels from 5.14 on (older ones count those of all boxes, and of the user, as one).
     The writable places live in memory: `work_bytes` bounds the work folder, `scratch_bytes` each other place.
+    No box shows `hidden` folders, whet's own or the current one, wherever they lie.
     """
 
     def __init__(
@@ -252,14 +47,20 @@ class LocalBackend:
         mode: Mode = "auto",
         *,
         start_timeout_s: float = 20.0,
-        work_bytes: int = 512 << 20,
-        scratch_bytes: int = 128 << 20,
+        work_bytes: int = 128 << 20,
+        scratch_bytes: int = 64 << 20,
+        hidden: Sequence[Path] = (),
     ) -> None:
+        allow_open_files()
         self._start_timeout_s = start_timeout_s
+        self._hidden = layout.hidden_folders(hidden)
+        self._refused = syscalls.program(platform.machine())
+        self._counts_per_box = _kernel() >= (5, 14)
         self._sizes = (work_bytes, scratch_bytes)
         self._root = os.geteuid() == 0
         self._bwrap = shutil.which("bwrap") or ""
-        self._python = sys.executable if not Path("/usr/bin/python3").exists() else "/usr/bin/python3"
+        inside = layout.python_inside()
+        self._python = sys.executable if inside.startswith(layout.OWN_PYTHON) else inside
         try:
             self._code = layout.compile_supervisor()
         except (OSError, subprocess.SubprocessError) as error:
@@ -277,7 +78,8 @@ class LocalBackend:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        return frozenset({"network_none", "gateway_only", "pid_isolation", "stdin_pipe", "resource_limits"})
+        filtered: frozenset[Capability] = frozenset({"syscall_filter"} if self._refused else ())
+        return filtered | {"network_none", "gateway_only", "pid_isolation", "stdin_pipe", "resource_limits"}
 
     def _choose(self, wanted: Mode) -> Mode:
         reasons = []
@@ -287,7 +89,8 @@ class LocalBackend:
             if not reason:
                 return mode
             reasons.append(f"{mode}: {reason}")
-        raise SetupError(f"no way to isolate a process here ({'; '.join(reasons)}); install bubblewrap")
+        advice = advise(bwrap_missing=not self._bwrap and (not self._root or wanted == "bubblewrap"))
+        raise SetupError(f"no way to isolate a process here ({'; '.join(reasons)}); {advice}")
 
     def _probe(self, mode: Mode) -> str:
         """Why `mode` does not work here; empty when it does."""
@@ -324,11 +127,11 @@ class LocalBackend:
             control.fileno(),
             port,
             OUTER_ID if self._root else -1,
-            spec.max_processes or 0,
+            (spec.max_processes or 0) if self._counts_per_box else 0,
             spec.memory_bytes or 0,
         )
-        program = layout.supervisor([*(str(number) for number in numbers), *places])
-        steps = layout.plan(spec, self._code, *self._sizes)
+        program = layout.supervisor([*(str(number) for number in numbers), self._refused.hex(), *places])
+        steps = layout.plan(spec, self._code, *self._sizes, self._hidden)
         if self._mode == "bubblewrap":
             argv, fds = local_bwrap.command(self._bwrap, steps, program, as_root=self._root)
         else:
@@ -384,6 +187,19 @@ class LocalBackend:
                 await _abandon(box, process)
                 raise
         return box
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit: every box takes some fifteen descriptors, and 1024 is the usual default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _kernel() -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", platform.release())
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 async def _abandon(box: LocalSandbox, process: subprocess.Popen[bytes]) -> None:

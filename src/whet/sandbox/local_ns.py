@@ -145,7 +145,7 @@ def main(plan_fd: int, program: list[str]) -> None:
     child = os.fork()
     if child:
         # Only PID 1 may hold the control socket: its end must be the end of the connection.
-        os.closerange(3, 1024)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.waitpid(child, 0)
         return
     system(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "prctl")

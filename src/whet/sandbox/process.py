@@ -48,6 +48,11 @@ class Output:
         """The child has its copy of the write end."""
         os.close(self.write_end)
 
+    def abandon(self) -> None:
+        """No child will ever have it."""
+        self.started()
+        self.finish()
+
     @property
     def value(self) -> bytes:
         return bytes(self._kept)

@@ -36,8 +36,11 @@ if TYPE_CHECKING:
 
 SIGINT, SIGKILL, SIGPIPE, SIGXFSZ, SIG_DFL = 2, 9, 13, 25, 0
 PIDFD_OPEN = 434
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
+SECCOMP_MODE_FILTER = 2
 CLONE_NEWUSER = 0x10000000
+ADDR_NO_RANDOMIZE = 0x40000
+OPEN_FILES = (1024, 4096)
 IPC_RMID = 0
 SWEEP_S = 1.0
 INSIDE_ID = 1000
@@ -73,7 +76,9 @@ def drop_privileges(libc: ctypes.CDLL, outer_id: int) -> None:
     system(libc.capset(header, data))
 
 
-def confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int) -> None:
+def confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int, refused: bytes) -> None:
+    """Give up everything, for this process and all it will start. `refused` is from syscalls.program."""
+    first_to_go()
     if outer_id >= 0:
         drop_privileges(libc, outer_id)
     system(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
@@ -81,13 +86,36 @@ def confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int) -> No
     system(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0))
     # Python's own handler would let anything in the box interrupt its init.
     libc.signal(SIGINT, SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # So that an address printed by a program is the same in every rollout. Some containers do not allow it.
+    libc.personality(ADDR_NO_RANDOMIZE)
+    limit(resource.RLIMIT_CORE, 0, 0)
     # POSIX message queues would outlive a rollout and cannot be listed from inside.
-    resource.setrlimit(12, (0, 0))
+    limit(12, 0, 0)
+    limit(resource.RLIMIT_NOFILE, *OPEN_FILES)
     if processes:
-        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+        limit(resource.RLIMIT_NPROC, processes, processes)
     if memory:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        limit(resource.RLIMIT_DATA, memory, memory)
+    if refused:
+        program = ctypes.create_string_buffer(refused, len(refused))
+        header = struct.pack("@HP", len(refused) // 8, ctypes.addressof(program))
+        system(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0))
+
+
+def limit(kind: int, soft: int, hard: int) -> None:
+    """Lower a limit; one that is lower already stays."""
+    now = resource.getrlimit(kind)[1]
+    most = hard if now == resource.RLIM_INFINITY else min(hard, now)
+    resource.setrlimit(kind, (min(soft, most), most))
+
+
+def first_to_go() -> None:
+    """When the machine runs out of memory, the kernel looks for its victim in the boxes first."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        return  # a container may forbid it
 
 
 class Supervisor:
@@ -261,16 +289,18 @@ def become(libc: ctypes.CDLL, cwd: str, argv: list[str], env: dict[str, str], fd
 
 def main(arguments: list[str]) -> None:
     """arguments: control descriptor, gateway port (0 = none), outer id (-1 = not root), processes, memory,
-    then the writable folders, whose descriptors go to the host with `ready`."""
+    the system call filter as hex digits, then the writable folders, whose descriptors go to the host with
+    `ready`."""
     fd, port, outer_id, processes, memory = (int(item) for item in arguments[:5])
+    refused, places = bytes.fromhex(arguments[5]), arguments[6:]
     libc = ctypes.CDLL(None, use_errno=True)
     control = socket(fileno=fd)
     os.set_inheritable(fd, False)
-    fds = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for folder in arguments[5:]]
+    fds = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for folder in places]
     if outer_id >= 0:
         for folder in fds:
             os.fchown(folder, outer_id, outer_id)
-    confine(libc, outer_id, processes, memory)
+    confine(libc, outer_id, processes, memory, refused)
     supervisor = Supervisor(control, libc)
     if port:
         listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC)
@@ -282,7 +312,7 @@ def main(arguments: list[str]) -> None:
     for number in range(3):
         os.dup2(null, number)
     supervisor.send("ready", tuple(fds))
-    for folder in fds[: len(arguments) - 5]:
+    for folder in fds[: len(places)]:
         os.close(folder)
     supervisor.serve()
 

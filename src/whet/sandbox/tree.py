@@ -96,8 +96,12 @@ def _open(name: str, flags: int, folder: int) -> int:
 
 
 def empty(root: int) -> None:
-    """Remove all content. Folders are flattened into `root` first: no depth can exhaust us."""
+    """Remove all content, and what the folder itself could keep: mode, times and extended attributes.
+    Folders are flattened into `root` first: no depth can exhaust us."""
     os.fchmod(root, 0o755)
+    with contextlib.suppress(OSError):  # not every kernel keeps attributes in memory
+        for attribute in os.listxattr(root):
+            os.removexattr(root, attribute)
     serial = 0
     while names := os.listdir(root):
         for name in names:
@@ -116,6 +120,7 @@ def empty(root: int) -> None:
             finally:
                 os.close(inner)
             os.rmdir(name, dir_fd=root)
+    os.utime(root)
 
 
 def _lift(child: str, folder: int, root: int, serial: int) -> int:

@@ -1,0 +1,132 @@
+"""Machines that are not like the developer's: old Python, few descriptors, work below /usr, no namespaces."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sandbox_rig import open_descriptors, out, sh
+
+from whet.errors import SandboxError, SetupError
+from whet.sandbox import layout
+from whet.sandbox.advice import advise
+from whet.sandbox.base import SandboxSpec
+from whet.sandbox.local import LocalBackend, LocalSandbox, allow_open_files
+
+
+@pytest.mark.parametrize(
+    ("switches", "container", "words"),
+    [
+        ({"kernel/apparmor_restrict_unprivileged_userns": "1"}, False, "AppArmor"),
+        ({"kernel/apparmor_restrict_unprivileged_userns": "0"}, False, "security module"),
+        ({"kernel/unprivileged_userns_clone": "0"}, False, "kernel.unprivileged_userns_clone=1"),
+        ({"user/max_user_namespaces": "0"}, True, "user.max_user_namespaces="),
+        ({"user/max_user_namespaces": "15000"}, True, "--cap-add SYS_ADMIN"),
+        ({}, False, "security module"),
+    ],
+)
+def test_advice_fits_the_reason(switches: dict[str, str], container: bool, words: str) -> None:
+    said = advise(
+        bwrap_missing=False, sysctl=lambda name: switches.get(name, ""), container=lambda: container
+    )
+    assert words in said
+    assert "install" not in said
+    assert advise(bwrap_missing=True, sysctl=lambda _: "0", container=lambda: True) == "install bubblewrap"
+
+
+@pytest.fixture
+def old_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program = tmp_path / "python3"
+    program.write_text("#!/bin/sh\necho 3 9\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(layout, "SYSTEM_PYTHON", program)
+    return program
+
+
+async def test_a_box_gets_a_recent_python_where_the_system_has_none(
+    backend: LocalBackend, old_python: Path
+) -> None:
+    assert layout.python_version(old_python) == (3, 9)
+    async with await LocalBackend(backend.mode).create(SandboxSpec()) as box:
+        run = "import sys; print(sys.prefix, sys.version_info >= (3, 11))"
+        result = await box.exec(["python3", "-c", run], timeout_s=10)
+        assert result.stdout == b"/opt/python True\n", result
+        assert await out(box, "ls /opt/python/lib/python3*/site-packages") == ""
+
+
+def test_what_is_no_python_has_no_version(tmp_path: Path) -> None:
+    broken = tmp_path / "python3"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    assert layout.python_version(broken) == layout.python_version(tmp_path / "missing") == (0, 0)
+
+
+@pytest.fixture
+def below_usr() -> Iterator[Path]:
+    try:
+        folder = tempfile.TemporaryDirectory(dir="/usr/local")
+    except OSError:
+        pytest.skip("cannot write below /usr")
+    with folder as name:
+        path = Path(name)
+        (path / "secret").write_text("answers")
+        path.chmod(0o755)
+        yield path
+
+
+@pytest.mark.parametrize("as_current", [True, False])
+async def test_work_below_usr_is_not_shown(
+    backend: LocalBackend, below_usr: Path, monkeypatch: pytest.MonkeyPatch, as_current: bool
+) -> None:
+    if as_current:
+        monkeypatch.chdir(below_usr)
+    chosen = LocalBackend(backend.mode, hidden=() if as_current else [below_usr, below_usr / "run"])
+    async with await chosen.create(SandboxSpec()) as box:
+        assert (await sh(box, f"cat {below_usr}/secret")).exit_code != 0
+        assert await out(box, f"ls -A {below_usr}") == ""
+        assert (await sh(box, f"echo x > {below_usr}/stash")).exit_code != 0
+    async with await backend.create(SandboxSpec()) as box:
+        assert await out(box, f"cat {below_usr}/secret") == "answers"
+
+
+@pytest.mark.parametrize("folder", ["/usr", "/usr/lib", "/usr/local", "/usr/local/bin"])
+def test_a_folder_boxes_need_cannot_be_worked_in(folder: str) -> None:
+    with pytest.raises(SetupError, match="every box shows"):
+        layout.hidden_folders([Path(folder)])
+
+
+def test_more_files_may_be_open_than_by_default() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        allow_open_files()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert hard == before[1]
+        assert soft == 65536 or soft == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_a_spawn_without_descriptors_is_a_sandbox_error_and_leaks_none(box: LocalSandbox) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = open_descriptors()
+    failed = 0
+    for soft in range(3, 512):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+        try:
+            process = await box.spawn(["true"])
+        except SandboxError:
+            failed += 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            await asyncio.sleep(0)
+            assert open_descriptors() == held
+        else:
+            break
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert failed >= 6
+    assert await process.wait(5) == 0

@@ -14,7 +14,7 @@ from whet.errors import HarnessError
 from whet.harness.base import ModelAccess
 from whet.harness.install import PiInstall
 from whet.harness.pi import PiHarness
-from whet.harness.pool import WorkerPool
+from whet.harness.pool import Sockets, WorkerPool
 from whet.sandbox.local import LocalBackend
 from whet.types import FileEntry, Limits, Task
 
@@ -212,7 +212,7 @@ async def test_pool_reuses_warm_workers_and_replaces_worn_ones(
 ) -> None:
     harness = PiHarness(pi, "rpc", backend, rollouts_per_process=2)
     used = []
-    async with WorkerPool(harness, 1, lambda: server.path) as pool:
+    async with WorkerPool(harness, 1, Sockets([server.path])) as pool:
         for number in range(3):
             async with pool.lease() as worker:
                 used.append(worker)
@@ -224,7 +224,7 @@ async def test_pool_reuses_warm_workers_and_replaces_worn_ones(
 async def test_fresh_mode_never_reuses(
     pi: PiInstall, backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:
-    async with WorkerPool(PiHarness(pi, "fresh", backend), 2, lambda: server.path) as pool:
+    async with WorkerPool(PiHarness(pi, "fresh", backend), 2, Sockets([server.path] * 2)) as pool:
 
         async def one(number: int) -> object:
             async with pool.lease() as worker:

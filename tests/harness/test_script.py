@@ -12,7 +12,7 @@ from scripted_server import ScriptedServer, Step, play
 import whet.harness.script as script
 from whet.errors import HarnessError
 from whet.harness.base import ModelAccess
-from whet.harness.pool import WorkerPool
+from whet.harness.pool import Sockets, WorkerPool
 from whet.harness.script import ScriptHarness
 from whet.sandbox.local import LocalBackend
 from whet.types import FileEntry, Limits, Task
@@ -94,7 +94,7 @@ async def test_warm_box_is_emptied_and_strict_box_is_new(
     text = "ls -A /tmp /work ~; echo x > /tmp/planted; echo x > planted; echo x > ~/planted"
     for warm in (True, False):
         harness = command(backend, text, warm=warm)
-        async with WorkerPool(harness, 1, lambda: server.path) as pool:
+        async with WorkerPool(harness, 1, Sockets([server.path])) as pool:
             logs = []
             for _ in range(2):
                 async with pool.lease() as worker:

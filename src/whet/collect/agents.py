@@ -8,7 +8,6 @@ The same for a learner's engine and for a scripted one: recording demonstrations
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from whet.gateway.server import Gateway
 from whet.harness.base import Harness, ModelAccess
 from whet.harness.install import install_pi
 from whet.harness.pi import PiHarness
-from whet.harness.pool import WorkerPool
+from whet.harness.pool import Sockets, WorkerPool
 from whet.harness.script import AGENT_AT, ScriptHarness
 from whet.render.family import Family
 from whet.sandbox.base import SandboxBackend
@@ -80,17 +79,13 @@ async def open_agents(config: Config, family: Family, engine: Engine, sockets: P
     size = config.harness.workers
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(Gateway(engine, family))
-        # Two per worker: a worker that is being replaced may still hold its socket.
-        paths = [sockets / f"g{i}" for i in range(2 * size)]
+        paths = [sockets / f"g{i}" for i in range(size)]
         for path in paths:
             await stack.enter_async_context(gateway.listen_unix(path))
         if config.gateway.port:
             await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
         strict = config.harness.mode == "fresh"
-        ring = itertools.cycle(paths)
-        workers = await stack.enter_async_context(
-            WorkerPool(harness, size, lambda: next(ring), strict=strict)
-        )
+        workers = await stack.enter_async_context(WorkerPool(harness, size, Sockets(paths), strict=strict))
         if not strict:
             await workers.warm()
         yield Agents(gateway=gateway, workers=workers, harness=harness, backend=backend)

@@ -7,7 +7,7 @@ no worker serves twice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,15 +17,30 @@ from whet.errors import HarnessError
 from whet.harness.base import Harness, Worker
 
 
-class WorkerPool:
-    """At most `size` workers live. `socket_factory` names the gateway socket of each new worker."""
+class Sockets:
+    """The gateway's sockets that no live box uses: a session belongs to the socket of its box, so two boxes
+    on one could use each other's."""
 
-    def __init__(
-        self, harness: Harness, size: int, socket_factory: Callable[[], Path], *, strict: bool = False
-    ) -> None:
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._free = list(paths)
+
+    def take(self) -> Path:
+        """Raises HarnessError when every socket has its box."""
+        if not self._free:
+            raise HarnessError("no gateway socket is free for another worker")
+        return self._free.pop()
+
+    def give_back(self, path: Path) -> None:
+        self._free.append(path)
+
+
+class WorkerPool:
+    """At most `size` workers live, each on a socket of its own: give it `size` sockets."""
+
+    def __init__(self, harness: Harness, size: int, sockets: Sockets, *, strict: bool = False) -> None:
         self._harness = harness
         self._size = size
-        self._socket_factory = socket_factory
+        self._sockets = sockets
         self._strict = strict
         self._permits = asyncio.Semaphore(size)
         self._shelf: list[Worker] = []
@@ -47,7 +62,18 @@ class WorkerPool:
                 raise error
 
     async def _new(self) -> Worker:
-        return await self._harness.worker(self._socket_factory()).__aenter__()
+        path = self._sockets.take()
+        try:
+            return await self._harness.worker(path).__aenter__()
+        except BaseException:
+            self._sockets.give_back(path)
+            raise
+
+    async def _end(self, worker: Worker) -> None:
+        try:
+            await worker.__aexit__(None, None, None)
+        finally:
+            self._sockets.give_back(worker.gateway_socket)
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Worker]:
@@ -64,21 +90,21 @@ class WorkerPool:
                 if kept:
                     self._shelf.append(worker)
                 else:
-                    await worker.__aexit__(None, None, None)
+                    await self._end(worker)
 
     async def _take(self) -> Worker:
         while self._shelf:
             worker = self._shelf.pop()
             if worker.healthy:
                 return worker
-            await worker.__aexit__(None, None, None)
+            await self._end(worker)
         return await self._new()
 
     async def close(self) -> None:
         """Ends the idle workers; leased ones end when they come back."""
         self._closed = True
         while self._shelf:
-            await self._shelf.pop().__aexit__(None, None, None)
+            await self._end(self._shelf.pop())
 
     async def __aenter__(self) -> Self:
         return self

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.errors import SetupError
-from whet.harness.install import PI_VERSION, find_node, find_pi
+from whet.harness.install import PI_VERSION, cache_folder, find_node, find_pi
+from whet.sandbox import layout
+from whet.sandbox.advice import advise
 
 _PROBE_S = 10.0
 
@@ -35,6 +37,7 @@ def examine() -> Iterator[Finding]:
     yield _machine()
     yield _disk()
     yield from _isolation()
+    yield _box_python()
     yield _node()
     yield _pi()
     yield _package("torch", "the learner", "pip install 'whet[train]'")
@@ -65,19 +68,29 @@ def _isolation() -> Iterator[Finding]:
     bwrap = shutil.which("bwrap")
     works = False
     if bwrap is None:
-        text = "not found; install the package bubblewrap"
+        text = f"not found; {advise(bwrap_missing=True)}"
     else:
         probe = _run([bwrap, "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "true"])
         works = probe is not None and probe.returncode == 0
         text = f"{_first_line([bwrap, '--version'])} at {bwrap}"
         if not works:
             said = "no answer" if probe is None else probe.stderr.decode(errors="replace").strip()
-            text += f", but it cannot make a box here: {said}"
+            text += f", but it cannot make a box here: {said}; {advise(bwrap_missing=False)}"
     root = os.geteuid() == 0
     yield Finding(name="bubblewrap", found=works, text=text, needed=not root)
     if not works:
         fallback = "root: whet makes namespaces itself" if root else "not root: whet needs bubblewrap"
         yield Finding(name="namespaces", found=root, text=fallback)
+
+
+def _box_python() -> Finding:
+    """Graders and agents find it in their boxes."""
+    major, minor = layout.python_version(layout.SYSTEM_PYTHON)
+    if layout.python_inside() == str(layout.SYSTEM_PYTHON):
+        return Finding(name="box python", found=True, text=f"{major}.{minor} at {layout.SYSTEM_PYTHON}")
+    why = f"{layout.SYSTEM_PYTHON} is {major}.{minor}" if major else f"no {layout.SYSTEM_PYTHON}"
+    own = Path(sys.base_prefix, "bin", "python3")
+    return Finding(name="box python", found=own.exists(), text=f"{why}; boxes are lent {own}")
 
 
 def _node() -> Finding:
@@ -90,9 +103,13 @@ def _node() -> Finding:
 
 def _pi() -> Finding:
     try:
+        cache_folder()
+    except SetupError as error:
+        return Finding(name="pi", found=False, text=str(error), needed=False)
+    try:
         install = find_pi()
     except SetupError:
-        install = None
+        install = None  # for want of Node, which has a line of its own
     if install is None:
         hint = f"{PI_VERSION} is not installed; run: python -m whet.harness.install pi"
         return Finding(name="pi", found=False, text=hint, needed=False)

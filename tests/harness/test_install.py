@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import pwd
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from whet.doctor import doctor
 from whet.errors import SetupError
 from whet.harness import install
-from whet.harness.install import PI_PACKAGE, PI_VERSION, PiInstall, find_node, find_pi, install_pi
+from whet.harness.install import (
+    PI_PACKAGE,
+    PI_VERSION,
+    PiInstall,
+    find_node,
+    find_pi,
+    install_pi,
+    sealed_node,
+)
 
 
 def program(path: Path, script: str) -> Path:
@@ -90,6 +101,32 @@ def test_unwritable_cache_is_one_clear_line(
     monkeypatch.setenv("WHET_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(SetupError, match="Not a directory"):
         install_pi()
+
+
+def test_a_user_without_a_home_is_told_what_to_set(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("WHET_CACHE")
+    for find in (find_pi, install_pi):
+        with pytest.raises(SetupError, match="set WHET_CACHE"):
+            find()
+    assert "set WHET_CACHE" in doctor()[0]
+
+
+def test_a_sealed_node_can_be_run_and_not_read(bare: Path, tmp_path: Path) -> None:
+    node = program(bare / "node", "echo v24.0.0")
+    sealed = sealed_node(node)
+    assert stat.S_IMODE(sealed.stat().st_mode) == 0o111
+    assert sealed.stat().st_size == node.stat().st_size
+    assert sealed_node(node) == sealed
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [sealed.name]
+    program(bare / "node", "echo v24.0.10")
+    assert sealed_node(node) != sealed
+    with pytest.raises(SetupError, match="copy .*No such file"):
+        sealed_node(bare / "missing")
 
 
 def test_command_line(bare: Path, tmp_path: Path) -> None:

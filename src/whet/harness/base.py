@@ -25,8 +25,6 @@ class ModelAccess:
     secret: str
     """Bearer. Travels by environment or file, never argv; dies with the session."""
     model: str = "policy"
-    context_tokens: int = 32768
-    """What the agent should believe its context window is."""
     max_call_tokens: int = 512
 
 

@@ -17,9 +17,9 @@ import orjson
 
 from whet.errors import HarnessError, SandboxError
 from whet.harness.base import AgentExit, AgentResult, ModelAccess
-from whet.harness.install import PI_PACKAGE, PiInstall
+from whet.harness.install import PI_PACKAGE, PiInstall, sealed_node
+from whet.harness.outcome import bounded, harvest
 from whet.harness.pi_rpc import PiRpc, PiRun
-from whet.harness.script import OVER_CAPS, capture
 from whet.sandbox.base import Bind, Process, Sandbox, SandboxBackend, SandboxSpec
 from whet.types import Task
 
@@ -31,6 +31,8 @@ COMMAND = (
     NODE_AT,
     # A fifth less memory per worker, at no cost in time.
     "--max-semi-space-size=2",
+    # Else a signal, which anything in the box may send, makes Node open a debugger.
+    "--disable-sigusr1",
     f"{MODULES_AT}/{PI_PACKAGE}/dist/bundle/cli.js",
     *("--mode", "rpc", "--no-session", "--provider", PROVIDER),
     *("--no-extensions", "--no-skills", "--no-prompt-templates", "--no-themes", "--no-context-files"),
@@ -54,7 +56,7 @@ SETTINGS = {
     "images": {"blockImages": True},
 }
 # Pi lowers max_completion_tokens to what its own estimate of the prompt leaves of the window, less 4096. The
-# gateway knows the true length, so the window Pi hears of must never be the tighter one.
+# gateway knows the true length and answers for it, so Pi hears of a window that is never the tighter one.
 ROOMY_CONTEXT = 1 << 17
 
 
@@ -63,14 +65,13 @@ class _Model:
     """What of a ModelAccess Pi reads at its start only."""
 
     name: str = "policy"
-    context_tokens: int = 32768
     max_call_tokens: int = 512
 
     def config(self, port: int) -> bytes:
         model = {
             "id": self.name,
             "name": self.name,
-            "contextWindow": max(self.context_tokens, ROOMY_CONTEXT),
+            "contextWindow": ROOMY_CONTEXT,
             "maxTokens": self.max_call_tokens,
             "reasoning": False,
             "input": ["text"],
@@ -93,6 +94,7 @@ class PiHarness:
         model: ModelAccess | None = None,
     ) -> None:
         self._install = install
+        self._node = sealed_node(install.node)
         self._backend = backend
         self._uses = rollouts_per_process if mode == "rpc" else 1
         self._model = _model_of(model) if model else _Model()
@@ -109,13 +111,13 @@ class PiHarness:
         spec = SandboxSpec(
             env=ENV,
             binds=(
-                Bind(source=self._install.node, target=NODE_AT),
+                Bind(source=self._node, target=NODE_AT),
                 Bind(source=self._install.modules, target=MODULES_AT),
             ),
             network="gateway_only",
             gateway_socket=gateway_socket,
         )
-        return PiWorker(self._backend, spec, gateway_socket, self._uses, self._model)
+        return PiWorker(self._backend, bounded(spec, self._backend), gateway_socket, self._uses, self._model)
 
 
 class PiWorker:
@@ -144,14 +146,24 @@ class PiWorker:
         return self._uses_left > 0 and alive and not self._broken and self._box is not None
 
     async def __aenter__(self) -> Self:
-        self._box = await self._backend.create(self._spec)
-        try:
-            await self._configure(self._box, secret="unset")
-            await self._start(self._box)
-        except BaseException:
-            await self._box.close()
-            raise
+        await self._open()
         return self
+
+    async def _open(self) -> None:
+        """A new box with a Pi that listens. Raises HarnessError and SandboxError: the host's doing."""
+        box = self._box = await self._backend.create(self._spec)
+        try:
+            await self._configure(box, secret="unset")
+            await self._start(box)
+        except BaseException:
+            await self._close()
+            raise
+        self._dirty = False
+
+    async def _close(self) -> None:
+        box, self._box, self._process = self._box, None, None
+        if box is not None:
+            await box.close()
 
     async def __aexit__(
         self,
@@ -159,9 +171,7 @@ class PiWorker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        box, self._box = self._box, None
-        if box is not None:
-            await box.close()
+        await self._close()
 
     async def _configure(self, box: Sandbox, secret: str) -> None:
         """Pi's files. It looks at auth.json anew before every request, by inode and time."""
@@ -179,34 +189,44 @@ class PiWorker:
         return rpc
 
     async def run(self, task: Task, access: ModelAccess) -> AgentResult:
-        box = self._box
-        if box is None or not self.healthy:
+        if not self.healthy:
             raise HarnessError("this Pi worker is used up")
         begun = time.monotonic()
         self._uses_left -= 1
         try:
-            rpc = await self._prepare(box, task, access)
+            box, rpc = await self._ready(task, access)
             outcome, detail, run = await self._attempt(rpc, task)
-            await box.kill_all()
-            tree = await capture(box)
+            tree, why = await harvest(box, self._backend, self._spec)
         except BaseException:
             self._broken = True
             raise
-        if outcome != "finished":
+        if outcome != "finished" or why or rpc.odd:
             self._broken = True
-        secret = access.secret.encode()
         return AgentResult(
-            exit=outcome if tree is not None else "failed",
-            tree=tree or {},
-            detail=detail.replace(access.secret, "***") if tree is not None else OVER_CAPS,
-            log=run.log.replace(secret, b"***") if run else b"",
+            exit="failed" if why else outcome,
+            tree=tree,
+            detail=(why or detail).replace(access.secret, "***"),
+            log=run.log.replace(access.secret.encode(), b"***") if run else b"",
             duration_s=time.monotonic() - begun,
         )
 
+    async def _ready(self, task: Task, access: ModelAccess) -> tuple[Sandbox, PiRpc]:
+        """Everything in place for the prompt. A used box that does not come clean was spoilt by the rollout
+        before, whose doing must not be laid on this one: it gets a new box."""
+        if self._box is not None and self._dirty:
+            try:
+                return self._box, await self._prepare(self._box, task, access)
+            except (HarnessError, SandboxError):
+                await self._close()
+                await self._open()
+        if self._box is None:
+            raise HarnessError("this Pi worker has no box")
+        return self._box, await self._prepare(self._box, task, access)
+
     async def _prepare(self, box: Sandbox, task: Task, access: ModelAccess) -> PiRpc:
-        if self._dirty:
+        used, self._dirty = self._dirty, True
+        if used:
             await box.wipe()
-        self._dirty = True
         model = _model_of(access)
         changed, self._model = model != self._model, model
         await self._configure(box, access.secret)
@@ -217,6 +237,8 @@ class PiWorker:
             return await self._start(box)
         rpc = PiRpc(self._process)
         await rpc.command("new_session")
+        if used and rpc.odd:
+            raise HarnessError("something but Pi wrote to Pi's output")
         return rpc
 
     async def _attempt(self, rpc: PiRpc, task: Task) -> tuple[AgentExit, str, PiRun | None]:
@@ -226,13 +248,11 @@ class PiWorker:
         except TimeoutError:
             return "timeout", f"stopped after {task.limits.wall_s:g} s", None
         except (HarnessError, SandboxError) as error:
-            return "failed", str(error), None
+            return "failed", str(error)[:300], None
         if run.error:
-            return "failed", run.error.splitlines()[0][:300], run
+            return "failed", run.error, run
         return "finished", "", run
 
 
 def _model_of(access: ModelAccess) -> _Model:
-    return _Model(
-        name=access.model, context_tokens=access.context_tokens, max_call_tokens=access.max_call_tokens
-    )
+    return _Model(name=access.model, max_call_tokens=access.max_call_tokens)

@@ -12,8 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from whet.errors import HarnessError, SandboxError, SandboxLost
+from whet.errors import HarnessError, SandboxError
 from whet.harness.base import AgentExit, AgentResult, ModelAccess
+from whet.harness.outcome import bounded, harvest
 from whet.sandbox.base import ExecResult, Sandbox, SandboxBackend, SandboxSpec
 from whet.types import Task, Tree
 
@@ -60,7 +61,8 @@ class ScriptHarness:
         spec = SandboxSpec(
             env={"PYTHONDONTWRITEBYTECODE": "1"}, network="gateway_only", gateway_socket=gateway_socket
         )
-        return ScriptWorker(self._backend, spec, gateway_socket, self._argv, self._files, warm=self._warm)
+        limited = bounded(spec, self._backend)
+        return ScriptWorker(self._backend, limited, gateway_socket, self._argv, self._files, warm=self._warm)
 
 
 class ScriptWorker:
@@ -84,6 +86,7 @@ class ScriptWorker:
         self._warm = warm
         self._box: Sandbox | None = None
         self._dirty = False
+        """The box has had a rollout: the next one needs it emptied."""
         self._broken = False
 
     @property
@@ -109,12 +112,11 @@ class ScriptWorker:
             await box.close()
 
     async def run(self, task: Task, access: ModelAccess) -> AgentResult:
-        box = self._box
-        if box is None or not self.healthy:
+        if not self.healthy:
             raise HarnessError("this script worker is used up")
         begun = time.monotonic()
         try:
-            await self._prepare(box, task)
+            box = await self._ready(task)
             result = await box.exec(
                 self._argv,
                 timeout_s=task.limits.wall_s,
@@ -122,23 +124,35 @@ class ScriptWorker:
                 stdin=task.prompt.encode(),
                 max_output_bytes=LOG_BYTES,
             )
-            if result.exit_code is None:
-                raise SandboxLost("the box died while the agent ran")
-            await box.kill_all()
-            tree = await capture(box)
+            tree, why = await harvest(box, self._backend, self._spec)
         except BaseException:
             self._broken = True
             raise
-        outcome, detail = _judge(result, task.limits.wall_s) if tree is not None else ("failed", OVER_CAPS)
+        outcome, detail = _judge(result, task.limits.wall_s) if not why else ("failed", why)
         secret = access.secret.encode()
-        self._broken = result.timed_out or tree is None
+        self._broken = result.timed_out or bool(why)
         return AgentResult(
             exit=outcome,
-            tree=tree or {},
+            tree=tree,
             detail=detail.replace(access.secret, "***"),
             log=(result.stdout + result.stderr).replace(secret, b"***"),
             duration_s=time.monotonic() - begun,
         )
+
+    async def _ready(self, task: Task) -> Sandbox:
+        """The task in a clean box; a new one where the rollout before has spoilt the old."""
+        if self._box is None:
+            raise HarnessError("this script worker has no box")
+        used = self._dirty
+        try:
+            await self._prepare(self._box, task)
+        except SandboxError:
+            if not used:
+                raise
+            await self._box.close()
+            self._box, self._dirty = await self._backend.create(self._spec), False
+            await self._prepare(self._box, task)
+        return self._box
 
     async def _prepare(self, box: Sandbox, task: Task) -> None:
         if self._dirty:
@@ -159,9 +173,6 @@ class ScriptWorker:
         }
 
 
-OVER_CAPS = "the work folder is over its caps"
-
-
 def _judge(result: ExecResult, wall_s: float) -> tuple[AgentExit, str]:
     if result.timed_out:
         return "timeout", f"stopped after {wall_s:g} s"
@@ -169,13 +180,3 @@ def _judge(result: ExecResult, wall_s: float) -> tuple[AgentExit, str]:
         return "finished", ""
     lines = result.stderr.decode("utf-8", "replace").strip().splitlines() or [""]
     return "failed", f"exit code {result.exit_code}: {lines[-1][:300]}"
-
-
-async def capture(box: Sandbox) -> Tree | None:
-    """The work folder; None when the agent left more than is captured: its own doing, nothing to retry."""
-    try:
-        return await box.get_tree()
-    except SandboxError as error:
-        if error.infra:
-            raise
-        return None

@@ -1,0 +1,55 @@
+"""What an agent run left behind, and who is to blame when that cannot be had.
+
+A box that fails while its agent runs, or right after, failed by the agent's doing (it can use up memory,
+processes and disk, and it can kill what is in its box) unless a control box shows that boxes do not work at
+all just now. Otherwise an agent could have its bad rollouts masked by breaking its box.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from whet.errors import SandboxError, SandboxLost
+from whet.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
+from whet.types import Tree
+
+AGENT_MEMORY_BYTES = 1 << 30
+"""Of one process in an agent's box; Pi itself uses less than a tenth."""
+AGENT_PROCESSES = 256
+OVER_CAPS = "the work folder is over its caps"
+CONTROL_S = 30.0
+
+
+def bounded(spec: SandboxSpec, backend: SandboxBackend) -> SandboxSpec:
+    """`spec` with an agent's limits, where the backend can keep them."""
+    if "resource_limits" not in backend.capabilities:
+        return spec
+    return replace(spec, memory_bytes=AGENT_MEMORY_BYTES, max_processes=AGENT_PROCESSES)
+
+
+async def harvest(box: Sandbox, backend: SandboxBackend, spec: SandboxSpec) -> tuple[Tree, str]:
+    """Stop everything in the box and take its work folder; ({}, why) when the agent made that impossible.
+
+    Raises SandboxError when it was the host.
+    """
+    try:
+        await box.kill_all()
+        return await box.get_tree(), ""
+    except SandboxError as error:
+        if not error.infra:
+            return {}, OVER_CAPS
+        return {}, await blame_agent(error, backend, spec)
+
+
+async def blame_agent(error: SandboxError, backend: SandboxBackend, spec: SandboxSpec) -> str:
+    """How the agent lost its box; raises `error` again when a control box does not work either."""
+    try:
+        async with asyncio.timeout(CONTROL_S), await backend.create(replace(spec, files={})) as control:
+            works = (await control.exec(["true"], timeout_s=CONTROL_S)).exit_code == 0
+    except (SandboxError, TimeoutError):
+        works = False
+    if not works:
+        raise error
+    how = "was lost" if isinstance(error, SandboxLost) else "failed"
+    return f"the box {how} while the agent ran: {error}"

@@ -26,6 +26,7 @@ WARM_START = Path(__file__).parent / "demo" / "warm_start"
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+ToyFamily = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -72,7 +73,7 @@ class TasksTable(Table):
     """Task source."""
     groups_per_step: Count = 12
     """Tasks per optimizer step."""
-    families: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    families: Annotated[tuple[ToyFamily, ...], Field(strict=False)] = ()
     """Task families to use; empty = all."""
 
 
@@ -102,7 +103,7 @@ class GatewayTable(Table):
     """The server the agent believes to be its provider."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Loopback TCP port to listen on beside the unix sockets of the boxes; 0 = none."""
+    """Loopback TCP port that serves every session too, for a call by hand with its secret; 0 = none."""
 
 
 class EngineTable(Table):
@@ -110,8 +111,8 @@ class EngineTable(Table):
 
     kind: Literal["embedded"] = "embedded"
     """Engine."""
-    max_rows: Count = 32
-    """Requests decoded in one batch."""
+    max_rows: Annotated[int, Field(ge=8, multiple_of=8)] = 32
+    """Requests decoded in one batch; a multiple of 8."""
     threads: Count = 1
     """Torch threads while sampling."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -148,7 +149,7 @@ class CollectTable(Table):
     attempts: Count = 3
     """Tries at one rollout when the infrastructure fails."""
     group_min: Annotated[int, Field(ge=2)] = 2
-    """Graded rollouts from which a group is usable."""
+    """Graded rollouts below which nothing of a group is trained."""
 
 
 class TrainTable(Table):
@@ -211,6 +212,10 @@ class Config(Table):
             raise ValueError("train.min_groups is larger than tasks.groups_per_step: no step could train")
         if self.limits.max_call_tokens >= self.model.max_context_tokens:
             raise ValueError("limits.max_call_tokens leaves no room for a prompt in model.max_context_tokens")
+        if self.train.advantage == "maxrl" and self.train.truncated == "penalise":
+            raise ValueError(
+                "train.advantage maxrl needs rewards >= 0, train.truncated penalise makes others"
+            )
         return self
 
 

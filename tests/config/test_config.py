@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.config import Config, demo_preset, dotted_keys, dump_toml, load_config
+from whet.config import Config, ToyFamily, demo_preset, dotted_keys, dump_toml, load_config
 from whet.errors import ConfigError
+from whet.tasks.toy import FAMILIES
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -32,6 +34,8 @@ REPOSITORY = Path(__file__).parents[2]
         ("collect.group_min=9", "collect.group_min is larger than collect.group_size"),
         ("limits.max_call_tokens=4096", "leaves no room for a prompt"),
         ("tasks.groups_per_step=1", "no step could train"),
+        ('tasks.families=["nope"]', "tasks.families.0: input should be 'operator', "),
+        ("engine.max_rows=10", "engine.max_rows: input should be a multiple of 8, got 10"),
     ],
 )
 def test_wrong_overrides_give_one_exact_line(override: str, message: str) -> None:
@@ -39,6 +43,16 @@ def test_wrong_overrides_give_one_exact_line(override: str, message: str) -> Non
         load_config(None, [override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_choices_that_exclude_each_other_are_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^train\.advantage maxrl needs rewards >= 0, train\.truncated"):
+        load_config(None, ["train.advantage=maxrl", "train.truncated=penalise"])
+    load_config(None, ["train.advantage=maxrl", "train.truncated=mask"])
+
+
+def test_the_families_are_those_of_the_toy_source() -> None:
+    assert set(get_args(ToyFamily)) == set(FAMILIES)
 
 
 def test_unknown_keys_of_a_file_name_the_file(tmp_path: Path) -> None:
@@ -71,14 +85,14 @@ def test_overrides_take_toml_values_and_bare_strings() -> None:
     texts = [
         "run.dir=/tmp/a b",
         "harness.agent=script",
-        'tasks.families=["a", "b"]',
+        'tasks.families=["swapped", "extreme"]',
         "train.lr=1",
         "run.plain=true",
     ]
     config = load_config(None, texts)
     assert config.run.dir == "/tmp/a b"
     assert config.harness.agent == "script"
-    assert config.tasks.families == ("a", "b")
+    assert config.tasks.families == ("swapped", "extreme")
     assert config.train.lr == 1.0
     assert config.run.plain is True
 
@@ -91,7 +105,7 @@ def test_text_fields_take_what_stands_there(text: str) -> None:
 
 @given(
     text=st.text(alphabet=st.characters(exclude_categories=["Cs"])),
-    families=st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"])), max_size=3),
+    families=st.lists(st.sampled_from(get_args(ToyFamily)), max_size=3),
     lr=st.floats(min_value=1e-12, max_value=1e6),
     comments=st.booleans(),
 )

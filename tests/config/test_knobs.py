@@ -33,7 +33,9 @@ def keys_read(tree: ast.AST) -> Iterator[str]:
 
 
 def test_every_key_is_read() -> None:
-    read = {key for path in SOURCE.rglob("*.py") for key in keys_read(ast.parse(path.read_text()))}
+    # A key that only its own validator looks at changes nothing.
+    files = [path for path in SOURCE.rglob("*.py") if path != SOURCE / "config.py"]
+    read = {key for path in files for key in keys_read(ast.parse(path.read_text()))}
     assert set(dotted_keys()) - read - FIXED == set()
 
 

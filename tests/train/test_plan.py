@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from train_lab import group, rollout, sampled_groups, segment, small_model
 
+from whet.config import load_config
 from whet.errors import ConfigError, TrainError
 from whet.train.pack import common_prefix, pack
 from whet.train.plan import PlanConfig, Reducer, plan_digest, plan_step
@@ -44,12 +45,24 @@ def test_fates_and_account() -> None:
         captured=2 + 5 + 2 + 7 + 3 + 8 + 18 + 7,
         trained=4,
         excluded={
-            "degenerate": 8 + 6, "evaluation": 18, "infra": 8, "undelivered": 5, "zero_advantage": 3,
+            "degenerate": 8, "evaluation": 18, "infra": 8 + 6, "undelivered": 5, "zero_advantage": 3,
         },
     )  # fmt: skip
     assert plan.ledger.balanced
     assert len(plan.rows[0].ids) == 5  # the dead tail is cut
     assert [r.advantage for r in plan.rows] == [0.5, -0.5]
+
+
+def test_a_group_with_too_few_scores_is_left_out() -> None:
+    def planned(group_min: int) -> Ledger:
+        members = [simple("train/0/0/0", 1.0), simple("train/0/0/1", 0.0, 3), simple("train/0/0/2", None, 4)]
+        whole = [simple("train/0/1/0", 1.0), simple("train/0/1/1", 0.0), simple("train/0/1/2", 0.0)]
+        groups = [group("train/0/0", members), group("train/0/1", whole)]
+        return plan_step(groups, PlanConfig(group_min=group_min)).ledger
+
+    assert planned(2) == Ledger(captured=15, trained=11, excluded={"infra": 4})
+    assert planned(3) == Ledger(captured=15, trained=6, excluded={"infra": 9})
+    assert PlanConfig.of(load_config(None, ["collect.group_min=5"])).group_min == 5
 
 
 def test_fewer_useful_groups_than_wanted_train_nothing_and_say_so() -> None:

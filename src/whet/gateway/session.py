@@ -82,9 +82,10 @@ class Session:
         return self._turns.stats
 
     def owns(self, secret: str, listener: Path | None) -> bool:
-        """True when `secret` is this session's and the request came in where it may."""
+        """True when `secret` is this session's and the request came in where it may: through its own socket,
+        or through TCP (`listener` None), which only the operator opens and no box can reach."""
         known = hmac.compare_digest(self.secret_digest, secret_digest(secret))
-        return known and (self.listener is None or self.listener == listener)
+        return known and (self.listener is None or listener is None or self.listener == listener)
 
     def admit(self, digest: bytes, request: ModelRequest) -> Call:
         """A new call, or the one of the same body that lost its client. Raises WireError."""

@@ -46,6 +46,8 @@ class PlanConfig:
     """A truncated rollout is trained with its graded reward; or counts in the baseline only; or loses
     `truncated_penalty` of its reward first."""
     truncated_penalty: float = 1.0
+    group_min: int = 2
+    """Scorable rollouts of a group below which none of it is trained: its baseline would mean nothing."""
     min_groups: int = 1
     """Useful groups below which nothing is trained in this step."""
     token_budget: int = 16384
@@ -64,6 +66,7 @@ class PlanConfig:
         return cls(
             advantage=t.advantage,
             truncated=t.truncated,
+            group_min=config.collect.group_min,
             min_groups=t.min_groups,
             token_budget=t.token_budget,
         )
@@ -216,12 +219,13 @@ def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
     """Advantage and fate of every rollout of a group, in slot order."""
     rollouts = sorted(group.rollouts, key=lambda r: _natural(r.id))
     rewards = [_reward(r, config) for r in rollouts]
-    degenerate = len({r for r in rewards if r is not None}) < 2
+    scorable = [r for r in rewards if r is not None]
+    thin, degenerate = len(scorable) < config.group_min, len(set(scorable)) < 2
     credit = advantages(rewards, config.advantage)
     slots = []
     for rollout, value in zip(rollouts, credit, strict=True):
         masked = rollout.status is Status.TRUNCATED and config.truncated == "mask"
-        reason = _reason(rollout, value, degenerate=degenerate, masked=masked)
+        reason = _reason(rollout, None if thin else value, degenerate=degenerate, masked=masked)
         tokens = sum(int(s.mask.sum()) for s in _trained(rollout))
         in_mean = reason in ("", "zero_advantage", "truncated")
         counted = tokens if in_mean and not masked else 0
@@ -230,7 +234,8 @@ def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
 
 
 def _reason(rollout: Rollout, value: float | None, *, degenerate: bool, masked: bool) -> str:
-    """Why a rollout is not trained, or empty. The first that applies names it."""
+    """Why a rollout is not trained, or empty. The first that applies names it. `value` None: the
+    infrastructure took its score, or so many of its group's that none of them is usable."""
     if rollout.id.startswith("eval"):
         return "evaluation"
     if value is None:

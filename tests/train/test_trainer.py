@@ -184,15 +184,32 @@ def test_a_wrong_logprob_is_named_and_nothing_changes() -> None:
 def test_tokens_of_older_versions_are_not_held_against_the_sampler() -> None:
     model = small_model()
     plan = plan_step(sampled_groups(model, version=3), PlanConfig())
-    result = Trainer(model, TrainConfig(), version=5).step(wrong(plan, -0.5))
+    result = Trainer(model, TrainConfig(max_staleness=2), version=5).step(wrong(plan, -0.5))
     assert (result.max_logprob_gap, result.mismatch_k3, result.version) == (0.0, 0.0, 6)
+
+
+@pytest.mark.parametrize(("at", "staleness", "oldest"), [(4, 0, 4), (2, 0, 2), (5, 1, 4)])
+def test_a_token_of_a_version_that_cannot_be_here_changes_nothing(
+    at: int, staleness: int, oldest: int
+) -> None:
+    """Sampled by version 3: too old for the trainer, or newer than it."""
+    model = small_model()
+    plan = plan_step(sampled_groups(model, version=3), PlanConfig())
+    trainer = Trainer(model, TrainConfig(max_staleness=staleness), version=at)
+    before = weights(model)
+    text = rf"token 17 was sampled by version 3, the trainer is at {at} and takes none older than {oldest}"
+    with pytest.raises(TrainError, match=text):
+        trainer.step(plan)
+    assert same(before, weights(model))
+    assert trainer.version == at
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_loss_that_is_not_finite_changes_nothing(epochs: int) -> None:
     model = small_model()
-    plan = plan_step(sampled_groups(model, version=1), PlanConfig())  # version 1: no gap check at version 0
-    trainer = Trainer(model, TrainConfig(epochs=epochs))
+    plan = plan_step(sampled_groups(model), PlanConfig())
+    # an older version than the trainer's: no gap check
+    trainer = Trainer(model, TrainConfig(epochs=epochs, max_staleness=1), version=1)
     start = weights(model)
     with pytest.raises(TrainError, match=r"step 0: loss -?(nan|inf), gradient norm nan: no update"):
         trainer.step(wrong(plan, -1e9))
@@ -203,7 +220,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(epochs: int) -> None:
 def test_a_failure_after_the_first_of_two_updates_takes_that_one_back() -> None:
     model = small_model()
     plan = plan_step(sampled_groups(model, version=9), PlanConfig())
-    trainer = Trainer(model, TrainConfig(epochs=2))
+    trainer = Trainer(model, TrainConfig(epochs=2, max_staleness=2), version=10)
     trainer.step(plan)
     before, state = weights(model), {n: t.clone() for n, t in trainer.optimiser.tensors().items()}
     names, adam, _ = trainer.optimiser._parts[0]
@@ -212,7 +229,7 @@ def test_a_failure_after_the_first_of_two_updates_takes_that_one_back() -> None:
         trainer.step(plan)
     assert same(before, weights(model))
     assert same(state, trainer.optimiser.tensors())
-    assert (trainer.version, trainer.steps) == (1, 2)
+    assert (trainer.version, trainer.steps) == (11, 2)
 
 
 def test_nothing_to_train_is_skipped_and_too_long_is_refused() -> None:

@@ -85,6 +85,8 @@ class TrainConfig:
     """The sampler's: the trainer's log-probabilities are those of softmax(logits / temperature)."""
     max_logprob_gap: float = 1e-4
     """Largest |trainer - sampler| log-probability of a token of the current version; above it, no update."""
+    max_staleness: int = 0
+    """Versions that a trained token may be behind the trainer; 0 = synchronous. Beyond it, no update."""
     threads: int = 1
     """Torch threads while training."""
 

@@ -102,8 +102,8 @@ class Trainer:
         """Train one plan. A plan without rows is skipped: nothing changes, the version neither.
 
         Raises TrainError, with weights and optimiser as before, when a token of the current version differs
-        from the sampler's record by more than the limit, when a loss or gradient is not finite, and when a
-        row is longer than the model's context.
+        from the sampler's record by more than the limit, when a token's version is too old or unknown, when
+        a loss or gradient is not finite, and when a row is longer than the model's context.
         """
         began = time.monotonic()
         if not plan.rows:
@@ -111,6 +111,7 @@ class Trainer:
                 step=self.steps, version=self.version, skipped=plan.skipped or "nothing to train"
             )
         self._check_lengths(plan)
+        self._check_versions(plan)
         with self._deterministic():
             # One epoch computes everything before it changes anything; more need a way back.
             before = self._snapshot() if self.config.epochs > 1 else None
@@ -216,6 +217,19 @@ class Trainer:
                 raise TrainError(
                     f"rollout {row.rollout_id} segment {row.segment}: {len(row.ids)} tokens are more than"
                     f" the model's {limit} positions"
+                )
+
+    def _check_versions(self, plan: StepPlan) -> None:
+        """A token of a version that cannot be here means a mix-up: a wrong checkpoint, a missed refresh."""
+        oldest = self.version - self.config.max_staleness
+        for row in plan.rows:
+            wrong = row.mask & ((row.versions < oldest) | (row.versions > self.version))
+            if wrong.any():
+                token = int(wrong.argmax())
+                raise TrainError(
+                    f"rollout {row.rollout_id} segment {row.segment} token {token} was sampled by version"
+                    f" {row.versions[token]}, the trainer is at {self.version} and takes none older than"
+                    f" {oldest}: no update"
                 )
 
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

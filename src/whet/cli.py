@@ -8,10 +8,12 @@ its own start, so that `--help` loads neither torch nor the gateway. WHET_DEBUG=
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,8 +64,14 @@ def _report_failure(error: BaseException, resume: str = "") -> int:
 def _how_to_resume(options: argparse.Namespace) -> str:
     """What to add to the line of a run that stopped; empty when nothing was stored."""
     run_dir: Path | None = options.run_dir
-    if run_dir is None or not (run_dir / "run.sqlite").exists():
+    if run_dir is None:
         return ""
+    from whet.record.run import has_rollouts
+
+    # A store that cannot be read just now, on a full disk for instance, is not empty.
+    with contextlib.suppress(WhetError):
+        if not has_rollouts(run_dir):
+            return ""
     return f"; continue with: whet {options.command} --resume {run_dir}"
 
 
@@ -81,6 +89,17 @@ def _fail(line: str, code: int) -> int:
     return code
 
 
+def process_began() -> float:
+    """Reading of time.monotonic() when this process was started, from /proc; now if that cannot be read."""
+    now = time.monotonic()
+    try:
+        fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return now
+    return now - max(0.0, age)
+
+
 # --------------------------------------------------------------------------- the verbs
 
 
@@ -94,7 +113,12 @@ def _demo(options: argparse.Namespace) -> int:
         from whet.demo.run import DemoOptions, run_demo, write_report
 
         named = [] if options.resume else [*overrides, f"run.dir={config.run.dir}"]
-        demo = DemoOptions(overrides=named, from_scratch=options.from_scratch, resume=options.resume)
+        demo = DemoOptions(
+            overrides=named,
+            from_scratch=options.from_scratch,
+            resume=options.resume,
+            began=process_began(),
+        )
         summary = run_demo(demo, view)
         return summary, write_report(Path(config.run.dir), summary)
 
@@ -116,10 +140,10 @@ def _train(options: argparse.Namespace) -> int:
         config = load_config(Path(options.config), overrides)
 
     def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
-        from whet.train.loop import train
+        from whet.train.loop import TrainOptions, train
         from whet.view.finish import finish
 
-        summary = train(config, view, options.resume)
+        summary = train(config, view, TrainOptions(resume=options.resume, began=process_began()))
         return summary, finish(Path(config.run.dir), summary)
 
     return _run(options, config, run)
@@ -194,6 +218,9 @@ def _replay(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     folder = Path(__file__).parent / "bench"
     names = sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_"))
+    if not options.name:
+        print("\n".join(names))
+        return 0
     if options.name not in names:
         raise ConfigError(f"no benchmark {options.name!r}; there are: {', '.join(names) or 'none'}")
     code: int = importlib.import_module(f"whet.bench.{options.name}").main(options.arguments)
@@ -258,8 +285,8 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("run", type=Path, metavar="RUN", help="run directory")
     _add_output(replay)
     replay.set_defaults(verb=_replay)
-    bench = verbs.add_parser("bench", help="run one benchmark")
-    bench.add_argument("name", metavar="NAME")
+    bench = verbs.add_parser("bench", help="run one benchmark, or list them")
+    bench.add_argument("name", nargs="?", default="", metavar="NAME", help="without it: list the benchmarks")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark")
     bench.set_defaults(verb=_bench)
     show = verbs.add_parser("show", help="look at a run, finished or not")

@@ -16,7 +16,7 @@ from whet.errors import CaptureError, WhetError
 from whet.gateway.server import Gateway
 from whet.gateway.session import Session
 from whet.gateway.turn import SessionStats
-from whet.grade.diff import changes
+from whet.grade.diff import DiffPolicy, compare
 from whet.harness.base import AgentResult, ModelAccess
 from whet.harness.pool import WorkerPool
 from whet.types import (
@@ -48,38 +48,57 @@ class AttemptSpec:
     """Its tokens are never trained; the ledger says so."""
 
 
+NOTHING_SAMPLED = Trajectory(segments=(), turns=(), ledger=Ledger())
+KeepLog = Callable[[Rollout, bytes], None]
+"""Gets the redacted output of an agent whose try did not end `ok`; must not raise."""
+
+
 @dataclass(slots=True)
-class _Clock:
-    """Seconds by phase of the attempt under way."""
+class _Under:
+    """The attempt under way: seconds by phase, and what must outlive its failure."""
 
     start: float
     leased: float = 0.0
     agent: float = 0.0
     graded: float = 0.0
+    trajectory: Trajectory = NOTHING_SAMPLED
+    """From the seal on; tokens of an attempt that fails later are still accounted for."""
+    log: bytes = b""
 
 
 class Attempts:
     """Runs attempts against one gateway, one pool of workers and one judge."""
 
-    def __init__(self, gateway: Gateway, workers: WorkerPool, judge: Judge, *, seal_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        workers: WorkerPool,
+        judge: Judge,
+        *,
+        seal_s: float = 10.0,
+        keep_log: KeepLog = lambda rollout, log: None,
+    ) -> None:
         self._gateway, self._workers, self._judge = gateway, workers, judge
-        self._seal_s = seal_s
+        self._seal_s, self._keep_log = seal_s, keep_log
 
     async def run(self, spec: AttemptSpec, began: Callable[[], None] = lambda: None) -> Rollout:
         """Decide one slot. `began` is called when a worker is at hand and the agent starts."""
-        clock = _Clock(start=time.monotonic())
+        under = _Under(start=time.monotonic())
         try:
-            return await self._run(spec, clock, began)
+            rollout = await self._run(spec, under, began)
         except CaptureError:
             raise
         except WhetError as error:
             if not error.infra:
                 raise
-            return _unscorable(spec, clock, str(error))
+            rollout = _unscorable(spec, under, str(error))
+        if rollout.status is not Status.OK:
+            self._keep_log(rollout, under.log)
+        return rollout
 
-    async def _run(self, spec: AttemptSpec, clock: _Clock, began: Callable[[], None]) -> Rollout:
+    async def _run(self, spec: AttemptSpec, under: _Under, began: Callable[[], None]) -> Rollout:
         async with self._workers.lease() as worker:
-            clock.leased = time.monotonic()
+            under.leased = time.monotonic()
             began()
             session = self._gateway.open_session(
                 spec.rollout_id,
@@ -92,17 +111,18 @@ class Attempts:
             try:
                 result = await worker.run(spec.task, _access(session, spec.task))
             finally:
-                trajectory = await session.seal(self._seal_s)
-            clock.agent = time.monotonic() - clock.leased
+                under.trajectory = await session.seal(self._seal_s)
+                under.agent = time.monotonic() - under.leased
+        under.log = result.log
         stats = session.stats
         if stats.infra_error:
-            return _unscorable(spec, clock, stats.infra_error, trajectory)
+            return _unscorable(spec, under, stats.infra_error)
         graded = time.monotonic()
         verdict = await self._judge(spec.task, result.tree)
-        clock.graded = time.monotonic() - graded
+        under.graded = time.monotonic() - graded
         if verdict.outcome is Outcome.INFRA:
-            return _unscorable(spec, clock, verdict.reason, trajectory)
-        return _decided(spec, clock, result, trajectory, verdict, stats)
+            return _unscorable(spec, under, verdict.reason)
+        return _decided(spec, under, result, verdict, stats)
 
 
 def _access(session: Session, task: Task) -> ModelAccess:
@@ -119,28 +139,25 @@ def _status(result: AgentResult, stats: SessionStats) -> Status:
     return Status.OK if result.exit == "finished" else Status.AGENT_FAILED
 
 
-def _timings(clock: _Clock, engine_s: float = 0.0) -> Timings:
+def _timings(under: _Under, engine_s: float = 0.0) -> Timings:
     now = time.monotonic()
     return Timings(
-        queued_s=(clock.leased or now) - clock.start,
-        agent_s=clock.agent,
+        queued_s=(under.leased or now) - under.start,
+        agent_s=under.agent,
         engine_s=engine_s,
-        grade_s=clock.graded,
-        total_s=now - clock.start,
+        grade_s=under.graded,
+        total_s=now - under.start,
     )
 
 
 def _decided(
-    spec: AttemptSpec,
-    clock: _Clock,
-    result: AgentResult,
-    trajectory: Trajectory,
-    verdict: Verdict,
-    stats: SessionStats,
+    spec: AttemptSpec, under: _Under, result: AgentResult, verdict: Verdict, stats: SessionStats
 ) -> Rollout:
-    changed, deleted = changes(spec.task.files, result.tree)
+    trajectory = under.trajectory
     if spec.evaluation:
         trajectory = replace(trajectory, ledger=reassign(trajectory.ledger, "evaluation"))
+    # What the judge would not look at is not kept either: an agent may leave any amount of it.
+    diff = compare(spec.task.files, result.tree, DiffPolicy(protected=spec.task.grading.protected))
     return Rollout(
         id=spec.rollout_id,
         task_id=spec.task.id,
@@ -149,29 +166,26 @@ def _decided(
         reward=verdict.reward,
         trajectory=trajectory,
         verdict=verdict,
-        changed=changed,
-        deleted=deleted,
-        timings=_timings(clock, stats.engine_s),
+        changed=diff.changed,
+        deleted=diff.deleted,
+        timings=_timings(under, stats.engine_s),
         attempt=spec.attempt,
         error="" if result.exit == "finished" else result.detail,
     )
 
 
-def _unscorable(
-    spec: AttemptSpec, clock: _Clock, reason: str, trajectory: Trajectory | None = None
-) -> Rollout:
-    kept = trajectory or Trajectory(segments=(), turns=(), ledger=Ledger())
+def _unscorable(spec: AttemptSpec, under: _Under, reason: str) -> Rollout:
     return Rollout(
         id=spec.rollout_id,
         task_id=spec.task.id,
         family=spec.task.family,
         status=Status.INFRA_FAILED,
         reward=None,
-        trajectory=replace(kept, ledger=reassign(kept.ledger, "infra")),
+        trajectory=replace(under.trajectory, ledger=reassign(under.trajectory.ledger, "infra")),
         verdict=None,
         changed={},
         deleted=(),
-        timings=_timings(clock),
+        timings=_timings(under),
         attempt=spec.attempt,
         error=reason,
     )

@@ -8,6 +8,7 @@ import os
 import pty
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +20,21 @@ from whet import cli
 from whet.config import Config, demo_preset, dump_toml, load_config
 from whet.errors import ConfigError, EngineError, SandboxError
 from whet.record.run import RunDir
-from whet.types import Ledger
+from whet.types import Ledger, Rollout, Status, Timings, Trajectory
 from whet.view.base import View
+
+ROLLOUT = Rollout(
+    id="train/00001/000/00",
+    task_id="t",
+    family="swapped",
+    status=Status.OK,
+    reward=1.0,
+    trajectory=Trajectory(segments=(), turns=(), ledger=Ledger()),
+    verdict=None,
+    changed={},
+    deleted=(),
+    timings=Timings(),
+)
 
 
 def whet(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -173,8 +187,10 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureF
     options = cli._parse(["train", "a.toml"])
     options.run_dir = tmp_path / "r"
     assert cli._how_to_resume(options) == ""
-    with RunDir.create(load_config(None, [f"run.dir={tmp_path / 'r'}"])) as run:
-        run.store().close()
+    with RunDir.create(load_config(None, [f"run.dir={tmp_path / 'r'}"])) as run, run.store() as store:
+        assert cli._how_to_resume(options) == "", "nothing is stored: it is started again, not resumed"
+        store.put_attempt(ROLLOUT)
+        store.put_rollout("train", 1, 0, 0, ROLLOUT)
     assert cli._report_failure(KeyboardInterrupt(), cli._how_to_resume(options)) == 130
     line = only_line(capsys.readouterr().err)
     assert line == f"whet: stopped; continue with: whet train --resume {tmp_path / 'r'}"
@@ -194,6 +210,17 @@ def test_show_works_on_a_run_with_no_process_alive(tmp_path: Path) -> None:
     assert "step    1  solved 0.00 (0/0)  trained 12 of 12 tokens" in done.stdout
     assert f"not finished: 1 of 2 steps; continue with --resume {tmp_path / 'r'}" in done.stdout
     assert whet("show", "--json", str(tmp_path / "r")).returncode == 2
+
+
+@pytest.mark.parametrize("verb", ["show", "replay"])
+def test_a_damaged_run_is_said_to_be_unreadable(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunDir.create(load_config(None, [f"run.dir={tmp_path / 'r'}"])) as run:
+        (run.path / "run.sqlite").write_bytes(b"hello" * 1000)
+    assert cli.main([verb, str(tmp_path / "r")]) == 1
+    line = only_line(capsys.readouterr().err)
+    assert line == f"whet: cannot read {tmp_path / 'r' / 'run.sqlite'}: file is not a database"
 
 
 def test_a_run_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,6 +253,21 @@ def test_doctor_says_one_line_each() -> None:
 def test_bench_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "nonsense"]) == 2
     assert only_line(capsys.readouterr().err).startswith("whet: no benchmark 'nonsense'; there are: ")
+
+
+def test_the_start_of_the_process_is_known() -> None:
+    code = "import time; time.sleep(0.4); from whet import cli; print(time.monotonic() - cli.process_began())"
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=True, timeout=20)
+    assert 0.4 <= float(done.stdout) <= time.monotonic() - began + 0.05
+
+
+def test_bench_without_a_name_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench"]) == 0
+    assert "engine" in capsys.readouterr().out.splitlines()
+    options = cli._parse(["bench", "engine", "--rows", "8"])
+    assert (options.name, options.arguments) == ("engine", ["--rows", "8"])
 
 
 def finished(config: Config, view: View) -> tuple[Mapping[str, Any], str]:

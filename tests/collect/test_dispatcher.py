@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import pytest
 
 from whet.collect.breaker import Breaker
-from whet.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot
-from whet.errors import CaptureError, SandboxError
+from whet.collect.dispatcher import Check, CollectOptions, Dispatcher, Phase, Slot
+from whet.errors import CaptureError, EngineError, SandboxError
 from whet.rollout import AttemptSpec
 from whet.tasks.toy import ToySource
 from whet.testing.fake_attempts import FakeAttempts, fake_rollout
@@ -22,7 +23,8 @@ class Memory:
 
     def __init__(self, held: Mapping[str, Rollout] | None = None) -> None:
         self.rollouts: dict[str, Rollout] = dict(held or {})
-        self.repeated: list[tuple[str, int]] = []
+        self.failed: list[tuple[str, int]] = []
+        self.tries: dict[str, int] = {}
 
     def put(self, slot: Slot, rollout: Rollout) -> None:
         assert slot.rollout_id == rollout.id
@@ -30,10 +32,13 @@ class Memory:
         self.rollouts[rollout.id] = rollout
 
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
-        self.repeated.append((rollout.id, rollout.attempt))
+        self.failed.append((rollout.id, rollout.attempt))
 
     def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
         return dict(self.rollouts)
+
+    def tried(self, phase: Phase, step: int) -> Mapping[str, int]:
+        return self.tries
 
 
 class Quiet:
@@ -46,9 +51,15 @@ class Quiet:
         self.finished.append(rollout_id)
 
 
-def dispatcher(attempts: FakeAttempts, sink: Memory, breaker: int = 20) -> Dispatcher:
-    options = CollectOptions(seed=5, group_size=4, attempts=3)
-    return Dispatcher(attempts, sink, Quiet(), Breaker(breaker), options)
+async def fine() -> None:
+    """Everything that slots rest on is alive."""
+
+
+def dispatcher(
+    attempts: FakeAttempts, sink: Memory, breaker: int = 20, *, pause_s: float = 0.001, check: Check = fine
+) -> Dispatcher:
+    options = CollectOptions(seed=5, group_size=4, attempts=3, pause_s=pause_s)
+    return Dispatcher(attempts, sink, Quiet(), Breaker(breaker), options, check=check)
 
 
 async def test_groups_keep_task_and_slot_order_although_attempts_end_in_another() -> None:
@@ -80,9 +91,10 @@ async def test_only_infrastructure_failures_start_another_attempt_and_boundedly(
     assert (second.status, second.reward, second.attempt) == (Status.OK, 1.0, 2)
     assert [r.attempt for r in others] == [1, 1]
     assert list(groups[0].rewards) == [1.0, 0.0, 0.0]
-    assert sorted(sink.repeated) == [
+    assert sorted(sink.failed) == [
         ("train/00001/000/00", 1),
         ("train/00001/000/00", 2),
+        ("train/00001/000/00", 3),
         ("train/00001/000/01", 1),
     ]
 
@@ -102,6 +114,35 @@ async def test_a_broken_infrastructure_stops_the_step_with_its_cause() -> None:
     with pytest.raises(SandboxError, match="6 attempts in a row failed; the last: no space left"):
         await dispatcher(attempts, Memory(), breaker=6).collect("train", 1, TASKS)
     assert attempts.running == 0
+
+
+async def test_a_dead_learner_ends_the_step_at_once_and_decides_no_slot() -> None:
+    async def gone() -> None:
+        raise EngineError("the learner died (killed by signal 9)")
+
+    attempts, sink = FakeAttempts(lambda spec: "the learner is gone"), Memory()
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"the learner died \(killed by signal 9\)"):
+        await dispatcher(attempts, sink, pause_s=5.0, check=gone).collect("train", 1, TASKS[:1])
+    assert time.monotonic() - began < 1.0
+    assert sink.rollouts == {}
+    assert [spec.attempt for spec in attempts.specs] == [1] * 4
+    assert sink.failed, "the tokens of a failed try must be accounted for"
+
+
+async def test_a_pause_lies_between_tries_and_grows() -> None:
+    attempts = FakeAttempts(lambda spec: "box lost" if spec.attempt < 3 else 0.0)
+    began = time.monotonic()
+    await dispatcher(attempts, Memory(), pause_s=0.05).collect("train", 1, TASKS[:1], group_size=1)
+    assert 0.15 <= time.monotonic() - began < 1.0
+
+
+async def test_tries_of_an_earlier_process_are_not_numbered_again() -> None:
+    attempts, sink = FakeAttempts(lambda spec: "box lost"), Memory()
+    sink.tries = {"train/00001/000/00": 2}
+    (group,) = await dispatcher(attempts, sink).collect("train", 1, TASKS[:1], group_size=1)
+    assert [spec.attempt for spec in attempts.specs] == [3, 4, 5]
+    assert group.rollouts[0].attempt == 5
 
 
 async def test_a_defect_ends_the_step_as_itself() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 
-from whet.record.run import read_store
+from whet.record.run import RunDir, has_rollouts, read_store
 from whet.stop import descendants
+from whet.train.start_model import START_MODEL
+from whet.types import Status
 
 SMALL = [
     "run.steps=3", "run.eval_tasks=8", "tasks.groups_per_step=3", "collect.group_size=4",
@@ -119,6 +122,109 @@ def test_kill_9_at_any_moment_loses_and_repeats_nothing(
     assert plans(run_dir) == plans(reference[0])
 
 
+def test_kill_9_of_the_learner_ends_the_run_at_once_and_costs_no_rollout(
+    reference: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "dead"
+    child = subprocess.Popen(demo(run_dir), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    _wait_for(run_dir, child, ("train", 2), 1)
+    (learner,) = [pid for pid in descendants(child.pid) if _is_learner(pid)]
+    os.kill(learner, signal.SIGKILL)
+    began = time.monotonic()
+    _, errors = child.communicate(timeout=60)
+    assert time.monotonic() - began < 15
+    assert child.returncode == 1
+    (line,) = [line for line in errors.splitlines() if line.startswith("whet: ")]
+    assert "Traceback" not in errors
+    assert "the learner died (killed by signal 9)" in line
+    assert line.endswith(f"continue with: whet demo --resume {run_dir}")
+    with read_store(run_dir) as store:
+        places, wall_s = store.phases(), float(store.meta()["wall_s"])
+        held = [r for phase, step in places for r in store.rollouts(phase, step)]
+    assert not [r.id for r in held if r.status is Status.INFRA_FAILED], "a slot was burnt by a dead learner"
+    summary = finish(command("demo", "--plain", "--json", "--resume", run_dir))
+    assert summary["weights"] == reference[1]["weights"]
+    assert summary["rollouts"] == reference[1]["rollouts"]
+    assert plans(run_dir) == plans(reference[0])
+    assert summary["ledger"]["trained"] == reference[1]["ledger"]["trained"]
+    assert summary["wall_s"] > wall_s > 0
+
+
+def _is_learner(pid: int) -> bool:
+    try:
+        return b"whet.train.learner" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_an_evaluation_that_a_kill_cut_short_is_finished_on_resume(
+    reference: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "cut"
+    arguments = demo(run_dir, "run.eval_every_steps=1", "harness.workers=1")
+    child = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _wait_for(run_dir, child, ("eval_during", 1), 2)
+    child.kill()
+    child.wait(10)
+    with read_store(run_dir) as store:
+        assert 0 < store.phases()["eval_during", 1] < 8, "the kill came too late to tell"
+        assert float(store.meta()["wall_s"]) > 0, "the time until the last commit survives a kill"
+    summary = finish(command("demo", "--plain", "--json", "--resume", run_dir))
+    with read_store(run_dir) as store:
+        places = store.phases()
+        stored = [r for phase, step in places for r in store.rollouts(phase, step)]
+    assert (places["eval_during", 1], places["eval_during", 2]) == (8, 8)
+    assert summary["weights"] == reference[1]["weights"]
+    assert summary["ledger"]["captured"] >= sum(r.trajectory.ledger.captured for r in stored)
+    assert summary["ledger"]["trained"] == reference[1]["ledger"]["trained"]
+
+
+TIMED = """
+import json, sys, time
+from whet.config import demo_preset, load_config
+from whet.train.loop import TrainOptions, train
+from whet.view.plain import PlainView
+config = load_config(None, sys.argv[1:], demo_preset())
+options = TrainOptions(began=time.monotonic() - 100, extra={"warm_start_s": 1.5})
+print(json.dumps(dict(train(config, PlainView(sys.stderr), options))))
+"""
+
+
+def test_the_time_counts_from_the_start_and_the_summary_is_what_is_printed(tmp_path: Path) -> None:
+    short = [*SMALL, "run.steps=1", "run.eval_tasks=0"]
+    settings = [f"run.dir={tmp_path / 'r'}", "harness.agent=script", *short]
+    summary = finish([sys.executable, "-c", TIMED, *settings])
+    assert json.loads((tmp_path / "r" / "summary.json").read_text()) == summary
+    assert summary["wall_s"] >= 100
+    assert summary["warm_start_s"] == 1.5
+
+
+def test_another_start_model_is_refused(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    run_dir = tmp_path / "copy"
+    shutil.copytree(reference[0], run_dir)
+    with RunDir.open(run_dir) as run, run.store() as store:
+        store.set_meta(START_MODEL, "0" * 64)
+    for arguments in (["replay", run_dir, "--plain"], ["demo", "--plain", "--resume", run_dir]):
+        done = subprocess.run(
+            command(*arguments), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        assert done.returncode == 1
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("whet: ")]
+        assert "is not the model that the run began with" in line
+
+
+def _wait_for(run_dir: Path, child: subprocess.Popen[Any], place: tuple[str, int], count: int) -> None:
+    """Until this many rollouts of a phase and step are stored."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end and child.poll() is None:
+        if has_rollouts(run_dir):
+            with read_store(run_dir) as store:
+                if store.phases().get(place, 0) >= count:
+                    return
+        time.sleep(0.02)
+    pytest.fail(f"the run did not come to {place}")
+
+
 def _wait_for_rollouts(run_dir: Path, child: subprocess.Popen[bytes]) -> None:
     """Until the run has stored something new."""
     before = _stored(run_dir)
@@ -128,7 +234,7 @@ def _wait_for_rollouts(run_dir: Path, child: subprocess.Popen[bytes]) -> None:
 
 
 def _stored(run_dir: Path) -> int:
-    if not (run_dir / "run.sqlite").exists():
+    if not has_rollouts(run_dir):
         return 0
     with read_store(run_dir) as store:
         return sum(store.phases().values())

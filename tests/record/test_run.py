@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers_record import make_rollout
 
 from whet.config import Config, load_config
 from whet.errors import RecordError
 from whet.record.metrics import MetricsFile, read_metrics
-from whet.record.run import RunDir, read_config, read_store, read_summary, write_text
+from whet.record.run import RunDir, has_rollouts, read_config, read_store, read_summary, write_text
 from whet.record.ulid import new_ulid
 
 
@@ -57,9 +58,34 @@ def test_a_moved_run_knows_its_new_place(tmp_path: Path) -> None:
 
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
-    RunDir.create(config(tmp_path / "r")).close()
+    with RunDir.create(config(tmp_path / "r")) as run, run.store() as store:
+        store.put_rollout("train", 1, 0, 0, make_rollout("a"))
     with pytest.raises(RecordError, match="holds a run already.*--resume"):
         RunDir.create(config(tmp_path / "r"))
+    with RunDir.open(tmp_path / "r"):
+        pass  # the refusal has given the lock back
+
+
+def test_a_run_that_ended_before_its_first_rollout_may_be_started_again(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path / "r")) as run, run.store() as store, run.metrics() as metrics:
+        store.set_meta("wall_s", "12")
+        metrics.write({"event": "old"})
+        with pytest.raises(RecordError, match="in use by process"):
+            RunDir.create(config(tmp_path / "r"))
+    again = load_config(None, [f"run.dir={tmp_path / 'r'}", "run.seed=8"])
+    with RunDir.create(again) as run, run.store() as store:
+        assert "wall_s" not in store.meta()
+    assert read_config(tmp_path / "r").run.seed == 8
+    assert list(read_metrics(tmp_path / "r" / "metrics.jsonl")) == []
+
+
+def test_a_run_that_died_while_it_made_its_store_may_be_started_again(tmp_path: Path) -> None:
+    RunDir.create(config(tmp_path / "r")).close()
+    (tmp_path / "r" / "run.sqlite").touch()
+    assert not has_rollouts(tmp_path / "r")
+    with pytest.raises(RecordError, match=r"run\.sqlite holds no rollouts yet$"):
+        read_store(tmp_path / "r")
+    RunDir.create(config(tmp_path / "r")).close()
 
 
 def test_no_run_there(tmp_path: Path) -> None:
@@ -127,6 +153,13 @@ def test_metrics_survive_a_torn_last_line(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["schema_version"] == 1
     assert lines[0]["nan"] is None
+
+
+def test_a_damaged_line_of_metrics_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": \n')
+    with pytest.raises(RecordError, match=r"^cannot read .*metrics\.jsonl: line 2 is damaged"):
+        list(read_metrics(path))
 
 
 def test_a_torn_first_line_is_cut(tmp_path: Path) -> None:

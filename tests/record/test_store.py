@@ -16,7 +16,7 @@ from helpers_record import make_rollout, same
 
 from whet.errors import RecordError
 from whet.record.store import Score, Store
-from whet.types import Ledger, Status, Timings
+from whet.types import Ledger, Rollout, Status
 
 LEDGER = Ledger(captured=10, trained=7, excluded={"degenerate": 2, "truncated": 1})
 
@@ -86,9 +86,77 @@ def test_scores_by_family_leave_out_infrastructure_failures(tmp_path: Path) -> N
 
 def test_attempts_are_kept_beside_the_final_one(tmp_path: Path) -> None:
     with Store(tmp_path / "s") as store:
-        store.put_attempt("a", 1, Status.INFRA_FAILED, "box vanished", Timings(total_s=1.0))
+        store.put_attempt(attempt_of("a", 1, reward=None))
         store.put_rollout("train", 1, 0, 0, make_rollout("a"))
         assert store.attempts("a") == [(1, Status.INFRA_FAILED, "box vanished"), (2, Status.OK, "")]
+
+
+def attempt_of(name: str, number: int, *, reward: float | None = 1.0) -> Rollout:
+    """A try with an account as rollout.py makes it: nothing is trained when the infrastructure failed."""
+    made = make_rollout(name, seed=number, reward=reward)
+    ledger = made.trajectory.ledger
+    if reward is None:
+        ledger = Ledger(captured=ledger.captured, excluded={"infra": ledger.captured})
+    kept = dataclasses.replace(made.trajectory, ledger=ledger)
+    return dataclasses.replace(made, attempt=number, trajectory=kept)
+
+
+def test_what_the_infrastructure_decided_is_replaced_until_its_step_is_trained(tmp_path: Path) -> None:
+    lost, found = attempt_of("train/1/0/0", 3, reward=None), attempt_of("train/1/0/0", 4)
+    with Store(tmp_path / "s") as store:
+        store.put_rollout("train", 1, 0, 0, lost)
+        assert store.still_open("train", 1)
+        store.put_rollout("train", 1, 0, 0, found)
+        assert same(store.rollout("train/1/0/0"), found)
+        assert store.attempts("train/1/0/0") == [(3, Status.INFRA_FAILED, lost.error), (4, Status.OK, "")]
+        assert store.tried("train/1/") == {"train/1/0/0": 4}
+        assert store.tried("train/2/") == {}
+        with pytest.raises(RecordError, match="stored already"):
+            store.put_rollout("train", 1, 0, 0, found)
+        late = attempt_of("train/2/0/0", 1, reward=None)
+        store.put_rollout("train", 2, 0, 0, late)
+        store.commit_step(2, {}, "c", "h", Ledger())
+        assert not store.still_open("train", 2)
+        with pytest.raises(RecordError, match="stored already"):
+            store.put_rollout("train", 2, 0, 0, attempt_of("train/2/0/0", 2))
+
+
+def test_an_evaluation_is_open_while_its_weights_are_the_newest(tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+        assert store.still_open("eval_before", 0)
+        store.commit_step(1, {}, "c", "h", Ledger())
+        assert not store.still_open("eval_before", 0)
+        assert store.still_open("eval_during", 1)
+
+
+def test_the_ledger_of_the_run_holds_every_captured_token(tmp_path: Path) -> None:
+    """Trained steps, all evaluations, tries that were repeated, and a try whose slot was never decided."""
+    with Store(tmp_path / "s") as store:
+        trained = attempt_of("train/00001/000/00", 2)
+        tries = [attempt_of("train/00001/000/00", 1, reward=None), attempt_of("train/1/9", 1, reward=None)]
+        phases = ("eval_before", "eval_during", "eval_after")
+        evaluated = [attempt_of(phase, 5 + i) for i, phase in enumerate(phases)]
+        for rollout in tries:
+            store.put_attempt(rollout)
+        store.put_rollout("train", 1, 0, 0, trained)
+        for slot, rollout in enumerate(evaluated):
+            store.put_rollout(rollout.id, 1, 0, slot, rollout)
+        with pytest.raises(RecordError, match="does not balance"):
+            store.ledger()  # the step is not committed: its tokens are in no account
+        store.commit_step(1, {}, "c", "h", trained.trajectory.ledger)
+        total = store.ledger()
+        everything = [r.trajectory.ledger for r in (trained, *tries, *evaluated)]
+        assert total.captured == sum(ledger.captured for ledger in everything)
+        assert total.excluded["infra"] == sum(r.trajectory.ledger.captured for r in tries)
+        assert total.balanced
+
+
+def test_facts_are_committed_with_their_step(tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+        store.commit_step(1, {}, "c", "h", Ledger(), meta={"wall_s": "12.5"})
+        with pytest.raises(RecordError, match="trained twice"):
+            store.commit_step(1, {}, "c", "h", Ledger(), meta={"wall_s": "99"})
+        assert store.meta()["wall_s"] == "12.5"
 
 
 def test_steps_commit_once_and_in_order(tmp_path: Path) -> None:
@@ -137,14 +205,28 @@ def test_full_disk_is_one_clear_line_and_keeps_what_was_stored(tmp_path: Path) -
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     with Store(tmp_path / "s") as store:
         store.set_meta("schema_version", "99")
-    with pytest.raises(RecordError, match="schema version 99; this whet reads 1"):
+    with pytest.raises(RecordError, match="schema version 99; this whet reads 2"):
         Store(tmp_path / "s")
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "s").write_bytes(b"hello" * 1000)
-    with pytest.raises(RecordError, match="not a database"):
-        Store(tmp_path / "s")
+    for readonly in (False, True):
+        with pytest.raises(RecordError, match="^cannot read .*/s: file is not a database$"):
+            Store(tmp_path / "s", readonly=readonly)
+
+
+def test_a_damaged_page_is_said_to_be_unreadable(tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+        for slot in range(40):
+            store.put_rollout("train", 1, 0, slot, make_rollout(f"r{slot}", seed=slot))
+    whole = (tmp_path / "s").read_bytes()
+    (tmp_path / "s").write_bytes(whole[: len(whole) // 2] + bytes(len(whole) // 2))
+    with (
+        Store(tmp_path / "s", readonly=True) as store,
+        pytest.raises(RecordError, match="^cannot read .*malformed"),
+    ):
+        store.rollouts("train", 1)
 
 
 def test_readonly_cannot_write(tmp_path: Path) -> None:

@@ -18,10 +18,12 @@ from train_lab import VOCAB, group, rollout, segment, small_model
 from whet.capture.segments import version_row
 from whet.engine.base import Engine
 from whet.engine.embedded_model import save_model
-from whet.errors import EngineError, TrainError
+from whet.errors import EngineError, RecordError, TrainError
+from whet.record.store import Store
 from whet.train.client import Learner, LearnerSpec
 from whet.train.options import OptimConfig, TrainConfig, dump_config, parse_config
 from whet.train.plan import PlanConfig, plan_digest, plan_step
+from whet.train.start_model import START_MODEL, check_start_model, keep_start_model
 from whet.train.wire import decode_plan, encode_plan
 from whet.types import Group, RequestKey, SamplingParams
 
@@ -93,6 +95,19 @@ async def test_sample_train_publish_and_resume_with_the_same_bits(learner: Learn
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_run_knows_the_model_it_began_with(learner: Learner, tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+        check_start_model(store, learner)
+        keep_start_model(store, learner)
+        assert store.meta()[START_MODEL] == learner.engine.receipt.checksum
+        keep_start_model(store, learner)
+        store.set_meta(START_MODEL, "0" * 64)
+        for again in (check_start_model, keep_start_model):
+            with pytest.raises(RecordError, match=r"is not the model that the run began with .* not 000000"):
+                again(store, learner)
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_refusals_cross_the_channel_and_leave_the_learner_alive(
     learner: Learner, tmp_path: Path
 ) -> None:
@@ -141,6 +156,7 @@ async def test_a_killed_learner_fails_everything_that_waits_with_one_line(
 ) -> None:
     log = tmp_path / "logs" / "learner.log"
     async with Learner.start(spec_of(model_folder, log=log)) as learner:
+        await learner.check()
         plan = plan_step(await collect(learner.engine, 0), PlanConfig())
         with log.open("a") as file:
             file.write("last words\n")
@@ -158,6 +174,8 @@ async def test_a_killed_learner_fails_everything_that_waits_with_one_line(
                 await stepping
             with pytest.raises(TrainError, match="the learner died"):
                 await learner.save(tmp_path / "c")
+            with pytest.raises(EngineError, match=r"^the learner died \(killed by signal 9\)"):
+                await learner.check()
 
 
 async def test_a_learner_that_cannot_start_says_why(tmp_path: Path) -> None:

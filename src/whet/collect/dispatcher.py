@@ -3,13 +3,14 @@
     Dispatcher --spec--> Attempts.run --Rollout--> retry if infra, boundedly --> sink.put --> Group
 
 Slots wait on the worker pool; nothing else is shared between them. A slot that the sink already holds (after
-a resume) is not run again. Called by train/loop.py.
+a resume) is not run again. When what all slots rest on is gone (the learner), the step ends at once: no slot
+is decided by it. Called by train/loop.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -42,10 +43,14 @@ class Sink(Protocol):
     def put(self, slot: Slot, rollout: Rollout) -> None: ...
 
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
-        """One try failed and will be repeated; the last one arrives by `put`."""
+        """One try failed. If it was the last, it arrives by `put` too."""
 
     def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
-        """Rollouts already decided for a step, by rollout id."""
+        """Rollouts already decided for a step, by rollout id. What only failed of the infrastructure is none
+        of them as long as it can be run again."""
+
+    def tried(self, phase: Phase, step: int) -> Mapping[str, int]:
+        """Rollout id -> number of the last try known, for a step."""
 
 
 class Watcher(Protocol):
@@ -64,6 +69,8 @@ class CollectOptions:
     group_size: int
     attempts: int = 3
     """Tries per slot; only infrastructure failures start another."""
+    pause_s: float = 0.5
+    """Seconds before the second try; each further pause is twice as long."""
     temperature: float = 1.0
 
 
@@ -73,21 +80,36 @@ class Runner(Protocol):
     async def run(self, spec: AttemptSpec, began: Callable[[], None]) -> Rollout: ...
 
 
+Check = Callable[[], Awaitable[None]]
+"""Asked after a failed try. Raises when no try can succeed any more."""
+
+
+async def _nothing_to_check() -> None:
+    """Nothing that all slots rest on is known."""
+
+
 class Dispatcher:
     """Collects the groups of one step at a time (synchronous mode)."""
 
     def __init__(
-        self, attempts: Runner, sink: Sink, watcher: Watcher, breaker: Breaker, options: CollectOptions
+        self,
+        attempts: Runner,
+        sink: Sink,
+        watcher: Watcher,
+        breaker: Breaker,
+        options: CollectOptions,
+        *,
+        check: Check = _nothing_to_check,
     ) -> None:
         self._attempts, self._sink, self._watcher = attempts, sink, watcher
-        self._breaker, self._options = breaker, options
+        self._breaker, self._options, self._check = breaker, options, check
 
     async def collect(
         self, phase: Phase, step: int, tasks: Sequence[Task], *, group_size: int | None = None
     ) -> Sequence[Group]:
-        """One group per task, in task order, slots in order. Raises when the breaker trips."""
+        """One group per task, in task order, slots in order. Raises when breaker or check stop the run."""
         size = group_size or self._options.group_size
-        held = self._sink.held(phase, step)
+        held, tried = self._sink.held(phase, step), self._sink.tried(phase, step)
         slots = [
             (Slot(phase=phase, step=step, group=g, slot=s), task)
             for g, task in enumerate(tasks)
@@ -96,7 +118,9 @@ class Dispatcher:
         try:
             async with asyncio.TaskGroup() as running:
                 pending = [
-                    running.create_task(self._decide(slot, task, held.get(slot.rollout_id)))
+                    running.create_task(
+                        self._decide(slot, task, held.get(slot.rollout_id), tried.get(slot.rollout_id, 0))
+                    )
                     for slot, task in slots
                 ]
         except BaseExceptionGroup as group:
@@ -111,27 +135,29 @@ class Dispatcher:
             for g, task in enumerate(tasks)
         ]
 
-    async def _decide(self, slot: Slot, task: Task, held: Rollout | None) -> Rollout:
+    async def _decide(self, slot: Slot, task: Task, held: Rollout | None, tried: int) -> Rollout:
+        """`tried`: number of the last try of an earlier process; its account must not be overwritten."""
         if held is not None:
             self._finished(held)
             return held
-        attempt = 1
-        while True:
+        for attempt in range(self._options.attempts):
+            if attempt:
+                await asyncio.sleep(self._options.pause_s * 2 ** (attempt - 1))
             spec = AttemptSpec(
                 rollout_id=slot.rollout_id,
                 task=task,
                 seed=self._options.seed,
-                attempt=attempt,
+                attempt=tried + attempt + 1,
                 temperature=self._options.temperature,
                 evaluation=slot.phase != "train",
             )
             rollout = await self._attempts.run(spec, lambda: self._watcher.rollout_started(slot.rollout_id))
-            failed = rollout.status is Status.INFRA_FAILED
-            self._breaker.record(failed, rollout.error)
-            if not failed or attempt >= self._options.attempts:
+            if rollout.status is not Status.INFRA_FAILED:
+                self._breaker.record(False, "")
                 break
             self._sink.attempted(slot, rollout)
-            attempt += 1
+            await self._check()
+            self._breaker.record(True, rollout.error)
         self._sink.put(slot, rollout)
         self._finished(rollout)
         return rollout

@@ -43,6 +43,9 @@ class _Nowhere:
     def held(self, phase: Phase, step: int) -> dict[str, Rollout]:
         return {}
 
+    def tried(self, phase: Phase, step: int) -> dict[str, int]:
+        return {}
+
     def rollout_started(self, rollout_id: str) -> None: ...
 
     def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None: ...

@@ -6,10 +6,10 @@ warm start (shipped, or made by demo.warm with --from-scratch) and the story at 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from whet.config import Config, demo_preset, load_config, model_folder
@@ -17,7 +17,7 @@ from whet.record.run import read_config, read_store
 from whet.record.store import Store
 from whet.render.family import Family
 from whet.render.template import load_family
-from whet.train.loop import train
+from whet.train.loop import TrainOptions, train
 from whet.types import IntArray, Rollout
 from whet.view.base import View
 from whet.view.finish import finish
@@ -31,6 +31,8 @@ class DemoOptions:
     overrides: Sequence[str] = ()
     from_scratch: bool = False
     resume: Path | None = None
+    began: float = field(default_factory=monotonic)
+    """When the process started; see train.loop.TrainOptions."""
 
 
 def demo_config(options: DemoOptions) -> Config:
@@ -41,19 +43,18 @@ def demo_config(options: DemoOptions) -> Config:
 
 
 def run_demo(options: DemoOptions, view: View) -> Mapping[str, Any]:
-    """Run the demo to its end; prints nothing itself. Returns the summary, which is in summary.json too."""
+    """Run the demo to its end; prints nothing itself. Returns the summary, which is in summary.json too.
+    A warm start made here counts in its `wall_s`, and by itself as `warm_start_s`."""
     config = demo_config(options)
-    began = time.monotonic()
+    extra: dict[str, float] = {}
     if options.from_scratch and options.resume is None:
         from whet.demo.warm import make_warm_start
 
+        start = monotonic()
         folder = make_warm_start(config, view)
+        extra["warm_start_s"] = round(monotonic() - start, 1)
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-    warm_s = time.monotonic() - began
-    summary = dict(train(config, view, options.resume))
-    if options.from_scratch:
-        summary["warm_start_s"] = round(warm_s, 1)
-    return summary
+    return train(config, view, TrainOptions(resume=options.resume, began=options.began, extra=extra))
 
 
 def write_report(run_dir: Path, summary: Mapping[str, Any]) -> str:

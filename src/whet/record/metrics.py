@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import orjson
 
-from whet.errors import RecordError
+from whet.errors import RecordError, boundary
 
 SCHEMA_VERSION = 1
 Metrics = Mapping[str, float | int | str | bool | None]
@@ -70,13 +70,18 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line of the file, in order; nothing when the file does not exist."""
+    """Every whole line of the file, in order; nothing when the file does not exist. Raises RecordError."""
     if not path.exists():
         return
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield orjson.loads(line)
+    with boundary(RecordError, f"cannot read {path}"), path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record: dict[str, Any] = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise RecordError(f"cannot read {path}: line {number} is damaged: {error}") from error
+            yield record
 
 
 def _cut_torn_line(path: Path) -> None:

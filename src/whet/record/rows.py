@@ -30,7 +30,7 @@ from whet.types import (
     Verdict,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -42,7 +42,7 @@ CREATE TABLE IF NOT EXISTS rollouts (
   UNIQUE (phase, step, group_no, slot)) STRICT;
 CREATE TABLE IF NOT EXISTS attempts (
   rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL, schema_version INTEGER NOT NULL,
-  status TEXT NOT NULL, error TEXT NOT NULL, timings TEXT NOT NULL,
+  status TEXT NOT NULL, error TEXT NOT NULL, timings TEXT NOT NULL, ledger TEXT NOT NULL,
   PRIMARY KEY (rollout_id, attempt)) STRICT;
 CREATE TABLE IF NOT EXISTS files (
   rollout_id TEXT NOT NULL, path TEXT NOT NULL, schema_version INTEGER NOT NULL,
@@ -87,30 +87,18 @@ def dumps(value: object) -> str:
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
 
 
-def timings_text(timings: Timings) -> str:
-    return dumps({name: getattr(timings, name) for name in Timings.__dataclass_fields__})
-
-
 def write_rollout(db: sqlite3.Connection, place: Mapping[str, object], rollout: Rollout) -> None:
     """Insert every row of a rollout; the caller holds the transaction. `place`: ulid, phase, step, slot."""
-    ledger = rollout.trajectory.ledger
-    account = {"captured": ledger.captured, "trained": ledger.trained, "excluded": dict(ledger.excluded)}
+    write_attempt(db, rollout)
     values = {
-        "rollout_id": rollout.id,
         **place,
+        **_attempt_values(rollout),
         "task_id": rollout.task_id,
         "family": rollout.family,
-        "status": rollout.status.value,
         "reward": rollout.reward,
-        "attempt": rollout.attempt,
-        "error": rollout.error,
         "deleted": dumps(rollout.deleted),
-        "timings": timings_text(rollout.timings),
-        "ledger": dumps(account),
     }
     insert(db, "rollouts", values)
-    attempt = {k: values[k] for k in ("rollout_id", "attempt", "status", "error", "timings")}
-    insert(db, "attempts", attempt, replace=True)
     for path, entry in rollout.changed.items():
         insert(db, "files", {"rollout_id": rollout.id, "path": path} | _file_values(entry))
     for position, turn in enumerate(rollout.trajectory.turns):
@@ -119,6 +107,34 @@ def write_rollout(db: sqlite3.Connection, place: Mapping[str, object], rollout: 
         insert(db, "segments", {"rollout_id": rollout.id, "position": position} | _segment_values(segment))
     if rollout.verdict is not None:
         insert(db, "verdicts", {"rollout_id": rollout.id} | _verdict_values(rollout.verdict))
+
+
+def write_attempt(db: sqlite3.Connection, rollout: Rollout) -> None:
+    """Insert or replace the row of one try at a slot, with the account of the tokens it sampled."""
+    insert(db, "attempts", _attempt_values(rollout), replace=True)
+
+
+def erase_rollout(db: sqlite3.Connection, rollout_id: str) -> None:
+    """Delete every row of a decided rollout; the rows of its attempts stay."""
+    for table in ("rollouts", "files", "turns", "segments", "verdicts"):
+        db.execute(f"DELETE FROM {table} WHERE rollout_id = ?", (rollout_id,))
+
+
+def read_ledger(text: str) -> Ledger:
+    return Ledger(**orjson.loads(text))
+
+
+def _attempt_values(rollout: Rollout) -> dict[str, object]:
+    ledger = rollout.trajectory.ledger
+    account = {"captured": ledger.captured, "trained": ledger.trained, "excluded": dict(ledger.excluded)}
+    return {
+        "rollout_id": rollout.id,
+        "attempt": rollout.attempt,
+        "status": rollout.status.value,
+        "error": rollout.error,
+        "timings": dumps({name: getattr(rollout.timings, name) for name in Timings.__dataclass_fields__}),
+        "ledger": dumps(account),
+    }
 
 
 def read_rollout(db: sqlite3.Connection, row: Row) -> Rollout:
@@ -138,7 +154,7 @@ def read_rollout(db: sqlite3.Connection, row: Row) -> Rollout:
         trajectory=Trajectory(
             segments=tuple(_segment(r) for r in segments),
             turns=tuple(_turn(r) for r in turns),
-            ledger=Ledger(**orjson.loads(row["ledger"])),
+            ledger=read_ledger(row["ledger"]),
         ),
         verdict=None if verdict is None else _verdict(verdict),
         changed={r["path"]: FileEntry(content=r["content"], executable=bool(r["executable"])) for r in files},

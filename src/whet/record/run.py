@@ -24,7 +24,7 @@ import orjson
 from whet.config import Config, dump_toml, load_config
 from whet.errors import RecordError, SetupError
 from whet.record.metrics import MetricsFile, disk_error
-from whet.record.store import Store
+from whet.record.store import EmptyStore, Store
 from whet.record.ulid import new_ulid
 
 SPACE_BYTES = 128 << 20
@@ -41,14 +41,11 @@ class RunDir:
 
     @classmethod
     def create(cls, config: Config) -> Self:
-        """Make the directory named by `run.dir` (empty: runs/<ULID>), lock it, write config.toml.
+        """Make the directory named by `run.dir` (empty: runs/<ULID>), lock it, write config.toml. What a run
+        left that ended before its first rollout is replaced.
         Raises RecordError when it holds a run already, SetupError when the disk is nearly full."""
         config = name_run(config)
         path = Path(config.run.dir)
-        if (path / "config.toml").exists():
-            raise RecordError(
-                f"{path} holds a run already; continue it with --resume, or give another run.dir"
-            )
         try:
             (path / "logs").mkdir(parents=True, exist_ok=True)
             (path / "checkpoints").mkdir(exist_ok=True)
@@ -60,7 +57,12 @@ class RunDir:
                 f"{path} has {free >> 20} MiB free; a run needs at least {SPACE_BYTES >> 20} MiB"
             )
         lock = _take_lock(path)
-        write_text(path / "config.toml", dump_toml(config))
+        try:
+            _make_empty(path)
+            write_text(path / "config.toml", dump_toml(config))
+        except BaseException:
+            lock.close()
+            raise
         return cls(path, config, lock)
 
     @classmethod
@@ -132,6 +134,17 @@ def read_store(path: Path) -> Store:
     return Store(path / "run.sqlite", readonly=True)
 
 
+def has_rollouts(path: Path) -> bool:
+    """True when the run directory holds at least one rollout. Raises RecordError when it cannot be read."""
+    if not (path / "run.sqlite").exists():
+        return False
+    try:
+        with read_store(path) as store:
+            return bool(store.phases())
+    except EmptyStore:
+        return False
+
+
 def read_summary(path: Path) -> Mapping[str, Any] | None:
     """summary.json of a finished run; None while it is not finished."""
     file = path / "summary.json"
@@ -165,6 +178,18 @@ def write_text(path: Path, text: str) -> None:
 def _with_dir(config: Config, path: Path) -> Config:
     run = config.run.model_copy(update={"dir": str(path.absolute())})
     return config.model_copy(update={"run": run})
+
+
+def _make_empty(path: Path) -> None:
+    """Remove the files of a run without rollouts. Raises RecordError when there are any."""
+    if has_rollouts(path):
+        raise RecordError(f"{path} holds a run already; continue it with --resume, or give another run.dir")
+    stale = [path / name for name in ("run.sqlite", "run.sqlite-wal", "run.sqlite-shm", "metrics.jsonl")]
+    try:
+        for file in stale:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise disk_error(path, error) from error
 
 
 def _take_lock(path: Path) -> TextIO:

@@ -29,15 +29,23 @@ from whet.record.rows import (
     SCHEMA_VERSION,
     Row,
     dumps,
+    erase_rollout,
     insert,
+    read_ledger,
     read_rollout,
-    timings_text,
+    write_attempt,
     write_rollout,
 )
 from whet.record.ulid import new_ulid
-from whet.types import Ledger, Rollout, Status, Timings
+from whet.types import Ledger, Rollout, Status
 
 _BUSY_TIMEOUT_S = 5.0
+_DAMAGED = ("file is not a database", "database disk image is malformed")
+"""What SQLite says of a file that it cannot read."""
+
+
+class EmptyStore(RecordError):
+    """The file is there and nothing is in it yet: its writer has just begun, or died then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,21 +96,37 @@ class Store:
     # ------------------------------------------------------------------ rollouts
 
     def put_rollout(self, phase: str, step: int, group: int, slot: int, rollout: Rollout) -> None:
-        """Store a decided rollout; on return it is durable. A rollout is stored once: a second is refused."""
+        """Store a decided rollout; on return it is durable. A rollout is stored once: a second is refused,
+        unless the first failed of the infrastructure and nothing has been trained since."""
         place = {"ulid": new_ulid(), "phase": phase, "step": step, "group_no": group, "slot": slot}
         with self._writing() as db:
-            seen = db.execute("SELECT 1 FROM rollouts WHERE rollout_id = ?", (rollout.id,)).fetchone()
+            seen = db.execute("SELECT status FROM rollouts WHERE rollout_id = ?", (rollout.id,)).fetchone()
             if seen is not None:
-                raise RecordError(f"rollout {rollout.id} is stored already")
+                if seen["status"] != Status.INFRA_FAILED.value or not self._open(db, phase, step):
+                    raise RecordError(f"rollout {rollout.id} is stored already")
+                erase_rollout(db, rollout.id)
             write_rollout(db, place, rollout)
 
-    def put_attempt(
-        self, rollout_id: str, attempt: int, status: Status, error: str, timings: Timings
-    ) -> None:
-        """Record one try at a rollout, also one that ended in an infrastructure failure."""
-        values: dict[str, object] = {"rollout_id": rollout_id, "attempt": attempt, "status": status.value}
+    def still_open(self, phase: str, step: int) -> bool:
+        """True while rollouts of this phase and step would still be made by the weights they belong to."""
+        with self._reading() as db:
+            return self._open(db, phase, step)
+
+    @staticmethod
+    def _open(db: sqlite3.Connection, phase: str, step: int) -> bool:
+        last: int = db.execute("SELECT COALESCE(MAX(step), 0) AS step FROM steps").fetchone()["step"]
+        return step > last if phase == "train" else step >= last
+
+    def put_attempt(self, rollout: Rollout) -> None:
+        """Record one try at a slot that failed, with its account; the last one comes by `put_rollout`."""
         with self._writing() as db:
-            insert(db, "attempts", values | {"error": error, "timings": timings_text(timings)}, replace=True)
+            write_attempt(db, rollout)
+
+    def tried(self, prefix: str) -> dict[str, int]:
+        """Rollout id -> number of its last recorded try, for ids that begin with `prefix`."""
+        query = "SELECT rollout_id, MAX(attempt) AS n FROM attempts GROUP BY rollout_id"
+        found = {row["rollout_id"]: row["n"] for row in self._all(query)}
+        return {rollout_id: n for rollout_id, n in found.items() if rollout_id.startswith(prefix)}
 
     def attempts(self, rollout_id: str) -> list[tuple[int, Status, str]]:
         """(attempt, status, error) of every recorded try, in order."""
@@ -146,13 +170,38 @@ class Store:
         by_family = {row["family"]: Score(solved=row["solved"], total=row["total"]) for row in rows}
         return {"": total} | {family: score for family, score in by_family.items() if family}
 
+    def ledger(self) -> Ledger:
+        """The account of everything that is stored: committed steps, evaluations, and every failed try.
+
+        Raises RecordError when it does not balance or a sampled token is in none of them.
+        """
+        failed = (
+            "SELECT a.ledger FROM attempts a LEFT JOIN rollouts r USING (rollout_id, attempt)"
+            " WHERE r.rollout_id IS NULL"
+        )
+        decided = self._all("SELECT phase, ledger FROM rollouts")
+        tries = [read_ledger(row["ledger"]) for row in self._all(failed)]
+        others = [read_ledger(row["ledger"]) for row in decided if row["phase"] != "train"]
+        total = add_ledgers([*(step.ledger for step in self.steps()), *others, *tries])
+        stored = sum(read_ledger(row["ledger"]).captured for row in decided) + sum(t.captured for t in tries)
+        if not total.balanced or total.captured != stored:
+            raise RecordError(f"the ledger of the run does not balance: {total}, {stored} tokens are stored")
+        return total
+
     # ------------------------------------------------------------------ steps
 
     def commit_step(
-        self, step: int, metrics: Metrics, checkpoint: str, plan_hash: str, ledger: Ledger
+        self,
+        step: int,
+        metrics: Metrics,
+        checkpoint: str,
+        plan_hash: str,
+        ledger: Ledger,
+        *,
+        meta: Mapping[str, str] | None = None,
     ) -> None:
-        """Commit one optimizer step in one transaction, after its checkpoint is on disk.
-        Steps only grow; a step is committed once. Raises RecordError."""
+        """Commit one optimizer step in one transaction, after its checkpoint is on disk; facts in `meta` are
+        stored with it. Steps only grow; a step is committed once. Raises RecordError."""
         if not ledger.balanced:
             raise RecordError(f"step {step}: the ledger does not balance: {ledger}")
         with self._writing() as db:
@@ -164,6 +213,8 @@ class Store:
             entries = {"captured": ledger.captured, "trained": ledger.trained, **ledger.excluded}
             for entry, tokens in entries.items():
                 insert(db, "ledger", {"step": step, "entry": entry, "tokens": tokens})
+            for fact in (meta or {}).items():
+                db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", fact)
 
     def steps(self) -> list[StepRecord]:
         """Every committed step in order."""
@@ -215,6 +266,8 @@ class Store:
                 for statement in SCHEMA.split(";\n"):
                     db.execute(statement)
                 db.execute("INSERT OR IGNORE INTO meta VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
+        elif not self._all("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
+            raise EmptyStore(f"{self._path} holds no rollouts yet")
         version = self.meta().get("schema_version", "")
         if version != str(SCHEMA_VERSION):
             raise RecordError(
@@ -227,7 +280,7 @@ class Store:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, self._sql():
+        with self._lock, self._sql(reading=True):
             yield self._db
 
     @contextmanager
@@ -245,11 +298,27 @@ class Store:
                 raise
 
     @contextmanager
-    def _sql(self) -> Iterator[None]:
+    def _sql(self, *, reading: bool = False) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
+            # a file that is not, or no longer, a database fails at its first use of any kind
+            if reading or str(error) in _DAMAGED:
+                raise RecordError(f"cannot read {self._path}: {error}") from error
             raise disk_error(self._path, error) from error
+
+
+def add_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
+    """Sum of accounts."""
+    excluded: dict[str, int] = {}
+    for ledger in ledgers:
+        for reason, tokens in ledger.excluded.items():
+            excluded[reason] = excluded.get(reason, 0) + tokens
+    return Ledger(
+        captured=sum(x.captured for x in ledgers),
+        trained=sum(x.trained for x in ledgers),
+        excluded=dict(sorted(excluded.items())),
+    )
 
 
 def _connect(path: Path, readonly: bool) -> sqlite3.Connection:

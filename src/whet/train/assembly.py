@@ -6,12 +6,9 @@ grader <- backend                                 learner <- model folder or che
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from whet.collect.agents import limits_of, open_agents
 from whet.config import Config, model_folder
@@ -20,6 +17,7 @@ from whet.grade.clean import GradeConfig, Grader
 from whet.harness.base import Harness
 from whet.harness.pool import WorkerPool
 from whet.record.run import RunDir
+from whet.record.scratch import remove_stale_scratch, scratch_folder
 from whet.record.store import Store
 from whet.render.template import load_family
 from whet.rollout import Judge
@@ -27,6 +25,7 @@ from whet.sandbox.base import SandboxBackend
 from whet.tasks.toy import ToySource
 from whet.train.client import Learner, LearnerSpec
 from whet.train.plan import PlanConfig
+from whet.train.start_model import keep_start_model
 from whet.types import Task, Tree, Verdict
 
 
@@ -55,7 +54,9 @@ def make_judge(config: Config, backend: SandboxBackend, source: ToySource) -> Ju
 
 @asynccontextmanager
 async def assemble(run: RunDir, store: Store) -> AsyncIterator[Parts]:
-    """All parts of a run, from the last committed checkpoint if there is one."""
+    """All parts of a run, from the last committed checkpoint if there is one. Raises RecordError when the
+    start model is not the one that the run began with."""
+    remove_stale_scratch()
     config = run.config
     folder = model_folder(config)
     family = load_family(folder)
@@ -64,10 +65,11 @@ async def assemble(run: RunDir, store: Store) -> AsyncIterator[Parts]:
     async with AsyncExitStack() as stack:
         spec = LearnerSpec.of(config, model=folder, log=run.logs / "learner.log")
         learner = await stack.enter_async_context(Learner.start(spec))
+        keep_start_model(store, learner)
         if last is not None:
             await learner.load(run.path / last.checkpoint)
         # Unix socket paths are limited to 107 bytes, a run directory may be deep.
-        sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"whet-{os.getpid()}-")))
+        sockets = stack.enter_context(scratch_folder())
         agents = await stack.enter_async_context(open_agents(config, family, learner.engine, sockets))
         yield Parts(
             source=source,

@@ -15,9 +15,7 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -28,6 +26,7 @@ from whet.engine.base import Engine, EngineInfo, Receipt
 from whet.engine.channel import Channel, Frame, Meta
 from whet.engine.embedded import EmbeddedEngine
 from whet.errors import EngineError, TrainError, boundary
+from whet.record.scratch import scratch_folder
 from whet.train.options import StepResult, TrainConfig, dump_config
 from whet.train.plan import StepPlan
 from whet.train.wire import decode_result, encode_plan
@@ -122,6 +121,11 @@ class Learner:
         return self._engine
 
     @property
+    def model(self) -> Path:
+        """The folder it was started from."""
+        return self._spec.model
+
+    @property
     def pid(self) -> int:
         return self._child.process.pid
 
@@ -129,10 +133,8 @@ class Learner:
     @asynccontextmanager
     async def start(cls, spec: LearnerSpec) -> AsyncIterator[Learner]:
         """A learner that has passed the engine probe. Raises EngineError with the child's own words."""
-        with contextlib.ExitStack() as stack:
-            # Unix socket paths are limited to 107 bytes, a run directory may be deep.
-            folder = Path(tempfile.mkdtemp(prefix="whet-"))
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        # Unix socket paths are limited to 107 bytes, a run directory may be deep.
+        with scratch_folder() as folder:
             child = await _Child.spawn(spec, folder / "learner", spec.log or folder / "learner.log")
             try:
                 channel = await child.connect(spec.start_deadline_s)
@@ -150,6 +152,11 @@ class Learner:
         info = await learner._call("train.info", {}, spec.call_deadline_s)
         learner.probe_gap = float(info.meta["probe_gap"])
         return learner
+
+    async def check(self) -> None:
+        """Raises EngineError, saying how it ended, when the learner is gone; returns at once otherwise."""
+        if not self._channel.alive:
+            raise await self._child.explain(EngineError("the connection to the learner ended"))
 
     async def step(self, plan: StepPlan) -> StepResult:
         """Train one plan and sample with the result from now on.

@@ -8,18 +8,21 @@ resumed run of a scripted agent ends with the same bits. Called by the CLI and t
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot, Watcher
 from whet.config import Config
-from whet.errors import TrainError
+from whet.errors import RecordError
+from whet.record.logs import AgentLogs, log_to
 from whet.record.metrics import Metrics, MetricsFile
 from whet.record.run import RunDir
 from whet.record.store import Score, Store
@@ -28,7 +31,7 @@ from whet.stop import run_interruptible
 from whet.train.assembly import Parts, assemble
 from whet.train.client import StepResult
 from whet.train.plan import plan_step
-from whet.types import Group, Ledger, Rollout
+from whet.types import Group, Ledger, Rollout, Status
 
 
 class Observer(Watcher, Protocol):
@@ -63,6 +66,8 @@ SHOWN = (
     "step_s",
 )
 """Metrics of a step that the view gets; all of them are in metrics.jsonl."""
+WALL_S, EXTRA = "wall_s", "summary_extra"
+"""Facts of a run."""
 
 
 class StoreSink:
@@ -75,65 +80,97 @@ class StoreSink:
         self._store.put_rollout(slot.phase, slot.step, slot.group, slot.slot, rollout)
 
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
-        self._store.put_attempt(rollout.id, rollout.attempt, rollout.status, rollout.error, rollout.timings)
+        self._store.put_attempt(rollout)
 
     def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
-        return {r.id: r for r in self._store.rollouts(phase, step)}
+        again = self._store.still_open(phase, step)
+        stored = self._store.rollouts(phase, step)
+        return {r.id: r for r in stored if not (again and r.status is Status.INFRA_FAILED)}
+
+    def tried(self, phase: Phase, step: int) -> Mapping[str, int]:
+        return self._store.tried(f"{phase}/{step:05d}/")
 
 
-def add_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
-    """Sum of accounts."""
-    excluded: dict[str, int] = {}
-    for ledger in ledgers:
-        for reason, tokens in ledger.excluded.items():
-            excluded[reason] = excluded.get(reason, 0) + tokens
-    return Ledger(
-        captured=sum(x.captured for x in ledgers),
-        trained=sum(x.trained for x in ledgers),
-        excluded=excluded,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """What of a run is not in its configuration."""
+
+    resume: Path | None = None
+    """Run directory to continue."""
+    began: float = field(default_factory=time.monotonic)
+    """Reading of time.monotonic() from which the person has waited: the start of the process."""
+    extra: Mapping[str, float | int | str] = field(default_factory=dict)
+    """Further numbers for the summary; those a run was created with stay when it is resumed."""
+
+
+class WallClock:
+    """Seconds that the person has waited for a run, over all processes that worked on it.
+
+    Kept with every committed step, so that a killed process takes the time since its last step with it.
+    """
+
+    def __init__(self, store: Store, began: float) -> None:
+        self._earlier = float(store.meta().get(WALL_S, "0"))
+        self._began = began
+
+    def seconds(self) -> float:
+        return self._earlier + time.monotonic() - self._began
+
+    def meta(self) -> Mapping[str, str]:
+        """As a fact of the run."""
+        return {WALL_S: f"{self.seconds():.3f}"}
 
 
 class Loop:
     """One run, from where the store says it stands to its end."""
 
-    def __init__(self, run: RunDir, store: Store, metrics: MetricsFile, parts: Parts, view: Observer) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        store: Store,
+        metrics: MetricsFile,
+        parts: Parts,
+        view: Observer,
+        clock: WallClock,
+    ) -> None:
         self._run, self._store, self._metrics, self._parts, self._view = run, store, metrics, parts, view
+        self._clock = clock
         c = run.config
-        attempts = Attempts(parts.gateway, parts.workers, parts.judge)
+        attempts = Attempts(parts.gateway, parts.workers, parts.judge, keep_log=AgentLogs(run.logs).keep)
         options = CollectOptions(
             seed=c.run.seed,
             group_size=c.collect.group_size,
             attempts=c.collect.attempts,
             temperature=c.engine.temperature,
         )
-        self._dispatcher = Dispatcher(attempts, StoreSink(store), view, Breaker(), options)
+        self._dispatcher = Dispatcher(
+            attempts, StoreSink(store), view, Breaker(), options, check=parts.learner.check
+        )
 
     async def run(self) -> Mapping[str, Any]:
-        """Everything that is left of the run; returns the summary."""
-        began = time.monotonic()
-        spent = float(self._store.meta().get("wall_s", "0"))
+        """Everything that is left of the run; returns the summary, but for the time."""
         last = self._store.last_step()
         first = 1 if last is None else last.step + 1
         c = self._run.config
         left = c.run.steps - first + 1
         per_step = c.tasks.groups_per_step * c.collect.group_size
         title = f"{c.harness.agent} {self._parts.harness.version}, seed {c.run.seed}"
-        self._view.begin(title, left * per_step + (2 + self._evals_between(first)) * c.run.eval_tasks)
-        try:
-            before = await self._evaluate("eval_before", 0)
-            for step in range(first, c.run.steps + 1):
-                await self._step(step)
-                if c.run.eval_every_steps and step % c.run.eval_every_steps == 0 and step < c.run.steps:
-                    await self._evaluate("eval_during", step)
-            after = await self._evaluate("eval_after", c.run.steps)
-        finally:
-            self._store.set_meta("wall_s", str(spent + time.monotonic() - began))
+        self._view.begin(title, left * per_step + (2 + self._evals_left(first)) * c.run.eval_tasks)
+        before = await self._evaluate("eval_before", 0)
+        for step in range(first, c.run.steps + 1):
+            # Before a step, not after one: an evaluation that a kill cut short is finished first.
+            if self._evaluated_after(step - 1):
+                await self._evaluate("eval_during", step - 1)
+            await self._step(step)
+        after = await self._evaluate("eval_after", c.run.steps)
         return self._summary(before, after)
 
-    def _evals_between(self, first: int) -> int:
-        every, steps = self._run.config.run.eval_every_steps, self._run.config.run.steps
-        return sum(step % every == 0 for step in range(first, steps)) if every else 0
+    def _evaluated_after(self, step: int) -> bool:
+        every = self._run.config.run.eval_every_steps
+        return every > 0 and step > 0 and step % every == 0
+
+    def _evals_left(self, first: int) -> int:
+        return sum(self._evaluated_after(step) for step in range(first - 1, self._run.config.run.steps))
 
     async def _evaluate(self, phase: Phase, step: int) -> Sequence[Group]:
         count = self._run.config.run.eval_tasks
@@ -164,30 +201,29 @@ class Loop:
         metrics["step_s"] = time.monotonic() - began
         metrics["weights"] = self._parts.learner.engine.receipt.checksum
         self._store.commit_step(
-            step, metrics, str(folder.relative_to(self._run.path)), plan.digest, plan.ledger
+            step,
+            metrics,
+            str(folder.relative_to(self._run.path)),
+            plan.digest,
+            plan.ledger,
+            meta=self._clock.meta(),
         )
         self._metrics.write({"event": "step", "step": step, **metrics})
         self._view.step_done(step, c.run.steps, {name: metrics[name] for name in SHOWN})
         _prune(self._run.checkpoints, c.run.keep_checkpoints)
 
     def _summary(self, before: Sequence[Group], after: Sequence[Group]) -> Mapping[str, Any]:
-        steps = self._store.steps()
-        evaluated = [r for g in (*before, *after) for r in g.rollouts]
-        ledger = add_ledgers([*(s.ledger for s in steps), *(r.trajectory.ledger for r in evaluated)])
-        if not ledger.balanced:
-            raise TrainError(f"the ledger of the run does not balance: {ledger}")
-        counts = self._store.phases()
+        steps, counts = self._store.steps(), self._store.phases()
         return {
             "heldout_before": _rate(before),
             "heldout_after": _rate(after),
             "heldout_tasks": len(after),
-            "wall_s": round(float(self._store.meta()["wall_s"]), 1),
             "rl_steps": len(steps),
             "rollouts": sum(counts.values()),
             "agent": self._run.config.harness.agent,
             "agent_version": self._parts.harness.version,
             "max_logprob_gap": max((s.metrics["max_logprob_gap"] for s in steps), default=0.0),
-            "ledger": asdict(ledger),
+            "ledger": asdict(self._store.ledger()),
             "seed": self._run.config.run.seed,
             "weights": self._parts.learner.engine.receipt.checksum,
             "run_dir": str(self._run.path),
@@ -221,18 +257,33 @@ def _prune(folder: Path, keep: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-async def _train(config: Config, view: Observer, resume: Path | None) -> Mapping[str, Any]:
+async def _train(config: Config, view: Observer, options: TrainOptions) -> Mapping[str, Any]:
+    resume = options.resume
     async with AsyncExitStack() as stack:
         run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))
+        stack.enter_context(log_to(run.logs / "whet.log"))
         store = stack.enter_context(run.store())
         metrics = stack.enter_context(run.metrics())
+        clock = WallClock(store, options.began)
+        if EXTRA not in store.meta():
+            store.set_meta(EXTRA, json.dumps(dict(options.extra)))
         view.note(f"run directory {run.path}")
-        parts = await stack.enter_async_context(assemble(run, store))
-        summary = await Loop(run, store, metrics, parts, view).run()
+        view.stage("starting the learner and the agents")
+        try:
+            async with assemble(run, store) as parts:
+                summary = await Loop(run, store, metrics, parts, view, clock).run()
+        finally:
+            # The disk may be what ended the run: its own line must come through.
+            with contextlib.suppress(RecordError):
+                store.set_meta(WALL_S, clock.meta()[WALL_S])
+        summary = {**summary, "wall_s": round(clock.seconds(), 1), **json.loads(store.meta()[EXTRA])}
         run.write_summary(summary)
         return summary
 
 
-def train(config: Config, view: Observer, resume: Path | None = None) -> Mapping[str, Any]:
-    """Run or continue a run to its end. Raises WhetError, or KeyboardInterrupt after a clean stop."""
-    return run_interruptible(_train(config, view, resume))
+def train(config: Config, view: Observer, options: TrainOptions | None = None) -> Mapping[str, Any]:
+    """Run or continue a run to its end; returns what summary.json holds, value by value.
+
+    Raises WhetError, or KeyboardInterrupt after a clean stop.
+    """
+    return run_interruptible(_train(config, view, options or TrainOptions()))

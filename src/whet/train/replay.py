@@ -6,7 +6,6 @@ and the same weights come out of them. Reads the run directory only; needs no li
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import groupby
@@ -16,10 +15,12 @@ from typing import Any, Protocol
 from whet.config import model_folder
 from whet.errors import RecordError
 from whet.record.run import read_config, read_store
+from whet.record.scratch import scratch_folder
 from whet.record.store import Store
 from whet.stop import run_interruptible
 from whet.train.client import Learner, LearnerSpec
 from whet.train.plan import PlanConfig, plan_step
+from whet.train.start_model import check_start_model
 from whet.types import Group, Rollout
 
 
@@ -53,9 +54,10 @@ async def _replay(run_dir: Path, view: Watcher) -> Mapping[str, Any]:
         steps = store.steps()
         if not steps:
             raise RecordError(f"{run_dir} has no committed step to replay")
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="whet-replay-")))
+        scratch = stack.enter_context(scratch_folder())
         spec = LearnerSpec.of(config, model=model_folder(config), log=scratch / "learner.log")
         learner = await stack.enter_async_context(Learner.start(spec))
+        check_start_model(store, learner)
         plan_config, differing = PlanConfig.of(config), []
         view.stage("replay", len(steps))
         for record in steps:

@@ -1,0 +1,47 @@
+"""Short-lived folders of a run under the system's temporary folder: sockets, whose paths must be short.
+
+A folder is named after its process and locked by it, so that what a killed run left is known for what it is
+and removed at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_NAME = re.compile(r"whet-(\d+)-\w+")
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A fresh folder, removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix=f"whet-{os.getpid()}-"))
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_stale_scratch() -> None:
+    """Remove the folders of processes that are gone. What cannot be removed stays."""
+    for folder in Path(tempfile.gettempdir()).glob("whet-*"):
+        match = _NAME.fullmatch(folder.name)
+        if match is None or Path(f"/proc/{match[1]}").exists():
+            continue
+        with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                # A process of another container may have this number: only the lock is sure.
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

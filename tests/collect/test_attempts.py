@@ -1,0 +1,168 @@
+"""One attempt against a real gateway, with an agent in this process: what is kept of attempts that fail."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import pytest
+
+from whet.collect.agents import limits_of, open_agents
+from whet.config import load_config
+from whet.demo.warm import write_family
+from whet.errors import HarnessError, SandboxLost
+from whet.gateway.server import Gateway
+from whet.harness.base import AgentResult, ModelAccess
+from whet.harness.pool import Sockets, WorkerPool
+from whet.record.logs import AgentLogs
+from whet.render.template import TemplateFamily, load_family
+from whet.rollout import Attempts, AttemptSpec
+from whet.tasks.toy import ToySource
+from whet.testing.scripted_engine import ScriptedEngine
+from whet.types import FileEntry, Limits, Message, Outcome, Rollout, Status, Task, Tree, Verdict
+
+TASK = ToySource(Limits()).tasks("train", 0, 1)[0]
+SPEC = AttemptSpec(rollout_id="train/00001/000/00", task=TASK, seed=1)
+End = Callable[[Task], AgentResult]
+
+
+@dataclass
+class Agent:
+    """A harness and its only worker: asks the model once, then ends as the test says."""
+
+    gateway_socket: Path
+    end: End
+    name: str = "inside"
+    version: str = "1"
+    healthy: bool = True
+
+    def worker(self, gateway_socket: Path) -> Self:
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    async def run(self, task: Task, access: ModelAccess) -> AgentResult:
+        body = {"messages": [{"role": "user", "content": task.prompt}]}
+        url = f"http://gateway/s/{access.public_id}/v1/chat/completions"
+        connector = aiohttp.UnixConnector(str(self.gateway_socket))
+        async with aiohttp.ClientSession(connector=connector) as http:
+            key = {"Authorization": f"Bearer {access.secret}"}
+            async with http.post(url, json=body, headers=key) as response:
+                assert response.status == 200, await response.text()
+        return self.end(task)
+
+
+async def unresolved(task: Task, tree: Tree) -> Verdict:
+    return Verdict(outcome=Outcome.UNRESOLVED, reward=0.0, strength="strong")
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> TemplateFamily:
+    write_family(tmp_path / "family", "")
+    return load_family(tmp_path / "family")
+
+
+def scripted(family: TemplateFamily) -> ScriptedEngine:
+    reply = Message(role="assistant", text="done")
+    return ScriptedEngine(family, lambda ids, key: reply, uniform_logprobs=True)
+
+
+@asynccontextmanager
+async def attempts(family: TemplateFamily, tmp_path: Path, end: End) -> AsyncIterator[Attempts]:
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(Gateway(scripted(family), family))
+        await stack.enter_async_context(gateway.listen_unix(tmp_path / "g"))
+        agent = Agent(tmp_path / "g", end)
+        pool = await stack.enter_async_context(WorkerPool(agent, 1, Sockets([tmp_path / "g"])))
+        (tmp_path / "logs").mkdir()
+        yield Attempts(gateway, pool, unresolved, keep_log=AgentLogs(tmp_path / "logs").keep)
+
+
+async def run(family: TemplateFamily, tmp_path: Path, end: End) -> Rollout:
+    async with attempts(family, tmp_path, end) as under_test:
+        return await under_test.run(SPEC)
+
+
+@pytest.mark.parametrize("error", [SandboxLost("the box vanished"), HarnessError("no answer")])
+async def test_tokens_of_an_attempt_that_raises_stay_in_the_ledger(
+    family: TemplateFamily, tmp_path: Path, error: Exception
+) -> None:
+    def end(task: Task) -> AgentResult:
+        raise error
+
+    rollout = await run(family, tmp_path, end)
+    assert (rollout.status, rollout.error) == (Status.INFRA_FAILED, str(error))
+    ledger = rollout.trajectory.ledger
+    assert ledger.captured > 0
+    assert ledger.excluded == {"infra": ledger.captured}
+    assert len(rollout.trajectory.turns) == 1
+    log = tmp_path / "logs" / "train-00001-000-00.log"
+    assert log.read_text() == f"--- attempt 1: infra_failed {error}\n\n"
+
+
+async def test_what_the_judge_refuses_is_not_kept(family: TemplateFamily, tmp_path: Path) -> None:
+    def end(task: Task) -> AgentResult:
+        junk = {"junk.bin": FileEntry(content=bytes(6 << 20))}
+        return AgentResult(exit="finished", tree={**task.files, **junk})
+
+    rollout = await run(family, tmp_path, end)
+    assert (rollout.status, rollout.changed, rollout.deleted) == (Status.OK, {}, ())
+
+
+async def test_only_what_the_judge_saw_is_kept(family: TemplateFamily, tmp_path: Path) -> None:
+    def end(task: Task) -> AgentResult:
+        added = {name: FileEntry(content=b"x = 1\n") for name in ("note.py", "a.pyc", "conftest.py")}
+        return AgentResult(exit="finished", tree={**task.files, **added})
+
+    assert list((await run(family, tmp_path, end)).changed) == ["note.py"]
+
+
+async def test_the_log_of_a_failed_agent_is_kept_and_that_of_a_good_one_is_not(
+    family: TemplateFamily, tmp_path: Path
+) -> None:
+    results = [
+        AgentResult(exit="failed", tree=TASK.files, detail="exit code 3", log=b"Traceback: boom"),
+        AgentResult(exit="finished", tree=TASK.files, log=b"all is well"),
+    ]
+    async with attempts(family, tmp_path, lambda task: results.pop(0)) as under_test:
+        await under_test.run(SPEC)
+        await under_test.run(AttemptSpec(rollout_id="train/00001/000/01", task=TASK, seed=1))
+    (log,) = (tmp_path / "logs").iterdir()
+    assert log.name == "train-00001-000-00.log"
+    assert log.read_text() == "--- attempt 1: agent_failed exit code 3\nTraceback: boom\n"
+
+
+async def test_the_operators_port_serves_the_session_of_a_box(family: TemplateFamily, tmp_path: Path) -> None:
+    """A call by hand with the session's secret, on the port of `gateway.port`."""
+    (tmp_path / "s").mkdir()
+    config = load_config(None, ["harness.agent=script", "harness.workers=1", f"gateway.port={free_port()}"])
+    async with (
+        open_agents(config, family, scripted(family), tmp_path / "s") as agents,
+        aiohttp.ClientSession() as http,
+    ):
+        session = agents.gateway.open_session(
+            "r", seed=1, limits=limits_of(config), listener=tmp_path / "s" / "g0"
+        )
+        url = f"http://127.0.0.1:{config.gateway.port}/s/{session.public_id}/v1/chat/completions"
+        body = {"messages": [{"role": "user", "content": "hello"}]}
+        for secret, status in ((session.secret, 200), ("wrong", 401)):
+            key = {"Authorization": f"Bearer {secret}"}
+            async with http.post(url, json=body, headers=key) as response:
+                assert response.status == status
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port

@@ -101,6 +101,22 @@ def test_live_shows_stage_rates_and_what_is_left() -> None:
     assert "\x1b[" in out.getvalue(), "the live display was never drawn"
 
 
+def test_the_first_stage_is_drawn_before_the_run_has_a_name() -> None:
+    clock, out = Clock(), io.StringIO()
+    view = LiveView(Console(file=out, width=100, force_terminal=True), clock)
+    view.stage("starting the learner and the agents")
+    clock.now += 7
+    view.begin("pi 0.87.1, seed 0", 20)
+    view.close()
+    assert "starting the learner and the agents" in out.getvalue()
+    plain = io.StringIO()
+    said = PlainView(plain, clock)
+    said.stage("starting the learner and the agents")
+    clock.now += 7
+    said.begin("pi 0.87.1, seed 0", 20)
+    assert plain.getvalue().splitlines()[1].startswith("[    7.0 s] pi"), "the clock of a run starts once"
+
+
 def test_progress_before_anything_is_known() -> None:
     progress = Progress(clock=Clock())
     progress.begin("t", 10)
@@ -238,7 +254,8 @@ def rollout(name: str, *, solved: bool, family: str = "swap") -> Rollout:
 
 
 def stored_run(folder: Path) -> Path:
-    with RunDir.create(load_config(None, [f"run.dir={folder}", "run.steps=2"])) as run, run.store() as store:
+    config = load_config(None, [f"run.dir={folder}", "run.steps=2", "run.eval_tasks=4"])
+    with RunDir.create(config) as run, run.store() as store:
         fill(store)
     return folder
 
@@ -284,6 +301,14 @@ def test_finish_leaves_curve_and_report_and_show_reads_them_again(tmp_path: Path
     assert "  after   0.75 (3/4, " in shown
     assert "  step    1  solved 0.50 (2/4)  trained 12 of 12 tokens" in shown
     assert "  held-out after 0 steps  0.25 (1/4, " in shown
+
+
+def test_show_says_that_an_evaluation_is_not_whole(tmp_path: Path) -> None:
+    folder = stored_run(tmp_path / "r")
+    assert "so far" not in show_run(folder)
+    with RunDir.open(folder) as run, run.store() as store:
+        store.put_rollout("eval_during", 1, 0, 0, rollout("d0", solved=True))
+    assert "  held-out after 1 steps  1.00 (1/1, 95 % 0.21 to 1.00)  1 of 4 tasks so far" in show_run(folder)
 
 
 def test_show_of_nothing_is_one_line(tmp_path: Path) -> None:

@@ -78,7 +78,6 @@ class Progress:
 
     def begin(self, title: str, rollouts: int) -> None:
         self.title, self.planned = title, rollouts
-        self.started_s = self.clock()
 
     def stage(self, name: str, total: int) -> None:
         self.stage_name, self.stage_total, self.stage_done = name, total, 0

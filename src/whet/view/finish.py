@@ -54,7 +54,7 @@ def show_run(run_dir: Path) -> str:
     config = read_config(run_dir)
     with read_store(run_dir) as store:
         head = f"{run_dir}: {config.harness.agent}, seed {config.run.seed}"
-        lines = [head, *_step_lines(store), *_eval_lines(store)]
+        lines = [head, *_step_lines(store), *_eval_lines(store, config.run.eval_tasks)]
         summary = read_summary(run_dir)
         if summary is not None:
             return "\n".join(lines) + "\n" + render_report(report_of(run_dir, store, summary))
@@ -80,7 +80,8 @@ def _step_lines(store: Store) -> Iterator[str]:
         )
 
 
-def _eval_lines(store: Store) -> Iterator[str]:
-    for phase, step in store.phases():
+def _eval_lines(store: Store, tasks: int) -> Iterator[str]:
+    for (phase, step), done in store.phases().items():
         if phase.startswith("eval"):
-            yield f"  held-out after {step} steps  {score_text(store.scores(phase, step)[''])}"
+            so_far = f"  {done} of {tasks} tasks so far" if done < tasks else ""
+            yield f"  held-out after {step} steps  {score_text(store.scores(phase, step)[''])}{so_far}"

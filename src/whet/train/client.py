@@ -239,7 +239,9 @@ class _Child:
                 process = await asyncio.create_subprocess_exec(
                     # -P: a folder that happens to be the working directory must not supply modules
                     *(sys.executable, "-P", "-m", "whet.train.learner", *arguments),
-                    env={**os.environ, "PYTHONPATH": _module_path()},
+                    # PASSIVE: between parallel regions torch's threads sleep instead of spinning; on a busy
+                    # machine, where agents share the cores, spinning costs many times the work itself.
+                    env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": _module_path()},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from whet.engine import embedded_weights
 from whet.engine.embedded_check import prove_invariance
 from whet.engine.embedded_core import EmbeddedCore, EngineOptions
 from whet.engine.embedded_forward import Forward, Span
@@ -101,6 +102,12 @@ def test_other_shapes_pass_too(kv_heads: int, threads: int) -> None:
     EmbeddedCore(initialise(config, 0), EngineOptions(max_rows=16, max_context=128, threads=threads))
 
 
+def test_a_torch_without_packed_products_passes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_weights, "ONEDNN", False)
+    config = ModelConfig(vocab_size=600, num_hidden_layers=1)
+    assert EmbeddedCore(initialise(config, 0), EngineOptions(max_rows=8, max_context=256)).keeps_sampled
+
+
 def test_pinned_shapes_give_the_same_results_as_free_ones_here() -> None:
     """Both modes are exact; on a machine that passes freely they agree to rounding."""
     free, pinned = make(), make()
@@ -120,7 +127,7 @@ def test_pinned_shapes_give_the_same_results_as_free_ones_here() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        EngineOptions(max_rows=12),
+        EngineOptions(max_rows=10),
         EngineOptions(max_context=9000),
         EngineOptions(threads=0),
         EngineOptions(cache_tokens=-1),

@@ -193,6 +193,42 @@ def test_aborted_neighbours_change_no_bit(model: Qwen3, alone: list[tuple[bytes,
     assert [job.bits for job in jobs] == alone
 
 
+def test_going_on_in_another_slot_changes_no_bit(model: Qwen3) -> None:
+    """The later a request comes, the longer it runs: the high slots outlive the low ones."""
+
+    def jobs() -> list[Job]:
+        return [
+            Job(
+                np.arange(i, 150 + 20 * i, dtype=np.int32) % 203,
+                SamplingParams(max_tokens=5 + 4 * i),
+                f"m{i}",
+            )
+            for i in range(16)
+        ]
+
+    core, apart = EmbeddedCore(model, OPTIONS), EmbeddedCore(model, replace(OPTIONS, cache_tokens=0))
+    together, single = jobs(), jobs()
+    run(core, together)
+    for job in single:
+        run(apart, [job])
+    assert core.stats.moved > 5
+    assert apart.stats.moved == 0
+    assert [job.bits for job in together] == [job.bits for job in single]
+
+
+def test_new_prompts_hold_running_requests_up_for_a_few_passes_only(model: Qwen3) -> None:
+    core = EmbeddedCore(model, replace(OPTIONS, prefill_tiles=1))
+    first = Job(np.arange(5, dtype=np.int32), SamplingParams(max_tokens=100), "f")
+    first.submit(core)
+    while core.stats.decoded < 10:
+        core.step()
+    for i in range(4):
+        Job(np.full(400, i, np.int32), SamplingParams(max_tokens=1), f"n{i}").submit(core)
+    for _ in range(24):
+        core.step()
+    assert core.stats.decoded == 10 + 24 // 4
+
+
 def test_same_prompt_with_other_keys_draws_other_tokens(model: Qwen3) -> None:
     core = EmbeddedCore(model, OPTIONS)
     ids = np.arange(20, dtype=np.int32)

@@ -1,10 +1,15 @@
 """How fast is the embedded engine, against `generate` of transformers on the same machine?
 
-Run `python -m whet.bench.engine`. Both sides hold the same weights, get prompts of the same length, sample
-at temperature 1 without stop ids, and take turns. Measured are CPU seconds (with one thread: the time an
-idle machine would need, fairly also on a busy one), medians over the repeats, in two shapes:
+Run `python -m whet.bench.engine`. Both sides hold the same fp32 weights, run on the same number of threads,
+get prompts of the same length that neither has seen, sample at temperature 1 from the full distribution
+without stop ids (each row gives exactly the tokens asked for), keep keys and values, and take turns after a
+warm-up. The other side is `Qwen3ForCausalLM.generate` as it comes. Counted are the sampled tokens that a call
+returns, per CPU second (with one thread: what an idle machine would take, fairly also on a busy one) and per
+wall second; medians over the repeats. The shapes:
 
-decode        unrelated prompts; the time of a call minus that of a call for one token.
+call          one call, prompts included in the time: a batch of unrelated prompts.
+decode        of the same calls, what remains after subtracting a call for one token.
+group         one call, prompts included: the batch samples from one prompt, as a group of rollouts starts.
 conversation  what an agent does: calls in a row, each prompt all before plus something new; the prompts of a
               batch share their beginning. The engine re-uses what it holds, `generate` cannot.
 """
@@ -14,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import sys
 import tempfile
 import time
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from rich.console import Console
@@ -36,19 +41,23 @@ from whet.types import Generation, IntArray, RequestKey, SamplingParams
 Side = Callable[[IntArray, int], IntArray]
 """(prompts [B, n], tokens) -> sampled ids [B, tokens]."""
 
+Seconds = npt.NDArray[np.float64]
+"""[2]: CPU, wall; or tokens over each of them."""
+
 CALLS, SAMPLED, ADDED = 4, 40, 60
 """A conversation: calls, tokens sampled per call, tokens added before the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Median over the repeats."""
+    """Sampled tokens per second, medians over the repeats."""
 
     shape: str
     side: str
     batch: int
     tokens_s: float
-    """Sampled tokens per CPU second."""
+    """Per CPU second."""
+    tokens_s_wall: float
 
 
 def engine_side(model: Qwen3, options: EngineOptions) -> Side:
@@ -98,14 +107,14 @@ def transformers_side(model: Qwen3, threads: int) -> Side:
     return generate
 
 
-def spent(side: Side, prompts: IntArray, tokens: int) -> float:
-    """CPU seconds of one call."""
-    start = time.process_time()
+def spent(side: Side, prompts: IntArray, tokens: int) -> tuple[Seconds, IntArray]:
+    """CPU and wall seconds of one call, and what it sampled."""
+    start = np.array([time.process_time(), time.perf_counter()])
     sampled = side(prompts, tokens)
-    seconds = time.process_time() - start
+    seconds = np.array([time.process_time(), time.perf_counter()]) - start
     if sampled.shape != (len(prompts), tokens):
         raise RuntimeError(f"asked for {tokens} tokens for each of {len(prompts)}, got {sampled.shape}")
-    return seconds
+    return seconds, sampled
 
 
 class Load:
@@ -119,48 +128,54 @@ class Load:
     def ids(self, rows: int, n: int) -> IntArray:
         return self._rng.integers(0, self._vocab, (rows, n), dtype=np.int32)
 
-    def decode(self, side: Side, batch: int, tokens: int) -> float:
-        """Tokens per CPU second after the first token."""
+    def call(self, side: Side, batch: int, tokens: int) -> dict[str, Seconds]:
+        """Tokens per second of a call for unrelated prompts, whole and after its first token."""
         prompts = self.ids(2 * batch, self._length)
-        once, whole = spent(side, prompts[:batch], 1), spent(side, prompts[batch:], tokens)
-        return batch * (tokens - 1) / max(whole - once, 1e-9)
+        once, _ = spent(side, prompts[:batch], 1)
+        whole, _ = spent(side, prompts[batch:], tokens)
+        rest = np.maximum(whole - once, 1e-9)
+        return {"call": batch * tokens / whole, "decode": batch * (tokens - 1) / rest}
 
-    def conversation(self, side: Side, batch: int, tokens: int) -> float:
-        """Tokens per CPU second over whole calls; their prompts average `prompt_tokens`."""
+    def group(self, side: Side, batch: int, tokens: int) -> dict[str, Seconds]:
+        """Tokens per second of a call for one prompt in all rows."""
+        seconds, _ = spent(side, self.ids(1, self._length).repeat(batch, 0), tokens)
+        return {"group": batch * tokens / seconds}
+
+    def conversation(self, side: Side, batch: int, tokens: int) -> dict[str, Seconds]:
+        """Tokens per second over whole calls; their prompts average `prompt_tokens`."""
+        tokens = min(tokens, SAMPLED)
         own = self._length - self._constant.shape[1] - (CALLS - 1) * (tokens + ADDED) // 2
         held = np.concatenate([self._constant.repeat(batch, 0), self.ids(batch, max(own, 1))], 1)
-        seconds = 0.0
+        total = np.zeros(2)
         for _ in range(CALLS):
-            start = time.process_time()
-            sampled = side(held, tokens)
-            seconds += time.process_time() - start
+            seconds, sampled = spent(side, held, tokens)
+            total += seconds
             held = np.concatenate([held, sampled, self.ids(batch, ADDED)], 1)
-        return batch * tokens * CALLS / seconds
+        return {"conversation": batch * tokens * CALLS / total}
 
 
 def measure(sides: dict[str, Side], load: Load, tokens: int, repeats: int) -> list[Rate]:
     """Alternate the sides over `repeats` rounds after one warm-up."""
-    cases = [("decode", side, batch) for batch in (1, 8, 32) for side in sides]
-    cases += [("conversation", side, batch) for batch in (8, 32) for side in sides]
-    seen: dict[tuple[str, str, int], list[float]] = {case: [] for case in cases}
+    cases = [(load.call, batch) for batch in (1, 8, 32)]
+    cases += [(shape, batch) for shape in (load.group, load.conversation) for batch in (8, 32)]
+    seen: dict[tuple[str, str, int], list[Seconds]] = {}
     for turn in range(repeats + 1):
-        for shape, side, batch in cases:
-            if shape == "decode":
-                rate = load.decode(sides[side], batch, tokens)
-            else:
-                rate = load.conversation(sides[side], batch, min(tokens, SAMPLED))
-            if turn:
-                seen[shape, side, batch].append(rate)
+        for run, batch in cases:
+            for name, side in sides.items():
+                rates = run(side, batch, tokens)
+                for shape, rate in rates.items() if turn else ():
+                    seen.setdefault((shape, name, batch), []).append(rate)
+    medians = {case: np.median(values, 0).round(1).tolist() for case, values in seen.items()}
     return [
-        Rate(shape=shape, side=side, batch=batch, tokens_s=round(statistics.median(values), 1))
-        for (shape, side, batch), values in seen.items()
+        Rate(shape=shape, side=side, batch=batch, tokens_s=cpu, tokens_s_wall=wall)
+        for (shape, side, batch), (cpu, wall) in sorted(medians.items())
     ]
 
 
 def report(rates: list[Rate]) -> dict[str, float]:
-    """Print a table on stderr; return the ratios by shape and batch."""
-    by_case = {(r.shape, r.side, r.batch): r.tokens_s for r in rates}
-    table = Table(title="sampled tokens per CPU second")
+    """Print a table on stderr; return the ratios per CPU second by shape and batch."""
+    by_case = {(r.shape, r.side, r.batch): r for r in rates}
+    table = Table(title="sampled tokens per CPU second (per wall second)")
     for column in ("shape", "batch", "whet", "transformers", "ratio"):
         table.add_column(column, justify="left" if column == "shape" else "right")
     ratios = {}
@@ -168,8 +183,10 @@ def report(rates: list[Rate]) -> dict[str, float]:
         if side != "whet":
             continue
         theirs = by_case[shape, "transformers", batch]
-        ratios[f"{shape}_{batch}"] = round(ours / theirs, 2)
-        table.add_row(shape, str(batch), f"{ours:,.0f}", f"{theirs:,.0f}", f"{ours / theirs:.1f} x")
+        ratio = ours.tokens_s / theirs.tokens_s
+        ratios[f"{shape}_{batch}"] = round(ratio, 2)
+        shown = [f"{r.tokens_s:,.0f} ({r.tokens_s_wall:,.0f})" for r in (ours, theirs)]
+        table.add_row(shape, str(batch), *shown, f"{ratio:.1f} x")
     Console(stderr=True).print(table)
     return ratios
 

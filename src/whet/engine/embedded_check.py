@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whet.engine.embedded_attend import BLOCK
 from whet.engine.embedded_cache import TILE
-from whet.engine.embedded_forward import BLOCK, ROWS, Forward, Span, Tile
+from whet.engine.embedded_forward import Forward, Span, Tile
 from whet.errors import EngineError
 
 
@@ -53,7 +54,7 @@ def _decode_depends(forward: Forward, seed: int) -> str:
         short = forward.decode(ids, reach, Span(rows, int(span)))
         if not torch.equal(short[reach < span], whole[reach < span]):
             return "the length of other contexts"
-    for n in range(1, rows, ROWS):
+    for n in range(1, rows):
         if not torch.equal(forward.decode(ids, reach, Span(n, length))[:n], whole[:n]):
             return "the number of running requests"
     return _position_depends(forward, ids, reach, whole, rng)

@@ -12,24 +12,28 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from whet.engine.base import Receipt
+from whet.engine.embedded_attend import BLOCK
 from whet.engine.embedded_cache import TILE, PrefixCache, tile_names
 from whet.engine.embedded_check import prove_invariance
-from whet.engine.embedded_forward import BLOCK, ROWS, Forward, Span, Tile
+from whet.engine.embedded_forward import ROWS, Forward, Span, Tile
 from whet.engine.embedded_model import Qwen3
-from whet.engine.embedded_sample import draw, stream
+from whet.engine.embedded_rows import Rows
+from whet.engine.embedded_sample import stream
 from whet.engine.embedded_weights import Weights, checksum
 from whet.errors import EngineError
 from whet.types import Finish, Generation, IntArray, RequestKey, SamplingParams
 
 _WORTH = 3
 """Companions from which on a shared prefix is read once for all."""
+_PATIENCE = 4
+"""Prefill passes that decoding rows wait for: a step with more rows costs little more than one with few."""
 
 Done = Callable[[Generation | EngineError], None]
 
@@ -39,7 +43,7 @@ class EngineOptions:
     """Shape of the engine. Results may depend on `threads`, on nothing else here."""
 
     max_rows: int = 32
-    """Requests that run at once; a multiple of 8."""
+    """Requests that run at once; a multiple of 4."""
     max_context: int = 2048
     """Prompt plus sampled tokens of one request."""
     threads: int = 1
@@ -67,8 +71,8 @@ class _Request:
     slot: int = -1
     filled: int = 0
     """Tiles of the prompt whose keys and values the slot holds."""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    count: int = 0
+    """Tokens sampled."""
 
 
 @dataclass(slots=True)
@@ -84,6 +88,8 @@ class EngineStats:
     """Prompt tokens copied from the prefix cache."""
     shared: int = 0
     """Decode steps that read a common prefix once for all."""
+    moved: int = 0
+    """Requests that went on in a lower slot, so that a step has fewer rows."""
 
 
 class EmbeddedCore:
@@ -109,11 +115,13 @@ class EmbeddedCore:
         self._decoding: list[_Request] = []
         self._free = list(range(options.max_rows))
         self._paused = False
-        rows = options.max_rows
-        self._ids = np.zeros(rows, np.int64)
-        self._positions = np.full(rows, self._forward.scratch, np.int64)
-        self._heat = np.ones(rows, np.float32)
-        self._uniform = np.zeros(rows, np.float64)
+        self._rows = Rows(self._forward, options.max_context)
+        self._slots = np.zeros(0, np.int64)
+        """Of `_decoding`, in its order; with `_trunk`, worked out anew when `_changed`."""
+        self._trunk = 0
+        self._changed = True
+        self._passes = 0
+        """Prefill passes since the last decode step."""
         if options.selfcheck:
             prove_invariance(self._forward)
 
@@ -213,8 +221,10 @@ class EmbeddedCore:
             self._admit()
             if self._prefilling:
                 self._prefill()
-            if self._decoding:
+                self._passes += 1
+            if self._decoding and (not self._prefilling or self._passes >= _PATIENCE):
                 self._decode()
+                self._passes = 0
         self._deliver()
 
     def fail_all(self, error: EngineError) -> None:
@@ -283,28 +293,45 @@ class EmbeddedCore:
     def _start_decoding(self, request: _Request) -> None:
         """The last prompt token is the first decode input."""
         self._cache.touch(request.names)
-        slot, last = request.slot, len(request.prompt) - 1
-        self._forward.show(slot, last + 1)
-        self._ids[slot] = request.prompt[last]
-        self._positions[slot] = last
-        self._heat[slot] = request.params.temperature
-        self._uniform[slot] = request.uniform[0]
+        self._rows.start(request.slot, request.prompt, request.params.temperature, request.uniform)
         self._decoding.append(request)
+        self._changed = True
 
     def _decode(self) -> None:
-        slots = 1 + max(r.slot for r in self._decoding)
-        length = 1 + max(int(self._positions[r.slot]) for r in self._decoding)
-        span = Span(slots, length, self._trunk(), self._decoding[0].slot)
+        """One token for each decoding request; ends those that are complete."""
+        if self._changed:
+            self._arrange()
+        slots = self._slots
+        span = Span(1 + int(slots.max()), self._rows.reach(slots), self._trunk, int(slots[0]))
         self.stats.shared += span.trunk > 0
-        logits = self._forward.decode(torch.from_numpy(self._ids), torch.from_numpy(self._positions), span)
-        n = logits.shape[0]
-        ids, logprobs = draw(logits, torch.from_numpy(self._heat[:n]), torch.from_numpy(self._uniform[:n]))
-        self.stats.decoded += len(self._decoding)
-        all_ids, all_logprobs = ids.tolist(), logprobs.tolist()
-        for request in list(self._decoding):
-            self._take(request, all_ids[request.slot], all_logprobs[request.slot])
+        self.stats.decoded += len(slots)
+        ids, logprobs = self._rows.step(slots, span)
+        for request, token, logprob in zip(list(self._decoding), ids, logprobs, strict=True):
+            request.count += 1
+            if not math.isfinite(logprob):
+                line = f"version {self._receipt.version} of the weights gives logits that are not finite"
+                self._settle(request, EngineError(line))
+            elif token in request.params.stop_ids:
+                self._end(request, "stop")
+            elif request.count == request.limit:
+                self._end(request, "length")
 
-    def _trunk(self) -> int:
+    def _arrange(self) -> None:
+        """Close the gaps between decoding slots that no waiting request will fill; find the trunk."""
+        if not self._prefilling and (self._paused or not self._waiting):
+            gaps = sorted(s for s in self._free if s < len(self._decoding))
+            movers = [r for r in self._decoding if r.slot >= len(self._decoding)]
+            for request, slot in zip(movers, gaps, strict=True):
+                self._rows.move(request.slot, slot)
+                self.stats.moved += 1
+                self._free.remove(slot)
+                self._free.append(request.slot)
+                request.slot = slot
+        self._slots = np.array([r.slot for r in self._decoding])
+        self._trunk = self._common()
+        self._changed = False
+
+    def _common(self) -> int:
         """Length of the prompt prefix that all decoding requests share, in whole blocks."""
         first, *others = self._decoding
         if len(others) < _WORTH:
@@ -317,42 +344,20 @@ class EmbeddedCore:
                 return block * BLOCK
         return most * BLOCK
 
-    def _take(self, request: _Request, token: int, logprob: float) -> None:
-        """Give a request its next token and prepare the one after, or end it."""
-        if not math.isfinite(logprob):
-            version = self._receipt.version
-            line = f"version {version} of the weights gives logits that are not finite"
-            self._settle(request, EngineError(line))
-            return
-        request.ids.append(token)
-        request.logprobs.append(logprob)
-        if token in request.params.stop_ids:
-            self._end(request, "stop")
-        elif len(request.ids) == request.limit:
-            self._end(request, "length")
-        else:
-            slot = request.slot
-            position = self._positions[slot] + 1
-            self._ids[slot] = token
-            self._positions[slot] = position
-            self._uniform[slot] = request.uniform[len(request.ids)]
-            self._forward.seen[slot, position] = 0.0
-
     def _end(self, request: _Request, finish: Finish) -> None:
-        result = Generation(
-            ids=np.array(request.ids, np.int32),
-            logprobs=np.array(request.logprobs, np.float32),
-            finish=finish,
-            version_runs=((0, self._receipt.version),),
-        )
-        if self._forward.unified and request.ids:
-            self._keep_sampled(request)
-        self._settle(request, result)
+        ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        if request.count:
+            ids, logprobs = self._rows.result(request.slot)
+            self._keep_sampled(request, ids)
+        runs = ((0, self._receipt.version),)
+        self._settle(request, Generation(ids=ids, logprobs=logprobs, finish=finish, version_runs=runs))
 
-    def _keep_sampled(self, request: _Request) -> None:
+    def _keep_sampled(self, request: _Request, ids: IntArray) -> None:
         """Cache the full tiles that sampling completed: the next call of a rollout continues them."""
+        if not self._forward.unified:
+            return
         first = (len(request.prompt) - 1) // TILE
-        held = np.concatenate([request.prompt[first * TILE :], np.array(request.ids[:-1], np.int32)])
+        held = np.concatenate([request.prompt[first * TILE :], ids[:-1]])
         full = held[: len(held) // TILE * TILE]
         parent = request.names[first - 1] if first else b""
         with torch.inference_mode():
@@ -371,10 +376,9 @@ class EmbeddedCore:
         for queue in (self._waiting, self._prefilling, self._decoding):
             if request in queue:
                 queue.remove(request)
+        self._changed = True
         if request.slot >= 0:
-            self._forward.hide(request.slot)
-            self._positions[request.slot] = self._forward.scratch
-            self._heat[request.slot] = 1.0
+            self._rows.stop(request.slot)
             self._free.append(request.slot)
             request.slot = -1
 

@@ -26,21 +26,23 @@ def stream(key: RequestKey, n: int) -> npt.NDArray[np.float64]:
     return numbers * 2.0**-52
 
 
-def draw(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, temperature: Tensor, uniform: Tensor, *, greedy: bool = True
+) -> tuple[Tensor, Tensor]:
     """Sample one id per row by inverse CDF over fp32 probabilities.
 
-    logits [R, V] fp32; temperature [R] fp32, 0 = argmax; uniform [R] float64.
-    Returns ids [R] int64 and logprobs [R] fp32, which are NaN or -inf where the logits are not finite.
+    logits [R, V] fp32; temperature [R] fp32, 0 = argmax; uniform [R] float64. `greedy` False promises that
+    no temperature is 0. Returns ids [R] int64 and logprobs [R] fp32, which are NaN or -inf where the logits
+    are not finite.
     """
-    greedy = temperature == 0
-    heat = torch.where(greedy, 1.0, temperature)
+    heat = torch.where(temperature == 0, 1.0, temperature) if greedy else temperature
     logprobs = torch.log_softmax(logits / heat[:, None], -1)
     cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
     # u <= 1 - 2**-52 keeps the target below the total, so the id found always has probability > 0
     target = uniform[:, None] * cdf[:, -1:]
     ids = torch.searchsorted(cdf, target, right=True)
     ids.clamp_max_(logits.shape[1] - 1)
-    if bool(greedy.any()):
-        ids = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), ids)
-    chosen = logprobs.gather(1, ids).clamp_max(0.0)
+    if greedy:
+        ids = torch.where(temperature[:, None] == 0, logits.argmax(-1, keepdim=True), ids)
+    chosen = logprobs.gather(1, ids).clamp_max_(0.0)
     return ids[:, 0], chosen[:, 0]

@@ -95,11 +95,18 @@ def test_where_nothing_helps_the_engine_refuses(kind: type[Forward]) -> None:
         prove_invariance(make(kind))
 
 
-@pytest.mark.parametrize(("kv_heads", "threads"), [(1, 1), (2, 1), (4, 1), (2, 2)])
-def test_other_shapes_pass_too(kv_heads: int, threads: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "threads"),
+    [(4, 1, 1), (4, 2, 1), (4, 4, 1), (4, 2, 2), (8, 4, 1), (3, 3, 1), (6, 2, 1), (2, 1, 1)],
+)
+def test_other_shapes_pass_too(heads: int, kv_heads: int, threads: int) -> None:
     config = ModelConfig(vocab_size=50, hidden_size=96, num_hidden_layers=2, head_dim=24,
-                         num_key_value_heads=kv_heads, intermediate_size=256)  # fmt: skip
-    EmbeddedCore(initialise(config, 0), EngineOptions(max_rows=16, max_context=128, threads=threads))
+                         num_attention_heads=heads, num_key_value_heads=kv_heads,
+                         intermediate_size=256)  # fmt: skip
+    options = EngineOptions(max_rows=16, max_context=256, threads=threads)
+    core = EmbeddedCore(initialise(config, 0), options)
+    assert core.keeps_sampled
+    assert not core.shapes_pinned
 
 
 def test_a_torch_without_packed_products_passes_too(monkeypatch: pytest.MonkeyPatch) -> None:

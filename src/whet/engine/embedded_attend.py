@@ -64,7 +64,7 @@ class Caches:
 class _View:
     """What a step with given sizes reads and writes, for all layers."""
 
-    def __init__(self, of: DecodeAttention, n: int, m: int, length: int, trunk: int) -> None:
+    def __init__(self, of: DecodeAttention, n: int, m: int, length: int, trunk: int, source: int) -> None:
         c = of.caches
         self.length, self.trunk, self.n = length, trunk, n
         heads, products = of.items * of.tall, n * of.items
@@ -84,10 +84,13 @@ class _View:
         self.flat, self.out = of.flat[:n].view(self.own.shape), of.flat[:m]
         self.turned, self.turned_keys = of.turned[:m], of.turned_keys[:m]
         self.new_keys = torch.view_as_real(self.turned_keys).view(-1)
-        self.trunk_queries = torch.view_as_real(of.turned[:n]).flatten(-2)
+        self.trunk_queries = torch.view_as_real(of.turned[:n]).permute(1, 2, 0, 3, 4, 5)
         pairs, strides = (n, c.kv, c.group, trunk), (heads * length, of.apart * length, length, 1)
-        self.trunk_scores = torch.as_strided(of.scores, pairs, strides)
-        self.trunk_shares = torch.as_strided(of.shares, pairs, strides)
+        self.trunk_scores = torch.as_strided(of.scores, pairs, strides).transpose(0, 1)
+        self.trunk_shares = torch.as_strided(of.shares, pairs, strides).transpose(0, 1)
+        self.trunk_keys = [k[source, :, :, :trunk] for k in c.keys]
+        self.trunk_values = [v[source, :, :trunk] for v in c.values]
+        self.trunk_own = self.own.transpose(0, 1)
 
 
 class DecodeAttention:
@@ -114,20 +117,19 @@ class DecodeAttention:
         own = parts.diagonal(dim1=2, dim2=4).permute(0, 1, 5, 2, 3, 4)
         self.turned = torch.view_as_complex(own)
         self.turned_keys = torch.zeros(c.rows, c.kv, c.hd // 2, dtype=torch.complex64)
-        self._views: dict[tuple[int, int, int, int], _View] = {}
-        self._view = _View(self, 1, _LEAST, BLOCK, 0)
-        self._source = 0
+        self._views: dict[tuple[int, int, int, int, int], _View] = {}
+        self._view = _View(self, 1, _LEAST, BLOCK, 0, 0)
 
     def begin(self, n: int, m: int, length: int, trunk: int, source: int) -> None:
         """Attend in the first n slots, of m rows, to `length` tokens; the rest is as in Span."""
         # the products that read the trunk take the queries of all slots together and want 4 rows as well
-        key = (m if trunk else n, m, length, trunk)
+        key = (m, m, length, trunk, source) if trunk else (n, m, length, 0, 0)
         view = self._views.get(key)
         if view is None:
             if len(self._views) == _VIEWS:
                 self._views.clear()
             view = self._views[key] = _View(self, *key)
-        self._view, self._source = view, source
+        self._view = view
 
     def turn(self, qk: Tensor, turns: Tensor) -> Tensor:
         """Turn queries and keys [m, heads + kv_heads, hd / 2] by `turns` [m, 1, hd / 2]; returns the keys."""
@@ -157,17 +159,16 @@ class DecodeAttention:
     def _share_trunk(self, layer: int) -> None:
         """Scores of the trunk: the queries of all slots in one product per kv head."""
         view, c = self._view, self.caches
-        queries = view.trunk_queries.flatten(1, 2).transpose(0, 1)
-        rows = queries.reshape(c.kv, view.n * c.group, c.hd)
-        common = torch.bmm(rows, c.keys[layer, self._source, :, :, : view.trunk])
-        view.trunk_scores.copy_(common.view(c.kv, view.n, c.group, view.trunk).transpose(0, 1))
+        rows = view.trunk_queries.reshape(c.kv, -1, c.hd)
+        common = torch.bmm(rows, view.trunk_keys[layer])
+        view.trunk_scores.copy_(common.view(view.trunk_scores.shape))
 
     def _mix_trunk(self, layer: int) -> None:
         view, c = self._view, self.caches
-        rows = view.trunk_shares.transpose(0, 1).reshape(c.kv, view.n * c.group, view.trunk)
-        common = torch.empty(c.kv, view.n * c.group, c.hd)
-        add_blocks(rows, c.values[layer, self._source], view.trunk, common)
-        view.own.copy_(common.view(c.kv, view.n, c.group, c.hd).transpose(0, 1))
+        rows = view.trunk_shares.reshape(c.kv, -1, view.trunk)
+        common = torch.empty(c.kv, rows.shape[1], c.hd)
+        add_blocks(rows, view.trunk_values[layer], view.trunk, common)
+        view.trunk_own.copy_(common.view(view.trunk_own.shape))
 
 
 def add_blocks(shares: Tensor, values: Tensor, length: int, out: Tensor) -> None:

@@ -43,6 +43,14 @@ class LengthShows(Forward):
         return super().decode(ids, positions, span) * (1 + read * 2.0**-20)
 
 
+class FewRowsShow(Forward):
+    """A machine whose small kernels end at more rows than elsewhere."""
+
+    def decode(self, ids: Tensor, positions: Tensor, span: Span) -> Tensor:
+        few = self.step < 16 and span.slots <= 8
+        return super().decode(ids, positions, span) * (1 + few * 2.0**-20)
+
+
 class NeighbourShows(Forward):
     """A machine on which rows leak into each other."""
 
@@ -80,6 +88,12 @@ def test_this_machine_passes_without_pinning_and_is_left_clean() -> None:
     assert not forward.values.any()
     assert (forward.seen[:, 0] == 0).all()
     assert torch.isinf(forward.seen[:, 1:]).all()
+
+
+def test_where_few_rows_show_more_are_computed_and_nothing_is_pinned() -> None:
+    forward = make(FewRowsShow)
+    prove_invariance(forward)
+    assert (forward.step, forward.fixed) == (16, False)
 
 
 @pytest.mark.parametrize("kind", [LengthShows, TrunkShows])

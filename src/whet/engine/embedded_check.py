@@ -2,7 +2,8 @@
 
 Which kernel a matrix library picks, and so the last bits, may depend on every dimension of a product. The
 check runs the real forward passes on noise and compares bits. What may vary at run time is first tried
-freely; if bits move, all shapes are pinned (slower) and tried again; if they still move the engine refuses.
+freely, with ever more rows at least (where the small kernels end differs between CPUs); if bits still move, all
+shapes are pinned (slower) and tried again; if they move even then the engine refuses.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ from torch import Tensor
 
 from whet.engine.embedded_attend import BLOCK
 from whet.engine.embedded_cache import TILE
-from whet.engine.embedded_forward import Forward, Span, Tile
+from whet.engine.embedded_forward import ROWS, Forward, Span, Tile
 from whet.errors import EngineError
+
+STEPS = (ROWS, 8, 16)
+"""Least rows of a decode pass that are tried before every shape is pinned."""
 
 
 def prove_invariance(forward: Forward, seed: int = 0) -> None:
-    """Set `forward.fixed` and `.unified` as this machine needs, or raise EngineError.
+    """Set `forward.step`, `.fixed` and `.unified` as this machine needs, or raise EngineError.
 
     The caches are zero afterwards.
     """
     with torch.inference_mode():
-        for fixed in (forward.fixed, True):
-            forward.fixed = fixed
+        steps = [] if forward.fixed else [s for s in STEPS if s <= forward.rows]
+        for step in [*steps, 0]:
+            forward.step, forward.fixed = step or forward.rows, not step
             wrong = _decode_depends(forward, seed) or _prefill_depends(forward, seed)
             if not wrong:
                 break

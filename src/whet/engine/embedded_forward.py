@@ -2,8 +2,8 @@
 
 DECODE computes one token for each of the first n slots (idle ones compute rubbish into a scratch column).
 PREFILL computes keys and values of 16-token tiles; the last prompt token goes through DECODE, so there is a
-single path to logits. What makes the bits equal: every product has at least 4 rows (below that other kernels
-are used), weighted values are added up in blocks of 128 keys in order of position, and masked keys weigh
+single path to logits. What makes the bits equal: every product has at least `step` rows (below that other
+kernels are used; 4 on most machines, 8 on some), weighted values are added up in blocks of 128 keys in order of position, and masked keys weigh
 exactly 0. `embedded_check` proves it on this machine for what may vary: rows, cache lengths, cuts of a
 prompt, and the trunk (a prefix common to all decoding slots, read once). Where it does not hold, `fixed` pins
 the shapes. A single thread owns an instance.
@@ -25,7 +25,7 @@ from whet.engine.embedded_cache import TILE
 from whet.engine.embedded_weights import LayerWeights, Weights
 
 ROWS = 4
-"""Rows of a decode pass come in multiples of this; products with fewer take another kernel."""
+"""Slots come in multiples of this; products with fewer rows take another kernel on every machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class Forward:
         self.weights = weights
         self.rows, self.tiles = rows, tiles
         self.length = round_up(max_context, BLOCK)
+        self.step = ROWS
+        """Rows of a decode pass come in multiples of this; `embedded_check` finds the least that will do."""
         self.fixed = False
         """Pin every shape, for machines where `embedded_check` finds that they matter."""
         self.unified = False
@@ -120,7 +122,7 @@ class Forward:
         Idle rows have position `scratch`.
         """
         w = self.weights
-        m = self.rows if self.fixed else min(self.rows, round_up(span.slots, ROWS))
+        m = self.rows if self.fixed else min(self.rows, round_up(span.slots, self.step))
         length = self.length if self.fixed else round_up(span.length, BLOCK)
         attend = self._attention
         attend.begin(m if self.fixed else span.slots, m, length, 0 if self.fixed else span.trunk, span.source)

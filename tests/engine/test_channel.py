@@ -24,7 +24,7 @@ from whet.errors import EngineError, TrainError
 from whet.types import RequestKey, SamplingParams
 
 MODEL = ModelConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, head_dim=8, intermediate_size=48)
-OPTIONS = EngineOptions(max_rows=16, max_context=4096, selfcheck=False)
+OPTIONS = EngineOptions(max_rows=16, max_context=4096)
 
 
 @contextmanager

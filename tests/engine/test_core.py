@@ -16,7 +16,7 @@ from whet.errors import EngineError
 from whet.types import Generation, IntArray, RequestKey, SamplingParams
 
 CONFIG = ModelConfig(vocab_size=203, hidden_size=64, num_hidden_layers=3, head_dim=16, intermediate_size=96)
-OPTIONS = EngineOptions(max_rows=16, max_context=512, selfcheck=False)
+OPTIONS = EngineOptions(max_rows=16, max_context=512)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,9 +111,9 @@ def alone(model: Qwen3) -> list[tuple[bytes, bytes, str]]:
         replace(OPTIONS, prefill_tiles=1),
         replace(OPTIONS, prefill_tiles=3, cache_tokens=320),
         replace(OPTIONS, max_context=1024),
-        replace(OPTIONS, max_rows=32, selfcheck=True),
+        replace(OPTIONS, max_rows=32),
     ],
-    ids=["plain", "no-cache", "one-tile", "small-cache", "long-context", "checked"],
+    ids=["plain", "no-cache", "one-tile", "small-cache", "long-context", "many-rows"],
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_company_order_cache_and_chunks_change_no_bit(
@@ -161,7 +161,7 @@ def test_a_prefix_read_once_for_all_changes_no_bit(model: Qwen3) -> None:
 
 def test_what_was_sampled_is_kept_for_the_next_call_with_the_same_bits(model: Qwen3) -> None:
     results = []
-    for options in (OPTIONS, replace(OPTIONS, cache_tokens=0), replace(OPTIONS, selfcheck=True)):
+    for options in (OPTIONS, replace(OPTIONS, cache_tokens=0), replace(OPTIONS, max_rows=32)):
         core = EmbeddedCore(model, options)
         held = np.arange(140, dtype=np.int32)
         bits = []
@@ -383,15 +383,18 @@ def test_abort_works_in_every_phase_and_frees_the_slot(model: Qwen3) -> None:
 
 def test_broken_weights_give_an_error_not_tokens(model: Qwen3) -> None:
     broken = initialise(CONFIG, 0)
+    core = EmbeddedCore(broken, OPTIONS)
     with torch.no_grad():
         broken.model.norm.weight.fill_(float("nan"))
-    core = EmbeddedCore(broken, OPTIONS)
+    with pytest.raises(EngineError, match="not finite"):
+        EmbeddedCore(broken, OPTIONS)
+    core.refresh(1)
     job = Job(np.arange(20, dtype=np.int32), SamplingParams(max_tokens=5), "n")
     run(core, [job])
     assert isinstance(job.result, EngineError)
     assert "not finite" in str(job.result)
     broken.load_state_dict(model.state_dict())
-    core.refresh(1)
+    core.refresh(2)
     again = Job(np.arange(20, dtype=np.int32), SamplingParams(max_tokens=5), "n")
     run(core, [again])
     assert isinstance(again.result, Generation)

@@ -2,8 +2,8 @@
 
 Which kernel a matrix library picks, and so the last bits, may depend on every dimension of a product. The
 check runs the real forward passes on noise and compares bits. What may vary at run time is first tried
-freely, with ever more rows at least (where the small kernels end differs between CPUs); if bits still move, all
-shapes are pinned (slower) and tried again; if they move even then the engine refuses.
+freely, with ever more rows at least (where the small kernels end differs between CPUs); if bits still move,
+all shapes are pinned (slower) and tried again; if they move even then the engine refuses.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def _decode_depends(forward: Forward, seed: int) -> str:
         forward.hide(slot)
         forward.show(slot, int(reach[slot]) + 1)
     whole = forward.decode(ids, reach, Span(rows, length))
+    if not torch.isfinite(whole).all():
+        raise EngineError("these weights give logits that are not finite")
     for span in sorted({BLOCK * b for b in np.linspace(1, length // BLOCK, 16).astype(int)}):
         short = forward.decode(ids, reach, Span(rows, int(span)))
         if not torch.equal(short[reach < span], whole[reach < span]):

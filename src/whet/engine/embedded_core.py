@@ -52,8 +52,6 @@ class EngineOptions:
     """Most 16-token tiles of prompt per forward pass."""
     cache_tokens: int = 65536
     """Prompt tokens whose keys and values are kept for later requests; 0 = none."""
-    selfcheck: bool = True
-    """Prove at start that results do not depend on company on this machine."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,8 +120,7 @@ class EmbeddedCore:
         self._changed = True
         self._passes = 0
         """Prefill passes since the last decode step."""
-        if options.selfcheck:
-            prove_invariance(self._forward)
+        prove_invariance(self._forward)
 
     # ------------------------------------------------------------------ control
 

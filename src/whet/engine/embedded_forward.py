@@ -3,10 +3,10 @@
 DECODE computes one token for each of the first n slots (idle ones compute rubbish into a scratch column).
 PREFILL computes keys and values of 16-token tiles; the last prompt token goes through DECODE, so there is a
 single path to logits. What makes the bits equal: every product has at least `step` rows (below that other
-kernels are used; 4 on most machines, 8 on some), weighted values are added up in blocks of 128 keys in order of position, and masked keys weigh
-exactly 0. `embedded_check` proves it on this machine for what may vary: rows, cache lengths, cuts of a
-prompt, and the trunk (a prefix common to all decoding slots, read once). Where it does not hold, `fixed` pins
-the shapes. A single thread owns an instance.
+kernels are used; 4 on most machines, 8 on some), weighted values are added up in blocks of 128 keys in order
+of position, and masked keys weigh exactly 0. `embedded_check` proves it on this machine for what may vary:
+rows, cache lengths, cuts of a prompt, and the trunk (a prefix common to all decoding slots, read once). Where
+it does not hold, `fixed` pins the shapes. A single thread owns an instance.
 """
 
 from __future__ import annotations

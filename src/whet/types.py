@@ -135,6 +135,9 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     """For role `tool`: which call this answers."""
+    pointers: tuple[str, ...] = ()
+    """For role `assistant`: opaque fields the agent echoes (thinking signatures, encrypted reasoning); they
+    may hold a signed node pointer of the gateway. A hint only: never part of a message's meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +161,9 @@ class ModelRequest:
     stop: tuple[str, ...] = ()
     advisory: tuple[tuple[str, str], ...] = ()
     """Sampling wishes that whet records and does not follow, as (name, JSON text)."""
+    hints: tuple[tuple[str, str], ...] = ()
+    """What the agent says of itself on the wire (sub-agent id, window id), as (name, value): labels, never
+    keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +176,8 @@ class Reply:
     finish: Finish = "stop"
     prompt_tokens: int = 0
     sampled_tokens: int = 0
+    pointer: str = ""
+    """Signed node pointer for the opaque field of the wire format, empty for a synthetic reply."""
 
 
 # --------------------------------------------------------------------------- generation

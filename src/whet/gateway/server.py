@@ -286,6 +286,7 @@ class Gateway:
             created=int(time.time()),
             model=self.config.model_name,
             include_usage=wire.include_usage,
+            names=wire.names,
         )
 
 

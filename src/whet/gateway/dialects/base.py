@@ -10,7 +10,7 @@ provider would.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import orjson
@@ -66,6 +66,9 @@ class WireCall:
     request: ModelRequest
     include_usage: bool = False
     """The client asked for usage at the end of the stream."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Tool name as the model sees it -> JSON text that lets the dialect put the call back into its wire form
+    (namespaces, free-form tools)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,8 @@ class Envelope:
     """Unix seconds."""
     model: str
     include_usage: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    """`WireCall.names` of the request."""
 
 
 class Dialect(Protocol):

@@ -101,8 +101,8 @@ class Call:
 class Lab:
     """Drives one forest as the gateway does and remembers every call."""
 
-    def __init__(self, rollout_id: str = "lab") -> None:
-        self.forest = Forest(rollout_id)
+    def __init__(self, rollout_id: str = "lab", pointer_key: bytes = b"") -> None:
+        self.forest = Forest(rollout_id, pointer_key)
         self.calls: list[Call] = []
         self.version = 0
         self.versions: dict[int, int] = {}

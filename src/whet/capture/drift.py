@@ -47,7 +47,7 @@ class PromptPlan:
     """Keys of `replace`, for `extend`."""
     tools: bool
     echoes: frozenset[int] = field(repr=False)
-    """Sampled nodes named by minted call ids in `replace`."""
+    """Sampled nodes named by pointers or minted call ids in `replace`."""
 
 
 def difference(held: MessageKey, got: MessageKey) -> str:

@@ -26,6 +26,7 @@ from whet.capture.match import (
     wire_digest,
 )
 from whet.capture.nodes import ContextNode, Nodes, SampledNode, chain, frozen_ids, joined
+from whet.capture.pointer import sign, verify
 from whet.capture.segments import export
 from whet.errors import CaptureError
 from whet.types import EXCLUSIONS, Generation, IntArray, Message, ModelRequest, Trajectory
@@ -34,8 +35,10 @@ from whet.types import EXCLUSIONS, Generation, IntArray, Message, ModelRequest, 
 class Forest:
     """One session's capture. Not thread-safe: one event loop owns it."""
 
-    def __init__(self, rollout_id: str) -> None:
+    def __init__(self, rollout_id: str, pointer_key: bytes = b"") -> None:
+        """`pointer_key` is a secret of this session that no agent sees; without one nothing is signed."""
         self._rollout_id = rollout_id
+        self._pointer_key = pointer_key
         self._nodes = Nodes(rollout_id)
         self._minted: dict[str, int] = {}
         self._turns: set[int] = set()
@@ -49,8 +52,8 @@ class Forest:
     def plan(self, request: ModelRequest, fingerprint: str) -> PromptPlan:
         """Find the deepest sampled turn that the request continues. Changes nothing.
 
-        Every assistant message on the way must mean what was sampled. Between equals the one whose minted
-        call ids are echoed wins, then the one delivered last.
+        Every assistant message on the way must mean what was sampled. Between equals the one with a valid
+        pointer wins, then the one whose minted call ids are echoed, then the one delivered last.
         """
         self._refuse_sealed("a request")
         lead = leading_system(request.messages)
@@ -75,30 +78,36 @@ class Forest:
         self, key: str, messages: Sequence[Message], keys: Sequence[MessageKey]
     ) -> tuple[int | None, int]:
         """(deepest fully matched sampled node, messages it accounts for); (None, 0) when there is none."""
-        best = (0, 0, 0, -1)  # messages, turns named by call id, order of delivery, node
-        reached: list[tuple[int | None, int, int]] = [(None, 0, 0)]
+        best = (0, 0, 0, 0, -1)  # messages, turns named by pointer, by call id, order of delivery, node
+        reached: list[tuple[int | None, int, int, int]] = [(None, 0, 0, 0)]
         while reached:
-            base, start, named = reached.pop()
+            base, start, named, called = reached.pop()
             for context in self._nodes.below(key, base):
                 end = start + len(context.keys)
                 if end >= len(keys) or not same_run(context.keys, keys, start):
                     continue
-                pointed = self._pointed(messages[end])
+                pointed, minted = self._pointed(messages[end]), self._minters(messages[end])
                 for child in context.children:
                     turn = self._nodes.sampled(child)
                     if same(turn.key, keys[end]):
-                        hits = named + (child in pointed)
-                        best = max(best, (end + 1, hits, turn.delivered, child))
-                        reached.append((child, end + 1, hits))
-        return (best[3], best[0]) if best[0] else (None, 0)
+                        hits = (named + (child in pointed), called + (child in minted))
+                        best = max(best, (end + 1, *hits, turn.delivered, child))
+                        reached.append((child, end + 1, *hits))
+        return (best[4], best[0]) if best[0] else (None, 0)
 
     def _pointed(self, message: Message) -> set[int]:
+        """Sampled nodes that valid pointers in this message name."""
+        found = {verify(self._pointer_key, text) for text in message.pointers}
+        return {node for node in found if node is not None and self._nodes.is_sampled(node)}
+
+    def _minters(self, message: Message) -> set[int]:
         """Sampled nodes that minted a call id of this message."""
         return {self._minted[call.id] for call in message.tool_calls if call.id in self._minted}
 
     def _echoed(self, messages: Sequence[Message]) -> list[SampledNode]:
-        """Held turns named by minted call ids in assistant messages, in order, without repeats."""
-        found = dict.fromkeys(node for message in messages for node in sorted(self._pointed(message)))
+        """Held turns named by pointers or minted call ids in `messages`, in order, without repeats."""
+        named = (sorted(self._pointed(message) | self._minters(message)) for message in messages)
+        found = dict.fromkeys(node for nodes in named for node in nodes)
         return [self._nodes.sampled(node) for node in found]
 
     def extend(self, plan: PromptPlan, delta: IntArray) -> int:
@@ -197,6 +206,10 @@ class Forest:
         self._turns.add(turn)
         self._minted.update((call, sampled.id) for call in minted)
         return sampled.id
+
+    def pointer(self, node: int) -> str:
+        """Signed pointer to a sampled node, for the reply's opaque field; empty without a key."""
+        return sign(self._pointer_key, self._nodes.sampled(node).id)
 
     def sampled(self, node: int) -> Generation:
         """What the engine produced at a sampled node, for `Family.close`."""

@@ -110,6 +110,10 @@ class Nodes:
             raise CaptureError(f"rollout {self.rollout_id}: node {node} is not a sampled node")
         return found
 
+    def is_sampled(self, node: int) -> bool:
+        """Whether there is such a node, and an engine produced it."""
+        return 0 <= node < len(self.all) and isinstance(self.all[node], SampledNode)
+
     def get(self, node: int) -> Node:
         """Raises CaptureError when there is no such node."""
         if not 0 <= node < len(self.all):

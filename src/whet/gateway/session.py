@@ -69,7 +69,8 @@ class Session:
         self.state: State = "open"
         self.failure: BaseException | None = None
         """What `seal` will raise: a broken invariant or a defect. Engine failures: `stats.infra_error`."""
-        self._forest = Forest(spec.rollout_id)
+        # A key of its own: the agent knows the session's secret and could sign with it.
+        self._forest = Forest(spec.rollout_id, secrets.token_bytes(32))
         self._turns = Turns(engine, family, self._forest, spec)
         self._calls: list[Call] = []
         self._ordinal = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import numpy as np
@@ -224,7 +224,7 @@ class Turns:
         self.stats.sampled_tokens += len(generation.ids)
         self.stats.malformed += parsed.malformed
         self.stats.truncated |= generation.finish == "length"
-        return Answer(reply=reply, turn=turn, node=sampled)
+        return Answer(reply=replace(reply, pointer=self._forest.pointer(sampled)), turn=turn, node=sampled)
 
     def _reply(self, parsed: ParsedReply, generation: Generation, prompt: int, turn: int) -> Reply:
         calls = tuple(

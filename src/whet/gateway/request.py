@@ -1,4 +1,4 @@
-"""What a request is before a dialect sees it: its path, its key and its decoded body, within limits.
+"""What a request is before a dialect sees it: its key, its hints and its decoded body, within limits.
 
 Nothing here depends on a session. Bodies are read with a cap on what they unpack to, a deadline and a cap on
 their nesting. Caller: server.
@@ -43,13 +43,18 @@ class GatewayConfig:
     """How many sealed sessions are remembered, so that late calls are told so."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """A request's path, taken apart."""
+@dataclass(slots=True, kw_only=True)
+class GatewayCounters:
+    """Since the gateway started; they only grow."""
 
-    public_id: str | None
-    """None on the key-only routes."""
-    action: str
+    requests: int = 0
+    replies: int = 0
+    refused: int = 0
+    """Requests answered with an error."""
+    unauthorized: int = 0
+    client_gone: int = 0
+    defects: int = 0
+    """Unexpected exceptions at the request boundary."""
 
 
 async def read_body(http: web.BaseRequest, config: GatewayConfig) -> Mapping[str, object]:
@@ -74,17 +79,6 @@ async def read_body(http: web.BaseRequest, config: GatewayConfig) -> Mapping[str
     return body
 
 
-def take_apart(path: str) -> Route | None:
-    """`/s/{public_id}/v1/{action}` or `/v1/{action}`."""
-    parts = path.split("/", 4)
-    if len(parts) == 5 and parts[:2] == ["", "s"] and parts[3] == "v1":
-        return Route(public_id=parts[2], action=parts[4])
-    parts = path.split("/", 2)
-    if len(parts) == 3 and parts[:2] == ["", "v1"]:
-        return Route(public_id=None, action=parts[2])
-    return None
-
-
 def secret_of(http: web.BaseRequest) -> str | None:
     """The key from the headers providers use; never from the URL, which leaks into logs."""
     scheme, _, bearer = http.headers.get("Authorization", "").partition(" ")
@@ -94,6 +88,25 @@ def secret_of(http: web.BaseRequest) -> str | None:
         if http.headers.get(name):
             return http.headers[name]
     return None
+
+
+_HINTS = (
+    "x-claude-code-session-id",
+    "x-claude-code-agent-id",
+    "x-session-id",
+    "x-session-affinity",
+    "x-parent-session-id",
+    "x-codex-window-id",
+    "session-id",
+    "thread-id",
+    "x-stainless-retry-count",
+)
+_HINT_CHARS = 128
+
+
+def hints_of(http: web.BaseRequest) -> tuple[tuple[str, str], ...]:
+    """What the agent says of itself in its headers: labels, never keys."""
+    return tuple((name, http.headers[name][:_HINT_CHARS]) for name in _HINTS if name in http.headers)
 
 
 def body_digest(action: str, body: Mapping[str, object]) -> bytes:

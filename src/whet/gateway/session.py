@@ -32,6 +32,10 @@ def secret_digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
 
 
+def _unrenderable(error: RenderError) -> WireError:
+    return WireError("invalid_request", f"The conversation cannot be rendered: {error}")
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Call:
     """One model call under way, or finished and not yet delivered."""
@@ -67,6 +71,8 @@ class Session:
         self.secret_digest = secret_digest(self.secret)
         self.listener = listener
         self.state: State = "open"
+        self.left = False
+        """The agent said that it is done."""
         self.failure: BaseException | None = None
         """What `seal` will raise: a broken invariant or a defect. Engine failures: `stats.infra_error`."""
         # A key of its own: the agent knows the session's secret and could sign with it.
@@ -90,8 +96,7 @@ class Session:
 
     def admit(self, digest: bytes, request: ModelRequest) -> Call:
         """A new call, or the one of the same body that lost its client. Raises WireError."""
-        if self.state not in ("open", "live"):
-            raise WireError("session_closed", "This session is closed.")
+        self._refuse_closed()
         if self.failure is not None or self.stats.infra_error:
             raise WireError("session_failed", "This session has failed and serves no more calls.")
         self.state = "live"
@@ -107,6 +112,23 @@ class Session:
         self._calls.append(call)
         return call
 
+    def _refuse_closed(self) -> None:
+        if self.left or self.state not in ("open", "live"):
+            raise WireError("session_closed", "This session is closed.")
+
+    def leave(self) -> None:
+        """The agent says that it is done: further calls get a closed answer, those in flight end. Idempotent;
+        only the operator seals."""
+        self.left = True
+
+    async def count_tokens(self, request: ModelRequest) -> int:
+        """Prompt tokens a call with this request would have; changes nothing. Raises WireError."""
+        self._refuse_closed()
+        try:
+            return await self._turns.count(request)
+        except RenderError as error:
+            raise _unrenderable(error) from error
+
     def _adopt(self, call: Call) -> None:
         call.attached = True
         call.left = asyncio.Event()
@@ -119,7 +141,7 @@ class Session:
         try:
             return await self._turns.run(request, turn)
         except RenderError as error:
-            raise WireError("invalid_request", f"The conversation cannot be rendered: {error}") from error
+            raise _unrenderable(error) from error
         except EngineError as error:
             self.stats.infra_error = self.stats.infra_error or str(error)
             raise WireError("engine_failed", "The model server failed.") from error

@@ -14,6 +14,7 @@ from itertools import takewhile
 
 import numpy as np
 
+from whet.capture.drift import PromptPlan
 from whet.capture.forest import Forest
 from whet.engine.base import Engine
 from whet.errors import EngineError
@@ -90,6 +91,19 @@ def mint_call_id(seed: int, rollout_id: str, turn: int, index: int) -> str:
     return "call_" + hashlib.blake2b(name, digest_size=12).hexdigest()
 
 
+def _system(request: ModelRequest) -> list[Message]:
+    return list(takewhile(lambda m: m.role == "system", request.messages))
+
+
+def _fresh_texts(plan: PromptPlan, request: ModelRequest) -> list[str]:
+    """Texts from outside that this request adds."""
+    texts = [message.text for message in plan.replace]
+    if plan.base is None:
+        texts += [message.text for message in _system(request)]
+        texts += [tool.description for tool in request.tools]
+    return texts
+
+
 class Turns:
     """Runs the calls of one session against one forest."""
 
@@ -136,32 +150,36 @@ class Turns:
         finally:
             self._reserved -= max_tokens
 
+    async def count(self, request: ModelRequest) -> int:
+        """Prompt tokens of this request, as a call would send them; changes nothing. Raises RenderError."""
+        plan = self._forest.plan(request, self._family.fingerprint)
+        if plan.parent is not None:
+            return len(self._forest.path_ids(plan.parent))
+        held = 0 if plan.base is None else len(self._forest.path_ids(plan.base))
+        return held + len(await self._render(plan, request))
+
     async def _extend(self, request: ModelRequest) -> int:
         """Context node whose path is the whole prompt. The forest is append-only, so a plan stays valid."""
         plan = self._forest.plan(request, self._family.fingerprint)
         self.stats.edited += plan.drift.kind == "edited"
         self.stats.forks += plan.drift.kind == "fork"
-        fresh: list[Message] = list(plan.replace)
-        system = list(takewhile(lambda m: m.role == "system", request.messages))
-        if plan.base is None:
-            fresh = system + fresh
-        texts = [m.text for m in fresh]
-        if plan.base is None:
-            texts += [t.description for t in request.tools]
-        self.stats.injections += sum(self._family.injections(text) for text in texts)
+        self.stats.injections += sum(map(self._family.injections, _fresh_texts(plan, request)))
+        return self._forest.extend(plan, await self._render(plan, request))
+
+    async def _render(self, plan: PromptPlan, request: ModelRequest) -> IntArray:
+        """The ids between what the plan continues and the reply: only what is new."""
 
         def new_ids() -> IntArray:
             if plan.base is None:
-                head = self._family.open(system, request.tools)
+                head = self._family.open(_system(request), request.tools)
             else:
                 said = self._forest.sampled(plan.base)
                 head = self._family.close(said.ids, said.finish)
             parts = [head, self._family.append(plan.replace), self._family.generation_prompt()]
             return np.concatenate(parts).astype(np.int32, copy=False)
 
-        long = sum(map(len, texts)) > self._spec.inline_chars
-        delta = await asyncio.to_thread(new_ids) if long else new_ids()
-        return self._forest.extend(plan, delta)
+        long = sum(map(len, _fresh_texts(plan, request))) > self._spec.inline_chars
+        return await asyncio.to_thread(new_ids) if long else new_ids()
 
     def _room(self, request: ModelRequest, prompt: int) -> int:
         """Tokens this call may sample; wishes of the agent only shorten. Raises WireError on overflow."""

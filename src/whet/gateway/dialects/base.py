@@ -76,6 +76,7 @@ class Envelope:
     """What a reply carries besides its content."""
 
     id: str
+    """Unique within a run and the same when the run is repeated; each dialect puts its own prefix."""
     created: int
     """Unix seconds."""
     model: str
@@ -108,6 +109,16 @@ class Dialect(Protocol):
 
     def models(self, model: str) -> Mapping[str, object]:
         """Body of the model list."""
+
+    def model(self, model: str) -> Mapping[str, object]:
+        """Body of one model's description."""
+
+    def count(self, tokens: int) -> Mapping[str, object]:
+        """Body of a token count."""
+
+    @property
+    def keep_alive(self) -> bytes:
+        """Frame for a stream whose reply is not there yet; every client must read over it."""
 
 
 def mapping(value: object, param: str) -> Mapping[str, object]:

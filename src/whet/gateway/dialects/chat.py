@@ -123,8 +123,17 @@ class ChatDialect:
         return sse.data(self.error(error))
 
     def models(self, model: str) -> Mapping[str, object]:
-        entry = {"id": model, "object": "model", "created": 0, "owned_by": "whet"}
-        return {"object": "list", "data": [entry]}
+        return {"object": "list", "data": [self.model(model)]}
+
+    def model(self, model: str) -> Mapping[str, object]:
+        return {"id": model, "object": "model", "created": 0, "owned_by": "whet"}
+
+    def count(self, tokens: int) -> Mapping[str, object]:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+    @property
+    def keep_alive(self) -> bytes:
+        return sse.KEEP_ALIVE
 
 
 def _refuse(body: Mapping[str, object]) -> None:
@@ -218,7 +227,12 @@ def _tool(raw: object, param: str) -> ToolSpec:
 
 
 def _head(envelope: Envelope, kind: str) -> dict[str, object]:
-    return {"id": envelope.id, "object": kind, "created": envelope.created, "model": envelope.model}
+    return {
+        "id": f"chatcmpl-{envelope.id}",
+        "object": kind,
+        "created": envelope.created,
+        "model": envelope.model,
+    }
 
 
 def _call(call: ToolCall) -> dict[str, object]:

@@ -1,0 +1,114 @@
+"""Writing a reply to its client: whole, or as a stream that is kept alive until the reply is there.
+
+Headers of a stream are held until the engine answered or failure is no longer likely; then the dialect's
+keep-alive frames follow, then well-formed events. A call is marked delivered only after the last byte, and
+released when its client is gone before. Caller: server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import orjson
+from aiohttp import web
+
+from whet.gateway import sse
+from whet.gateway.dialects.base import Dialect, Envelope, WireCall, WireError
+from whet.gateway.request import GatewayConfig, GatewayCounters
+from whet.gateway.session import Call, Session
+from whet.gateway.turn import Answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """One call on its way back to one client."""
+
+    http: web.BaseRequest
+    config: GatewayConfig
+    counters: GatewayCounters
+    session: Session
+    call: Call
+    dialect: Dialect
+    wire: WireCall
+
+    async def run(self) -> web.StreamResponse:
+        """Wait for the call and write its reply. Raises WireError while a status can still be sent, and
+        ConnectionResetError when the client is gone."""
+        try:
+            return await (self._stream() if self.wire.request.stream else self._whole())
+        except (ConnectionResetError, TimeoutError) as error:
+            self.session.released(self.call)
+            raise ConnectionResetError("client gone") from error
+        except BaseException:
+            self.session.released(self.call)
+            raise
+
+    async def _whole(self) -> web.StreamResponse:
+        await asyncio.wait({self.call.task})
+        answer = _result(self.call)
+        response = json_response(self.dialect.reply(answer.reply, self._envelope(answer)))
+        async with asyncio.timeout(self.config.write_timeout_s):
+            await response.prepare(self.http)
+            await response.write_eof()
+        self._delivered()
+        return response
+
+    async def _stream(self) -> web.StreamResponse:
+        response = web.StreamResponse(headers=sse.HEADERS)
+        wait_s = self.config.hold_headers_s
+        while not (await asyncio.wait({self.call.task}, timeout=wait_s))[0]:
+            await self._write(response, self.dialect.keep_alive)
+            wait_s = self.config.keep_alive_s
+        try:
+            answer = _result(self.call)
+        except WireError as error:
+            if not response.prepared:
+                raise
+            self.counters.refused += 1
+            await self._write(response, self.dialect.error_event(error))
+            await response.write_eof()
+            self.session.released(self.call)
+            return response
+        frames = b"".join(self.dialect.events(answer.reply, self._envelope(answer)))
+        await self._write(response, frames)
+        self._delivered()
+        await response.write_eof()
+        return response
+
+    def _delivered(self) -> None:
+        self.session.delivered(self.call)
+        self.counters.replies += 1
+
+    async def _write(self, response: web.StreamResponse, frames: bytes) -> None:
+        async with asyncio.timeout(self.config.write_timeout_s):
+            if not response.prepared:
+                await response.prepare(self.http)
+            await response.write(frames)
+
+    def _envelope(self, answer: Answer) -> Envelope:
+        name = f"{self.session.rollout_id}\0{answer.turn}".encode()
+        return Envelope(
+            id=hashlib.blake2b(name, digest_size=12).hexdigest(),
+            created=int(time.time()),
+            model=self.config.model_name,
+            include_usage=self.wire.include_usage,
+            names=self.wire.names,
+        )
+
+
+def _result(call: Call) -> Answer:
+    """The finished call's answer. Raises WireError; a defect was kept by the session."""
+    if call.task.cancelled():
+        raise WireError("session_closed", "This session is closed.")
+    error = call.task.exception()
+    if error is not None and not isinstance(error, WireError):
+        raise WireError("engine_failed", "The gateway failed.") from error
+    return call.task.result()
+
+
+def json_response(body: Mapping[str, object], status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")

@@ -1,0 +1,67 @@
+"""Where the gateway's HTTP servers listen: unix sockets and loopback TCP ports, one server per listener, so
+that a request cannot lie about where it came in. Callers: server, admin."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from whet.errors import SetupError
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listener:
+    """Where a gateway listens."""
+
+    path: Path | None = None
+    host: str = ""
+    port: int = 0
+
+    @property
+    def origin(self) -> str:
+        """Base URL of a TCP listener."""
+        return f"http://{self.host}:{self.port}"
+
+
+@asynccontextmanager
+async def listen_unix(handler: Handler, path: Path) -> AsyncIterator[Listener]:
+    """Serve a unix socket. Raises SetupError, also for a path too long for the system."""
+    if len(bytes(path)) > 107:
+        raise SetupError(f"unix socket path is longer than 107 bytes: {path}")
+    async with _runner(handler) as runner:
+        try:
+            await web.UnixSite(runner, path).start()
+        except OSError as error:
+            raise SetupError(f"cannot listen on {path}: {error.strerror or error}") from error
+        try:
+            yield Listener(path=path)
+        finally:
+            path.unlink(missing_ok=True)  # noqa: ASYNC240 - one system call on a local socket
+
+
+@asynccontextmanager
+async def listen_tcp(handler: Handler, host: str, port: int) -> AsyncIterator[Listener]:
+    """Serve a TCP port; 0 takes a free one. Raises SetupError when the port is taken."""
+    async with _runner(handler) as runner:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise SetupError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        yield Listener(host=host, port=runner.addresses[0][1])
+
+
+@asynccontextmanager
+async def _runner(handler: Handler) -> AsyncIterator[web.ServerRunner]:
+    server = web.Server(handler, handler_cancellation=True, access_log=None)
+    runner = web.ServerRunner(server, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        yield runner
+    finally:
+        await runner.cleanup()

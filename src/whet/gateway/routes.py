@@ -1,0 +1,123 @@
+"""Which request is meant by a path; pure.
+
+A session's routes stand under `/s/{public_id}`, under the compatibility prefix `/rollout/{id}` (public id, or a
+rollout id without a slash) and, for agents that can set nothing but a key, under no prefix. The id routes and
+names; it never authorises. Caller: server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["call", "count", "models", "model", "exit", "hello", "tool", "mcp"]
+"""What is asked for: a model call, a token count, the model list, one model, the session's end, a sign of
+life, a host tool or the MCP server of the host tools."""
+
+SCOPE: Mapping[Kind, str] = {"tool": "tool", "mcp": "tool"}
+"""Whose secret opens a kind of route; `agent` where nothing is said."""
+
+METHODS: Mapping[Kind, tuple[str, ...]] = {
+    "models": ("GET", "HEAD"),
+    "model": ("GET", "HEAD"),
+    "hello": ("GET", "HEAD"),
+}
+"""Methods of a kind; POST where nothing is said."""
+
+_V1: Mapping[str, tuple[str, Kind]] = {
+    "chat/completions": ("chat", "call"),
+    "messages": ("anthropic", "call"),
+    "messages/count_tokens": ("anthropic", "count"),
+    "responses": ("responses", "call"),
+    "responses/input_tokens": ("responses", "count"),
+    "models": ("", "models"),
+    "exit": ("", "exit"),
+}
+
+_GEMINI: Mapping[str, Kind] = {
+    "generateContent": "call",
+    "streamGenerateContent": "call",
+    "countTokens": "count",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A request's path, taken apart."""
+
+    public_id: str | None
+    """None on the key-only routes."""
+    dialect: str
+    """Name of the wire format the answer takes, "" where the path does not say."""
+    action: str
+    """The path behind the version; for a host tool its name."""
+    kind: Kind
+
+    @property
+    def scope(self) -> str:
+        """`agent` or `tool`: whose secret opens it."""
+        return SCOPE.get(self.kind, "agent")
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return METHODS.get(self.kind, ("POST",))
+
+
+def take_apart(path: str) -> Route | None:
+    """The route of a decoded path, None when there is none."""
+    public_id, rest = _prefix(path)
+    version, _, action = rest.partition("/")
+    if rest in ("mcp", "v1/mcp"):
+        return Route(public_id=public_id, dialect="", action="mcp", kind="mcp")
+    if rest == "api/hello":
+        return Route(public_id=public_id, dialect="anthropic", action=rest, kind="hello")
+    if rest == "exit":
+        return Route(public_id=public_id, dialect="", action=rest, kind="exit")
+    if version == "tools" and public_id is None:
+        owner, _, name = action.partition("/")
+        return _tool(owner, name)
+    if version == "v1" and action.startswith("tools/"):
+        return _tool(public_id, action.removeprefix("tools/"))
+    if version in ("v1", "v1beta"):
+        return _versioned(public_id, version, action)
+    return None
+
+
+def dialect_of(path: str) -> str:
+    """Name of the wire format in which a path that leads nowhere is refused."""
+    _, rest = _prefix(path)
+    if rest.startswith("v1beta/"):
+        return "gemini"
+    for action, (dialect, _) in _V1.items():
+        if dialect and rest.startswith(f"v1/{action}"):
+            return dialect
+    return "chat"
+
+
+def _prefix(path: str) -> tuple[str | None, str]:
+    parts = path.split("/", 3)
+    if len(parts) == 4 and parts[0] == "" and parts[1] in ("s", "rollout"):
+        return parts[2], parts[3].rstrip("/")
+    return None, path.strip("/")
+
+
+def _tool(public_id: str | None, name: str) -> Route | None:
+    if not name or "/" in name:
+        return None
+    return Route(public_id=public_id, dialect="", action=name, kind="tool")
+
+
+def _versioned(public_id: str | None, version: str, action: str) -> Route | None:
+    if action.startswith("models/"):
+        method = action.rpartition(":")[2] if ":" in action else ""
+        if method in _GEMINI:
+            return Route(public_id=public_id, dialect="gemini", action=action, kind=_GEMINI[method])
+        dialect = "gemini" if version == "v1beta" else ""
+        return Route(public_id=public_id, dialect=dialect, action=action, kind="model")
+    if version == "v1beta" and action == "models":
+        return Route(public_id=public_id, dialect="gemini", action=action, kind="models")
+    if version == "v1" and action in _V1:
+        dialect, kind = _V1[action]
+        return Route(public_id=public_id, dialect=dialect, action=action, kind=kind)
+    return None

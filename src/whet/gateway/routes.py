@@ -1,8 +1,8 @@
 """Which request is meant by a path; pure.
 
-A session's routes stand under `/s/{public_id}`, under the compatibility prefix `/rollout/{id}` (public id, or a
-rollout id without a slash) and, for agents that can set nothing but a key, under no prefix. The id routes and
-names; it never authorises. Caller: server.
+A session's routes stand under `/s/{public_id}`, under the compatibility prefix `/rollout/{id}` (public id, or
+a rollout id without a slash) and, for agents that can set nothing but a key, under no prefix. The id routes
+and names; it never authorises. Caller: server.
 """
 
 from __future__ import annotations

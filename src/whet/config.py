@@ -23,6 +23,9 @@ from whet.errors import ConfigError, boundary
 WARM_START = Path(__file__).parent / "demo" / "warm_start"
 """The model folder that the package carries."""
 
+WARM_AGENTS = ("pi", "script")
+"""Agents whose process or box can serve more than one rollout."""
+
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -89,7 +92,7 @@ class SandboxTable(Table):
 class HarnessTable(Table):
     """Which agent, and how its processes are reused."""
 
-    agent: Literal["pi", "script"] = "pi"
+    agent: Literal["pi", "script", "claude_code", "codex", "opencode"] = "pi"
     """The agent."""
     mode: Literal["fresh", "warm"] = "fresh"
     """fresh = a new agent process per rollout; warm = workers that are wiped in between."""
@@ -206,6 +209,10 @@ class Config(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.harness.mode == "warm" and self.harness.agent not in WARM_AGENTS:
+            raise ValueError(
+                f"harness.mode warm is not for {self.harness.agent}: it starts anew for each task"
+            )
         if self.collect.group_min > self.collect.group_size:
             raise ValueError("collect.group_min is larger than collect.group_size")
         if self.train.min_groups > self.tasks.groups_per_step:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.errors import SetupError
-from whet.harness.install import PI_VERSION, cache_folder, find_node, find_pi
+from whet.harness.cli_agent import Recipe
+from whet.harness.install import PI_VERSION, cache_folder, find, find_node, find_pi
+from whet.harness.known import RECIPES
 from whet.sandbox import layout
 from whet.sandbox.advice import advise
 
@@ -40,6 +42,7 @@ def examine() -> Iterator[Finding]:
     yield _box_python()
     yield _node()
     yield _pi()
+    yield from (_agent(recipe) for recipe in RECIPES.values())
     yield _package("torch", "the learner", "pip install 'whet[train]'")
 
 
@@ -114,6 +117,21 @@ def _pi() -> Finding:
         hint = f"{PI_VERSION} is not installed; run: python -m whet.harness.install pi"
         return Finding(name="pi", found=False, text=hint, needed=False)
     return Finding(name="pi", found=True, text=f"{install.version} in {install.modules}")
+
+
+def _agent(recipe: Recipe) -> Finding:
+    """One of the agents that are installed when a run first asks for them."""
+    package = recipe.package
+    try:
+        installed = find(package)
+    except SetupError as error:
+        return Finding(name=recipe.name, found=False, text=str(error), needed=False)
+    if installed is None:
+        hint = f"{package.version} is not installed; run: python -m whet.harness.known {recipe.name}"
+        return Finding(name=recipe.name, found=False, text=hint, needed=False)
+    return Finding(
+        name=recipe.name, found=True, text=f"{package.version} in {installed.folder}", needed=False
+    )
 
 
 def _package(name: str, use: str, hint: str) -> Finding:

@@ -130,6 +130,7 @@ def _access(session: Session, task: Task) -> ModelAccess:
         public_id=session.public_id,
         secret=session.secret,
         max_call_tokens=task.limits.max_call_tokens,
+        max_context_tokens=task.limits.max_context_tokens,
     )
 
 

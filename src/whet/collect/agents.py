@@ -17,7 +17,9 @@ from whet.config import Config
 from whet.engine.base import Engine
 from whet.gateway.server import Gateway
 from whet.harness.base import Harness, ModelAccess
-from whet.harness.install import install_pi
+from whet.harness.cli_agent import CliHarness
+from whet.harness.install import install, install_pi
+from whet.harness.known import RECIPES
 from whet.harness.pi import PiHarness
 from whet.harness.pool import Sockets, WorkerPool
 from whet.harness.script import AGENT_AT, ScriptHarness
@@ -61,6 +63,9 @@ def make_harness(config: Config, backend: SandboxBackend) -> Harness:
             version=hashlib.sha256(content).hexdigest()[:12],
             warm=config.harness.mode == "warm",
         )
+    recipe = RECIPES.get(config.harness.agent)
+    if recipe is not None:
+        return CliHarness(recipe, install(recipe.package), backend)
     access = ModelAccess(public_id="", secret="", max_call_tokens=config.limits.max_call_tokens)
     return PiHarness(
         install_pi(),

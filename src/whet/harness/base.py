@@ -27,7 +27,7 @@ class ModelAccess:
     model: str = "policy"
     max_call_tokens: int = 512
     max_context_tokens: int = 1 << 17
-    """Prompt plus sampled tokens of one call, as the gateway counts them: what the agent is told of its window."""
+    """Prompt plus sampled tokens of one call, as the gateway counts them: the window the agent hears of."""
 
 
 AgentExit = Literal["finished", "failed", "timeout"]

@@ -129,8 +129,8 @@ async def test_models_health_and_unknown_paths(family: TemplateFamily) -> None:
         for path in (
             "/",
             "/v2/x",
-            f"/s/{rig.session.public_id}/v1/messages",
-            "/v1beta/models/x:generateContent",
+            f"/s/{rig.session.public_id}/v1/message",
+            "/v1/model",
         ):
             async with http.post(rig.origin + path, headers=rig.auth) as response:
                 assert response.status == 404

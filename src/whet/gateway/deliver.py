@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 from aiohttp import web
@@ -50,7 +50,7 @@ class Delivery:
     async def _whole(self) -> web.StreamResponse:
         await asyncio.wait({self.call.task})
         answer = _result(self.call)
-        response = json_response(self.dialect.reply(answer.reply, self._envelope(answer)))
+        response = json_response(self.dialect.reply(answer.reply, self._envelope()))
         async with asyncio.timeout(self.config.write_timeout_s):
             await response.prepare(self.http)
             await response.write_eof()
@@ -58,23 +58,24 @@ class Delivery:
         return response
 
     async def _stream(self) -> web.StreamResponse:
-        response = web.StreamResponse(headers=sse.HEADERS)
+        envelope = self._envelope()
+        response = web.StreamResponse(headers={**sse.HEADERS, "Content-Type": envelope.content_type})
         wait_s = self.config.hold_headers_s
         while not (await asyncio.wait({self.call.task}, timeout=wait_s))[0]:
-            await self._write(response, self.dialect.keep_alive)
+            await self._write(response, self.dialect.keep_alive(envelope))
+            envelope = replace(envelope, kept_alive=envelope.kept_alive + 1)
             wait_s = self.config.keep_alive_s
         try:
             answer = _result(self.call)
         except WireError as error:
-            if not response.prepared:
+            if not response.prepared and error.cause not in self.dialect.in_band:
                 raise
             self.counters.refused += 1
-            await self._write(response, self.dialect.error_event(error))
+            await self._write(response, self.dialect.error_event(error, envelope))
             await response.write_eof()
             self.session.released(self.call)
             return response
-        frames = b"".join(self.dialect.events(answer.reply, self._envelope(answer)))
-        await self._write(response, frames)
+        await self._write(response, b"".join(self.dialect.events(answer.reply, envelope)))
         self._delivered()
         await response.write_eof()
         return response
@@ -89,14 +90,15 @@ class Delivery:
                 await response.prepare(self.http)
             await response.write(frames)
 
-    def _envelope(self, answer: Answer) -> Envelope:
-        name = f"{self.session.rollout_id}\0{answer.turn}".encode()
+    def _envelope(self) -> Envelope:
+        name = f"{self.session.rollout_id}\0{self.call.turn}".encode()
         return Envelope(
             id=hashlib.blake2b(name, digest_size=12).hexdigest(),
             created=int(time.time()),
             model=self.config.model_name,
             include_usage=self.wire.include_usage,
             names=self.wire.names,
+            content_type=self.wire.content_type,
         )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import orjson
 from aiohttp import web
 
-from whet.gateway.dialects.base import WireError
+from whet.gateway.dialects.base import WireError, deeper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ async def read_body(http: web.BaseRequest, config: GatewayConfig) -> Mapping[str
         raise WireError("invalid_request", "The request body is not valid JSON.") from error
     if not isinstance(body, dict):
         raise WireError("invalid_request", "The request body must be a JSON object.")
-    if _deeper(body, config.max_json_depth):
+    if deeper(body, config.max_json_depth):
         raise WireError("invalid_request", "The request body is nested too deeply.")
     return body
 
@@ -113,17 +113,3 @@ def body_digest(action: str, body: Mapping[str, object]) -> bytes:
     """Equal for bodies that are equal after parsing: agents mark retries by nothing else."""
     raw = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(action.encode() + b"\0" + raw, digest_size=16).digest()
-
-
-def _deeper(value: object, limit: int) -> bool:
-    """True when the JSON value is nested more than `limit` levels; without recursion."""
-    level: list[object] = [value]
-    for _ in range(limit):
-        following: list[object] = []
-        for item in level:
-            inside = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-            following += [v for v in inside if isinstance(v, dict | list)]
-        if not following:
-            return False
-        level = following
-    return True

@@ -21,8 +21,10 @@ from aiohttp import web
 
 from whet.engine.base import Engine
 from whet.gateway.deliver import Delivery, json_response
+from whet.gateway.dialects.anthropic import AnthropicDialect
 from whet.gateway.dialects.base import Dialect, WireError
 from whet.gateway.dialects.chat import ChatDialect
+from whet.gateway.dialects.responses import ResponsesDialect
 from whet.gateway.listen import Listener, listen_tcp, listen_unix
 from whet.gateway.request import GatewayConfig, GatewayCounters, body_digest, hints_of, read_body, secret_of
 from whet.gateway.routes import Route, dialect_of, take_apart
@@ -35,7 +37,9 @@ __all__ = ["Gateway", "GatewayConfig", "GatewayCounters", "Listener"]
 
 log = logging.getLogger(__name__)
 
-DIALECTS: Mapping[str, Dialect] = {"chat": ChatDialect()}
+DIALECTS: Mapping[str, Dialect] = {
+    dialect.name: dialect for dialect in (ChatDialect(), AnthropicDialect(), ResponsesDialect())
+}
 """Wire formats by the names that routes.py uses. A new one is one pure file and one entry here."""
 
 
@@ -169,7 +173,8 @@ class Gateway:
     ) -> web.StreamResponse:
         """A model call or a token count."""
         body = await read_body(http, self.config)
-        wire = dialect.parse(body, route.action)
+        query = f"?{http.query_string}" if http.query_string else ""
+        wire = dialect.parse(body, route.action + query)
         if route.kind == "count":
             return json_response(dialect.count(await session.count_tokens(wire.request)))
         request = replace(wire.request, hints=wire.request.hints + hints_of(http))

@@ -20,3 +20,8 @@ HEADERS: Mapping[str, str] = {
 def data(value: Mapping[str, object]) -> bytes:
     """One `data:` frame. JSON text has no raw line breaks, so one line is enough."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def event(value: Mapping[str, object]) -> bytes:
+    """A frame named after the value's `type`, as providers with typed events send them."""
+    return f"event: {value['type']}\n".encode() + data(value)

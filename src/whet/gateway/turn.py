@@ -191,6 +191,8 @@ class Turns:
                 f"This model's maximum context length is {self._max_context} tokens. However, your messages "
                 f"resulted in {prompt} tokens. Please reduce the length of the messages.",
                 "messages",
+                used=prompt,
+                limit=self._max_context,
             )
         wished = self._spec.max_call_tokens if request.max_tokens is None else request.max_tokens
         left = self._spec.limits.max_session_tokens - self.stats.sampled_tokens - self._reserved

@@ -2,9 +2,10 @@
 
 A Dialect is pure: it parses a decoded JSON body into a ModelRequest, builds the provider's reply from a
 Reply and frames it as events. It knows no session, no token and no clock; ids and times come in an Envelope.
-Parsing is per message without look-ahead, so equal message prefixes give equal ModelRequest prefixes. Unknown
-fields are tolerated; what whet cannot honour is refused with a WireError, which each dialect clothes as its
-provider would.
+Parsing is per message without look-ahead, so equal message prefixes give equal ModelRequest prefixes; only
+assistant messages that stand side by side become one, as clients split and merge them. Unknown fields are
+tolerated; what whet cannot honour is refused with a WireError, which each dialect clothes as its provider
+would.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Literal, Protocol
 import orjson
 
 from whet.errors import GatewayError
-from whet.types import ModelRequest, Reply
+from whet.types import Message, ModelRequest, Reply
 
 Cause = Literal[
     "invalid_request",
@@ -30,6 +31,8 @@ Cause = Literal[
     "session_failed",
     "engine_failed",
 ]
+
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 STATUS: Mapping[Cause, int] = {
     "invalid_request": 400,
@@ -49,10 +52,15 @@ STATUS: Mapping[Cause, int] = {
 class WireError(GatewayError):
     """A refusal that the agent sees. Holds no secret, no header and no prompt text."""
 
-    def __init__(self, cause: Cause, message: str, param: str | None = None) -> None:
+    def __init__(
+        self, cause: Cause, message: str, param: str | None = None, *, used: int = 0, limit: int = 0
+    ) -> None:
+        """`used` and `limit`: tokens, for context_length_exceeded; agents know it by a provider's words."""
         super().__init__(message)
         self.cause: Cause = cause
         self.param = param
+        self.used = used
+        self.limit = limit
 
     @property
     def status(self) -> int:
@@ -69,6 +77,8 @@ class WireCall:
     names: Mapping[str, str] = field(default_factory=dict)
     """Tool name as the model sees it -> JSON text that lets the dialect put the call back into its wire form
     (namespaces, free-form tools)."""
+    content_type: str = EVENT_STREAM
+    """Of a streamed answer; `Envelope` hands it back to `events`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +86,16 @@ class Envelope:
     """What a reply carries besides its content."""
 
     id: str
-    """Unique within a run and the same when the run is repeated; each dialect puts its own prefix."""
+    """Hex; the dialect puts its provider's prefix before it. The same whenever the same turn is answered."""
     created: int
     """Unix seconds."""
     model: str
     include_usage: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     """`WireCall.names` of the request."""
+    content_type: str = EVENT_STREAM
+    kept_alive: int = 0
+    """How many `keep_alive` frames stand before what is to be built."""
 
 
 class Dialect(Protocol):
@@ -91,34 +104,38 @@ class Dialect(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def in_band(self) -> frozenset[Cause]:
+        """Failures that a streamed call reports as an event even while the status is still free, because the
+        provider's clients know them only so."""
+
     def parse(self, body: Mapping[str, object], action: str) -> WireCall:
-        """`action` is the route behind the version prefix, which some providers use for model and streaming.
-        Raises WireError."""
+        """`action` is the route behind the version prefix, query included, which some providers use for model
+        and streaming. Raises WireError."""
 
     def reply(self, reply: Reply, envelope: Envelope) -> Mapping[str, object]:
         """Body of an unstreamed answer."""
 
     def events(self, reply: Reply, envelope: Envelope) -> Iterator[bytes]:
-        """SSE frames of a streamed answer; the last one is the terminal event."""
+        """Frames of a streamed answer; the last one is the terminal event."""
+
+    def keep_alive(self, envelope: Envelope) -> bytes:
+        """The frame that tells a waiting client that the call lives; `envelope.kept_alive` came before it."""
 
     def error(self, error: WireError) -> Mapping[str, object]:
         """Error body."""
 
-    def error_event(self, error: WireError) -> bytes:
-        """SSE frame of a failure after the headers went out; it ends the stream."""
+    def error_event(self, error: WireError, envelope: Envelope) -> bytes:
+        """Frames of a failure after the headers went out; they end the stream."""
+
+    def count(self, tokens: int) -> Mapping[str, object]:
+        """Body that answers how many tokens a prompt has."""
 
     def models(self, model: str) -> Mapping[str, object]:
         """Body of the model list."""
 
     def model(self, model: str) -> Mapping[str, object]:
         """Body of one model's description."""
-
-    def count(self, tokens: int) -> Mapping[str, object]:
-        """Body of a token count."""
-
-    @property
-    def keep_alive(self) -> bytes:
-        """Frame for a stream whose reply is not there yet; every client must read over it."""
 
 
 def mapping(value: object, param: str) -> Mapping[str, object]:
@@ -158,3 +175,75 @@ def positive(value: object, param: str) -> int | None:
 def json_text(value: object) -> str:
     """Compact JSON, key order kept, nothing escaped that need not be."""
     return orjson.dumps(value).decode()
+
+
+UNPARSED = "unparsed_arguments"
+"""Key under which arguments that are not a JSON object travel where the wire wants an object."""
+
+_MAX_ARGUMENTS_DEPTH = 64
+
+
+def arguments_object(arguments: str) -> object:
+    """Arguments for a wire field that must be a JSON object, digit by digit as sampled, on one line.
+
+    What is no object is wrapped, so that the agent can complain; `arguments_text` undoes exactly this.
+    """
+    try:
+        value = orjson.loads(arguments) if arguments.strip() else {}
+    except orjson.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict) or set(value) == {UNPARSED} or deeper(value, _MAX_ARGUMENTS_DEPTH):
+        return {UNPARSED: arguments}
+    if not arguments.strip():
+        return {}
+    return orjson.Fragment(
+        arguments.replace("\n", " ").replace("\r", " ")
+    )  # line breaks are only layout here
+
+
+def arguments_text(value: Mapping[str, object]) -> str:
+    """JSON text of echoed arguments."""
+    raw = value.get(UNPARSED)
+    return raw if isinstance(raw, str) and len(value) == 1 else json_text(value)
+
+
+def join_assistants(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Assistant messages that stand side by side are one turn that the client split; pure in every prefix
+    that does not end between them."""
+    joined: list[Message] = []
+    for message in messages:
+        if message.role == "assistant" and joined and joined[-1].role == "assistant":
+            before = joined.pop()
+            message = Message(
+                role="assistant",
+                text=before.text + message.text,
+                reasoning=before.reasoning + message.reasoning,
+                tool_calls=before.tool_calls + message.tool_calls,
+                pointers=before.pointers + message.pointers,
+            )
+        joined.append(message)
+    return tuple(joined)
+
+
+def wishes(body: Mapping[str, object], names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """The advisory fields among `names` that the body carries, as (name, JSON text)."""
+    return tuple((name, json_text(body[name])) for name in names if body.get(name) is not None)
+
+
+def refuse(param: str, why: str = "is not supported with this value by this model") -> WireError:
+    """The refusal of a field that would need another kind of answer than one neutral sample."""
+    return WireError("invalid_request", f"'{param}' {why}.", param)
+
+
+def deeper(value: object, limit: int) -> bool:
+    """True when the JSON value is nested more than `limit` levels; without recursion."""
+    level: list[object] = [value]
+    for _ in range(limit):
+        following: list[object] = []
+        for item in level:
+            inside = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+            following += [v for v in inside if isinstance(v, dict | list)]
+        if not following:
+            return False
+        level = following
+    return True

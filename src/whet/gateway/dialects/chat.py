@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from whet.gateway import sse
 from whet.gateway.dialects.base import (
+    Cause,
     Envelope,
     WireCall,
     WireError,
@@ -18,6 +19,7 @@ from whet.gateway.dialects.base import (
     positive,
     sequence,
     string,
+    wishes,
 )
 from whet.types import Message, ModelRequest, Reply, Role, ToolCall, ToolSpec
 
@@ -60,6 +62,7 @@ class ChatDialect:
     """Implements `Dialect`."""
 
     name = "chat"
+    in_band: frozenset[Cause] = frozenset()
 
     def parse(self, body: Mapping[str, object], action: str) -> WireCall:
         _refuse(body)
@@ -73,7 +76,7 @@ class ChatDialect:
             tools=tuple(_tool(t, f"tools[{i}]") for i, t in enumerate(tools)),
             stream=bool(body.get("stream")),
             max_tokens=min((n for n in limits if n is not None), default=None),
-            advisory=tuple((k, json_text(body[k])) for k in _ADVISORY if body.get(k) is not None),
+            advisory=wishes(body, _ADVISORY),
         )
         options = body.get("stream_options")
         usage = options is not None and bool(mapping(options, "stream_options").get("include_usage"))
@@ -119,21 +122,20 @@ class ChatDialect:
             }
         }
 
-    def error_event(self, error: WireError) -> bytes:
+    def keep_alive(self, envelope: Envelope) -> bytes:
+        return sse.KEEP_ALIVE
+
+    def error_event(self, error: WireError, envelope: Envelope) -> bytes:
         return sse.data(self.error(error))
+
+    def count(self, tokens: int) -> Mapping[str, object]:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
 
     def models(self, model: str) -> Mapping[str, object]:
         return {"object": "list", "data": [self.model(model)]}
 
     def model(self, model: str) -> Mapping[str, object]:
         return {"id": model, "object": "model", "created": 0, "owned_by": "whet"}
-
-    def count(self, tokens: int) -> Mapping[str, object]:
-        return {"object": "response.input_tokens", "input_tokens": tokens}
-
-    @property
-    def keep_alive(self) -> bytes:
-        return sse.KEEP_ALIVE
 
 
 def _refuse(body: Mapping[str, object]) -> None:
@@ -227,12 +229,8 @@ def _tool(raw: object, param: str) -> ToolSpec:
 
 
 def _head(envelope: Envelope, kind: str) -> dict[str, object]:
-    return {
-        "id": f"chatcmpl-{envelope.id}",
-        "object": kind,
-        "created": envelope.created,
-        "model": envelope.model,
-    }
+    id = f"chatcmpl-{envelope.id}"
+    return {"id": id, "object": kind, "created": envelope.created, "model": envelope.model}
 
 
 def _call(call: ToolCall) -> dict[str, object]:

@@ -1,0 +1,292 @@
+"""A body of the Responses format -> WireCall; pure. Caller: responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import orjson
+
+from whet.gateway.dialects.base import (
+    WireCall,
+    WireError,
+    json_text,
+    mapping,
+    positive,
+    refuse,
+    sequence,
+    string,
+    wishes,
+)
+from whet.types import Message, ModelRequest, Role, ToolCall, ToolSpec
+
+_ADVISORY = (
+    "model",
+    "max_output_tokens",
+    "temperature",
+    "top_p",
+    "tool_choice",
+    "parallel_tool_calls",
+    "reasoning",
+    "truncation",
+    "verbosity",
+    "service_tier",
+    "max_tool_calls",
+)
+
+_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+
+_FREE_FORM = json_text(
+    {
+        "type": "object",
+        "properties": {"input": {"type": "string"}},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+)
+"""What a free-form tool takes, as the model is told."""
+
+
+def parse(body: Mapping[str, object]) -> WireCall:
+    """Raises WireError."""
+    _refuse(body)
+    messages: list[Message] = []
+    instructions = string(body.get("instructions"), "instructions")
+    if instructions:
+        messages.append(Message(role="system", text=instructions))
+    tools = _Tools()
+    _offer(tools, body)
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else sequence(given, "input")
+    if not items:
+        raise WireError("invalid_request", "'input' must hold at least one item.", "input")
+    reader = _Reader(messages=messages)
+    for i, item in enumerate(items):
+        reader.read(mapping(item, f"input[{i}]"), f"input[{i}]")
+    request = ModelRequest(
+        messages=tuple(reader.messages),
+        tools=() if body.get("tool_choice") == "none" else tuple(tools.offered),
+        stream=bool(body.get("stream")),
+        max_tokens=positive(body.get("max_output_tokens"), "max_output_tokens"),
+        advisory=wishes(body, _ADVISORY),
+        hints=(*_hints(body), *tools.dropped),
+    )
+    return WireCall(request=request, names=tools.names)
+
+
+def _refuse(body: Mapping[str, object]) -> None:
+    """Refuse what would need memory or another kind of answer than one neutral sample. Raises WireError."""
+    text = mapping(body.get("text") or {}, "text")
+    shape = mapping(text.get("format") or {}, "text.format").get("type")
+    include = sequence(body.get("include"), "include")
+    asked = {
+        "previous_response_id": body.get("previous_response_id") is not None,
+        "conversation": body.get("conversation") is not None,
+        "prompt": body.get("prompt") is not None,
+        "store": body.get("store") is True,
+        "background": bool(body.get("background")),
+        "text.format": shape not in (None, "text"),
+        "top_logprobs": bool(body.get("top_logprobs")),
+        "include": "message.output_text.logprobs" in include,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise refuse(name)
+
+
+def _hints(body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    """What the agent says of itself in the body."""
+    key = body.get("prompt_cache_key")
+    hints = [("prompt_cache_key", key)] if isinstance(key, str) else []
+    for table in ("client_metadata", "metadata"):
+        for name, value in mapping(body.get(table) or {}, table).items():
+            if isinstance(value, str):
+                hints.append((f"{table}.{name}", value))
+    return tuple(hints)
+
+
+# --------------------------------------------------------------------------- tools
+
+
+@dataclass(slots=True)
+class _Tools:
+    """What the model is offered, how to write its calls back, and what was left out."""
+
+    offered: list[ToolSpec] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+
+
+def _offer(tools: _Tools, body: Mapping[str, object]) -> None:
+    for i, raw in enumerate(sequence(body.get("tools"), "tools")):
+        tool = mapping(raw, f"tools[{i}]")
+        if tool.get("type") != "namespace":
+            _one(tools, tool, "", f"tools[{i}]")
+            continue
+        space = string(tool.get("name"), f"tools[{i}].name")
+        for k, inner in enumerate(sequence(tool.get("tools"), f"tools[{i}].tools")):
+            param = f"tools[{i}].tools[{k}]"
+            _one(tools, mapping(inner, param), space, param)
+
+
+def _one(tools: _Tools, tool: Mapping[str, object], space: str, param: str) -> None:
+    """Offer one function or free-form tool; label any other, which only the provider itself could run."""
+    kind = string(tool.get("type"), f"{param}.type")
+    if kind not in ("function", "custom"):
+        tools.dropped.append(("dropped_tool", kind))
+        return
+    name = string(tool.get("name"), f"{param}.name")
+    if not name:
+        raise WireError("invalid_request", f"'{param}.name' must not be empty.", f"{param}.name")
+    flat = flat_name(space, name)
+    description = string(tool.get("description"), f"{param}.description")
+    if kind == "custom":
+        parameters = _FREE_FORM
+        shape = mapping(tool.get("format") or {}, f"{param}.format")
+        if isinstance(shape.get("definition"), str):
+            description = f"{description}\n\nThe input follows this grammar:\n{shape['definition']}".strip()
+    else:
+        given = tool.get("parameters")
+        parameters = json_text({} if given is None else mapping(given, f"{param}.parameters"))
+    tools.offered.append(ToolSpec(name=flat, description=description, parameters=parameters))
+    if kind == "custom" or space:
+        tools.names[flat] = json_text({"type": kind, "name": name, "namespace": space})
+
+
+def flat_name(space: str, name: str) -> str:
+    """The name under which the model knows a tool of a namespace."""
+    return f"{space}__{name}" if space else name
+
+
+# --------------------------------------------------------------------------- items
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads items in order; the assistant's words are gathered until somebody else speaks."""
+
+    messages: list[Message]
+
+    def read(self, item: Mapping[str, object], param: str) -> None:
+        kind = item.get("type", "message")
+        if kind == "message":
+            self._message(item, param)
+        elif kind == "reasoning":
+            self._reasoning(item, param)
+        elif kind in ("function_call", "custom_tool_call"):
+            self._call(item, param)
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            output = _output(item.get("output"), f"{param}.output")
+            answers = string(item.get("call_id"), f"{param}.call_id")
+            self.messages.append(Message(role="tool", text=output, tool_call_id=answers))
+        else:
+            raise WireError(
+                "invalid_request", f"Items of type {str(kind)[:64]!r} are not supported.", f"{param}.type"
+            )
+
+    def _message(self, item: Mapping[str, object], param: str) -> None:
+        role = _ROLES.get(string(item.get("role"), f"{param}.role"))
+        if role is None:
+            raise WireError("invalid_request", f"'{param}.role' is not a known role.", f"{param}.role")
+        if role != "assistant":
+            self.messages.append(Message(role=role, text=_texts(item.get("content"), param, "\n")))
+            return
+        text = _texts(item.get("content"), param, "")
+        before = self._before()
+        if before is None or before.tool_calls:
+            self.messages.append(Message(role="assistant", text=text))
+        else:
+            self._say(before, text=before.text + text)
+
+    def _reasoning(self, item: Mapping[str, object], param: str) -> None:
+        text = _texts(item.get("content"), param, "") or _texts(item.get("summary"), param, "")
+        pointer = string(item.get("encrypted_content"), f"{param}.encrypted_content")
+        pointers = (pointer,) if pointer else ()
+        before = self._before()
+        if before is None or before.text or before.tool_calls:
+            self.messages.append(Message(role="assistant", reasoning=text, pointers=pointers))
+        else:
+            self._say(before, reasoning=before.reasoning + text, pointers=before.pointers + pointers)
+
+    def _call(self, item: Mapping[str, object], param: str) -> None:
+        name = flat_name(
+            string(item.get("namespace"), f"{param}.namespace"), string(item.get("name"), f"{param}.name")
+        )
+        if item.get("type") == "custom_tool_call":
+            arguments = free_form(string(item.get("input"), f"{param}.input"))
+        else:
+            arguments = string(item.get("arguments"), f"{param}.arguments")
+        call = ToolCall(id=string(item.get("call_id"), f"{param}.call_id"), name=name, arguments=arguments)
+        before = self._before()
+        if before is None:
+            self.messages.append(Message(role="assistant", tool_calls=(call,)))
+        else:
+            self._say(before, tool_calls=(*before.tool_calls, call))
+
+    def _before(self) -> Message | None:
+        """The assistant message that the next item may belong to."""
+        last = self.messages[-1] if self.messages else None
+        return last if last is not None and last.role == "assistant" else None
+
+    def _say(
+        self,
+        before: Message,
+        *,
+        text: str | None = None,
+        reasoning: str | None = None,
+        tool_calls: tuple[ToolCall, ...] | None = None,
+        pointers: tuple[str, ...] | None = None,
+    ) -> None:
+        self.messages[-1] = Message(
+            role="assistant",
+            text=before.text if text is None else text,
+            reasoning=before.reasoning if reasoning is None else reasoning,
+            tool_calls=before.tool_calls if tool_calls is None else tool_calls,
+            pointers=before.pointers if pointers is None else pointers,
+        )
+
+
+def free_form(text: str) -> str:
+    """Arguments of the function that stands for a free-form tool."""
+    return json_text({"input": text})
+
+
+def free_form_text(arguments: str) -> str:
+    """The free-form input in a model's arguments; arguments of another shape are handed on as they are."""
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+    if isinstance(value, dict) and set(value) == {"input"} and isinstance(value["input"], str):
+        return value["input"]
+    return arguments
+
+
+def _output(value: object, param: str) -> str:
+    """A tool's answer: text, or a list of text parts."""
+    return _texts(value, param, "\n")
+
+
+def _texts(value: object, param: str, between: str) -> str:
+    """Text of a content: string, null, or a list of text parts. Raises WireError for any other part."""
+    if not isinstance(value, list):
+        return string(value, param)
+    texts = []
+    for i, raw in enumerate(value):
+        part = mapping(raw, f"{param}[{i}]")
+        kind = part.get("type")
+        if kind not in _TEXT_PARTS:
+            raise WireError(
+                "invalid_request",
+                f"Content of type {str(kind)[:64]!r} is not supported.",
+                f"{param}[{i}].type",
+            )
+        texts.append(string(part.get("refusal" if kind == "refusal" else "text"), f"{param}[{i}]"))
+    return between.join(texts)

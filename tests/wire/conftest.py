@@ -1,0 +1,20 @@
+"""Puts helpers on the path of these tests; one family for all of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from whet.render.template import TemplateFamily, load_family
+
+_TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(Path(__file__).parent), str(_TESTS / "gateway"), str(_TESTS / "render")]
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> TemplateFamily:
+    from render_families import write_family
+
+    return load_family(write_family(tmp_path_factory.mktemp("model") / "hermes"))

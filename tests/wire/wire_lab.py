@@ -1,0 +1,45 @@
+"""Official clients against one gateway, and what they are asked in these tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import openai
+from gateway_rig import Rig, call
+
+from whet.types import Message
+
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
+
+SAY = Message(role="assistant", text="Édith 🙂 said\r\n\n so.  ")
+THINK = Message(role="assistant", text="So.", reasoning="Let me see.\n\nYes.")
+CALLS = Message(
+    role="assistant",
+    text="I look.",
+    reasoning="Which files?",
+    tool_calls=(call("read", '{"path": "a", "x": 1.50}'), call("read", '{"path": "日本 \\u00e9 \\/"}')),
+)
+ONLY_CALL = Message(role="assistant", tool_calls=(call("read", '{"path":\n "a"}'),))
+
+
+def anthropic_client(rig: Rig, key: str | None = None) -> anthropic.AsyncAnthropic:
+    base = rig.base.removesuffix("/v1")
+    return anthropic.AsyncAnthropic(base_url=base, api_key=key or rig.session.secret, max_retries=0)
+
+
+def openai_client(rig: Rig, key: str | None = None) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=rig.base, api_key=key or rig.session.secret, max_retries=0)
+
+
+def plain(value: Any) -> Any:
+    """An SDK object as the JSON it came from."""
+    return value.model_dump(mode="json", exclude_unset=True, by_alias=True)
+
+
+async def continued(rig: Rig, turns: int) -> None:
+    """Each turn continued the one before: every echo was recognised and its ids spliced."""
+    trajectory = await rig.session.seal(1.0)
+    assert [turn.parent for turn in trajectory.turns] == list(range(-1, turns - 1))
+    assert rig.session.stats.edited == 0
+    assert not rig.session.stats.infra_error

@@ -1,0 +1,195 @@
+"""The gateway under test, alone in its process, with an engine that answers at once.
+
+Started by the benchmarks as `python -m whet.bench._gateway_process MODEL_FOLDER`; takes one JSON command a
+line on stdin and answers each with one JSON line, so that its CPU time and memory are nobody else's:
+{"open": n} gives n sessions, {"mark": 1} what was used so far, {"seal": 1} the ledgers' sum. EOF ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from whet.bench import _corpus
+from whet.engine.base import EngineInfo, Receipt
+from whet.gateway.server import Gateway
+from whet.gateway.session import Session
+from whet.render.family import Family, ParsedReply
+from whet.types import (
+    Finish,
+    Generation,
+    IntArray,
+    Limits,
+    Message,
+    RequestKey,
+    SamplingParams,
+    ToolCall,
+    ToolSpec,
+)
+
+SAMPLED = 300
+"""Tokens of a reply, as in the measurements of others."""
+ROOMY = Limits(
+    wall_s=1e6, max_calls=10**9, max_call_tokens=4096, max_session_tokens=10**9, max_context_tokens=10**7
+)
+
+
+class PreparedEngine:
+    """Answers every request at once with ids and logprobs made beforehand: a tool call of SAMPLED tokens."""
+
+    def __init__(self, family: Family, variants: int = 64) -> None:
+        self.info = EngineInfo(name="prepared", max_context_tokens=10**7)
+        self.receipt = Receipt(version=0, checksum="prepared")
+        self.calls = 0
+        lines = _corpus.cycle(_corpus.sources(), 99)
+        self._prepared = [self._reply(family, lines.__next__, i) for i in range(variants)]
+
+    def _reply(self, family: Family, line: Callable[[], str], index: int) -> tuple[IntArray, Any]:
+        text = ""
+        while True:
+            arguments = orjson.dumps({"path": f"src/part_{index}.py", "content": text}).decode()
+            call = ToolCall(id="", name="write", arguments=arguments)
+            said = Message(role="assistant", text="I write the next part.", tool_calls=(call,))
+            ids = family.render_reply(said)
+            if len(ids) >= SAMPLED:
+                break
+            text += line()
+        logprobs = np.full(len(ids), -math.log(family.vocab_size), dtype=np.float32)
+        return ids, logprobs
+
+    async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
+        sampled, logprobs = self._prepared[self.calls % len(self._prepared)]
+        self.calls += 1
+        return Generation(ids=sampled, logprobs=logprobs, finish="stop", version_runs=((0, 0),))
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class ClockedFamily:
+    """A Family that adds up the CPU time spent in rendering and parsing, and the characters rendered."""
+
+    def __init__(self, inner: Family) -> None:
+        self.inner = inner
+        self.cpu_ns = 0
+        self.fingerprint = inner.fingerprint
+        self.vocab_size = inner.vocab_size
+        self.stop_ids = inner.stop_ids
+
+    def open(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
+        return self._clocked(self.inner.open, system, tools)
+
+    def append(self, messages: Sequence[Message]) -> IntArray:
+        return self._clocked(self.inner.append, messages)
+
+    def close(self, sampled: IntArray, finish: Finish) -> IntArray:
+        return self._clocked(self.inner.close, sampled, finish)
+
+    def generation_prompt(self) -> IntArray:
+        return self.inner.generation_prompt()
+
+    def parse(self, sampled: IntArray) -> ParsedReply:
+        return self._clocked(self.inner.parse, sampled)
+
+    def render_reply(self, message: Message) -> IntArray:
+        return self.inner.render_reply(message)
+
+    def decode(self, ids: IntArray) -> str:
+        return self.inner.decode(ids)
+
+    def injections(self, text: str) -> int:
+        return self._clocked(self.inner.injections, text)
+
+    def _clocked(self, what: Callable[..., Any], *arguments: object) -> Any:
+        start = time.thread_time_ns()
+        try:
+            return what(*arguments)
+        finally:
+            self.cpu_ns += time.thread_time_ns() - start
+
+
+class Served:
+    """One gateway and what the benchmark asks of it."""
+
+    def __init__(self, gateway: Gateway, family: ClockedFamily, port: int) -> None:
+        self._gateway, self._family, self._port = gateway, family, port
+        self._sessions: list[Session] = []
+        self._opened = 0
+
+    async def answer(self, command: Mapping[str, Any]) -> Mapping[str, object]:
+        if "open" in command:
+            return {"port": self._port, "sessions": [self._open() for _ in range(command["open"])]}
+        if "seal" in command:
+            return await self._seal()
+        return self._mark(collect="collect" in command)
+
+    def _open(self) -> dict[str, str]:
+        session = self._gateway.open_session(f"bench/{self._opened}", seed=0, limits=ROOMY)
+        self._opened += 1
+        self._sessions.append(session)
+        return {"id": session.public_id, "secret": session.secret}
+
+    def _mark(self, collect: bool) -> Mapping[str, object]:
+        if collect:
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+        return {
+            "cpu_s": time.process_time(),
+            "family_s": self._family.cpu_ns / 1e9,
+            "rss_bytes": resident_bytes(),
+            "tasks": len(asyncio.all_tasks()),
+            "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - names only
+            "calls": sum(session.stats.calls for session in self._sessions),
+            "defects": self._gateway.counters.defects,
+        }
+
+    async def _seal(self) -> Mapping[str, object]:
+        """Seal all sessions; their sums. `held` counts every token the forests hold."""
+        total = {"captured": 0, "trained": 0, "held": 0, "excluded": {}, "balanced": True}
+        excluded: dict[str, int] = {}
+        for session in self._sessions:
+            done = await session.seal(5.0)
+            total["captured"] += done.ledger.captured
+            total["trained"] += done.ledger.trained
+            total["held"] += sum(len(t.ids) + len(t.context_ids) for t in done.turns)
+            total["balanced"] &= done.ledger.balanced
+            for reason, count in done.ledger.excluded.items():
+                excluded[reason] = excluded.get(reason, 0) + count
+        self._sessions.clear()
+        return {**total, "excluded": excluded}
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def serve(folder: Path) -> None:
+    family = ClockedFamily(_corpus.load(folder))
+    lines = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    async with Gateway(PreparedEngine(family), family) as gateway, gateway.listen_tcp() as listener:
+        served = Served(gateway, family, listener.port)
+        while line := await lines.readline():
+            sys.stdout.buffer.write(orjson.dumps(await served.answer(orjson.loads(line))) + b"\n")
+            sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1])))

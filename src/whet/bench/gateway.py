@@ -1,0 +1,208 @@
+"""What does the gateway cost per model call?
+
+Run `whet bench gateway`. Three processes: the gateway alone with an engine that answers at once, the agents,
+and this one. Agents hold conversations of a size (body bytes), echo each reply and answer its tool call, so
+that every measured call is the next turn of a conversation (steady state); one connection makes one call at a
+time. Reported per shape, medians over the rounds:
+
+cpu_ms      CPU time of the gateway process per call, all bookkeeping on, without `family_ms`.
+family_ms   CPU time per call in the family: template, tokenizer, parsing of the reply.
+added_ms    wall time from the first byte sent to the last received; the engine takes none, so all is added.
+growth      one conversation from its second turn to 400 KB: cpu_ms of its first and its last turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from whet.bench import _corpus
+
+SIZES = {"50KB": 50_000, "400KB": 400_000}
+STEP = {"50KB": 600, "400KB": 2_600}
+"""Bytes of a tool's answer: about 10 and 100 turns lead to these sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One cell of the table."""
+
+    size: str
+    concurrency: int
+    sessions: int
+    turns: int
+    """Measured calls per session."""
+    stream: bool = True
+    seeded: bool = False
+    """The history comes with the first call, instead of growing turn by turn."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.size}/{self.concurrency}" + ("" if self.stream else "/whole")
+
+    def job(self, sessions: Mapping[str, Any]) -> dict[str, object]:
+        return {
+            **sessions,
+            "size_bytes": SIZES[self.size],
+            "step_bytes": STEP[self.size],
+            "concurrency": self.concurrency,
+            "turns": self.turns,
+            "stream": self.stream,
+            "seeded": self.seeded,
+        }
+
+
+def shapes(quick: bool) -> list[Shape]:
+    few = [
+        Shape(size="50KB", concurrency=1, sessions=20, turns=10),
+        Shape(size="400KB", concurrency=1, sessions=4, turns=20),
+    ]
+    if quick:
+        return few
+    return [
+        *few,
+        Shape(size="50KB", concurrency=1, sessions=20, turns=10, stream=False),
+        Shape(size="50KB", concurrency=32, sessions=64, turns=10),
+        Shape(size="50KB", concurrency=256, sessions=256, turns=10),
+        Shape(size="400KB", concurrency=32, sessions=32, turns=10, seeded=True),
+        Shape(size="400KB", concurrency=256, sessions=256, turns=5, seeded=True),
+    ]
+
+
+class Process:
+    """A child that takes and gives one line of JSON at a time."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def say(self, value: object) -> None:
+        if self.child.stdin is not None:
+            self.child.stdin.write(orjson.dumps(value) + b"\n")
+            self.child.stdin.flush()
+
+    def hear(self) -> Any:
+        """The child's next line. Raises RuntimeError when it has ended."""
+        line = self.child.stdout.readline() if self.child.stdout is not None else b""
+        if not line:
+            raise RuntimeError(f"a process of the benchmark ended with status {self.child.wait()}")
+        return line.strip() if line.strip() == b"ready" else orjson.loads(line)
+
+    def ask(self, value: object) -> Any:
+        self.say(value)
+        return self.hear()
+
+
+@contextmanager
+def running(module: str, *arguments: str) -> Iterator[Process]:
+    process = Process(module, *arguments)
+    try:
+        yield process
+    finally:
+        if process.child.stdin is not None:
+            process.child.stdin.close()
+        try:
+            process.child.wait(10)
+        except subprocess.TimeoutExpired:
+            process.child.kill()
+            process.child.wait()
+
+
+def measure(model: Path, shape: Shape) -> dict[str, float]:
+    """One round of one shape with a fresh gateway."""
+    with (
+        running("whet.bench._gateway_process", str(model)) as gateway,
+        running("whet.bench._load") as load,
+    ):
+        before = gateway.ask({"mark": 1, "collect": 1})
+        load.say(shape.job(gateway.ask({"open": shape.sessions})))
+        load.hear()
+        grown = gateway.ask({"mark": 1, "collect": 1})
+        load.say("go")
+        result = load.hear()
+        after = gateway.ask({"mark": 1, "collect": 1})
+        sealed = gateway.ask({"seal": 1})
+    calls = len(result["seconds"])
+    family = (after["family_s"] - grown["family_s"]) / calls
+    if after["defects"] or not sealed["balanced"] or after["calls"] - grown["calls"] != calls:
+        raise RuntimeError(f"the gateway failed under load: {after} {sealed}")
+    latency = 1e3 * np.array(result["seconds"])
+    return {
+        "cpu_ms": 1e3 * ((after["cpu_s"] - grown["cpu_s"]) / calls - family),
+        "family_ms": 1e3 * family,
+        "p50": float(np.percentile(latency, 50)),
+        "p99": float(np.percentile(latency, 99)),
+        "calls_per_s": calls / result["wall_s"],
+        "calls": calls,
+        "body_bytes": result["body_bytes"],
+        "bytes_per_token": (after["rss_bytes"] - before["rss_bytes"]) / sealed["held"],
+        "held_tokens": sealed["held"],
+    }
+
+
+def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: round(float(np.median([r[name] for r in rounds])), 3) for name in rounds[0]}
+
+
+def report(cells: Mapping[str, Mapping[str, float]]) -> None:
+    table = Table(title="the gateway's cost per call, in ms")
+    columns = ("cpu_ms", "family_ms", "p50", "p99", "calls_per_s", "bytes_per_token", "calls")
+    for column in ("body/connections", *columns):
+        table.add_column(column, justify="left" if "/" in column else "right")
+    for name, cell in cells.items():
+        table.add_row(name, *(f"{cell[c]:,.2f}" for c in columns))
+    Console(stderr=True).print(table)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print; one JSON object as the last line of stdout."""
+    parser = argparse.ArgumentParser(prog="whet bench gateway", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="no table, only the JSON line")
+    parser.add_argument("--quick", action="store_true", help="one connection only, one round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="shapes whose name begins so, e.g. 50KB/256")
+    args = parser.parse_args(argv)
+    chosen = [shape for shape in shapes(args.quick) if shape.name.startswith(args.only)]
+    cells: dict[str, dict[str, float]] = {}
+    load_before = os.getloadavg()
+    with tempfile.TemporaryDirectory(prefix="whet-bench-") as folder:
+        model = _corpus.write_model(Path(folder))
+        for shape in chosen:
+            rounds = [measure(model, shape) for _ in range(1 if args.quick else args.rounds)]
+            cells[shape.name] = medians(rounds)
+    if not args.json:
+        report(cells)
+    print(orjson.dumps(summary(cells, load_before)).decode())
+    return 0
+
+
+def summary(cells: Mapping[str, Mapping[str, float]], load_before: Sequence[float]) -> dict[str, object]:
+    one = {size: cells[f"{size}/1"] for size in SIZES if f"{size}/1" in cells}
+    return {
+        "cpu_ms": {size: cell["cpu_ms"] for size, cell in one.items()},
+        "family_ms": {size: cell["family_ms"] for size, cell in one.items()},
+        "added_ms": {size: {"p50": cell["p50"], "p99": cell["p99"]} for size, cell in one.items()},
+        "calls_per_s": max(cell["calls_per_s"] for cell in cells.values()),
+        "bytes_per_token": min(cell["bytes_per_token"] for cell in cells.values()),
+        "load_average": [round(v, 2) for v in (*load_before, *os.getloadavg())],
+        "shapes": cells,
+        "peers": {},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -91,19 +91,23 @@ class ClockedFamily:
         self.stop_ids = inner.stop_ids
 
     def open(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
-        return self._clocked(self.inner.open, system, tools)
+        ids: IntArray = self._clocked(self.inner.open, system, tools)
+        return ids
 
     def append(self, messages: Sequence[Message]) -> IntArray:
-        return self._clocked(self.inner.append, messages)
+        ids: IntArray = self._clocked(self.inner.append, messages)
+        return ids
 
     def close(self, sampled: IntArray, finish: Finish) -> IntArray:
-        return self._clocked(self.inner.close, sampled, finish)
+        ids: IntArray = self._clocked(self.inner.close, sampled, finish)
+        return ids
 
     def generation_prompt(self) -> IntArray:
         return self.inner.generation_prompt()
 
     def parse(self, sampled: IntArray) -> ParsedReply:
-        return self._clocked(self.inner.parse, sampled)
+        parsed: ParsedReply = self._clocked(self.inner.parse, sampled)
+        return parsed
 
     def render_reply(self, message: Message) -> IntArray:
         return self.inner.render_reply(message)
@@ -112,7 +116,8 @@ class ClockedFamily:
         return self.inner.decode(ids)
 
     def injections(self, text: str) -> int:
-        return self._clocked(self.inner.injections, text)
+        found: int = self._clocked(self.inner.injections, text)
+        return found
 
     def _clocked(self, what: Callable[..., Any], *arguments: object) -> Any:
         start = time.thread_time_ns()
@@ -159,18 +164,19 @@ class Served:
 
     async def _seal(self) -> Mapping[str, object]:
         """Seal all sessions; their sums. `held` counts every token the forests hold."""
-        total = {"captured": 0, "trained": 0, "held": 0, "excluded": {}, "balanced": True}
+        total = {"captured": 0, "trained": 0, "held": 0}
+        balanced = True
         excluded: dict[str, int] = {}
         for session in self._sessions:
             done = await session.seal(5.0)
             total["captured"] += done.ledger.captured
             total["trained"] += done.ledger.trained
             total["held"] += sum(len(t.ids) + len(t.context_ids) for t in done.turns)
-            total["balanced"] &= done.ledger.balanced
+            balanced &= done.ledger.balanced
             for reason, count in done.ledger.excluded.items():
                 excluded[reason] = excluded.get(reason, 0) + count
         self._sessions.clear()
-        return {**total, "excluded": excluded}
+        return {**total, "balanced": balanced, "excluded": excluded}
 
 
 def resident_bytes() -> int:

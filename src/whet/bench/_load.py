@@ -108,10 +108,10 @@ class Conversation:
         """Grow to `size` bytes without calls: turns that the gateway has not sampled."""
         turn = 0
         while len(self) < size:
-            call = {"id": f"old_{turn}", "type": "function"}
-            call["function"] = {"name": "write", "arguments": orjson.dumps({"path": "a.py"}).decode()}
+            call_id, function = f"old_{turn}", {"name": "write", "arguments": '{"path":"a.py"}'}
+            call = {"id": call_id, "type": "function", "function": function}
             self._add({"role": "assistant", "content": "Looking.", "tool_calls": [call]})
-            self._answer(call["id"])
+            self._answer(call_id)
             turn += 1
 
     async def turn(self, connection: Connection) -> float:

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from whet.bench import _corpus
+from whet.bench._process import running
 
 SIZES = {"50KB": 50_000, "400KB": 400_000}
 STEP = {"50KB": 600, "400KB": 2_600}
@@ -80,46 +79,6 @@ def shapes(quick: bool) -> list[Shape]:
         Shape(size="400KB", concurrency=32, sessions=32, turns=10, seeded=True),
         Shape(size="400KB", concurrency=256, sessions=256, turns=5, seeded=True),
     ]
-
-
-class Process:
-    """A child that takes and gives one line of JSON at a time."""
-
-    def __init__(self, module: str, *arguments: str) -> None:
-        self.child = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-
-    def say(self, value: object) -> None:
-        if self.child.stdin is not None:
-            self.child.stdin.write(orjson.dumps(value) + b"\n")
-            self.child.stdin.flush()
-
-    def hear(self) -> Any:
-        """The child's next line. Raises RuntimeError when it has ended."""
-        line = self.child.stdout.readline() if self.child.stdout is not None else b""
-        if not line:
-            raise RuntimeError(f"a process of the benchmark ended with status {self.child.wait()}")
-        return line.strip() if line.strip() == b"ready" else orjson.loads(line)
-
-    def ask(self, value: object) -> Any:
-        self.say(value)
-        return self.hear()
-
-
-@contextmanager
-def running(module: str, *arguments: str) -> Iterator[Process]:
-    process = Process(module, *arguments)
-    try:
-        yield process
-    finally:
-        if process.child.stdin is not None:
-            process.child.stdin.close()
-        try:
-            process.child.wait(10)
-        except subprocess.TimeoutExpired:
-            process.child.kill()
-            process.child.wait()
 
 
 def measure(model: Path, shape: Shape) -> dict[str, float]:
@@ -190,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def summary(cells: Mapping[str, Mapping[str, float]], load_before: Sequence[float]) -> dict[str, object]:
+def summary(cells: Mapping[str, Mapping[str, float]], load_before: Sequence[float]) -> dict[str, Any]:
     one = {size: cells[f"{size}/1"] for size in SIZES if f"{size}/1" in cells}
     return {
         "cpu_ms": {size: cell["cpu_ms"] for size, cell in one.items()},

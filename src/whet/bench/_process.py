@@ -1,0 +1,58 @@
+"""Child processes of a benchmark that speak JSON lines. Callers: gateway, soak."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import orjson
+
+
+class Process:
+    """A child that takes and gives one line of JSON at a time."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        if self.child.stdin is None or self.child.stdout is None:
+            raise RuntimeError("a child without pipes")
+        self.stdin, self.stdout = self.child.stdin, self.child.stdout
+
+    def say(self, value: object) -> None:
+        self.stdin.write(orjson.dumps(value) + b"\n")
+        self.stdin.flush()
+
+    def hear(self) -> Any:
+        """The child's next line. Raises RuntimeError when it has ended."""
+        line = self.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a process of the benchmark ended with status {self.child.wait()}")
+        return line.strip() if line.strip() == b"ready" else orjson.loads(line)
+
+    def ask(self, value: object) -> Any:
+        self.say(value)
+        return self.hear()
+
+    def end(self) -> None:
+        """The end of its stdin ends the child; a stuck one is killed."""
+        with suppress(BrokenPipeError):
+            self.stdin.close()
+        try:
+            self.child.wait(10)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+        self.stdout.close()
+
+
+@contextmanager
+def running(module: str, *arguments: str) -> Iterator[Process]:
+    process = Process(module, *arguments)
+    try:
+        yield process
+    finally:
+        process.end()

@@ -48,6 +48,10 @@ class Limits:
     """Sampled tokens per session."""
     max_context_tokens: int = 4096
     """Prompt plus sampled tokens of one call."""
+    max_prompt_tokens: int = 0
+    """Prompt tokens per session, summed over its calls; 0 = no limit."""
+    max_nodes: int = 1024
+    """Nodes of the session's forest: a call adds two at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

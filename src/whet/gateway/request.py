@@ -26,6 +26,10 @@ class GatewayConfig:
     max_body_bytes: int = 64 << 20
     """After decompression."""
     max_json_depth: int = 128
+    max_json_items: int = 1_000_000
+    """Values in all arrays and objects of a body."""
+    max_tool_body_bytes: int = 1 << 20
+    """Of one call of a host tool."""
     body_timeout_s: float = 60.0
     hold_headers_s: float = 10.0
     """A stream's status line waits this long for the engine, so that early failures keep a real status."""
@@ -57,14 +61,17 @@ class GatewayCounters:
     """Unexpected exceptions at the request boundary."""
 
 
-async def read_body(http: web.BaseRequest, config: GatewayConfig) -> Mapping[str, object]:
+async def read_body(
+    http: web.BaseRequest, config: GatewayConfig, max_bytes: int | None = None
+) -> Mapping[str, object]:
     """The decoded JSON object. Raises WireError for anything else or anything too large."""
     raw = bytearray()
+    limit = config.max_body_bytes if max_bytes is None else max_bytes
     try:
         async with asyncio.timeout(config.body_timeout_s):
             async for chunk in http.content.iter_any():
                 raw += chunk
-                if len(raw) > config.max_body_bytes:
+                if len(raw) > limit:
                     raise WireError("too_large", "The request body is too large.")
     except TimeoutError as error:
         raise WireError("invalid_request", "The request body did not arrive in time.") from error
@@ -74,8 +81,8 @@ async def read_body(http: web.BaseRequest, config: GatewayConfig) -> Mapping[str
         raise WireError("invalid_request", "The request body is not valid JSON.") from error
     if not isinstance(body, dict):
         raise WireError("invalid_request", "The request body must be a JSON object.")
-    if deeper(body, config.max_json_depth):
-        raise WireError("invalid_request", "The request body is nested too deeply.")
+    if deeper(body, config.max_json_depth, config.max_json_items):
+        raise WireError("invalid_request", "The request body is nested too deeply or has too many items.")
     return body
 
 

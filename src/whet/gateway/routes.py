@@ -11,17 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["call", "count", "models", "model", "exit", "hello", "tool", "mcp"]
+Kind = Literal["call", "count", "models", "model", "exit", "hello", "tool", "tools", "mcp"]
 """What is asked for: a model call, a token count, the model list, one model, the session's end, a sign of
-life, a host tool or the MCP server of the host tools."""
+life, a host tool, their list or their MCP server."""
 
-SCOPE: Mapping[Kind, str] = {"tool": "tool", "mcp": "tool"}
+SCOPE: Mapping[Kind, str] = {"tool": "tool", "tools": "tool", "mcp": "tool"}
 """Whose secret opens a kind of route; `agent` where nothing is said."""
 
 METHODS: Mapping[Kind, tuple[str, ...]] = {
     "models": ("GET", "HEAD"),
     "model": ("GET", "HEAD"),
     "hello": ("GET", "HEAD"),
+    "tools": ("GET", "HEAD"),
 }
 """Methods of a kind; POST where nothing is said."""
 
@@ -77,8 +78,8 @@ def take_apart(path: str) -> Route | None:
     if version == "tools" and public_id is None:
         owner, _, name = action.partition("/")
         return _tool(owner, name)
-    if version == "v1" and action.startswith("tools/"):
-        return _tool(public_id, action.removeprefix("tools/"))
+    if version == "v1" and (action == "tools" or action.startswith("tools/")):
+        return _tool(public_id, action.removeprefix("tools").lstrip("/"))
     if version in ("v1", "v1beta"):
         return _versioned(public_id, version, action)
     return None
@@ -103,8 +104,10 @@ def _prefix(path: str) -> tuple[str | None, str]:
 
 
 def _tool(public_id: str | None, name: str) -> Route | None:
-    if not name or "/" in name:
+    if "/" in name:
         return None
+    if not name:
+        return Route(public_id=public_id, dialect="", action="tools", kind="tools")
     return Route(public_id=public_id, dialect="", action=name, kind="tool")
 
 

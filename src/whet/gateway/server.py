@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +20,18 @@ from typing import Self
 from aiohttp import web
 
 from whet.engine.base import Engine
+from whet.gateway import mcp
 from whet.gateway.deliver import Delivery, json_response
 from whet.gateway.dialects.anthropic import AnthropicDialect
 from whet.gateway.dialects.base import Dialect, WireError
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.dialects.responses import ResponsesDialect
+from whet.gateway.host_tools import HostTool, ToolBox
 from whet.gateway.listen import Listener, listen_tcp, listen_unix
 from whet.gateway.request import GatewayConfig, GatewayCounters, body_digest, hints_of, read_body, secret_of
 from whet.gateway.routes import Route, dialect_of, take_apart
 from whet.gateway.session import Session, secret_digest
+from whet.gateway.shim import TextShim
 from whet.gateway.turn import SessionSpec
 from whet.render.family import Family
 from whet.types import Limits
@@ -52,6 +55,7 @@ class Gateway:
         self._engine = engine
         self._family = family
         self._sessions: dict[bytes, Session] = {}
+        self._tool_keys: dict[bytes, Session] = {}
         self._by_name: dict[str, Session] = {}
         """Open sessions by public id and by rollout id."""
         self._sealed: OrderedDict[bytes, None] = OrderedDict()
@@ -74,8 +78,11 @@ class Gateway:
         temperature: float = 1.0,
         max_call_tokens: int | None = None,
         listener: Path | None = None,
+        tools: Sequence[HostTool] = (),
+        shim: TextShim | None = None,
     ) -> Session:
-        """A new session with its own secret. With `listener`, only requests through that socket count."""
+        """A new session with its own secrets. With `listener`, only requests through that socket count.
+        Raises ConfigError for host tools that cannot be."""
         spec = SessionSpec(
             rollout_id=rollout_id,
             seed=seed,
@@ -84,6 +91,7 @@ class Gateway:
             max_call_tokens=min(limits.max_call_tokens, max_call_tokens or limits.max_call_tokens),
             engine_deadline_s=self.config.engine_deadline_s,
             inline_chars=self.config.inline_chars,
+            shim=shim,
         )
         session = Session(
             self._engine,
@@ -93,8 +101,10 @@ class Gateway:
             max_concurrent_calls=self.config.max_concurrent_calls,
             grace_s=self.config.disconnect_grace_s,
             on_sealed=self._retire,
+            tools=ToolBox(tools),
         )
         self._sessions[session.secret_digest] = session
+        self._tool_keys[session.tool_digest] = session
         self._by_name[session.public_id] = session
         self._by_name[rollout_id] = session
         return session
@@ -104,8 +114,10 @@ class Gateway:
         for name in (session.public_id, session.rollout_id):
             if self._by_name.get(name) is session:
                 del self._by_name[name]
+        self._tool_keys.pop(session.tool_digest, None)
         self._sealed[session.secret_digest] = None
-        while len(self._sealed) > self.config.sealed_kept:
+        self._sealed[session.tool_digest] = None
+        while len(self._sealed) > 2 * self.config.sealed_kept:
             self._sealed.popitem(last=False)
 
     # ----------------------------------------------------------------------- listeners
@@ -166,7 +178,20 @@ class Gateway:
         if route.kind == "exit":
             session.leave()
             return json_response({"status": "closed"})
+        if route.scope == "tool":
+            return await self._host_tool(http, route, session)
         return await self._serve(http, route, session, dialect)
+
+    async def _host_tool(self, http: web.BaseRequest, route: Route, session: Session) -> web.Response:
+        """A call of a host tool, or one message to its MCP server."""
+        if route.kind == "tools":
+            return json_response({"tools": mcp.listed(session.tools)})
+        body = await read_body(http, self.config, self.config.max_tool_body_bytes)
+        if route.kind == "tool":
+            said = session.tools.call(route.action, body)
+            return json_response(said, 200 if said["ok"] else 422)
+        answer = mcp.answer(session.tools, body)
+        return web.Response(status=202) if answer is None else json_response(answer)
 
     async def _serve(
         self, http: web.BaseRequest, route: Route, session: Session, dialect: Dialect
@@ -196,10 +221,11 @@ class Gateway:
         if secret is None:
             raise WireError("unauthorized", "You didn't provide an API key.")
         digest = secret_digest(secret)
-        session = self._sessions.get(digest)
+        known = self._tool_keys if route.scope == "tool" else self._sessions
+        session = known.get(digest)
         if session is None and digest in self._sealed:
             raise WireError("session_closed", "This session is closed.")
-        if session is None or not session.owns(secret, listener):
+        if session is None or not session.owns(secret, listener, route.scope):
             raise WireError("unauthorized", "Incorrect API key provided.")
         if route.public_id is not None and self._by_name.get(route.public_id) is not session:
             raise WireError("unauthorized", "Incorrect API key provided.")

@@ -19,9 +19,10 @@ from typing import Literal
 
 from whet.capture.forest import Forest
 from whet.engine.base import Engine
-from whet.errors import CaptureError, EngineError, GatewayError, RenderError
+from whet.errors import EngineError, GatewayError, RenderError
 from whet.gateway.dialects.base import WireError
-from whet.gateway.turn import Answer, SessionSpec, SessionStats, Turns
+from whet.gateway.host_tools import ToolBox
+from whet.gateway.turn import MAX_REFUSALS, Answer, SessionSpec, SessionStats, Turns
 from whet.render.family import Family
 from whet.types import ModelRequest, Trajectory
 
@@ -63,12 +64,17 @@ class Session:
         max_concurrent_calls: int,
         grace_s: float,
         on_sealed: Callable[[Session], None],
+        tools: ToolBox | None = None,
     ) -> None:
         self.rollout_id = spec.rollout_id
         self.public_id = secrets.token_hex(8)
         self.secret = secrets.token_urlsafe(32)
         """For the agent; handed over by environment or file, never written by the gateway."""
         self.secret_digest = secret_digest(self.secret)
+        self.tool_secret = secrets.token_urlsafe(32)
+        """For the host tools' endpoint and the MCP server only."""
+        self.tool_digest = secret_digest(self.tool_secret)
+        self.tools = tools or ToolBox()
         self.listener = listener
         self.state: State = "open"
         self.left = False
@@ -77,7 +83,7 @@ class Session:
         """What `seal` will raise: a broken invariant or a defect. Engine failures: `stats.infra_error`."""
         # A key of its own: the agent knows the session's secret and could sign with it.
         self._forest = Forest(spec.rollout_id, secrets.token_bytes(32))
-        self._turns = Turns(engine, family, self._forest, spec)
+        self._turns = Turns(engine, family, self._forest, spec, self.tools)
         self._calls: list[Call] = []
         self._ordinal = 0
         self._max_concurrent = max_concurrent_calls
@@ -88,10 +94,11 @@ class Session:
     def stats(self) -> SessionStats:
         return self._turns.stats
 
-    def owns(self, secret: str, listener: Path | None) -> bool:
-        """True when `secret` is this session's and the request came in where it may: through its own socket,
-        or through TCP (`listener` None), which only the operator opens and no box can reach."""
-        known = hmac.compare_digest(self.secret_digest, secret_digest(secret))
+    def owns(self, secret: str, listener: Path | None, scope: str = "agent") -> bool:
+        """True when `secret` is this session's for `scope` and the request came in where it may: through its
+        own socket, or through TCP (`listener` None), which only the operator opens and no box can reach."""
+        held = self.tool_digest if scope == "tool" else self.secret_digest
+        known = hmac.compare_digest(held, secret_digest(secret))
         return known and (self.listener is None or listener is None or self.listener == listener)
 
     def admit(self, digest: bytes, request: ModelRequest) -> Call:
@@ -105,7 +112,9 @@ class Session:
                 self._adopt(call)
                 return call
         if sum(call.attached for call in self._calls) >= self._max_concurrent:
-            raise WireError("rate_limited", "Too many calls at a time in this session.")
+            self.stats.refusals += 1
+            if self.stats.refusals < MAX_REFUSALS:
+                raise WireError("rate_limited", "Too many calls at a time in this session.")
         turn, self._ordinal = self._ordinal, self._ordinal + 1
         call = Call(digest=digest, turn=turn, task=asyncio.create_task(self._run(request, turn)))
         call.task.add_done_callback(lambda _: self._settled(call))
@@ -149,7 +158,8 @@ class Session:
     def _settled(self, call: Call) -> None:
         """Keep what a call's end means for the session; every exception of a turn passes here."""
         error = None if call.task.cancelled() else call.task.exception()
-        if error is not None and not isinstance(error, WireError):
+        late = self.state == "sealed"
+        if error is not None and not isinstance(error, WireError) and not late:
             self.failure = self.failure or error
             self.stats.infra_error = self.stats.infra_error or f"{type(error).__name__}: {error}"
         if call.task.cancelled() or error is not None:
@@ -221,7 +231,6 @@ class Session:
             task.cancel()
         if tasks:
             _, stuck = await asyncio.wait(tasks, timeout=max(1.0, deadline_s))
-            if stuck:
-                self.failure = self.failure or CaptureError(
-                    f"rollout {self.rollout_id}: the engine did not give up {len(stuck)} cancelled calls"
-                )
+            if stuck and not self.stats.infra_error:
+                # What they still bring is refused by the sealed forest.
+                self.stats.infra_error = f"the engine did not give up {len(stuck)} cancelled calls"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import numpy as np
@@ -19,6 +19,8 @@ from whet.capture.forest import Forest
 from whet.engine.base import Engine
 from whet.errors import EngineError
 from whet.gateway.dialects.base import WireError
+from whet.gateway.host_tools import ToolBox
+from whet.gateway.shim import TextShim, translate
 from whet.render.family import Family, ParsedReply
 from whet.types import (
     Generation,
@@ -32,6 +34,11 @@ from whet.types import (
     ToolCall,
 )
 
+MAX_STOPS = 16
+"""Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
+MAX_REFUSALS = 256
+"""Calls turned away as too many before the session is stopped: a storm of retries ends."""
+
 
 @dataclass(slots=True, kw_only=True)
 class SessionStats:
@@ -43,7 +50,12 @@ class SessionStats:
     prompt_tokens: int = 0
     engine_s: float = 0.0
     budget_stop: str = ""
-    """First budget that ran out: calls, tokens or wall; empty when none did."""
+    """First budget that ran out: calls, tokens, prompt_tokens, nodes, wall or refusals; empty when none
+    did."""
+    stops: int = 0
+    """Synthetic replies given since."""
+    refusals: int = 0
+    """Calls turned away because too many were under way."""
     truncated: bool = False
     """A reply was cut by a token limit, or a prompt did not fit."""
     overflows: int = 0
@@ -58,6 +70,8 @@ class SessionStats:
     """Replies written again after a delivery that failed."""
     aborted: int = 0
     """Calls given up because their client was gone."""
+    shimmed: list[int] = field(default_factory=list)
+    """Turns whose text was translated into a tool call on the wire."""
     infra_error: str = ""
     """First failure that makes the rollout unscorable."""
 
@@ -74,6 +88,8 @@ class SessionSpec:
     engine_deadline_s: float
     inline_chars: int
     """Text longer than this is encoded in a worker thread."""
+    shim: TextShim | None = None
+    """Text -> tool call, for a model that cannot call tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +99,10 @@ class Answer:
     reply: Reply
     turn: int
     node: int | None
+    drift: str = ""
+    """How the request related to what was held, as kind and cause."""
+    fresh: int = 0
+    """Prompt tokens that were new since the turn it continues."""
 
 
 def mint_call_id(seed: int, rollout_id: str, turn: int, index: int) -> str:
@@ -107,8 +127,11 @@ def _fresh_texts(plan: PromptPlan, request: ModelRequest) -> list[str]:
 class Turns:
     """Runs the calls of one session against one forest."""
 
-    def __init__(self, engine: Engine, family: Family, forest: Forest, spec: SessionSpec) -> None:
+    def __init__(
+        self, engine: Engine, family: Family, forest: Forest, spec: SessionSpec, tools: ToolBox
+    ) -> None:
         self.stats = SessionStats()
+        self._tools = tools
         self._engine = engine
         self._family = family
         self._forest = forest
@@ -123,20 +146,24 @@ class Turns:
         if self._spent():
             return self._synthetic(turn)
         self.stats.calls += 1
-        node = await self._extend(request)
+        request, injected = self._tools.prepare(request)
+        plan = self._plan(request)
+        delta = await self._render(plan, request)
+        node = self._forest.extend(plan, delta)
         prompt = self._forest.path_ids(node)
         answer: Answer | None = None
         try:
             generation = await self._sample(prompt, request, turn)
             if generation is not None:
-                answer = self._commit(node, prompt, generation, turn)
+                answer = self._commit(node, prompt, generation, request, turn)
         finally:
             if answer is None:
                 self._forest.mark_aborted(node)
         if answer is None:
             self._spend("wall")
             return self._synthetic(turn)
-        return answer
+        self._tools.sampled(answer.reply.tool_calls, injected)
+        return replace(answer, drift=f"{plan.drift.kind} {plan.drift.cause}", fresh=len(delta))
 
     async def _sample(self, prompt: IntArray, request: ModelRequest, turn: int) -> Generation | None:
         """`_generate` within the budgets, its share held back from parallel calls meanwhile."""
@@ -152,19 +179,20 @@ class Turns:
 
     async def count(self, request: ModelRequest) -> int:
         """Prompt tokens of this request, as a call would send them; changes nothing. Raises RenderError."""
+        request, _ = self._tools.prepare(request)
         plan = self._forest.plan(request, self._family.fingerprint)
         if plan.parent is not None:
             return len(self._forest.path_ids(plan.parent))
         held = 0 if plan.base is None else len(self._forest.path_ids(plan.base))
         return held + len(await self._render(plan, request))
 
-    async def _extend(self, request: ModelRequest) -> int:
-        """Context node whose path is the whole prompt. The forest is append-only, so a plan stays valid."""
+    def _plan(self, request: ModelRequest) -> PromptPlan:
+        """What the request continues. The forest is append-only, so a plan stays valid."""
         plan = self._forest.plan(request, self._family.fingerprint)
         self.stats.edited += plan.drift.kind == "edited"
         self.stats.forks += plan.drift.kind == "fork"
         self.stats.injections += sum(map(self._family.injections, _fresh_texts(plan, request)))
-        return self._forest.extend(plan, await self._render(plan, request))
+        return plan
 
     async def _render(self, plan: PromptPlan, request: ModelRequest) -> IntArray:
         """The ids between what the plan continues and the reply: only what is new."""
@@ -233,8 +261,10 @@ class Turns:
         if any(version > held for _, version in generation.version_runs):
             raise EngineError(f"engine claims a version newer than its receipt {held}")
 
-    def _commit(self, node: int, prompt: IntArray, generation: Generation, turn: int) -> Answer:
-        parsed = self._family.parse(generation.ids)
+    def _commit(
+        self, node: int, prompt: IntArray, generation: Generation, request: ModelRequest, turn: int
+    ) -> Answer:
+        parsed = self._translated(self._family.parse(generation.ids), request, turn)
         reply = self._reply(parsed, generation, len(prompt), turn)
         message = Message(
             role="assistant", text=reply.text, reasoning=reply.reasoning, tool_calls=reply.tool_calls
@@ -245,6 +275,17 @@ class Turns:
         self.stats.malformed += parsed.malformed
         self.stats.truncated |= generation.finish == "length"
         return Answer(reply=replace(reply, pointer=self._forest.pointer(sampled)), turn=turn, node=sampled)
+
+    def _translated(self, parsed: ParsedReply, request: ModelRequest, turn: int) -> ParsedReply:
+        """With the shim on: a text that stands for a command becomes a call, on the wire only."""
+        shim = self._spec.shim
+        if shim is None or parsed.calls or all(tool.name != shim.tool for tool in request.tools):
+            return parsed
+        call = translate(shim, parsed.text)
+        if call is None:
+            return parsed
+        self.stats.shimmed.append(turn)
+        return replace(parsed, calls=(call,))
 
     def _reply(self, parsed: ParsedReply, generation: Generation, prompt: int, turn: int) -> Reply:
         calls = tuple(
@@ -271,6 +312,12 @@ class Turns:
             self._spend("calls")
         elif self.stats.sampled_tokens + self._reserved >= limits.max_session_tokens:
             self._spend("tokens")
+        elif 0 < limits.max_prompt_tokens <= self.stats.prompt_tokens:
+            self._spend("prompt_tokens")
+        elif len(self._forest) + 2 > limits.max_nodes:
+            self._spend("nodes")
+        elif self.stats.refusals >= MAX_REFUSALS:
+            self._spend("refusals")
         elif asyncio.get_running_loop().time() >= self._wall_ends:
             self._spend("wall")
         return bool(self.stats.budget_stop)
@@ -279,6 +326,10 @@ class Turns:
         self.stats.budget_stop = self.stats.budget_stop or budget
 
     def _synthetic(self, turn: int) -> Answer:
-        """Ends the agent's loop: plain text, no call, finish stop. Not in the forest, so never trained."""
+        """Ends the agent's loop: plain text, no call, finish stop. Not in the forest, so never trained. An
+        agent that goes on all the same is refused in a way that no agent retries: WireError."""
+        self.stats.stops += 1
+        if self.stats.stops > MAX_STOPS:
+            raise WireError("session_failed", "The budget of this session is used up.")
         text = f"[whet] The budget of this session is used up ({self.stats.budget_stop}). Stopping here."
         return Answer(reply=Reply(text=text), turn=turn, node=None)

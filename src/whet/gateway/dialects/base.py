@@ -235,14 +235,19 @@ def refuse(param: str, why: str = "is not supported with this value by this mode
     return WireError("invalid_request", f"'{param}' {why}.", param)
 
 
-def deeper(value: object, limit: int) -> bool:
-    """True when the JSON value is nested more than `limit` levels; without recursion."""
+def deeper(value: object, limit: int, items: int = 1 << 62) -> bool:
+    """True when the JSON value is nested more than `limit` levels, or holds more than `items` values in its
+    arrays and objects; without recursion."""
     level: list[object] = [value]
+    held = 0
     for _ in range(limit):
         following: list[object] = []
         for item in level:
             inside = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+            held += len(inside)
             following += [v for v in inside if isinstance(v, dict | list)]
+        if held > items:
+            return True
         if not following:
             return False
         level = following

@@ -1,0 +1,226 @@
+"""Host tools: checked, kept in order, acknowledged, and never answered with a result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+import pytest
+from gateway_rig import ASK, TOOLS, Rig, call, said
+from mcp.client.client import Client
+from mcp.client.streamable_http import streamable_http_client
+
+from whet.errors import ConfigError
+from whet.gateway.host_tools import RESERVED, HostTool, ToolBox, exposed_names
+from whet.gateway.request import GatewayConfig
+from whet.render.template import TemplateFamily
+from whet.types import Limits, Message
+
+SUBMIT = HostTool(
+    name="submit",
+    description="Hand in the answer.",
+    parameters={
+        "type": "object",
+        "properties": {"answer": {"type": "string", "maxLength": 20}, "sure": {"type": "boolean"}},
+        "required": ["answer"],
+        "additionalProperties": False,
+    },
+)
+NOTE = HostTool(name="note", description="Say something.", parameters={"type": "object"})
+
+
+class ToolRig(Rig):
+    """A rig whose session has host tools."""
+
+    async def __aenter__(self) -> ToolRig:
+        await super().__aenter__()
+        self.session = self.gateway.open_session(
+            "r/tools", seed=7, limits=Limits(max_context_tokens=100_000), tools=(SUBMIT, NOTE)
+        )
+        self.base = f"{self.origin}/s/{self.session.public_id}/v1"
+        self.auth = {"Authorization": f"Bearer {self.session.secret}"}
+        self.tool_auth = {"Authorization": f"Bearer {self.session.tool_secret}"}
+        self.tool_url = f"{self.origin}/tools/{self.session.public_id}"
+        return self
+
+    async def use(self, name: str, arguments: object, **headers: str) -> tuple[int, Any]:
+        url = f"{self.tool_url}/{name}"
+        async with self.http.post(url, json=arguments, headers=headers or self.tool_auth) as response:
+            return response.status, await response.json()
+
+    @asynccontextmanager
+    async def mcp(self, secret: str) -> AsyncIterator[Client]:
+        headers = {"Authorization": f"Bearer {secret}"}
+        async with (
+            httpx2.AsyncClient(headers=headers) as http,
+            Client(streamable_http_client(f"{self.origin}/mcp", http_client=http)) as client,
+        ):
+            yield client
+
+
+async def test_a_call_is_checked_kept_and_acknowledged(family: TemplateFamily) -> None:
+    async with ToolRig(family, [said("x")]) as rig:
+        assert await rig.use("submit", {"answer": "42"}) == (200, {"ok": True})
+        status, body = await rig.use("submit", {"answer": 42})
+        assert (status, body["ok"]) == (422, False)
+        assert "string" in body["error"]
+        assert (await rig.use("submit", {"answer": "a", "more": 1}))[0] == 422
+        assert (await rig.use("nothing", {}))[0] == 404
+        assert await rig.use("note", {"a": [1, {"b": None}]}) == (200, {"ok": True})
+        assert [(c.index, c.name, bool(c.error)) for c in rig.session.tools.calls] == [
+            (0, "submit", False),
+            (1, "submit", True),
+            (2, "submit", True),
+            (3, "note", False),
+        ]
+        assert json.loads(rig.session.tools.calls[3].arguments) == {"a": [1, {"b": None}]}
+        compat = f"{rig.origin}/rollout/{rig.session.public_id}/v1/tools/submit"
+        async with rig.http.post(compat, json={"answer": "7"}, headers=rig.tool_auth) as response:
+            assert response.status == 200
+        async with rig.http.get(rig.tool_url, headers=rig.tool_auth) as response:
+            assert [t["name"] for t in (await response.json())["tools"]] == ["submit", "note"]
+
+
+@pytest.mark.case(53)
+async def test_each_secret_opens_its_own_scope_only(family: TemplateFamily) -> None:
+    async with ToolRig(family, [said("x")]) as rig:
+        assert (await rig.use("submit", {"answer": "a"}, **rig.auth))[0] == 401
+        async with rig.http.post(f"{rig.origin}/mcp", json={}, headers=rig.auth) as response:
+            assert response.status == 401
+        url = f"{rig.base}/chat/completions"
+        async with rig.http.post(url, json={"messages": ASK}, headers=rig.tool_auth) as response:
+            assert response.status == 401
+        other = rig.gateway.open_session("r/other", seed=7, limits=Limits(), tools=(SUBMIT,))
+        foreign = {"Authorization": f"Bearer {other.tool_secret}"}
+        assert (await rig.use("submit", {"answer": "a"}, **foreign))[0] == 401
+        await other.seal(1.0)
+        assert (await rig.use("submit", {"answer": "a"}, **foreign))[0] == 409
+        assert not rig.session.tools.calls
+        assert not rig.engine.sent
+
+
+async def test_injected_tools_are_part_of_the_root_and_answered_by_the_gateway(
+    family: TemplateFamily,
+) -> None:
+    both = Message(
+        role="assistant", tool_calls=(call("submit", '{"answer": "42"}'), call("read", '{"path": "a"}'))
+    )
+    wrong = Message(role="assistant", tool_calls=(call("submit", '{"answer": 1}'),))
+    async with ToolRig(family, [both, wrong, said("Done.")]) as rig:
+        messages: list[Any] = [*ASK]
+        for _ in range(3):
+            _, body = await rig.post({"messages": messages, "tools": TOOLS})
+            said_ = body["choices"][0]["message"]
+            messages.append(said_)
+            for made in said_.get("tool_calls", []):
+                known = made["function"]["name"] == "read"
+                text = "x = 1" if known else f"Tool {made['function']['name']} not found"
+                messages.append({"role": "tool", "tool_call_id": made["id"], "content": text})
+        first, second, third = (family.decode(s.ids) for s in rig.engine.sent)
+        assert "Hand in the answer." in first
+        assert '{"ok":true}' in second
+        assert "x = 1" in second
+        assert "not found" not in third
+        assert "is not of type" in third
+        assert third.startswith(second)
+        assert [(c.name, c.source, bool(c.error)) for c in rig.session.tools.calls] == [
+            ("submit", "model", False),
+            ("submit", "model", True),
+        ]
+        trajectory = await rig.session.seal(1.0)
+        assert len(trajectory.segments) == 1
+        assert trajectory.ledger.trained == trajectory.ledger.captured
+
+
+@pytest.mark.parametrize("name", sorted(exposed_names("submit")))
+async def test_a_tool_that_the_agent_offers_itself_is_not_injected_again(
+    family: TemplateFamily, name: str
+) -> None:
+    offered = {"type": "function", "function": {"name": name, "description": "Mine.", "parameters": {}}}
+    reply = Message(role="assistant", tool_calls=(call(name, '{"answer": "1"}'),))
+    async with ToolRig(family, [reply]) as rig:
+        await rig.post({"messages": ASK, "tools": [*TOOLS, offered]})
+        prompt = family.decode(rig.engine.sent[0].ids)
+        assert "Hand in the answer." not in prompt
+        assert "Say something." in prompt
+        assert not rig.session.tools.calls
+
+
+async def test_a_request_without_tools_gets_none(family: TemplateFamily) -> None:
+    async with ToolRig(family, [said("A title")]) as rig:
+        await rig.post({"messages": ASK})
+        assert "submit" not in family.decode(rig.engine.sent[0].ids)
+
+
+async def test_the_official_mcp_client_lists_and_calls(family: TemplateFamily) -> None:
+    async with ToolRig(family, [said("x")]) as rig, rig.mcp(rig.session.tool_secret) as client:
+        tools = (await client.list_tools()).tools
+        assert [t.name for t in tools] == ["submit", "note"]
+        assert tools[0].input_schema == SUBMIT.parameters
+        result = await client.call_tool("submit", {"answer": "42"})
+        assert not result.is_error
+        assert result.content[0].text == '{"ok":true}'  # type: ignore[union-attr]
+        refused = await client.call_tool("submit", {"answer": 42})
+        assert refused.is_error
+        assert [(c.name, c.source) for c in rig.session.tools.calls] == [("submit", "agent")] * 2
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ({"jsonrpc": "2.0", "id": 1, "method": "resources/list"}, -32601),
+        ({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "nothing"}}, -32602),
+        ({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": []}, None),
+        ({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": [1]}, -32602),
+        ({"jsonrpc": "2.0", "id": 1, "method": 5}, -32600),
+        ({"jsonrpc": "2.0", "id": {}, "method": "ping"}, -32600),
+    ],
+)
+async def test_mcp_errors_are_json_rpc_errors(
+    family: TemplateFamily, message: dict[str, Any], code: int | None
+) -> None:
+    async with ToolRig(family, [said("x")]) as rig:
+        async with rig.http.post(f"{rig.origin}/mcp", json=message, headers=rig.tool_auth) as response:
+            assert response.status == 200
+            assert (await response.json())["error"]["code"] == (code or -32602)
+        for method, status in (("GET", 405), ("DELETE", 405)):
+            async with rig.http.request(method, f"{rig.origin}/mcp", headers=rig.tool_auth) as response:
+                assert response.status == status
+        notice = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+        async with rig.http.post(f"{rig.origin}/mcp", json=notice, headers=rig.tool_auth) as response:
+            assert (response.status, await response.read()) == (202, b"")
+
+
+@pytest.mark.parametrize("name", [*sorted(RESERVED), "", "a b", "x" * 49, "__class__"])
+def test_names_that_no_tool_may_have(name: str) -> None:
+    with pytest.raises(ConfigError):
+        ToolBox([HostTool(name=name, description="", parameters={"type": "object"})])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"type": "string"},
+        {"type": "object", "properties": 5},
+        {"type": "object", "required": "answer"},
+        {"type": "object", "$ref": "https://example.org/schema.json"},
+    ],
+)
+def test_schemas_that_cannot_be_checked(parameters: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="host tool 'a'"):
+        ToolBox([HostTool(name="a", description="", parameters=parameters)])
+
+
+async def test_what_is_kept_is_bounded(family: TemplateFamily) -> None:
+    box = ToolBox([NOTE], max_calls=2)
+    config = GatewayConfig(max_tool_body_bytes=1000)
+    async with ToolRig(family, [said("x")], config=config) as rig:
+        rig.session.tools = box
+        statuses = [(await rig.use("note", {}))[0] for _ in range(4)]
+        assert statuses == [200, 200, 429, 429]
+        assert len(box.calls) == 2
+        assert (await rig.use("note", {"a": "x" * 1000}))[0] == 413

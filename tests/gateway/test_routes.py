@@ -1,0 +1,132 @@
+"""Every path an agent may use, and what none of them gives away."""
+
+from __future__ import annotations
+
+import pytest
+from gateway_rig import ASK, TOOLS, Rig, said
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet.gateway.dialects.chat import ChatDialect
+from whet.gateway.routes import Route, dialect_of, take_apart
+from whet.render.template import TemplateFamily
+from whet.types import Limits
+
+
+@pytest.mark.parametrize("prefix", ["", "/s/abc", "/rollout/abc"])
+@pytest.mark.parametrize(
+    ("path", "dialect", "kind"),
+    [
+        ("/v1/chat/completions", "chat", "call"),
+        ("/v1/messages", "anthropic", "call"),
+        ("/v1/messages/count_tokens", "anthropic", "count"),
+        ("/v1/responses", "responses", "call"),
+        ("/v1/responses/input_tokens", "responses", "count"),
+        ("/v1/models", "", "models"),
+        ("/v1/models/gpt-9", "", "model"),
+        ("/v1beta/models", "gemini", "models"),
+        ("/v1beta/models/gemini-9", "gemini", "model"),
+        ("/v1beta/models/gemini-9:generateContent", "gemini", "call"),
+        ("/v1beta/models/gemini-9:streamGenerateContent", "gemini", "call"),
+        ("/v1beta/models/gemini-9:countTokens", "gemini", "count"),
+        ("/v1/models/gemini-9:generateContent", "gemini", "call"),
+        ("/api/hello", "anthropic", "hello"),
+        ("/exit", "", "exit"),
+        ("/v1/exit", "", "exit"),
+        ("/v1/tools/submit", "", "tool"),
+        ("/mcp", "", "mcp"),
+    ],
+)
+def test_paths(prefix: str, path: str, dialect: str, kind: str) -> None:
+    route = take_apart(prefix + path)
+    assert route is not None
+    assert (route.dialect, route.kind) == (dialect, kind)
+    assert route.public_id == ("abc" if prefix else None)
+
+
+def test_a_tool_is_named_behind_its_session() -> None:
+    assert take_apart("/tools/abc/submit") == Route(public_id="abc", dialect="", action="submit", kind="tool")
+    assert take_apart("/tools/abc/submit/more") is None
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "", "/v1", "/v2/messages", "/v1/embeddings", "/s/abc", "/s//v1/x", "/admin"]
+)
+def test_what_is_no_path(path: str) -> None:
+    assert take_apart(path) is None
+
+
+@settings(max_examples=200)
+@given(st.text(max_size=60))
+def test_no_path_breaks_it(path: str) -> None:
+    assert dialect_of(path)
+    route = take_apart(path)
+    assert route is None or route.methods
+
+
+async def test_the_compatibility_prefix_serves_by_both_ids(family: TemplateFamily) -> None:
+    async with Rig(family, [said("x")]) as rig:
+        session = rig.gateway.open_session("rollout-7", seed=1, limits=Limits(max_context_tokens=4096))
+        auth = {"Authorization": f"Bearer {session.secret}"}
+        for name, key, status in (
+            ("rollout-7", auth, 200),
+            (session.public_id, auth, 200),
+            ("rollout-7", rig.auth, 401),
+            ("rollout-7", {}, 401),
+            ("rollout-8", auth, 401),
+        ):
+            url = f"{rig.origin}/rollout/{name}/v1/chat/completions"
+            async with rig.http.post(url, json={"messages": ASK}, headers=key) as response:
+                assert response.status == status, name
+
+
+async def test_hello_health_and_models(family: TemplateFamily) -> None:
+    async with Rig(family, [said("x")]) as rig:
+        prefix = f"{rig.origin}/s/{rig.session.public_id}"
+        for path in ("/api/hello", prefix.removeprefix(rig.origin) + "/api/hello", "/health"):
+            async with rig.http.head(rig.origin + path) as response:
+                assert response.status == 200
+        async with rig.http.get(f"{prefix}/v1/models") as response:
+            assert response.status == 401
+        async with rig.http.get(f"{prefix}/v1/models", headers=rig.auth) as response:
+            assert [m["id"] for m in (await response.json())["data"]] == ["policy"]
+        async with rig.http.get(f"{prefix}/v1/models/any", headers=rig.auth) as response:
+            assert (await response.json())["id"] == "policy"
+        async with rig.http.get(f"{prefix}/v1/chat/completions", headers=rig.auth) as response:
+            assert response.status == 405
+
+
+async def test_exit_closes_the_session_for_the_agent_only(family: TemplateFamily) -> None:
+    async with Rig(family, [said("x")]) as rig:
+        assert (await rig.post({"messages": ASK}))[0] == 200
+        url = f"{rig.origin}/rollout/{rig.session.public_id}/exit"
+        async with rig.http.post(url) as response:
+            assert response.status == 401
+        for _ in range(2):
+            async with rig.http.post(url, headers=rig.auth) as response:
+                assert (response.status, await response.json()) == (200, {"status": "closed"})
+        status, body = await rig.post({"messages": ASK})
+        assert (status, body["error"]["code"]) == (409, "session_closed")
+        assert rig.session.state == "live"
+        trajectory = await rig.session.seal(1.0)
+        assert trajectory.ledger.trained == rig.session.stats.sampled_tokens > 0
+
+
+async def test_a_count_is_what_the_call_would_send_and_changes_nothing(family: TemplateFamily) -> None:
+    async with Rig(family, [said("first"), said("second")]) as rig:
+        dialect = ChatDialect()
+        body = {"messages": ASK, "tools": TOOLS}
+        counts = [await rig.session.count_tokens(dialect.parse(body, "").request)]
+        assert rig.session.stats.calls == 0
+        _, reply = await rig.post(body)
+        echo = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
+        body = {**body, "messages": [*ASK, echo, {"role": "user", "content": "more <|im_end|>"}]}
+        counts += [await rig.session.count_tokens(dialect.parse(body, "").request) for _ in range(2)]
+        assert rig.session.stats.injections == 0
+        await rig.post(body)
+        counts.append(await rig.session.count_tokens(dialect.parse(body, "").request))
+        first, second = (len(sent.ids) for sent in rig.engine.sent)
+        assert counts == [first, second, second, second]
+        stats = rig.session.stats
+        assert (stats.edited, stats.forks, stats.injections) == (0, 0, 1)
+        assert [t.parent for t in (await rig.session.seal(1.0)).turns] == [-1, 0]

@@ -245,6 +245,8 @@ class Turn:
     version_runs: VersionRuns
     excluded: str = ""
     """Reason from EXCLUSIONS when no token of this turn may be trained, else empty."""
+    hints: tuple[tuple[str, str], ...] = ()
+    """What the agent said of itself with the request, as (name, value): labels for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,12 +300,34 @@ EXCLUSIONS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DriftNote:
+    """One request that did not simply continue what was held, with the diagnosis of an edit."""
+
+    kind: str
+    """edited or fork."""
+    cause: str
+    """From the closed sets in capture/drift and capture/diagnosis."""
+    request: int = -1
+    """Index of the first turn sampled for that request; -1 when none was."""
+    turn: int = -1
+    """The held turn concerned: edited, left out, stepped back over or re-rendered; -1 when there is none."""
+    token: int = -1
+    """First sampled id of that turn that the agent's version does not share; -1 when not known."""
+    tokens: int = 0
+    """Sampled ids of held turns that this request re-renders as context, or leaves out."""
+    detail: str = ""
+    """Names of the arguments concerned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """All segments of one rollout in time order, with the ledger of its session."""
 
     segments: tuple[Segment, ...]
     turns: tuple[Turn, ...]
     ledger: Ledger
+    drifts: tuple[DriftNote, ...] = ()
+    """In the order of the requests."""
 
 
 # --------------------------------------------------------------------------- judgement

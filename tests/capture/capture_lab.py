@@ -29,6 +29,7 @@ FINGERPRINT = "toy"
 FIRST_SAMPLED = 1_000_000
 END, NEWLINE = 2, 3
 ROLES = {"system": 10, "user": 11, "assistant": 12, "tool": 13}
+Hints = tuple[tuple[str, str], ...]
 SHELL = ToolSpec(name="shell", description="run", parameters='{"type":"object"}')
 
 
@@ -111,9 +112,15 @@ class Lab:
         self._turn = 0
         self._deliveries = 0
 
-    def ask(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (SHELL,)) -> Call:
+    @staticmethod
+    def request(messages: Sequence[Message], tools: Sequence[ToolSpec] = (SHELL,)) -> ModelRequest:
+        return ModelRequest(messages=tuple(messages), tools=tuple(tools))
+
+    def ask(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (SHELL,), hints: Hints = ()
+    ) -> Call:
         """Plan, render what is left, extend."""
-        request = ModelRequest(messages=tuple(messages), tools=tuple(tools))
+        request = replace(self.request(messages, tools), hints=hints)
         plan = self.forest.plan(request, FINGERPRINT)
         base = next((c for c in self.calls if c.node == plan.base), None)
         lead = [m for m in messages if m.role == "system"] if base is None else []
@@ -184,9 +191,15 @@ class Lab:
         self.forest.mark_aborted(made.context if made.node < 0 else made.node)
         return made
 
-    def turn(self, messages: Sequence[Message], reply: Message, tools: Sequence[ToolSpec] = (SHELL,)) -> Call:
+    def turn(
+        self,
+        messages: Sequence[Message],
+        reply: Message,
+        tools: Sequence[ToolSpec] = (SHELL,),
+        hints: Hints = (),
+    ) -> Call:
         """One ordinary delivered call."""
-        return self.deliver(self.sample(self.ask(messages, tools), reply))
+        return self.deliver(self.sample(self.ask(messages, tools, hints), reply))
 
 
 def reasons_of(trajectory: Trajectory) -> dict[int, str]:

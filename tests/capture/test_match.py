@@ -7,16 +7,26 @@ from hypothesis import strategies as st
 
 from whet.capture.drift import difference
 from whet.capture.match import (
+    Meaning,
+    Reader,
     canonical_arguments,
     digest,
     leading_system,
-    message_key,
-    message_keys,
+    parts_of,
     root_key,
     same,
     wire_digest,
 )
-from whet.types import ToolSpec
+from whet.types import Message, ToolSpec
+
+
+def meaning(message: Message) -> Meaning:
+    return Reader().meaning(message)
+
+
+def meanings(messages: list[Message]) -> list[Meaning]:
+    told = Reader().conversation(messages)
+    return [told[i] for i in range(len(told))]
 
 
 @pytest.mark.parametrize(
@@ -29,6 +39,8 @@ from whet.types import ToolSpec
         ('{"n": -0.0}', '{"n":0}'),
         ('{"n": 1e21}', '{"n":1000000000000000000000}'),
         ('{"a":1,"a":2}', '{"a":2}'),
+        ('{"n": 1e2}', '{"n":100.00}'),
+        ('{"a":{"x":1,"x":{"y":0}}}', '{"a":{"x":{"y":-0}}}'),
         ("", "{}"),
         ("null", "{}"),
         (" {\n} ", "{}"),
@@ -51,6 +63,8 @@ def test_the_same_arguments_in_another_spelling_are_the_same(sampled: str, echoe
         ('{"a":9007199254740993}', '{"a":9007199254740992}'),
         ('{"a":[1,2]}', '{"a":[2,1]}'),
         ('{"n": 1e400}', '{"n":null}'),
+        ('{"n": 1e400}', '{"n":1e401}'),
+        ('{"n": 18446744073709551616}', '{"n":18446744073709551617}'),
     ],
 )
 def test_arguments_of_another_value_differ(sampled: str, echoed: str) -> None:
@@ -61,7 +75,7 @@ def test_arguments_of_another_value_differ(sampled: str, echoed: str) -> None:
     "text", ["[" * 100_000, '{"a":' * 100_000, "9" * 10_000, '"\ud800"', "\x00", '"\\ud800"']
 )
 def test_hostile_arguments_have_a_key(text: str) -> None:
-    assert same(message_key(says("", call("c", text))), message_key(says("", call("c", text))))
+    assert meaning(says("", call("c", text))) == Reader().meaning(says("", call("c", text)))
 
 
 JSON = st.recursive(
@@ -81,30 +95,71 @@ def test_re_dumping_never_changes_the_key(value: dict[str, object], ascii_only: 
 
 
 def test_surrounding_whitespace_of_text_counts() -> None:
-    assert not same(message_key(says("done")), message_key(says("done\n")))
+    assert not same(meaning(says("done")), meaning(says("done\n")))
 
 
 def test_reasoning_that_is_not_echoed_equals_any_but_other_reasoning_differs() -> None:
-    held = message_key(says("x", reasoning="because"))
-    assert same(held, message_key(says("x")))
-    assert same(held, message_key(says("x", reasoning="because")))
-    assert difference(held, message_key(says("x", reasoning="therefore"))) == "reasoning"
-    assert difference(message_key(says("x")), message_key(says("x", reasoning="made up"))) == "reasoning"
+    held = says("x", reasoning="because")
+    assert same(meaning(held), meaning(says("x")))
+    assert same(meaning(held), meaning(says("x", reasoning="because")))
+    assert not same(meaning(held), meaning(says("x", reasoning="therefore")))
+    assert difference(parts_of(held), parts_of(says("x", reasoning="therefore"))) == "reasoning"
+    assert not same(meaning(says("x")), meaning(says("x", reasoning="made up")))
+    assert difference(parts_of(says("x")), parts_of(says("x", reasoning="made up"))) == "reasoning"
+
+
+def test_a_run_of_messages_is_held_where_each_means_the_same() -> None:
+    run = [user("u"), says("a", reasoning="why"), user("v")]
+    held = Reader().conversation(run).run()
+    assert len(held) == 3
+    for before in ([], [user("x")], [says("s", reasoning="r"), user("x")]):
+        for middle, fits in ((run[1], True), (says("a"), True), (says("a", reasoning="no"), False)):
+            told = Reader().conversation([*before, run[0], middle, run[2], user("more")])
+            assert told.holds(held, len(before)) is fits
+            assert not told.holds(held, len(before) + 1)
+            assert told.rest(len(before)).holds(held, 0) is fits
+    told = Reader().conversation([user("u"), says("a", reasoning="why")])
+    assert not told.holds(held, 0)
+    plain = Reader().conversation([says("a")]).run()
+    assert not Reader().conversation([says("a", reasoning="made up")]).holds(plain, 0)
 
 
 def test_differences_are_named_in_wire_order() -> None:
-    held = message_key(says("x", call("1", '{"a":1}')))
-    assert difference(held, message_key(says("y", call("1", '{"a":2}')))) == "text"
-    assert difference(held, message_key(says("x", call("1", '{"a":2}', name="read")))) == "tool name"
-    assert difference(held, message_key(says("x"))) == "tool name"
-    assert difference(held, message_key(says("x", call("1", '{"a":2}')))) == "arguments"
-    assert difference(held, message_key(says("x", call("9", '{"a": 1}')))) == ""
+    def named(got: Message) -> str:
+        return difference(parts_of(says("x", call("1", '{"a":1}'))), parts_of(got))
+
+    assert named(says("y", call("1", '{"a":2}'))) == "text"
+    assert named(says("x", call("1", '{"a":2}', name="read"))) == "tool name"
+    assert named(says("x")) == "tool name"
+    assert named(says("x", call("1", '{"a":2}'))) == "arguments"
+    assert named(says("x", call("9", '{"a": 1}'))) == ""
+
+
+def test_what_is_remembered_of_spellings_changes_no_meaning() -> None:
+    reader = Reader()
+    spelled = [says("t", call(str(i), text)) for i, text in enumerate(('{"a":1,"b":2}', '{"b":2, "a":1.0}'))]
+    for _ in range(2):
+        assert len({reader.meaning(message) for message in spelled}) == 1
+    apart = [
+        says("t", call("1", '{"a":1}'), call("2", "{}")),
+        says("t", call("1", "{}"), call("2", '{"a":1}')),
+        says("", call("1", '{"a":1}'), call("2", "{}")),
+        says("t", call("1", '{"a":1}')),
+        says("t", call("1", '{"a":1}', name="shell2"), call("2", "{}")),
+        says("t"),
+        says("1 t"),
+        user("t"),
+        system("t"),
+        answer("x", "t"),
+    ]
+    found = {reader.meaning(m) if m.role == "assistant" else meanings([m])[0] for m in apart}
+    assert len(found) == len(apart)
 
 
 def test_tool_results_are_tied_to_calls_by_position_not_by_id() -> None:
-    def keys(first: str, second: str, order: tuple[str, str]) -> list[object]:
+    def keys(first: str, second: str, order: tuple[str, str]) -> list[Meaning]:
         said = says("", call(first), call(second))
-        return list(message_keys([user("u"), said, *(answer(i, "same") for i in order)]))
+        return meanings([user("u"), said, *(answer(i, "same") for i in order)])
 
     assert keys("a", "b", ("a", "b")) == keys("x", "y", ("x", "y"))
     assert keys("a", "b", ("a", "b")) != keys("a", "b", ("b", "a"))
@@ -112,7 +167,7 @@ def test_tool_results_are_tied_to_calls_by_position_not_by_id() -> None:
 
 def test_a_reused_call_id_belongs_to_the_latest_call() -> None:
     once = [says("", call("a")), answer("a"), says("", call("a")), answer("a")]
-    keys = message_keys(once)
+    keys = meanings(once)
     assert keys[1] == keys[3]
 
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from whet.capture.match import MessageKey, same, same_run
+from whet.capture.match import Conversation, Parts, parts_of, same
 from whet.capture.nodes import ContextNode, Nodes, SampledNode
+from whet.capture.pointer import Names
 from whet.types import Message
 
 
@@ -21,7 +22,7 @@ class Drift:
 
     clean: `first` (first request of the session), `append`, `same_prompt` (retry or twin).
     edited: `text`, `tool name`, `arguments`, `reasoning` (first difference in wire order), `missing` (the
-    turn was left out), `foreign` (an assistant message nobody sampled).
+    turn was left out), `foreign` (an assistant message nobody sampled). `diagnosis` names edits finer.
     fork: `new_root`, `rewind`, `context` (what stood before a known turn was rewritten).
     """
 
@@ -29,6 +30,10 @@ class Drift:
     cause: str
     turn: int | None = None
     """The held turn concerned: edited, left out, stepped back over or re-rendered."""
+    node: int | None = None
+    """Its sampled node."""
+    at: int = 0
+    """For an edit of a held turn: where its echo should stand among the messages to render."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,51 +48,92 @@ class PromptPlan:
     replace: tuple[Message, ...]
     """Context messages to render after `base`: user, tool, mid-list system, edited and foreign assistant."""
     drift: Drift
-    keys: tuple[MessageKey, ...] = field(repr=False)
-    """Keys of `replace`, for `extend`."""
+    told: Conversation = field(repr=False)
+    """Meanings of `replace`, for `extend`."""
     tools: bool
     echoes: frozenset[int] = field(repr=False)
     """Sampled nodes named by pointers or minted call ids in `replace`."""
+    hints: tuple[tuple[str, str], ...] = ()
 
 
-def difference(held: MessageKey, got: MessageKey) -> str:
-    """The first part, in wire order, in which an echoed assistant message differs; empty if none."""
-    if same(held, got):
-        return ""
-    if got.reasoning and held.reasoning != got.reasoning:
-        return "reasoning"
-    if held.text != got.text:
-        return "text"
-    return "tool name" if held.names != got.names else "arguments"
+def deepest(nodes: Nodes, names: Names, root_key: str, told: Conversation) -> tuple[int | None, int]:
+    """(deepest sampled node that `told` fully matches, messages it accounts for); (None, 0) without one.
+
+    Between equals the one named by a valid pointer wins, then by call ids, then the one delivered last; names
+    are read only where the path splits, since those above are common to all.
+    """
+    best = (0, 0, 0, 0, -1)  # messages, turns named by pointer, by call id, order of delivery, node
+    reached: list[tuple[int | None, int, int, int]] = [(None, 0, 0, 0)]
+    split = False
+    while reached:
+        base, start, pointed, minted = reached.pop()
+        found = _taken_up(nodes, root_key, base, told, start)
+        split = split or len(found) > 1
+        for turn, end in found:
+            hits = (pointed, minted)
+            if split:
+                message = told.messages[end]
+                hits = (
+                    pointed + (turn.id in names.pointed(message)),
+                    minted + (turn.id in names.minters(message)),
+                )
+            best = max(best, (end + 1, *hits, turn.delivered, turn.id))
+            reached.append((turn.id, end + 1, *hits))
+    return (best[4], best[0]) if best[0] else (None, 0)
 
 
-def held_context(nodes: Nodes, root_key: str, base: int | None, keys: Sequence[MessageKey]) -> int | None:
+def _taken_up(
+    nodes: Nodes, root_key: str, base: int | None, told: Conversation, start: int
+) -> list[tuple[SampledNode, int]]:
+    """Turns right below `base` that `told` goes on with, each with the index of its echo."""
+    found: list[tuple[SampledNode, int]] = []
+    for context in nodes.below(root_key, base):
+        end = start + len(context.run)
+        if context.children and end < len(told) and told.holds(context.run, start):
+            got = told[end]
+            turns = (nodes.sampled(child) for child in context.children)
+            found += [(turn, end) for turn in turns if same(turn.meaning, got)]
+    return found
+
+
+def held_context(nodes: Nodes, root_key: str, base: int | None, told: Conversation) -> int | None:
     """The context node under `base` that holds exactly these messages, if any."""
     for node in nodes.below(root_key, base):
-        if len(node.keys) == len(keys) and same_run(node.keys, keys, 0):
+        if len(node.run) == len(told) and told.holds(node.run, 0):
             return node.id
     return None
 
 
-def classify(
-    nodes: Nodes, root_key: str, base: int | None, keys: Sequence[MessageKey], echoes: Sequence[SampledNode]
-) -> Drift:
-    """Name the drift of a request whose messages after `base` have `keys`.
+def difference(held: Parts, got: Parts) -> str:
+    """The first part, in wire order, in which an echoed assistant message differs; empty if none."""
+    if got.reasoning and held.reasoning != got.reasoning:
+        return "reasoning"
+    if held.text != got.text:
+        return "text"
+    if held.names != got.names:
+        return "tool name"
+    return "" if held.arguments == got.arguments else "arguments"
 
-    `echoes` are the held turns whose minted call ids occur among these messages, in request order.
+
+def classify(
+    nodes: Nodes, root_key: str, base: int | None, told: Conversation, echoes: Sequence[SampledNode]
+) -> Drift:
+    """Name the drift of a request whose messages after `base` are `told`.
+
+    `echoes` are the held turns that these messages name, in request order.
     """
-    held = held_context(nodes, root_key, base, keys)
+    held = held_context(nodes, root_key, base, told)
     if held is not None:
         gone_past = any(nodes.sampled(child).continued for child in nodes.context(held).children)
         return Drift(kind="fork", cause="rewind") if gone_past else Drift(kind="clean", cause="same_prompt")
-    edited = _edit(nodes, nodes.below(root_key, base), keys, echoes)
+    edited = _edit(nodes, nodes.below(root_key, base), told, echoes)
     if edited is not None:
         return edited
     if echoes:
-        return Drift(kind="fork", cause="context", turn=echoes[0].turn)
+        return Drift(kind="fork", cause="context", turn=echoes[0].turn, node=echoes[0].id)
     if base is None:
         return Drift(kind="fork", cause="new_root") if nodes.all else Drift(kind="clean", cause="first")
-    if any(key.role == "assistant" for key in keys):
+    if any(message.role == "assistant" for message in told.messages):
         return Drift(kind="edited", cause="foreign")
     if nodes.sampled(base).continued:
         return Drift(kind="fork", cause="rewind")
@@ -95,19 +141,21 @@ def classify(
 
 
 def _edit(
-    nodes: Nodes, below: Sequence[ContextNode], keys: Sequence[MessageKey], echoes: Sequence[SampledNode]
+    nodes: Nodes, below: Sequence[ContextNode], told: Conversation, echoes: Sequence[SampledNode]
 ) -> Drift | None:
     """The edit that made the request leave the longest held prompt it starts with, if that is the cause."""
-    prompts = [c for c in below if c.children and len(c.keys) < len(keys) and same_run(c.keys, keys, 0)]
+    prompts = [c for c in below if c.children and len(c.run) < len(told) and told.holds(c.run, 0)]
     if not prompts:
         return None
-    prompt = max(prompts, key=lambda c: len(c.keys))
+    prompt = max(prompts, key=lambda c: len(c.run))
     named = {node.id for node in echoes}
     turns = [nodes.sampled(child) for child in prompt.children]
     turn = max(turns, key=lambda s: (s.id in named, s.delivered, s.id))
-    got = keys[len(prompt.keys)]
+    at = len(prompt.run)
+    got = told.messages[at]
     if got.role == "assistant":
-        return Drift(kind="edited", cause=difference(turn.key, got), turn=turn.turn)
+        cause = difference(turn.parts, parts_of(got))
+        return Drift(kind="edited", cause=cause, turn=turn.turn, node=turn.id, at=at)
     if turn.continued:  # the agent had accepted it: this is a step back, not a turn that was never taken up
-        return Drift(kind="fork", cause="rewind", turn=turn.turn)
-    return Drift(kind="edited", cause="missing", turn=turn.turn)
+        return Drift(kind="fork", cause="rewind", turn=turn.turn, node=turn.id)
+    return Drift(kind="edited", cause="missing", turn=turn.turn, node=turn.id, at=at)

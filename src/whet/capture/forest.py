@@ -9,27 +9,18 @@ All failures are CaptureError naming rollout, turn and token index.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from whet.capture.drift import PromptPlan, classify, held_context
+from whet.capture.diagnosis import Diagnosis, first_difference
+from whet.capture.drift import PromptPlan, classify, deepest, held_context
 from whet.capture.ledger import check_generation
-from whet.capture.match import (
-    MessageKey,
-    leading_system,
-    message_key,
-    message_keys,
-    root_key,
-    same,
-    same_run,
-    wire_digest,
-)
+from whet.capture.match import Reader, leading_system, parts_of, root_key, wire_digest
 from whet.capture.nodes import ContextNode, Nodes, SampledNode, chain, frozen_ids, joined
-from whet.capture.pointer import sign, verify
+from whet.capture.notes import Notes
+from whet.capture.pointer import Names
 from whet.capture.segments import export
 from whet.errors import CaptureError
-from whet.types import EXCLUSIONS, Generation, IntArray, Message, ModelRequest, Trajectory
+from whet.types import EXCLUSIONS, DriftNote, Generation, IntArray, Message, ModelRequest, Trajectory
 
 
 class Forest:
@@ -38,9 +29,10 @@ class Forest:
     def __init__(self, rollout_id: str, pointer_key: bytes = b"") -> None:
         """`pointer_key` is a secret of this session that no agent sees; without one nothing is signed."""
         self._rollout_id = rollout_id
-        self._pointer_key = pointer_key
         self._nodes = Nodes(rollout_id)
-        self._minted: dict[str, int] = {}
+        self._names = Names(self._nodes, pointer_key)
+        self._reader = Reader()
+        self._notes = Notes(self._nodes)
         self._turns: set[int] = set()
         self._deliveries = 0
         self._sealed: Trajectory | None = None
@@ -49,78 +41,47 @@ class Forest:
         """Number of nodes, for the session's budget."""
         return len(self._nodes.all)
 
+    @property
+    def drifts(self) -> tuple[DriftNote, ...]:
+        """Requests so far that did not simply continue what was held, in order."""
+        return self._notes.drifts()
+
     def plan(self, request: ModelRequest, fingerprint: str) -> PromptPlan:
         """Find the deepest sampled turn that the request continues. Changes nothing.
 
-        Every assistant message on the way must mean what was sampled. Between equals the one with a valid
-        pointer wins, then the one whose minted call ids are echoed, then the one delivered last.
+        Every assistant message on the way must mean what was sampled.
         """
         self._refuse_sealed("a request")
         lead = leading_system(request.messages)
         key = root_key(fingerprint, request.messages[:lead], request.tools)
-        messages = request.messages[lead:]
-        keys = message_keys(messages)
-        base, start = self._deepest(key, messages, keys)
-        rest = tuple(keys[start:])
-        echoes = self._echoed(messages[start:])
+        told = self._reader.conversation(request.messages[lead:])
+        base, start = deepest(self._nodes, self._names, key, told)
+        rest = told.rest(start)
+        echoes = self._names.echoed(rest.messages)
         return PromptPlan(
             root_key=key,
             base=base,
             parent=held_context(self._nodes, key, base, rest),
-            replace=tuple(messages[start:]),
+            replace=tuple(rest.messages),
             drift=classify(self._nodes, key, base, rest, echoes),
-            keys=rest,
+            told=rest,
             tools=bool(request.tools),
             echoes=frozenset(node.id for node in echoes),
+            hints=request.hints,
         )
 
-    def _deepest(
-        self, key: str, messages: Sequence[Message], keys: Sequence[MessageKey]
-    ) -> tuple[int | None, int]:
-        """(deepest fully matched sampled node, messages it accounts for); (None, 0) when there is none."""
-        best = (0, 0, 0, 0, -1)  # messages, turns named by pointer, by call id, order of delivery, node
-        reached: list[tuple[int | None, int, int, int]] = [(None, 0, 0, 0)]
-        while reached:
-            base, start, named, called = reached.pop()
-            for context in self._nodes.below(key, base):
-                end = start + len(context.keys)
-                if end >= len(keys) or not same_run(context.keys, keys, start):
-                    continue
-                pointed, minted = self._pointed(messages[end]), self._minters(messages[end])
-                for child in context.children:
-                    turn = self._nodes.sampled(child)
-                    if same(turn.key, keys[end]):
-                        hits = (named + (child in pointed), called + (child in minted))
-                        best = max(best, (end + 1, *hits, turn.delivered, child))
-                        reached.append((child, end + 1, *hits))
-        return (best[4], best[0]) if best[0] else (None, 0)
-
-    def _pointed(self, message: Message) -> set[int]:
-        """Sampled nodes that valid pointers in this message name."""
-        found = {verify(self._pointer_key, text) for text in message.pointers}
-        return {node for node in found if node is not None and self._nodes.is_sampled(node)}
-
-    def _minters(self, message: Message) -> set[int]:
-        """Sampled nodes that minted a call id of this message."""
-        return {self._minted[call.id] for call in message.tool_calls if call.id in self._minted}
-
-    def _echoed(self, messages: Sequence[Message]) -> list[SampledNode]:
-        """Held turns named by pointers or minted call ids in `messages`, in order, without repeats."""
-        named = (sorted(self._pointed(message) | self._minters(message)) for message in messages)
-        found = dict.fromkeys(node for nodes in named for node in nodes)
-        return [self._nodes.sampled(node) for node in found]
-
-    def extend(self, plan: PromptPlan, delta: IntArray) -> int:
+    def extend(self, plan: PromptPlan, delta: IntArray, diagnosis: Diagnosis | None = None) -> int:
         """Open one request: the context node for `plan`, with the ids rendered for it; returns its id.
 
         `delta` is everything between `plan.base` and the sampled span to come: close (or root block),
         context, generation prompt. A prompt that is held already is re-used with its stored ids; the same
-        messages rendered to other ids are a family that is not pure: CaptureError.
+        messages rendered to other ids are a family that is not pure: CaptureError. `diagnosis` explains
+        `plan.drift` when that is an edit.
         """
         self._refuse_sealed("a prompt")
         self._check_delta(plan, delta)
         wire = wire_digest(plan.replace)
-        held = held_context(self._nodes, plan.root_key, plan.base, plan.keys)
+        held = held_context(self._nodes, plan.root_key, plan.base, plan.told)
         if held is None:
             node = self._new_context(plan, delta, wire)
         else:
@@ -128,7 +89,7 @@ class Forest:
             # Other spelling of the same meaning may render differently; then the held ids stand.
             if node.wire == wire and not np.array_equal(node.ids, delta):
                 raise CaptureError(
-                    f"rollout {self._rollout_id} node {held} token {_first_difference(node.ids, delta)}: "
+                    f"rollout {self._rollout_id} node {held} token {first_difference(node.ids, delta)}: "
                     "the same messages were rendered to other ids"
                 )
         # A request after a lost one wants the same sample again; any other wants one more.
@@ -136,6 +97,7 @@ class Forest:
             node.lost -= 1
         else:
             node.wanted += 1
+        self._notes.add(plan, node.id, diagnosis)
         return node.id
 
     def _new_context(self, plan: PromptPlan, delta: IntArray, wire: bytes) -> ContextNode:
@@ -147,11 +109,12 @@ class Forest:
             top=node_id if base is None else base.top,
             root_key=plan.root_key,
             ids=frozen_ids(delta),
-            keys=plan.keys,
+            run=plan.told.run(),
             wire=wire,
             chained=chain(b"" if base is None else base.chained, delta),
             tools=plan.tools,
             echoes=plan.echoes,
+            hints=self._notes.hints(plan.hints),
         )
         self._nodes.all.append(node)
         if base is None:
@@ -186,7 +149,7 @@ class Forest:
         minted = [call.id for call in reply.tool_calls if call.id]
         if turn < 0 or turn in self._turns:
             raise CaptureError(f"{where}: turn numbers are used once, from 0")
-        if len(set(minted)) < len(minted) or any(call in self._minted for call in minted):
+        if len(set(minted)) < len(minted) or self._names.taken(minted):
             raise CaptureError(f"{where}: a minted call id was used before")
         if reply.role != "assistant":
             raise CaptureError(f"{where}: a reply has role assistant, not {reply.role}")
@@ -197,19 +160,24 @@ class Forest:
             top=context.top,
             turn=turn,
             generation=kept,
-            key=message_key(reply),
+            meaning=self._reader.meaning(reply),
+            parts=parts_of(reply),
             chained=chain(context.chained, kept.ids),
             synthetic=synthetic,
         )
         self._nodes.all.append(sampled)
         context.children.append(sampled.id)
         self._turns.add(turn)
-        self._minted.update((call, sampled.id) for call in minted)
+        self._names.mint(minted, sampled.id)
         return sampled.id
 
     def pointer(self, node: int) -> str:
         """Signed pointer to a sampled node, for the reply's opaque field; empty without a key."""
-        return sign(self._pointer_key, self._nodes.sampled(node).id)
+        return self._names.pointer(node)
+
+    def turns_named(self, message: Message) -> int:
+        """How many held turns a message names by call id or pointer."""
+        return len(self._names.of(message))
 
     def sampled(self, node: int) -> Generation:
         """What the engine produced at a sampled node, for `Family.close`."""
@@ -254,7 +222,7 @@ class Forest:
         Raises CaptureError when any invariant does not hold over what is exported.
         """
         if self._sealed is None:
-            self._sealed = export(self._nodes)
+            self._sealed = export(self._nodes, self.drifts)
         return self._sealed
 
     def _refuse_sealed(self, what: str) -> None:
@@ -273,9 +241,3 @@ def _frozen_generation(generation: Generation) -> Generation:
         finish=generation.finish,
         version_runs=tuple(generation.version_runs),
     )
-
-
-def _first_difference(held: IntArray, got: IntArray) -> int:
-    shared = min(len(held), len(got))
-    differing = np.flatnonzero(held[:shared] != got[:shared])
-    return int(differing[0]) if differing.size else shared

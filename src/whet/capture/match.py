@@ -1,38 +1,105 @@
-"""What makes two messages the same: keys by meaning, never by raw text.
+"""What makes two messages the same: digests of meaning, never raw text.
 
-Agents re-order argument keys, re-dump JSON and drop reasoning, so a key is made of digests of the meaning.
-Text is compared exactly: no agent measured trims it. A key holds no text, so a forest in memory holds none.
-Pure; used by `forest` for every message of every request, once.
+Agents re-order argument keys, re-dump JSON and drop reasoning. Text is compared exactly: no agent measured
+trims it. Numbers compare by value (1.0 is 1, integers are exact), the last of duplicate keys wins, and
+arguments that no JSON reader agrees on (malformed, beyond a double) compare as text. A message of a request
+costs one digest; no text is kept. Caller: forest, once per request.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isinf
 from typing import NamedTuple, NoReturn
 
-from whet.types import Message, ToolSpec
+from whet.types import Message, ToolCall, ToolSpec
+
+SIZE = 16
+"""Bytes of one digest."""
 
 
-class MessageKey(NamedTuple):
-    """Meaning of one message as digests, part by part, so that a difference can be named."""
+class Meaning(NamedTuple):
+    """Meaning of one message; reasoning stands apart because an echo may leave it out."""
 
-    role: str
+    said: bytes
+    """Digest of role, text, tool names, canonical arguments and of the call that a tool message answers."""
+    reasoning: bytes
+    """Digest of it, empty when the message carries none."""
+
+
+class Parts(NamedTuple):
+    """Digests of an assistant message part by part, so that a difference can be named."""
+
+    reasoning: bytes
     text: bytes
     names: tuple[str, ...]
     """Tool names in call order."""
     arguments: tuple[bytes, ...]
     """Digest of each call's canonical arguments."""
-    answers: str
-    """For role tool: which call it answers, by position, so that regenerated ids do not matter."""
-    reasoning: bytes
-    """Empty when the message carries none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive messages as a context node holds them."""
+
+    said: bytes = field(repr=False)
+    """`Meaning.said` of each, joined."""
+    reasoning: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
+    """(index, digest) of each message that carries any."""
+
+    def __len__(self) -> int:
+        return len(self.said) // SIZE
+
+
+class Conversation:
+    """Meanings of the messages of one request."""
+
+    __slots__ = ("_reasoning", "_said", "messages")
+
+    def __init__(self, messages: Sequence[Message], said: bytes, reasoning: Mapping[int, bytes]) -> None:
+        self.messages = messages
+        self._said = said
+        self._reasoning = reasoning
+
+    def __len__(self) -> int:
+        return len(self.messages)
+
+    def __getitem__(self, index: int) -> Meaning:
+        return Meaning(self._said[index * SIZE : (index + 1) * SIZE], self._reasoning.get(index, b""))
+
+    def rest(self, start: int) -> Conversation:
+        """The messages from `start` on."""
+        reasoning = {i - start: r for i, r in self._reasoning.items() if i >= start}
+        return Conversation(self.messages[start:], self._said[start * SIZE :], reasoning)
+
+    def run(self) -> Run:
+        """All of it, without the messages."""
+        return Run(self._said, tuple(self._reasoning.items()))
+
+    def holds(self, run: Run, start: int) -> bool:
+        """True when the messages at `start` mean what `run` means, each by the rule of `same`."""
+        size = len(run.said)
+        if self._said[start * SIZE : start * SIZE + size] != run.said:
+            return False
+        if not self._reasoning:
+            return True
+        held = dict(run.reasoning)
+        echoed = ((i, self._reasoning.get(start + i)) for i in range(size // SIZE))
+        return all(got is None or got == held.get(i) for i, got in echoed)
+
+
+def same(held: Meaning, got: Meaning) -> bool:
+    """True when `got` (from a request) means what `held` means. Reasoning that is not echoed equals any."""
+    return held[0] == got[0] and (not got[1] or held[1] == got[1])
 
 
 def digest(*parts: str | bytes) -> bytes:
     """16 bytes over length-prefixed parts: no two different lists of parts run together."""
-    h = hashlib.blake2b(digest_size=16)
+    h = hashlib.blake2b(digest_size=SIZE)
     for part in parts:
         raw = part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
         h.update(len(raw).to_bytes(8, "big"))
@@ -60,6 +127,8 @@ def leading_system(messages: Sequence[Message]) -> int:
 def _number(text: str) -> int | float:
     """JavaScript agents write 1.0 as 1, so whole floats are the same as ints."""
     value = float(text)
+    if isinf(value):
+        raise ValueError(f"{text} is beyond a double")
     return int(value) if value.is_integer() else value
 
 
@@ -71,64 +140,91 @@ _READ = json.JSONDecoder(parse_float=_number, parse_constant=_refuse)
 _WRITE = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
-def canonical_arguments(text: str) -> str:
-    """One spelling for all JSON texts of the same value; text that is not JSON stands for itself.
+def read_arguments(text: str) -> object:
+    """The JSON value that `text` spells; empty and null mean none. Raises ValueError, RecursionError."""
+    value = _READ.decode(text) if text.strip() else {}
+    return {} if value is None else value
 
-    Duplicate keys: the last wins, as every parser of an agent has it. Empty and null mean no arguments.
-    """
-    if not text.strip():
-        return "json:{}"
+
+def canonical_json(value: object) -> str:
+    """One spelling for all JSON texts of the same value."""
+    return _WRITE.encode(value)
+
+
+def canonical_arguments(text: str) -> str:
+    """One spelling for all JSON texts of the same value; text that is not JSON stands for itself."""
     try:
-        value = _READ.decode(text)
-        plain = _WRITE.encode(value)
+        return "json:" + canonical_json(read_arguments(text))
     except (ValueError, RecursionError):  # malformed, over-long numbers, absurd depth
         return "text:" + text
-    return "json:{}" if value is None else "json:" + plain
 
 
-_NOTHING = digest("")
-
-
-def message_key(message: Message, answers: str = "") -> MessageKey:
-    """Key of one message; `answers` is what `message_keys` resolved for a tool message."""
-    return MessageKey(
-        role=message.role,
-        text=digest(message.text) if message.text else _NOTHING,
-        names=tuple(call.name for call in message.tool_calls),
-        arguments=tuple(digest(canonical_arguments(call.arguments)) for call in message.tool_calls),
-        answers=answers,
+def parts_of(message: Message) -> Parts:
+    """Digests of an assistant message part by part."""
+    return Parts(
         reasoning=digest(message.reasoning) if message.reasoning else b"",
+        text=digest(message.text),
+        names=tuple(sys.intern(call.name) for call in message.tool_calls),
+        arguments=tuple(digest(canonical_arguments(call.arguments)) for call in message.tool_calls),
     )
 
 
-def message_keys(messages: Sequence[Message]) -> list[MessageKey]:
-    """Keys of a conversation. A tool message is tied to its call by position (assistant turns back, ordinal),
-    so an agent that invents new ids consistently still matches."""
-    keys: list[MessageKey] = []
-    owner: dict[str, tuple[int, int]] = {}
-    said = 0
-    for message in messages:
-        answers = ""
-        if message.role == "assistant":
-            said += 1
-            owner.update((call.id, (said, ordinal)) for ordinal, call in enumerate(message.tool_calls))
-        elif message.role == "tool" and message.tool_call_id in owner:
-            turn, ordinal = owner[message.tool_call_id]
-            answers = f"{said - turn}.{ordinal}"
-        keys.append(message_key(message, answers))
-    return keys
+class Reader:
+    """Reads requests; remembers which spellings of tool calls mean what, so that each is parsed once."""
+
+    _KEPT = 1 << 14
+    """Spellings remembered; past that, all are forgotten."""
+
+    def __init__(self) -> None:
+        self._spelled: dict[bytes, bytes] = {}
+
+    def meaning(self, message: Message) -> Meaning:
+        """Of one assistant message."""
+        reasoning = digest(message.reasoning) if message.reasoning else b""
+        return Meaning(self._assistant(message.text, message.tool_calls), reasoning)
+
+    def conversation(self, messages: Sequence[Message]) -> Conversation:
+        """Meanings of `messages`. A tool message is tied to its call by position (assistant turns back,
+        ordinal), so an agent that invents new ids consistently still matches."""
+        said: list[bytes] = []
+        reasoning: dict[int, bytes] = {}
+        owner: dict[str, tuple[int, int]] = {}
+        turns = 0
+        for index, message in enumerate(messages):
+            role = message.role
+            if role == "assistant":
+                turns += 1
+                for ordinal, call in enumerate(message.tool_calls):
+                    owner[call.id] = (turns, ordinal)
+                if message.reasoning:
+                    reasoning[index] = digest(message.reasoning)
+                said.append(self._assistant(message.text, message.tool_calls))
+                continue
+            head: str = role
+            if role == "tool" and message.tool_call_id in owner:
+                turn, ordinal = owner[message.tool_call_id]
+                head = f"tool {turns - turn}.{ordinal}"
+            said.append(_hash(f"{head}\0{message.text}"))
+        return Conversation(messages, b"".join(said), reasoning)
+
+    def _assistant(self, text: str, calls: Sequence[ToolCall]) -> bytes:
+        if not calls:
+            return _hash(f"assistant\0{text}")
+        spelled = "".join([f"{len(c.name)} {c.name}{len(c.arguments)} {c.arguments}" for c in calls])
+        wire = _hash(f"calls\0{len(spelled)} {spelled}{text}")
+        known = self._spelled.get(wire)
+        if known is None:
+            named = [part for c in calls for part in (c.name, canonical_arguments(c.arguments))]
+            known = digest("calls", text, *named)
+            if len(self._spelled) >= self._KEPT:
+                self._spelled.clear()
+            self._spelled[wire] = known
+        return known
 
 
-def same(held: MessageKey, got: MessageKey) -> bool:
-    """True when `got` (from a request) means what `held` means. Reasoning that is not echoed equals any."""
-    return held == got or (not got.reasoning and held[:-1] == got[:-1])
-
-
-def same_run(held: Sequence[MessageKey], got: Sequence[MessageKey], start: int) -> bool:
-    """True when `held` stands in `got` at `start`, message by message."""
-    if start + len(held) > len(got):
-        return False
-    return all(same(key, got[start + offset]) for offset, key in enumerate(held))
+def _hash(text: str) -> bytes:
+    """SHA-256 cut short: processors do it in hardware, and this is the one pass over every request's text."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:SIZE]
 
 
 def wire_digest(messages: Sequence[Message]) -> bytes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from whet.capture.match import MessageKey, digest
+from whet.capture.match import Meaning, Parts, Run, digest
 from whet.errors import CaptureError
 from whet.types import Generation, IntArray, SegmentKind
 
@@ -28,14 +28,16 @@ class ContextNode:
     """Top context node of the tree."""
     root_key: str
     ids: IntArray = field(repr=False)
-    keys: tuple[MessageKey, ...] = field(repr=False)
+    run: Run = field(repr=False)
     wire: bytes = field(repr=False)
     """`wire_digest` of the messages as they first came."""
     chained: bytes = field(repr=False)
     tools: bool
     """Whether the request offered tools."""
     echoes: frozenset[int]
-    """Sampled nodes whose minted call ids occur in this context: they were re-rendered here."""
+    """Sampled nodes that this context names by call id or pointer: they were re-rendered here."""
+    hints: tuple[tuple[str, str], ...] = ()
+    """What the agent said of itself: labels, never keys."""
     children: list[int] = field(default_factory=list)
     wanted: int = 0
     """How many samples of exactly this prompt were asked for; a retry of a lost one asks for no other."""
@@ -52,7 +54,8 @@ class SampledNode:
     top: int
     turn: int
     generation: Generation
-    key: MessageKey = field(repr=False)
+    meaning: Meaning = field(repr=False)
+    parts: Parts = field(repr=False)
     chained: bytes = field(repr=False)
     synthetic: bool
     aborted: bool = False

@@ -22,7 +22,7 @@ import numpy as np
 from whet.capture.ledger import account, fates, final_reason
 from whet.capture.nodes import ContextNode, Node, Nodes, SampledNode, chain, joined, node_ids
 from whet.errors import CaptureError
-from whet.types import IntArray, Segment, SegmentKind, Trajectory, Turn, VersionRuns
+from whet.types import DriftNote, IntArray, Segment, SegmentKind, Trajectory, Turn, VersionRuns
 
 KINDS: tuple[SegmentKind, ...] = ("sampled", "demonstrated")
 
@@ -215,6 +215,7 @@ def build_turns(nodes: Nodes, reasons: Mapping[int, str]) -> tuple[Turn, ...]:
                 finish=generation.finish,
                 version_runs=generation.version_runs,
                 excluded=final_reason(node, reasons[node.id]),
+                hints=context.hints,
             )
         )
     return tuple(turns)
@@ -234,7 +235,7 @@ def _check_once(nodes: Nodes, reasons: Mapping[int, str], segments: tuple[Segmen
     return trained
 
 
-def export(nodes: Nodes) -> Trajectory:
+def export(nodes: Nodes, drifts: tuple[DriftNote, ...] = ()) -> Trajectory:
     """Everything a session gives to training. Raises CaptureError when an invariant is broken."""
     lines = find_lines(nodes)
     reasons = fates(nodes, lines.auxiliary)
@@ -244,4 +245,5 @@ def export(nodes: Nodes) -> Trajectory:
         segments=segments,
         turns=build_turns(nodes, reasons),
         ledger=account(nodes, reasons, trained),
+        drifts=drifts,
     )

@@ -19,6 +19,7 @@ from whet.capture.forest import Forest
 from whet.engine.base import Engine
 from whet.errors import EngineError
 from whet.gateway.dialects.base import WireError
+from whet.gateway.edits import explain
 from whet.gateway.host_tools import ToolBox
 from whet.gateway.shim import TextShim, translate
 from whet.render.family import Family, ParsedReply
@@ -149,7 +150,7 @@ class Turns:
         request, injected = self._tools.prepare(request)
         plan = self._plan(request)
         delta = await self._render(plan, request)
-        node = self._forest.extend(plan, delta)
+        node = self._forest.extend(plan, delta, explain(self._family, self._forest, plan))
         prompt = self._forest.path_ids(node)
         answer: Answer | None = None
         try:

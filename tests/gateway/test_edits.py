@@ -1,0 +1,75 @@
+"""Edits over the wire: the session's drifts say which turn, why, and from which sampled token on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from gateway_rig import ASK, TOOLS, Rig, call, said
+
+from whet.render.template import TemplateFamily
+from whet.types import Message
+
+SAMPLED = Message(
+    role="assistant",
+    text="I look. ",
+    reasoning="Hm.",
+    tool_calls=(call("read", '{"path": "é.py", "limit": 3}'),),
+)
+
+
+def repaired(message: dict[str, Any], arguments: str) -> None:
+    message["tool_calls"][0]["function"]["arguments"] = arguments
+
+
+@pytest.mark.case(18, 20, 21, 22, 23)
+@pytest.mark.parametrize(
+    ("edit", "cause", "detail", "from_text"),
+    [
+        (lambda m: repaired(m, '{"path":"é.py","limit":3,"all":false}'), "default added", "read all", "}"),
+        (lambda m: repaired(m, '{"path":"é.py","limit":"3"}'), "type coerced", "read limit", " 3"),
+        (lambda m: repaired(m, '{"limit":3}'), "argument dropped", "read path", ""),
+        (lambda m: m.update(content="I look."), "text trimmed", "", " "),
+        (lambda m: m.pop("tool_calls"), "call missing", "", ""),
+        (lambda m: m.update(reasoning_content="Ha."), "reasoning", "", "m"),
+        (lambda m: (m.clear(), m.update(role="user", content="No call.")), "missing", "", ""),
+    ],
+)
+async def test_an_edit_is_explained_from_the_held_ids(
+    family: TemplateFamily, edit: Any, cause: str, detail: str, from_text: str
+) -> None:
+    async with Rig(family, [SAMPLED, said("Done.")]) as rig:
+        body: dict[str, Any] = {"messages": list(ASK), "tools": TOOLS}
+        _, first = await rig.post(body)
+        echo = copy.deepcopy(first["choices"][0]["message"])
+        result = {"role": "tool", "tool_call_id": echo["tool_calls"][0]["id"], "content": "x"}
+        edit(echo)
+        answered = [result] if echo.get("tool_calls") else [{"role": "user", "content": "Go on."}]
+        status, _ = await rig.post({**body, "messages": [*ASK, echo, *answered]})
+        assert status == 200
+        trajectory = await rig.session.seal(5.0)
+        (note,) = trajectory.drifts
+        assert (note.kind, note.cause, note.detail) == ("edited", cause, detail)
+        assert (note.turn, note.request) == (0, 1)
+        held = trajectory.turns[0].ids
+        assert note.tokens == len(held) - note.token
+        shared = family.decode(held[: note.token])
+        assert family.decode(held[note.token :]).startswith(from_text)
+        if cause == "text trimmed":
+            assert shared.endswith("I look.")
+
+
+@pytest.mark.case(18)
+async def test_another_spelling_is_no_edit(family: TemplateFamily) -> None:
+    async with Rig(family, [SAMPLED, said("Done.")]) as rig:
+        body: dict[str, Any] = {"messages": list(ASK), "tools": TOOLS}
+        _, first = await rig.post(body)
+        echo = copy.deepcopy(first["choices"][0]["message"])
+        repaired(echo, '{"limit":3.0,"path":"\\u00e9.py"}')
+        del echo["reasoning_content"]
+        result = {"role": "tool", "tool_call_id": echo["tool_calls"][0]["id"], "content": "x"}
+        await rig.post({**body, "messages": [*ASK, echo, result]})
+        trajectory = await rig.session.seal(5.0)
+        assert trajectory.drifts == ()
+        assert [turn.parent for turn in trajectory.turns] == [-1, 0]

@@ -175,6 +175,10 @@ class Forest:
         """Signed pointer to a sampled node, for the reply's opaque field; empty without a key."""
         return self._names.pointer(node)
 
+    def said(self, node: int, message: Message) -> bool:
+        """Whether a sampled node was delivered as a message that means `message`."""
+        return self._nodes.sampled(node).meaning == self._reader.meaning(message)
+
     def turns_named(self, message: Message) -> int:
         """How many held turns a message names by call id or pointer."""
         return len(self._names.of(message))

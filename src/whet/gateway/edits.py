@@ -16,7 +16,7 @@ from whet.types import IntArray, Message, ToolCall
 
 
 def explain(family: Family, forest: Forest, plan: PromptPlan) -> Diagnosis | None:
-    """The diagnosis of `plan.drift`, or None when it is no edit of a held turn."""
+    """The diagnosis of `plan.drift`, or None when it is no edit of a held turn that can be decoded."""
     drift = plan.drift
     if drift.kind != "edited" or drift.node is None:
         return None
@@ -24,6 +24,8 @@ def explain(family: Family, forest: Forest, plan: PromptPlan) -> Diagnosis | Non
     parsed = family.parse(said)
     calls = tuple(ToolCall(id="call", name=c.name, arguments=c.arguments) for c in parsed.calls)
     held = Message(role="assistant", text=parsed.text, reasoning=parsed.reasoning, tool_calls=calls)
+    if not forest.said(drift.node, held):  # the wire carried something else, a translated text for instance
+        return None
     echo = plan.replace[drift.at :]
     found = diagnose(held, echo, turns_named=forest.turns_named(echo[0]))
 

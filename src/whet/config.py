@@ -112,14 +112,48 @@ class GatewayTable(Table):
 class EngineTable(Table):
     """The sampler."""
 
-    kind: Literal["embedded"] = "embedded"
-    """Engine."""
-    max_rows: Annotated[int, Field(ge=8, multiple_of=8)] = 32
-    """Requests decoded in one batch; a multiple of 8."""
-    threads: Count = 1
-    """Torch threads while sampling."""
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """embedded = in the learner; vllm = a running server."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Of sampling in training and evaluation, and of the trainer's log-probabilities."""
+    max_rows: Annotated[int, Field(ge=8, multiple_of=8)] = 32
+    """embedded: requests decoded in one batch; a multiple of 8."""
+    threads: Count = 1
+    """embedded: torch threads while sampling."""
+    url: str = ""
+    """vllm: the server, e.g. http://127.0.0.1:8000 without the /v1."""
+    key_env: str = ""
+    """vllm: environment variable that holds the server's key; empty = no key."""
+    call_timeout_s: Seconds = 600.0
+    """vllm: seconds for one generation or one reload of weights."""
+    control_timeout_s: Seconds = 30.0
+    """vllm: seconds for any other call."""
+    retries: CountOrZero = 3
+    """vllm: times that a request is sent again which the server has not begun."""
+
+    @model_validator(mode="after")
+    def _fits_kind(self) -> Self:
+        for key, kinds in ENGINE_KEYS.items():
+            default = type(self).model_fields[key].default
+            if self.kind not in kinds and self.__dict__[key] != default:
+                raise ValueError(
+                    f"{key} means nothing with kind = {self.kind!r}, only with {', '.join(kinds)}"
+                )
+        if self.kind in ENGINE_KEYS["url"] and not self.url:
+            raise ValueError(f"kind = {self.kind!r} needs url")
+        return self
+
+
+ENGINE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "max_rows": ("embedded",),
+    "threads": ("embedded",),
+    "url": ("vllm",),
+    "key_env": ("vllm",),
+    "call_timeout_s": ("vllm",),
+    "control_timeout_s": ("vllm",),
+    "retries": ("vllm",),
+}
+"""Keys of [engine] that only some kinds read; the rest are read by all."""
 
 
 class LimitsTable(Table):

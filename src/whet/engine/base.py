@@ -8,7 +8,8 @@ coroutine of `generate` aborts the request at the engine.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Literal, Protocol
 
 from whet.types import Generation, IntArray, RequestKey, SamplingParams
 
@@ -33,6 +34,10 @@ class Receipt:
     """Hex digest over all tensors in name order."""
 
 
+PauseMode = Literal["wait", "abort", "keep"]
+"""What becomes of requests under way: they finish, they are aborted, or they freeze until `resume`."""
+
+
 class Engine(Protocol):
     """Sampler and control plane."""
 
@@ -52,3 +57,13 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+class LoadingEngine(Engine, Protocol):
+    """An engine that can be told to sample with other weights (a server)."""
+
+    async def load(self, folder: Path, version: int, *, mode: PauseMode = "wait") -> Receipt:
+        """Load the model folder, forget cached prefixes, set and verify the version. Raises EngineError."""
+
+    async def version(self) -> int:
+        """Ask the engine which weights it holds now."""

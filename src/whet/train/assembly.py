@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from whet.collect.agents import limits_of, open_agents
 from whet.config import Config, model_folder
+from whet.errors import ConfigError
 from whet.gateway.server import Gateway
 from whet.grade.clean import GradeConfig, Grader
 from whet.harness.base import Harness
@@ -55,9 +56,13 @@ def make_judge(config: Config, backend: SandboxBackend, source: ToySource) -> Ju
 @asynccontextmanager
 async def assemble(run: RunDir, store: Store) -> AsyncIterator[Parts]:
     """All parts of a run, from the last committed checkpoint if there is one. Raises RecordError when the
-    start model is not the one that the run began with."""
+    start model is not the one that the run began with, ConfigError for an engine outside the learner."""
     remove_stale_scratch()
     config = run.config
+    if config.engine.kind != "embedded":
+        raise ConfigError(
+            f"engine.kind {config.engine.kind}: a training run samples with the embedded engine"
+        )
     folder = model_folder(config)
     family = load_family(folder)
     last = store.last_step()

@@ -1,0 +1,187 @@
+"""One HTTP connection pool to one engine server: JSON in, JSON out, every wait with a deadline.
+
+Only the configured origin is ever asked: no redirects, no proxies from the environment. A request is sent
+again only when the server cannot have begun it (no connection, or a 429/503 without a result), boundedly.
+Every failure is an EngineError that names the server and the call, never a header. Callers: vllm, sglang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+from yarl import URL
+
+from whet.errors import ConfigError, EngineError
+
+Body = Mapping[str, Any]
+_BUSY = frozenset({429, 503})
+_MAX_REPLY = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """How to reach an engine server."""
+
+    url: str
+    """Origin and optional path prefix, http or https."""
+    key: str = field(default="", repr=False)
+    """Bearer token; empty = none."""
+    call_deadline_s: float = 600.0
+    """Of one generation or one weight reload."""
+    control_deadline_s: float = 30.0
+    """Of every other call."""
+    connect_deadline_s: float = 5.0
+    retries: int = 3
+    """How often a request that the server has not begun is sent again."""
+    max_connections: int = 1024
+
+
+def checked_url(text: str, key: str) -> URL:
+    """An http(s) URL without credentials, query or fragment. Raises ConfigError naming `key`."""
+    try:
+        url = URL(text)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {text!r} is not a URL") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(f"{key}: {text!r} is not an http or https URL")
+    if url.user or url.password or url.query_string or url.fragment:
+        raise ConfigError(f"{key} must be an origin with at most a path: keys go into environment variables")
+    return url
+
+
+class NotOffered(EngineError):
+    """The server does not know the route, or has it switched off (404, 403, 405, 501)."""
+
+
+class EngineHttp:
+    """Calls to one server. Make one with `open_http`."""
+
+    def __init__(self, session: aiohttp.ClientSession, options: HttpOptions, name: str) -> None:
+        self.name, self.options = name, options
+        self._session = session
+        self._base = str(checked_url(options.url, "engine.url")).rstrip("/")
+
+    async def get(self, path: str, *, deadline_s: float | None = None) -> Body:
+        return await self._call("GET", path, None, {}, {}, deadline_s)
+
+    async def post(
+        self,
+        path: str,
+        body: Body | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        deadline_s: float | None = None,
+    ) -> Body:
+        """The decoded JSON object of the answer; an empty one for an answer without a body."""
+        return await self._call("POST", path, body, query or {}, headers or {}, deadline_s)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Body | None,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        deadline_s: float | None,
+    ) -> Body:
+        limit = deadline_s or self.options.control_deadline_s
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        try:
+            async with asyncio.timeout(limit):
+                for attempt in range(self.options.retries + 1):
+                    again = attempt < self.options.retries
+                    answer = await self._once(method, path, data, query, headers, again)
+                    if answer is not None:
+                        return answer
+                    await asyncio.sleep(min(2.0, 0.1 * 2**attempt))
+        except TimeoutError as error:
+            raise EngineError(f"{self.name} did not answer {path} within {limit:g} s") from error
+        raise EngineError(f"{self.name}: {path} was sent {self.options.retries + 1} times in vain")
+
+    async def _once(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        again: bool,
+    ) -> Body | None:
+        """The answer, or None when the server has not begun the request and it may be sent `again`."""
+        try:
+            async with self._session.request(
+                method,
+                self._base + path,
+                data=data,
+                params=query,
+                headers={"Content-Type": "application/json", **headers},
+                allow_redirects=False,
+            ) as response:
+                if response.status in _BUSY and again:
+                    return None
+                raw = await self._read(response)
+                return self._decoded(path, response.status, raw)
+        except aiohttp.ClientConnectorError as error:
+            if again:
+                return None
+            raise EngineError(
+                f"{self.name} is not reachable for {path}: {error.strerror or error}"
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineError(f"{self.name} broke off {path}: {error or type(error).__name__}") from error
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        raw = bytearray()
+        async for chunk in response.content.iter_any():
+            raw += chunk
+            if len(raw) > _MAX_REPLY:
+                raise EngineError(f"{self.name} sent more than {_MAX_REPLY >> 20} MiB")
+        return bytes(raw)
+
+    def _decoded(self, path: str, status: int, raw: bytes) -> Body:
+        if status in (403, 404, 405, 501):
+            raise NotOffered(f"{self.name} does not offer {path} (HTTP {status}): {_said(raw)}")
+        if not 200 <= status < 300:
+            raise EngineError(f"{self.name} refused {path} (HTTP {status}): {_said(raw)}")
+        if not raw.strip():
+            return {}
+        try:
+            value = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            # Some servers print a bare NaN where a number is missing: that is no JSON and no number.
+            raise EngineError(f"{self.name} answered {path} with something that is not JSON") from error
+        if not isinstance(value, dict):
+            raise EngineError(f"{self.name} answered {path} with JSON that is not an object")
+        return value
+
+
+def _said(raw: bytes) -> str:
+    """The server's own words, as far as they are short."""
+    with contextlib.suppress(orjson.JSONDecodeError):
+        value = orjson.loads(raw)
+        if isinstance(value, dict):
+            inner = value.get("error", value)
+            text = inner.get("message", inner.get("detail", inner)) if isinstance(inner, dict) else inner
+            return " ".join(str(text).split())[:300]
+    return " ".join(raw.decode("utf-8", "replace").split())[:300]
+
+
+@asynccontextmanager
+async def open_http(options: HttpOptions, name: str) -> AsyncIterator[EngineHttp]:
+    """A pool of connections, closed at the end."""
+    # Servers close idle connections after a few seconds; one that is about to be closed must not be re-used.
+    connector = aiohttp.TCPConnector(limit=options.max_connections, keepalive_timeout=2.0)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=options.connect_deadline_s)
+    headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=headers, trust_env=False, auto_decompress=True
+    ) as session:
+        yield EngineHttp(session, options, name)

@@ -1,0 +1,106 @@
+"""Opens the engine that the configuration names, when it is a server or a trainer behind HTTP, and probes it.
+
+    async with open_engine(config, family) as engine: ...
+
+The embedded engine is not opened here: it lives in the learner (train.client). Callers: serve, evaluation.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import numpy as np
+
+from whet.config import Config
+from whet.engine.base import Engine
+from whet.engine.http import HttpOptions, checked_url
+from whet.engine.probe import probe_engine
+from whet.engine.vllm import open_vllm
+from whet.errors import ConfigError, EngineError
+from whet.types import IntArray, Message, ToolSpec
+
+log = logging.getLogger(__name__)
+
+
+class ProbeFamily(Protocol):
+    """As much of `render.family.Family` as the probe needs for a prompt."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def open(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray: ...
+
+    def append(self, messages: Sequence[Message]) -> IntArray: ...
+
+    def generation_prompt(self) -> IntArray: ...
+
+
+def http_options(config: Config) -> HttpOptions:
+    """How to reach the configured server. Raises ConfigError, also when its key is not in the environment."""
+    table = config.engine
+    checked_url(table.url, "engine.url")
+    return HttpOptions(
+        url=table.url,
+        key=secret_from_environment(table.key_env),
+        call_deadline_s=table.call_timeout_s,
+        control_deadline_s=table.control_timeout_s,
+        retries=table.retries,
+    )
+
+
+def secret_from_environment(name: str) -> str:
+    """The key that the operator put into variable `name`; empty for an empty name. Raises ConfigError."""
+    if not name:
+        return ""
+    value = os.environ.get(name, "").strip()
+    if not value:
+        raise ConfigError(f"engine.key_env: the environment variable {name} is not set")
+    return value
+
+
+def probe_prompt(family: ProbeFamily) -> IntArray:
+    """A short conversation up to the generation prompt."""
+    said = Message(role="user", text="Write a few words about anything you like.")
+    parts = [family.open((), ()), family.append((said,)), family.generation_prompt()]
+    return np.concatenate(parts).astype(np.int32)
+
+
+@asynccontextmanager
+async def open_engine(config: Config, family: ProbeFamily, *, probe: bool = True) -> AsyncIterator[Engine]:
+    """The configured engine, attached and probed at `engine.temperature`.
+
+    Raises ConfigError for kinds that are not opened here, EngineError when the server cannot be trusted.
+    """
+    async with _attach(config) as engine:
+        if engine.info.max_context_tokens < config.model.max_context_tokens:
+            raise EngineError(
+                f"{engine.info.name} takes {engine.info.max_context_tokens} tokens per call, "
+                f"model.max_context_tokens asks for {config.model.max_context_tokens}"
+            )
+        if probe:
+            report = await probe_engine(
+                engine,
+                probe_prompt(family),
+                vocab_size=family.vocab_size,
+                temperature=config.engine.temperature,
+                deadline_s=config.engine.call_timeout_s,
+            )
+            log.info(
+                "engine probed name=%s version=%d gap=%.2g",
+                engine.info.name,
+                report.version,
+                report.largest_gap,
+            )
+        yield engine
+
+
+@asynccontextmanager
+async def _attach(config: Config) -> AsyncIterator[Engine]:
+    if config.engine.kind != "vllm":
+        raise ConfigError("engine.kind embedded lives in the learner: only a vllm engine is opened alone")
+    async with open_vllm(http_options(config)) as vllm:
+        yield vllm

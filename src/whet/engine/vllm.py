@@ -1,0 +1,358 @@
+"""A vLLM server as an Engine: token ids in, token ids and logprobs out, over its HTTP API. No vllm import.
+
+Samples through `/inference/v1/generate` (server flag --enable-scale-out), else `/v1/completions` with
+`return_token_ids`. The control plane (pause, reload, versions, checksums) needs VLLM_SERVER_DEV_MODE=1 at the
+server; without it the engine samples and cannot be given weights. Logprobs are those of the sampled
+distribution only with --logprobs-mode processed_logprobs: `probe` refuses the rest. Invariant: a token is
+stamped with the version that the server says it was sampled by, and a label that nobody set (a server that
+was restarted and lost its weights) is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from whet.engine.base import EngineInfo, PauseMode, Receipt
+from whet.engine.folder import folder_digest
+from whet.engine.http import EngineHttp, HttpOptions, NotOffered, open_http
+from whet.engine.reply import RawReply, checked, first, runs_of_spans, version_number
+from whet.errors import EngineError
+from whet.types import Generation, IntArray, RequestKey, SamplingParams, VersionRuns
+
+Route = Literal["generate", "completions"]
+FRESH = "default"
+"""What vLLM calls the weights it was started with."""
+_ABORT_S = 1.0
+_EMPTY = hashlib.sha256(b"").hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmServer:
+    """What the server said of itself when it was attached."""
+
+    model: str
+    max_context_tokens: int
+    route: Route
+    controlled: bool
+    """It has the routes that pause it and change its weights."""
+
+
+class VllmEngine:
+    """Implements `engine.base.Engine`, and `load` besides. Make one with `open_vllm`."""
+
+    def __init__(self, http: EngineHttp, server: VllmServer, receipt: Receipt) -> None:
+        self._http, self.server, self._receipt = http, server, receipt
+        self._labels = {} if server.controlled else {FRESH: receipt.version}
+        self._numbers = itertools.count()
+        self._broken = ""
+        self._loaded: dict[str, str] = {}
+        """Digest of a model folder -> checksum of the weights the engine then held."""
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(name="vllm", max_context_tokens=self.server.max_context_tokens)
+
+    @property
+    def receipt(self) -> Receipt:
+        return self._receipt
+
+    async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
+        """Sample a continuation of `ids`. Raises EngineError; cancellation and the deadline abort it."""
+        if self._broken:
+            raise EngineError(self._broken)
+        name = f"whet-{request_digest(key)}-{next(self._numbers)}"
+        headers = {"X-Request-Id": name, "X-Session-ID": session_digest(key)}
+        done = False
+        try:
+            if self.server.route == "generate":
+                generation = await self._by_generate(ids, params, key, headers)
+            else:
+                generation = await self._by_completions(ids, params, key, headers)
+            done = True
+            return generation
+        finally:
+            if not done and self.server.route == "generate":
+                await self._abort(f"generate-tokens-{name}")
+
+    async def _by_generate(
+        self, ids: IntArray, params: SamplingParams, key: RequestKey, headers: Mapping[str, str]
+    ) -> Generation:
+        path = "/inference/v1/generate"
+        body = {
+            "model": self.server.model,
+            "token_ids": ids,
+            "return_token_ids": True,
+            "sampling_params": {**neutral(params, key), "logprobs": 0, "detokenize": False},
+        }
+        answer = await self._post(path, body, headers)
+        choice = first(answer.get("choices"), f"vllm {path}")
+        new = choice.get("token_ids")
+        count = len(new) if isinstance(new, list) else 0
+        raw = RawReply(
+            ids=new,
+            logprobs=_paired(choice.get("logprobs"), new),
+            finish=choice.get("finish_reason"),
+            version_runs=runs_of_spans(choice.get("weight_versions"), self._labels, count, f"vllm {path}"),
+            prompt=answer.get("prompt_token_ids", "missing"),
+        )
+        return checked(raw, ids, params, f"vllm {path}")
+
+    async def _by_completions(
+        self, ids: IntArray, params: SamplingParams, key: RequestKey, headers: Mapping[str, str]
+    ) -> Generation:
+        """This route does not say which weights sampled what: they must be the same before and after."""
+        path = "/v1/completions"
+        body = {
+            "model": self.server.model,
+            "prompt": ids,
+            "return_token_ids": True,
+            "logprobs": 0,
+            **neutral(params, key),
+            "skip_special_tokens": False,
+        }
+        before = self._receipt.version
+        answer = await self._post(path, body, headers)
+        choice = first(answer.get("choices"), f"vllm {path}")
+        logprobs = choice.get("logprobs")
+        raw = RawReply(
+            ids=choice.get("token_ids"),
+            logprobs=logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None,
+            finish=choice.get("finish_reason"),
+            version_runs=await self._unchanged(before),
+            prompt=choice.get("prompt_token_ids", answer.get("prompt_token_ids", "missing")),
+        )
+        return checked(raw, ids, params, f"vllm {path}")
+
+    async def _post(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> Mapping[str, Any]:
+        deadline_s = self._http.options.call_deadline_s
+        return await self._http.post(path, body, headers=headers, deadline_s=deadline_s)
+
+    async def _unchanged(self, before: int) -> VersionRuns:
+        now = await self.version() if self.server.controlled else self._receipt.version
+        if not before == now == self._receipt.version:
+            raise EngineError("vllm /v1/completions: the weights changed during the call")
+        return ((0, now),)
+
+    async def _abort(self, name: str) -> None:
+        """Best effort: the server also aborts what its client has left."""
+        with contextlib.suppress(EngineError):
+            body = {"request_ids": [name]}
+            await self._http.post("/inference/v1/abort_requests", body, deadline_s=_ABORT_S)
+
+    # ----------------------------------------------------------------------- control plane
+
+    async def version(self) -> int:
+        """Ask the server which weights it holds. Raises EngineError for a label that nobody set."""
+        return version_number(await _label(self._http), self._labels, "vllm /weight_info")
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """Stop starting new work. `wait` lets what runs finish, `abort` ends it, `keep` freezes it."""
+        self._need_control("pause")
+        limit = self._http.options.call_deadline_s
+        await self._http.post("/pause", query={"mode": mode}, deadline_s=limit)
+        if (await self._http.get("/is_paused")).get("is_paused") is not True:
+            raise EngineError("vllm says it is paused and is not")
+
+    async def resume(self) -> None:
+        self._need_control("resume")
+        await self._http.post("/resume")
+
+    async def flush(self, *, running: bool = False) -> None:
+        """Forget the prefix cache; with `running` the requests under way are computed anew too."""
+        self._need_control("reset_prefix_cache")
+        query = {"reset_running_requests": "true" if running else "false"}
+        if (await self._http.post("/reset_prefix_cache", query=query)).get("success") is not True:
+            raise EngineError("vllm did not reset its prefix cache")
+
+    async def load(self, folder: Path, version: int, *, mode: PauseMode = "wait") -> Receipt:
+        """Sample with the weights in `folder` from now on; the path must mean the same at the server.
+
+        Pauses, reloads, forgets the prefix cache, sets the version and reads it back, then resumes. When any
+        of that fails the engine stays paused and refuses to sample until a later `load` succeeds.
+        Raises EngineError.
+        """
+        self._need_control("reload_weights")
+        folder = await asyncio.to_thread(folder.resolve)
+        before = await asyncio.to_thread(folder_digest, folder)
+        await self.pause(mode)
+        self._broken = f"vllm was to load version {version} and has not: its weights are unknown"
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        limit = self._http.options.call_deadline_s
+        await self._http.post("/collective_rpc", body, deadline_s=limit)
+        await self.flush(running=mode == "keep")
+        if await asyncio.to_thread(folder_digest, folder) != before:
+            raise EngineError(f"{folder} was written to while vllm loaded it")
+        sums = await tensor_sums(self._http)
+        checksum = sums.digest(before)
+        self._check_changed(before, checksum, complete=sums.complete)
+        await self._set_version(version)
+        self._receipt = Receipt(version=version, checksum=checksum)
+        self._broken = ""
+        await self.resume()
+        return self._receipt
+
+    def _check_changed(self, folder: str, checksum: str, *, complete: bool) -> None:
+        """The same files must give the same weights, and other files others where all tensors were seen."""
+        if self._loaded.get(folder, checksum) != checksum:
+            raise EngineError("vllm holds other weights than when it loaded the same files before")
+        for other, held in self._loaded.items():
+            if complete and other != folder and held == checksum:
+                raise EngineError("vllm holds the weights of another folder: it did not load this one")
+        self._loaded[folder] = checksum
+
+    async def _set_version(self, version: int) -> None:
+        await _relabel(self._http, version)
+        if await self.version() != version:
+            raise EngineError(f"vllm did not take version {version}")
+
+    def _need_control(self, what: str) -> None:
+        if not self.server.controlled:
+            raise EngineError(
+                f"vllm cannot {what}: start it with VLLM_SERVER_DEV_MODE=1 for its control routes"
+            )
+
+    async def close(self) -> None:
+        """Nothing to do: the context of `open_vllm` owns the connections."""
+
+
+def neutral(params: SamplingParams, key: RequestKey) -> dict[str, Any]:
+    """Sampling parameters that leave the distribution alone but for the temperature."""
+    return {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "n": 1,
+        "seed": stream_seed(key),
+        "stop_token_ids": sorted(params.stop_ids),
+        # Else the server would also stop at ids that its own generation config names.
+        "ignore_eos": True,
+    }
+
+
+def _paired(logprobs: object, ids: object) -> object:
+    """The logprobs of the reply's own ids. Raises EngineError when they are those of other ids."""
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+        return None
+    if [item.get("token_id") for item in content] != ids:
+        raise EngineError("vllm: the logprobs are those of other ids than were returned")
+    return [item.get("logprob") for item in content]
+
+
+def stream_seed(key: RequestKey) -> int:
+    """The seed of one request's random stream, 0 <= seed < 2**63."""
+    text = f"{key.seed}\0{key.rollout_id}\0{key.turn}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def request_digest(key: RequestKey) -> str:
+    text = f"{key.seed}\0{key.rollout_id}\0{key.turn}".encode()
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def session_digest(key: RequestKey) -> str:
+    """Names the session to routers that keep a conversation on one replica, for its prefix cache."""
+    return hashlib.blake2b(f"{key.seed}\0{key.rollout_id}".encode(), digest_size=8).hexdigest()
+
+
+async def _label(http: EngineHttp) -> str:
+    label = (await http.get("/weight_info")).get("weight_version")
+    if not isinstance(label, str):
+        raise EngineError("vllm /weight_info names no version")
+    return label
+
+
+async def _relabel(http: EngineHttp, version: int) -> None:
+    await http.post("/update_weight_version", {"new_version": str(version)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSums:
+    """What vLLM reports for each of its tensors. On a CPU it repacks some and then reports empty ones."""
+
+    by_name: Mapping[str, str]
+
+    @property
+    def complete(self) -> bool:
+        return _EMPTY not in self.by_name.values()
+
+    def digest(self, folder: str = "") -> str:
+        """Hex digest over all tensors in name order; `folder` stands in for empty ones."""
+        text = "".join(f"{name}\0{self.by_name[name]}\0" for name in sorted(self.by_name))
+        if not self.complete:
+            text += folder
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+async def tensor_sums(http: EngineHttp) -> TensorSums:
+    body = {"action": "checksum"}
+    answer = await http.post("/weight_checker", body, deadline_s=http.options.call_deadline_s)
+    sums = answer.get("checksums")
+    if not isinstance(sums, dict) or not sums:
+        raise EngineError("vllm /weight_checker names no tensor")
+    return TensorSums(by_name=sums)
+
+
+async def _describe(http: EngineHttp) -> VllmServer:
+    models = (await http.get("/v1/models")).get("data")
+    model = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
+    name, length = model.get("id"), model.get("max_model_len")
+    if not isinstance(name, str) or not isinstance(length, int):
+        raise EngineError("vllm /v1/models names no model with its max_model_len")
+    return VllmServer(
+        model=name,
+        max_context_tokens=length,
+        route="generate" if await _offers_generate(http, name) else "completions",
+        controlled=await _offers_control(http),
+    )
+
+
+async def _offers_generate(http: EngineHttp, model: str) -> bool:
+    body = {"model": model, "token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 1.0}}
+    try:
+        await http.post("/inference/v1/generate", body, deadline_s=http.options.call_deadline_s)
+    except NotOffered:
+        return False
+    return True
+
+
+async def _offers_control(http: EngineHttp) -> bool:
+    try:
+        await http.get("/weight_info")
+    except NotOffered:
+        return False
+    return True
+
+
+@asynccontextmanager
+async def open_vllm(options: HttpOptions) -> AsyncIterator[VllmEngine]:
+    """Attach to a running server; its own weights are version 0 unless it says otherwise.
+
+    Raises EngineError when it is not reachable or is no vLLM server that can serve. Does not probe.
+    """
+    async with open_http(options, f"vllm at {options.url}") as http:
+        server = await _describe(http)
+        receipt = Receipt(version=0, checksum="unknown")
+        if server.controlled:
+            label = await _label(http)
+            if label == FRESH:
+                await _relabel(http, 0)
+                label = "0"
+            version = version_number(label, None, "vllm /weight_info")
+            receipt = Receipt(version=version, checksum=(await tensor_sums(http)).digest())
+        yield VllmEngine(http, server, receipt)

@@ -1,0 +1,226 @@
+"""A server with the routes of vLLM that whet uses, and no model behind them. Shipped for tests.
+
+Follows vLLM 0.32: `/inference/v1/generate` (403 without scale_out), `/v1/completions`, and the routes of
+VLLM_SERVER_DEV_MODE (404 without dev_mode). `corrupt` changes a finished answer on its way out, for faults
+that no healthy server shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from whet.testing.fake_sampler import FakeSampler, Job
+
+Corrupt = Callable[[dict[str, Any]], object]
+"""Gets the answer; what it returns is sent instead (bytes as they stand)."""
+
+
+class FakeVllm:
+    """Make one with `serve_vllm`."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        processed: bool = True,
+        scale_out: bool = True,
+        dev_mode: bool = True,
+        max_model_len: int = 4096,
+        token_delay_s: float = 0.0,
+        corrupt: Corrupt | None = None,
+    ) -> None:
+        self.processed, self.scale_out, self.dev_mode = processed, scale_out, dev_mode
+        self.max_model_len, self.corrupt = max_model_len, corrupt
+        self.sampler = FakeSampler(vocab_size, label="default", token_delay_s=token_delay_s)
+        self.url = ""
+        self.headers: list[Mapping[str, str]] = []
+        """Of every generation, in order of arrival."""
+        self.busy = 0
+        """Generations to refuse with 503 before the next is served."""
+        self._tasks: set[asyncio.Task[Job]] = set()
+        self.loads_fail = False
+        self.loads_nothing = False
+        """A reload is answered as done and changes nothing."""
+
+    def restart(self) -> None:
+        """The process dies and comes back with the weights it was started with: connections break."""
+        self.sampler.label = "default"
+        for task in list(self._tasks):
+            task.cancel()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/inference/v1/abort_requests", self._abort)
+        if self.dev_mode:
+            app.router.add_post("/pause", self._pause)
+            app.router.add_post("/resume", self._resume)
+            app.router.add_get("/is_paused", self._is_paused)
+            app.router.add_get("/weight_info", self._weight_info)
+            app.router.add_post("/update_weight_version", self._update_version)
+            app.router.add_post("/weight_checker", self._checker)
+            app.router.add_post("/reset_prefix_cache", self._reset)
+            app.router.add_post("/collective_rpc", self._rpc)
+        return app
+
+    async def _models(self, http: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [{"id": "policy", "max_model_len": self.max_model_len}]})
+
+    async def _run(
+        self, http: web.Request, name: str, prompt: object, params: Mapping[str, Any]
+    ) -> Job | None:
+        """The finished job; None when the server is too busy to begin one."""
+        self.headers.append(http.headers.copy())
+        if self.busy:
+            self.busy -= 1
+            return None
+        ids = prompt if isinstance(prompt, list) else []
+        if not ids or max(ids) >= self.sampler.model.vocab_size:
+            raise web.HTTPBadRequest(text='{"error":{"message":"Token id out of vocabulary"}}')
+        if len(ids) + 1 > self.max_model_len:
+            raise web.HTTPBadRequest(text='{"error":{"message":"The prompt is too long"}}')
+        job = Job(
+            name=name,
+            prompt=ids,
+            max_tokens=min(params["max_tokens"], self.max_model_len - len(ids)),
+            temperature=params["temperature"],
+            seed=params.get("seed") or 0,
+            stop_ids=frozenset(params.get("stop_token_ids") or ()),
+        )
+        task = asyncio.ensure_future(self.sampler.run(job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if http.transport is not None:
+                http.transport.abort()
+            raise
+        finally:
+            task.cancel()
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        if not self.scale_out:
+            return _error(403, "start the server with --enable-scale-out")
+        body = await http.json()
+        params = body["sampling_params"]
+        name = "generate-tokens-" + http.headers.get("X-Request-Id", "none")
+        job = await self._run(http, name, body["token_ids"], params)
+        if job is None:
+            return _error(503, "busy")
+        content = [
+            {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
+            for token, logprob in zip(job.ids, self._logprobs(job), strict=True)
+        ]
+        choice = {
+            "index": 0,
+            "finish_reason": job.finish,
+            "stop_reason": job.ids[-1] if job.finish == "stop" else None,
+            "token_ids": job.ids,
+            "weight_versions": job.spans,
+            "logprobs": None if params.get("logprobs") is None else {"content": content},
+        }
+        prompt = job.prompt if body.get("return_token_ids") else None
+        return self._answer({"request_id": name, "prompt_token_ids": prompt, "choices": [choice]})
+
+    async def _completions(self, http: web.Request) -> web.StreamResponse:
+        body = await http.json()
+        name = "cmpl-" + http.headers.get("X-Request-Id", "none")
+        job = await self._run(http, name, body["prompt"], body)
+        if job is None:
+            return _error(503, "busy")
+        choice = {
+            "index": 0,
+            "text": "",
+            "finish_reason": job.finish,
+            "logprobs": {"token_logprobs": self._logprobs(job)},
+            "token_ids": job.ids if body.get("return_token_ids") else None,
+            "prompt_token_ids": job.prompt if body.get("return_token_ids") else None,
+        }
+        return self._answer({"id": name, "object": "text_completion", "choices": [choice]})
+
+    def _logprobs(self, job: Job) -> list[float]:
+        return job.processed if self.processed else job.raw
+
+    def _answer(self, answer: dict[str, Any]) -> web.Response:
+        changed = self.corrupt(answer) if self.corrupt is not None else answer
+        body = changed if isinstance(changed, bytes) else orjson.dumps(changed)
+        return web.Response(body=body, content_type="application/json")
+
+    async def _abort(self, http: web.Request) -> web.Response:
+        self.sampler.abort((await http.json())["request_ids"])
+        return web.Response()
+
+    async def _pause(self, http: web.Request) -> web.Response:
+        await self.sampler.pause(http.query.get("mode", "abort"))
+        return _json({"status": "paused"})
+
+    async def _resume(self, http: web.Request) -> web.Response:
+        self.sampler.resume()
+        return _json({"status": "resumed"})
+
+    async def _is_paused(self, http: web.Request) -> web.Response:
+        return _json({"is_paused": self.sampler.paused})
+
+    async def _weight_info(self, http: web.Request) -> web.Response:
+        return _json({"weight_version": self.sampler.label})
+
+    async def _update_version(self, http: web.Request) -> web.Response:
+        self.sampler.label = (await http.json())["new_version"]
+        return _json({"success": True, "new_version": self.sampler.label})
+
+    async def _checker(self, http: web.Request) -> web.Response:
+        digest = hashlib.sha256(self.sampler.model.weights.encode()).hexdigest()
+        return _json({"checksums": {"tp0:model.embed_tokens.weight": digest}})
+
+    async def _reset(self, http: web.Request) -> web.Response:
+        self.sampler.flush()
+        return _json({"success": True})
+
+    async def _rpc(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        if body["method"] != "reload_weights" or self.loads_fail:
+            return _error(500, "EngineCore encountered an issue")
+        if not self.loads_nothing:
+            self.sampler.load(Path(body["kwargs"]["weights_path"]))
+        return _json({"results": [None]})
+
+
+def _json(body: Mapping[str, object], status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def _error(status: int, message: str) -> web.Response:
+    return _json({"error": {"message": message, "type": "Error", "code": status}}, status)
+
+
+@asynccontextmanager
+async def listening(app: web.Application, port: int = 0) -> AsyncIterator[str]:
+    """Serve `app` on loopback; its origin. Handlers are cancelled when their client leaves."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", port)
+        await site.start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def serve_vllm(vocab_size: int, **options: Any) -> AsyncIterator[FakeVllm]:
+    """A fake server on a free loopback port."""
+    fake = FakeVllm(vocab_size, **options)
+    async with listening(fake.app()) as origin:
+        fake.url = origin
+        yield fake

@@ -23,7 +23,7 @@ from whet.errors import ConfigError, boundary
 WARM_START = Path(__file__).parent / "demo" / "warm_start"
 """The model folder that the package carries."""
 
-WARM_AGENTS = ("pi", "script")
+WARM_AGENTS = ("pi", "script", "terminus")
 """Agents whose process or box can serve more than one rollout."""
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -92,7 +92,17 @@ class SandboxTable(Table):
 class HarnessTable(Table):
     """Which agent, and how its processes are reused."""
 
-    agent: Literal["pi", "script", "claude_code", "codex", "opencode"] = "pi"
+    agent: Literal[
+        "pi",
+        "script",
+        "terminus",
+        "claude_code",
+        "codex",
+        "opencode",
+        "qwen_code",
+        "gemini_cli",
+        "mini_swe",
+    ] = "pi"
     """The agent."""
     mode: Literal["fresh", "warm"] = "fresh"
     """fresh = a new agent process per rollout; warm = workers that are wiped in between."""

@@ -110,7 +110,7 @@ def test_every_recipe_can_be_configured_and_starts_anew_each_time(name: str) -> 
 
 def test_no_agent_is_configurable_without_a_recipe() -> None:
     names = HarnessTable.model_json_schema()["properties"]["agent"]["enum"]
-    assert set(names) == {"pi", "script", *known.RECIPES}
+    assert set(names) == {"pi", "script", "terminus", *known.RECIPES}
     assert Config().harness.agent == "pi"
 
 

@@ -23,6 +23,7 @@ from whet.harness.known import RECIPES
 from whet.harness.pi import PiHarness
 from whet.harness.pool import Sockets, WorkerPool
 from whet.harness.script import AGENT_AT, ScriptHarness
+from whet.harness.terminus import terminus
 from whet.render.family import Family
 from whet.sandbox.base import SandboxBackend
 from whet.sandbox.local import LocalBackend
@@ -63,6 +64,8 @@ def make_harness(config: Config, backend: SandboxBackend) -> Harness:
             version=hashlib.sha256(content).hexdigest()[:12],
             warm=config.harness.mode == "warm",
         )
+    if config.harness.agent == "terminus":
+        return terminus(backend, warm=config.harness.mode == "warm")
     recipe = RECIPES.get(config.harness.agent)
     if recipe is not None:
         return CliHarness(recipe, install(recipe.package), backend)

@@ -9,12 +9,20 @@ import sys
 from collections.abc import Mapping
 
 from whet.errors import SetupError
-from whet.harness import claude_code, codex, opencode
+from whet.harness import claude_code, codex, gemini_cli, mini_swe, opencode, qwen_code
 from whet.harness.cli_agent import Recipe
 from whet.harness.install import install
 
 RECIPES: Mapping[str, Recipe] = {
-    recipe.name: recipe for recipe in (claude_code.RECIPE, codex.RECIPE, opencode.RECIPE)
+    recipe.name: recipe
+    for recipe in (
+        claude_code.RECIPE,
+        codex.RECIPE,
+        opencode.RECIPE,
+        qwen_code.RECIPE,
+        gemini_cli.RECIPE,
+        mini_swe.RECIPE,
+    )
 }
 
 

@@ -1,7 +1,8 @@
 """Any command as an agent: one process in a fresh box per rollout; its exit code is the authority.
 
-The command finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment and the prompt on its
-stdin and in the file that PROMPT_FILE names. It starts in the work folder.
+The command finds OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and the model's limits (CONTEXT_TOKENS for
+prompt and reply together, CALL_TOKENS for a reply) in its environment and the prompt on its stdin and in the
+file that PROMPT_FILE names. It starts in the work folder.
 """
 
 from __future__ import annotations
@@ -170,6 +171,8 @@ class ScriptWorker:
             "OPENAI_API_KEY": access.secret,
             "OPENAI_MODEL": access.model,
             "PROMPT_FILE": PROMPT_AT,
+            "CONTEXT_TOKENS": str(access.max_context_tokens),
+            "CALL_TOKENS": str(access.max_call_tokens),
         }
 
 

@@ -159,7 +159,13 @@ class Gateway:
     def _refusal(self, dialect: Dialect, error: WireError) -> web.Response:
         self.counters.refused += 1
         self.counters.unauthorized += error.cause == "unauthorized"
-        return json_response(dialect.error(error), error.status)
+        response = json_response(dialect.error(error), error.status)
+        if error.cause == "rate_limited":
+            response.headers["Retry-After"] = "1"
+        elif error.cause != "engine_failed":
+            # The SDKs of two providers retry some of these otherwise.
+            response.headers["x-should-retry"] = "false"
+        return response
 
     async def _answer(
         self, listener: Path | None, http: web.BaseRequest, route: Route | None, dialect: Dialect

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anthropic
+import httpx2
 import openai
 from gateway_rig import Rig, call
+from google import genai
+from google.genai import types
 
 from whet.types import Message
 
@@ -30,6 +35,17 @@ def anthropic_client(rig: Rig, key: str | None = None) -> anthropic.AsyncAnthrop
 
 def openai_client(rig: Rig, key: str | None = None) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=rig.base, api_key=key or rig.session.secret, max_retries=0)
+
+
+@asynccontextmanager
+async def gemini_client(rig: Rig, key: str | None = None) -> AsyncIterator[genai.client.AsyncClient]:
+    """With a transport of its own: the client's aiohttp one warns, and a warning fails a test."""
+    async with httpx2.AsyncClient() as transport:
+        options = types.HttpOptions(
+            base_url=rig.base.removesuffix("/v1"), api_version="v1beta", httpx_async_client=transport
+        )
+        with genai.Client(api_key=key or rig.session.secret, http_options=options) as client:
+            yield client.aio
 
 
 def plain(value: Any) -> Any:

@@ -25,6 +25,7 @@ from whet.gateway.deliver import Delivery, json_response
 from whet.gateway.dialects.anthropic import AnthropicDialect
 from whet.gateway.dialects.base import Dialect, WireError
 from whet.gateway.dialects.chat import ChatDialect
+from whet.gateway.dialects.gemini import GeminiDialect
 from whet.gateway.dialects.responses import ResponsesDialect
 from whet.gateway.host_tools import HostTool, ToolBox
 from whet.gateway.listen import Listener, listen_tcp, listen_unix
@@ -41,7 +42,8 @@ __all__ = ["Gateway", "GatewayConfig", "GatewayCounters", "Listener"]
 log = logging.getLogger(__name__)
 
 DIALECTS: Mapping[str, Dialect] = {
-    dialect.name: dialect for dialect in (ChatDialect(), AnthropicDialect(), ResponsesDialect())
+    dialect.name: dialect
+    for dialect in (ChatDialect(), AnthropicDialect(), ResponsesDialect(), GeminiDialect())
 }
 """Wire formats by the names that routes.py uses. A new one is one pure file and one entry here."""
 

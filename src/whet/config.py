@@ -122,8 +122,8 @@ class GatewayTable(Table):
 class EngineTable(Table):
     """The sampler."""
 
-    kind: Literal["embedded", "vllm"] = "embedded"
-    """embedded = in the learner; vllm = a running server."""
+    kind: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """embedded = in the learner; vllm, sglang = a running server."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Of sampling in training and evaluation, and of the trainer's log-probabilities."""
     max_rows: Annotated[int, Field(ge=8, multiple_of=8)] = 32
@@ -131,15 +131,15 @@ class EngineTable(Table):
     threads: Count = 1
     """embedded: torch threads while sampling."""
     url: str = ""
-    """vllm: the server, e.g. http://127.0.0.1:8000 without the /v1."""
+    """vllm, sglang: the server, e.g. http://127.0.0.1:8000 without the /v1."""
     key_env: str = ""
-    """vllm: environment variable that holds the server's key; empty = no key."""
+    """vllm, sglang: environment variable that holds the server's key; empty = no key."""
     call_timeout_s: Seconds = 600.0
-    """vllm: seconds for one generation or one reload of weights."""
+    """vllm, sglang: seconds for one generation or one reload of weights."""
     control_timeout_s: Seconds = 30.0
-    """vllm: seconds for any other call."""
+    """vllm, sglang: seconds for any other call."""
     retries: CountOrZero = 3
-    """vllm: times that a request is sent again which the server has not begun."""
+    """vllm, sglang: times that a request is sent again which the server has not begun."""
 
     @model_validator(mode="after")
     def _fits_kind(self) -> Self:
@@ -157,11 +157,11 @@ class EngineTable(Table):
 ENGINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "max_rows": ("embedded",),
     "threads": ("embedded",),
-    "url": ("vllm",),
-    "key_env": ("vllm",),
-    "call_timeout_s": ("vllm",),
-    "control_timeout_s": ("vllm",),
-    "retries": ("vllm",),
+    "url": ("vllm", "sglang"),
+    "key_env": ("vllm", "sglang"),
+    "call_timeout_s": ("vllm", "sglang"),
+    "control_timeout_s": ("vllm", "sglang"),
+    "retries": ("vllm", "sglang"),
 }
 """Keys of [engine] that only some kinds read; the rest are read by all."""
 

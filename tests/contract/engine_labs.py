@@ -12,8 +12,10 @@ import numpy as np
 from whet.config import WARM_START
 from whet.engine.base import Engine
 from whet.engine.http import HttpOptions
+from whet.engine.sglang import open_sglang
 from whet.engine.vllm import open_vllm
 from whet.render.template import load_family
+from whet.testing.fake_sglang import serve_sglang
 from whet.testing.fake_vllm import serve_vllm
 from whet.testing.scripted_engine import ScriptedEngine
 from whet.train.client import Learner, LearnerSpec
@@ -64,9 +66,19 @@ async def fake_vllm(scale_out: bool = True) -> AsyncIterator[Lab]:
         yield Lab(engine=engine)
 
 
+@asynccontextmanager
+async def fake_sglang() -> AsyncIterator[Lab]:
+    async with (
+        serve_sglang(VOCAB) as fake,
+        open_sglang(HttpOptions(url=fake.url, call_deadline_s=20.0)) as engine,
+    ):
+        yield Lab(engine=engine)
+
+
 LABS: dict[str, Open] = {
     "embedded": embedded,
     "scripted": scripted,
     "vllm-generate-fake": fake_vllm,
     "vllm-completions-fake": lambda: fake_vllm(scale_out=False),
+    "sglang-fake": fake_sglang,
 }

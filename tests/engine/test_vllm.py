@@ -120,6 +120,7 @@ FAULTS: dict[str, tuple[Callable[[Choice], object], str]] = {
 }
 
 
+@pytest.mark.case(45)
 @pytest.mark.parametrize("name", FAULTS)
 async def test_a_reply_that_cannot_be_trusted_is_an_engine_error(name: str) -> None:
     spoil, line = FAULTS[name]
@@ -149,6 +150,7 @@ ANSWERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
+@pytest.mark.case(45)
 @pytest.mark.parametrize("name", ANSWERS)
 async def test_an_answer_of_another_shape_is_an_engine_error(name: str) -> None:
     corrupt, line = ANSWERS[name]
@@ -158,6 +160,7 @@ async def test_an_answer_of_another_shape_is_an_engine_error(name: str) -> None:
             await engine.generate(PROMPT, params(), KEY)
 
 
+@pytest.mark.case(46)
 async def test_a_restart_in_the_middle_of_a_call(tmp_path: Path) -> None:
     async with serve_vllm(VOCAB, token_delay_s=0.02) as fake, open_vllm(options(fake)) as engine:
         await engine.load(weights(tmp_path / "a", b"a"), 4)
@@ -171,6 +174,7 @@ async def test_a_restart_in_the_middle_of_a_call(tmp_path: Path) -> None:
             await engine.generate(PROMPT, params(), KEY)
 
 
+@pytest.mark.case(46)
 async def test_two_version_spans_are_kept_apart() -> None:
     async with serve_vllm(VOCAB, token_delay_s=0.01) as fake, open_vllm(options(fake)) as engine:
         call = asyncio.create_task(engine.generate(PROMPT, params(40), KEY))
@@ -182,6 +186,7 @@ async def test_two_version_spans_are_kept_apart() -> None:
         assert change == fake.sampler.received[-1].labels.index("1") >= 5
 
 
+@pytest.mark.case(46)
 async def test_a_route_without_versions_refuses_a_change_in_between() -> None:
     async with (
         serve_vllm(VOCAB, scale_out=False, token_delay_s=0.01) as fake,
@@ -197,6 +202,7 @@ async def test_a_route_without_versions_refuses_a_change_in_between() -> None:
 # --------------------------------------------------------------------------- waiting, retrying, giving up
 
 
+@pytest.mark.case(42)
 @pytest.mark.parametrize("scale_out", [True, False])
 async def test_cancelling_aborts_at_the_server(scale_out: bool) -> None:
     async with (

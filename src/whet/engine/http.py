@@ -80,7 +80,7 @@ class EngineHttp:
         headers: Mapping[str, str] | None = None,
         deadline_s: float | None = None,
     ) -> Body:
-        """The decoded JSON object of the answer; an empty one for an answer without a body."""
+        """The decoded JSON object of the answer; an empty one for an answer without a body or in words."""
         return await self._call("POST", path, body, query or {}, headers or {}, deadline_s)
 
     async def _call(
@@ -128,7 +128,8 @@ class EngineHttp:
                 if response.status in _BUSY and again:
                     return None
                 raw = await self._read(response)
-                return self._decoded(path, response.status, raw)
+                words = response.content_type.startswith("text/")
+                return self._decoded(path, response.status, b"" if words and response.ok else raw)
         except aiohttp.ClientConnectorError as error:
             if again:
                 return None

@@ -19,6 +19,7 @@ from whet.config import Config
 from whet.engine.base import Engine
 from whet.engine.http import HttpOptions, checked_url
 from whet.engine.probe import probe_engine
+from whet.engine.sglang import open_sglang
 from whet.engine.vllm import open_vllm
 from whet.errors import ConfigError, EngineError
 from whet.types import IntArray, Message, ToolSpec
@@ -100,7 +101,11 @@ async def open_engine(config: Config, family: ProbeFamily, *, probe: bool = True
 
 @asynccontextmanager
 async def _attach(config: Config) -> AsyncIterator[Engine]:
-    if config.engine.kind != "vllm":
-        raise ConfigError("engine.kind embedded lives in the learner: only a vllm engine is opened alone")
-    async with open_vllm(http_options(config)) as vllm:
-        yield vllm
+    if config.engine.kind == "vllm":
+        async with open_vllm(http_options(config)) as vllm:
+            yield vllm
+    elif config.engine.kind == "sglang":
+        async with open_sglang(http_options(config)) as sglang:
+            yield sglang
+    else:
+        raise ConfigError("engine.kind embedded lives in the learner: only servers are opened alone")

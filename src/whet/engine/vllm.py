@@ -24,6 +24,7 @@ from whet.engine.base import EngineInfo, PauseMode, Receipt
 from whet.engine.folder import folder_digest
 from whet.engine.http import EngineHttp, HttpOptions, NotOffered, open_http
 from whet.engine.reply import RawReply, checked, first, runs_of_spans, version_number
+from whet.engine.streams import request_name, session_name, stream_seed
 from whet.errors import EngineError
 from whet.types import Generation, IntArray, RequestKey, SamplingParams, VersionRuns
 
@@ -68,8 +69,8 @@ class VllmEngine:
         """Sample a continuation of `ids`. Raises EngineError; cancellation and the deadline abort it."""
         if self._broken:
             raise EngineError(self._broken)
-        name = f"whet-{request_digest(key)}-{next(self._numbers)}"
-        headers = {"X-Request-Id": name, "X-Session-ID": session_digest(key)}
+        name = request_name(key, next(self._numbers))
+        headers = {"X-Request-Id": name, "X-Session-ID": session_name(key)}
         done = False
         try:
             if self.server.route == "generate":
@@ -252,22 +253,6 @@ def _paired(logprobs: object, ids: object) -> object:
     if [item.get("token_id") for item in content] != ids:
         raise EngineError("vllm: the logprobs are those of other ids than were returned")
     return [item.get("logprob") for item in content]
-
-
-def stream_seed(key: RequestKey) -> int:
-    """The seed of one request's random stream, 0 <= seed < 2**63."""
-    text = f"{key.seed}\0{key.rollout_id}\0{key.turn}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-def request_digest(key: RequestKey) -> str:
-    text = f"{key.seed}\0{key.rollout_id}\0{key.turn}".encode()
-    return hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
-def session_digest(key: RequestKey) -> str:
-    """Names the session to routers that keep a conversation on one replica, for its prefix cache."""
-    return hashlib.blake2b(f"{key.seed}\0{key.rollout_id}".encode(), digest_size=8).hexdigest()
 
 
 async def _label(http: EngineHttp) -> str:

@@ -140,12 +140,12 @@ def test_a_diagnosis_replaces_the_coarse_cause_and_counts_from_its_token() -> No
 
 def test_hints_are_labels_of_turns_and_never_keys() -> None:
     lab = Lab()
-    lab.turn(START, says("a"), hints=(("agent", "one"),))
+    lab.turn(START, says("a"), hints=(("agent", "one\ud800"),))
     lab.turn([*START, says("a"), user("go")], says("b"), hints=(("agent", "two" * 1000),) * 40)
     lab.turn([*START, says("a"), user("go"), says("b"), user("on")], says("c"))
     assert [made.base for made in lab.calls] == [None, *lab.calls[:2]]
     turns = lab.forest.trajectory().turns
-    assert turns[0].hints == (("agent", "one"),)
+    assert turns[0].hints == (("agent", "one?"),)
     assert len(turns[1].hints) == 16
     assert len(turns[1].hints[0][1]) == 256
     assert turns[2].hints == ()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ from helpers_record import make_rollout, same
 
 from whet.errors import RecordError
 from whet.record.store import Score, Store
-from whet.types import Ledger, Rollout, Status
+from whet.types import DriftNote, Ledger, Rollout, Status
 
 LEDGER = Ledger(captured=10, trained=7, excluded={"degenerate": 2, "truncated": 1})
 
@@ -34,6 +36,34 @@ def test_rollouts_come_back_equal_in_slot_order(tmp_path: Path) -> None:
         assert store.rollouts("train", 4) == []
         assert store.places("train", 3)[1, 0] == "train/3/1/0"
         assert store.phases() == {("train", 3): 4, ("eval", 3): 1}
+
+
+def test_drifts_and_hints_come_back_and_go_with_their_rollout(tmp_path: Path) -> None:
+    plain = make_rollout("a")
+    first, *others = plain.trajectory.turns
+    note = DriftNote(kind="edited", cause="text", request=1, turn=0, token=2, tokens=3, detail="é")
+    turns = (dataclasses.replace(first, hints=(("agent", "sub-1"), ("window", "2"))), *others)
+    noted = dataclasses.replace(
+        plain,
+        trajectory=dataclasses.replace(
+            plain.trajectory, turns=turns, drifts=(note, DriftNote(kind="fork", cause="rewind"))
+        ),
+    )
+    with Store(tmp_path / "s") as store:
+        store.put_rollout("train", 0, 0, 0, noted)
+        store.put_rollout("train", 0, 0, 1, make_rollout("b"))
+        assert same(store.rollout("a"), noted)
+        assert same(store.rollout("b"), make_rollout("b"))
+
+
+def test_a_directory_from_before_there_were_notes_is_read(tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+        store.put_rollout("train", 0, 0, 0, make_rollout("a"))
+    with contextlib.closing(sqlite3.connect(tmp_path / "s")) as db:
+        db.execute("DROP TABLE notes")
+        db.commit()
+    with Store(tmp_path / "s", readonly=True) as store:
+        assert same(store.rollout("a"), make_rollout("a"))
 
 
 def test_equality_helper_can_fail() -> None:

@@ -15,7 +15,7 @@ from whet.capture.drift import Drift, PromptPlan
 from whet.capture.nodes import Nodes
 from whet.types import DriftNote
 
-MAX_HINTS, MAX_HINT_CHARS = 16, 256
+MAX_HINTS, MAX_LABEL_CHARS = 16, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Notes:
 
     def hints(self, hints: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
         """Bounded; equal to the last request's means the same object, so that a session holds few."""
-        kept = tuple((name[:MAX_HINT_CHARS], value[:MAX_HINT_CHARS]) for name, value in hints[:MAX_HINTS])
+        kept = tuple((_plain(name), _plain(value)) for name, value in hints[:MAX_HINTS])
         if kept != self._last:
             self._last = kept
         return self._last
@@ -60,7 +60,7 @@ class Notes:
             turn=-1 if drift.turn is None else drift.turn,
             token=found.token,
             tokens=self._concerned(noted, found.token),
-            detail=found.detail,
+            detail=_plain(found.detail),
         )
 
     def _concerned(self, noted: _Noted, token: int) -> int:
@@ -71,6 +71,11 @@ class Notes:
             turns.add(noted.drift.node)
             shared = max(token, 0)
         return sum(len(self._nodes.sampled(node).generation.ids) for node in turns) - shared
+
+
+def _plain(text: str) -> str:
+    """Short, and without lone surrogates, which no file can hold."""
+    return text[:MAX_LABEL_CHARS].encode("utf-8", "replace").decode()
 
 
 def drift_lines(drifts: Sequence[DriftNote]) -> list[str]:

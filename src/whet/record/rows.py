@@ -16,6 +16,7 @@ import orjson
 
 from whet.errors import RecordError
 from whet.types import (
+    DriftNote,
     FileEntry,
     FloatArray,
     IntArray,
@@ -57,6 +58,8 @@ CREATE TABLE IF NOT EXISTS segments (
   segment INTEGER NOT NULL, owner TEXT NOT NULL, kind TEXT NOT NULL, label TEXT NOT NULL, ids BLOB NOT NULL,
   mask BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
   PRIMARY KEY (rollout_id, position)) STRICT;
+CREATE TABLE IF NOT EXISTS notes (
+  rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, drifts TEXT NOT NULL, hints TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS verdicts (
   rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, outcome TEXT NOT NULL, reward REAL,
   strength TEXT NOT NULL, passed INTEGER NOT NULL, total INTEGER NOT NULL, dropped_paths TEXT NOT NULL,
@@ -68,7 +71,8 @@ CREATE TABLE IF NOT EXISTS ledger (
   step INTEGER NOT NULL, entry TEXT NOT NULL, schema_version INTEGER NOT NULL, tokens INTEGER NOT NULL,
   PRIMARY KEY (step, entry)) STRICT;
 """
-"""`ledger.entry` is `captured`, `trained` or a reason of `EXCLUSIONS`."""
+"""`ledger.entry` is `captured`, `trained` or a reason of `EXCLUSIONS`. `notes` has a row only for rollouts with
+drifts or hints, and older directories do not have the table."""
 
 Row = Mapping[str, Any]
 
@@ -105,6 +109,9 @@ def write_rollout(db: sqlite3.Connection, place: Mapping[str, object], rollout: 
         insert(db, "turns", {"rollout_id": rollout.id, "position": position} | _turn_values(turn))
     for position, segment in enumerate(rollout.trajectory.segments):
         insert(db, "segments", {"rollout_id": rollout.id, "position": position} | _segment_values(segment))
+    notes = _notes_values(rollout.trajectory)
+    if notes:
+        insert(db, "notes", {"rollout_id": rollout.id} | notes)
     if rollout.verdict is not None:
         insert(db, "verdicts", {"rollout_id": rollout.id} | _verdict_values(rollout.verdict))
 
@@ -116,7 +123,7 @@ def write_attempt(db: sqlite3.Connection, rollout: Rollout) -> None:
 
 def erase_rollout(db: sqlite3.Connection, rollout_id: str) -> None:
     """Delete every row of a decided rollout; the rows of its attempts stay."""
-    for table in ("rollouts", "files", "turns", "segments", "verdicts"):
+    for table in ("rollouts", "files", "turns", "segments", "notes", "verdicts"):
         db.execute(f"DELETE FROM {table} WHERE rollout_id = ?", (rollout_id,))
 
 
@@ -145,6 +152,7 @@ def read_rollout(db: sqlite3.Connection, row: Row) -> Rollout:
     turns = db.execute("SELECT * FROM turns WHERE rollout_id = ? ORDER BY position", key)
     segments = db.execute("SELECT * FROM segments WHERE rollout_id = ? ORDER BY position", key)
     verdict = db.execute("SELECT * FROM verdicts WHERE rollout_id = ?", key).fetchone()
+    hints, drifts = _read_notes(db, rollout_id)
     return Rollout(
         id=rollout_id,
         task_id=row["task_id"],
@@ -153,8 +161,9 @@ def read_rollout(db: sqlite3.Connection, row: Row) -> Rollout:
         reward=row["reward"],
         trajectory=Trajectory(
             segments=tuple(_segment(r) for r in segments),
-            turns=tuple(_turn(r) for r in turns),
+            turns=tuple(_turn(r, hints) for r in turns),
             ledger=read_ledger(row["ledger"]),
+            drifts=drifts,
         ),
         verdict=None if verdict is None else _verdict(verdict),
         changed={r["path"]: FileEntry(content=r["content"], executable=bool(r["executable"])) for r in files},
@@ -182,7 +191,31 @@ def _turn_values(turn: Turn) -> dict[str, object]:
     }
 
 
-def _turn(row: Row) -> Turn:
+Hints = Mapping[int, tuple[tuple[str, str], ...]]
+"""By turn; turns without any are left out."""
+
+
+def _notes_values(trajectory: Trajectory) -> dict[str, object]:
+    """Empty when there is nothing to note."""
+    hints = [(turn.index, turn.hints) for turn in trajectory.turns if turn.hints]
+    if not hints and not trajectory.drifts:
+        return {}
+    names = DriftNote.__dataclass_fields__
+    drifts = [{name: getattr(note, name) for name in names} for note in trajectory.drifts]
+    return {"drifts": dumps(drifts), "hints": dumps(hints)}
+
+
+def _read_notes(db: sqlite3.Connection, rollout_id: str) -> tuple[Hints, tuple[DriftNote, ...]]:
+    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'notes'").fetchone() is None:
+        return {}, ()
+    row = db.execute("SELECT * FROM notes WHERE rollout_id = ?", (rollout_id,)).fetchone()
+    if row is None:
+        return {}, ()
+    hints = {turn: tuple((name, value) for name, value in held) for turn, held in orjson.loads(row["hints"])}
+    return hints, tuple(DriftNote(**note) for note in orjson.loads(row["drifts"]))
+
+
+def _turn(row: Row, hints: Hints) -> Turn:
     return Turn(
         index=row["turn"],
         parent=row["parent"],
@@ -192,6 +225,7 @@ def _turn(row: Row) -> Turn:
         finish=row["finish"],
         version_runs=tuple((start, version) for start, version in orjson.loads(row["version_runs"])),
         excluded=row["excluded"],
+        hints=hints.get(row["turn"], ()),
     )
 
 

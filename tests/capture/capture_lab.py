@@ -14,12 +14,15 @@ import numpy as np
 
 from whet.capture.drift import PromptPlan
 from whet.capture.forest import Forest
+from whet.capture.tree import check_tree, tree
+from whet.capture.views import per_request
 from whet.types import (
     Finish,
     Generation,
     IntArray,
     Message,
     ModelRequest,
+    Segment,
     ToolCall,
     ToolSpec,
     Trajectory,
@@ -202,6 +205,23 @@ class Lab:
         return self.deliver(self.sample(self.ask(messages, tools, hints), reply))
 
 
+def long_chain(turns: int) -> tuple[Forest, list[Message]]:
+    """A session of one line, with the conversation that continues it; built without asking for each turn."""
+    forest = Forest("long")
+    messages = [user("go")]
+    plan = forest.plan(Lab.request(messages), FINGERPRINT)
+    after = forest.plan(Lab.request([user("next")]), FINGERPRINT)
+    for turn in range(turns):
+        context = forest.extend(plan, row([1, 2, 3]))
+        logprobs = np.full(3, -0.5, dtype=np.float32)
+        made = Generation(ids=row([7, 8, 9]), logprobs=logprobs, finish="stop", version_runs=((0, 0),))
+        node = forest.commit(context, made, says("OK"), turn=turn)
+        forest.mark_delivered(node)
+        messages += [says("OK"), user("next")]
+        plan = replace(after, base=node)
+    return forest, messages
+
+
 def reasons_of(trajectory: Trajectory) -> dict[int, str]:
     return {turn.index: turn.excluded for turn in trajectory.turns}
 
@@ -239,6 +259,31 @@ def check_exported(lab: Lab, trajectory: Trajectory) -> None:
             assert segment.logprobs[position] == expected
     _check_turns(lab, trajectory)
     _check_ledger(lab, trajectory, owner, seen)
+
+
+def check_views(trajectory: Trajectory) -> None:
+    """Chains, tree and per-request rows train the same tokens, and their sums are the ledger's."""
+    wanted = _trained(trajectory.segments)
+    rows = per_request(trajectory)
+    assert _trained(rows) == wanted
+    kinds = [row.kind for row in rows for _ in range(int(row.mask.sum()))]
+    assert kinds.count("sampled") == trajectory.ledger.trained
+    assert kinds.count("demonstrated") == trajectory.ledger.excluded.get("demonstrated", 0)
+    for mode in ("once", "branch_mean"):
+        held = tree(trajectory, mode)
+        check_tree(held, trajectory)
+        spots = zip(held.ids[held.mask], held.logprobs[held.mask], held.versions[held.mask], strict=True)
+        assert sorted((int(i), float(p), int(v)) for i, p, v in spots) == wanted
+        assert bool(((held.weights > 0) == held.mask).all())
+        assert bool((held.weights <= 1).all())
+
+
+def _trained(rows: Sequence[Segment]) -> list[tuple[int, float, int]]:
+    found: list[tuple[int, float, int]] = []
+    for row_ in rows:
+        spots = zip(row_.ids[row_.mask], row_.logprobs[row_.mask], row_.versions[row_.mask], strict=True)
+        found += [(int(i), float(p), int(v)) for i, p, v in spots]
+    return sorted(found)
 
 
 def _check_turns(lab: Lab, trajectory: Trajectory) -> None:

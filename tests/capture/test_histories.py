@@ -11,7 +11,19 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from capture_lab import SHELL, Call, Lab, answer, call, check_exported, respelled, says, system, user
+from capture_lab import (
+    SHELL,
+    Call,
+    Lab,
+    answer,
+    call,
+    check_exported,
+    check_views,
+    respelled,
+    says,
+    system,
+    user,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -127,6 +139,7 @@ class World:
     def check(self) -> None:
         trajectory: Trajectory = copy.deepcopy(self.lab.forest).trajectory()
         check_exported(self.lab, trajectory)
+        check_views(trajectory)
         assert {turn.index: turn.excluded for turn in trajectory.turns} == self.expected_reasons()
         labels = [segment.label for segment in trajectory.segments]
         assert labels.count("final") <= 1

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from capture_lab import (
@@ -13,6 +10,7 @@ from capture_lab import (
     Lab,
     answer,
     call,
+    long_chain,
     row,
     says,
     user,
@@ -20,7 +18,7 @@ from capture_lab import (
 
 from whet.capture.forest import Forest
 from whet.errors import CaptureError
-from whet.types import Generation, Message, ModelRequest
+from whet.types import Generation, ModelRequest
 
 
 def generation(**changes: object) -> Generation:
@@ -165,30 +163,20 @@ def test_the_callers_arrays_are_not_shared() -> None:
     assert forest.path_ids(node).tolist() == [1, 2, 3, 7, 8, 9]
 
 
+@pytest.mark.case(39)
 def test_a_chain_of_5000_turns_is_linear_in_memory_and_needs_no_recursion() -> None:
-    forest = Forest("long")
-    messages: list[Message] = [user("go")]
-    plan = forest.plan(ModelRequest(messages=tuple(messages)), "f")
-    after = forest.plan(ModelRequest(messages=(user("next"),)), "f")
-    ids = 0
-    for turn in range(5000):
-        context = forest.extend(plan, row([1, 2, 3]))
-        node = forest.commit(context, generation(), says("OK"), turn=turn)
-        forest.mark_delivered(node)
-        messages += [says("OK"), user("next")]
-        plan = replace(after, base=node)
-        ids += 6
-    started = time.perf_counter()
-    found = forest.plan(ModelRequest(messages=tuple(messages)), "f")
+    forest, messages = long_chain(5000)
+    found = forest.plan(Lab.request(messages), FINGERPRINT)
+    assert found.base is not None
+    assert forest.path_ids(found.base).tolist() == [1, 2, 3, 7, 8, 9] * 5000
     (segment,) = forest.trajectory().segments
-    assert time.perf_counter() - started < 5
-    assert found.base == node
-    assert len(segment.ids) == ids
+    assert len(segment.ids) == 30_000
     assert segment.mask.sum() == 15_000
     held = sum(len(t.context_ids) + len(t.ids) for t in forest.trajectory().turns)
-    assert held == ids
+    assert held == len(segment.ids)
 
 
+@pytest.mark.case(39)
 def test_1025_branches_from_one_turn() -> None:
     lab = Lab()
     first = says("", call("c0"))

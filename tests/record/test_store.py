@@ -41,14 +41,11 @@ def test_rollouts_come_back_equal_in_slot_order(tmp_path: Path) -> None:
 def test_drifts_and_hints_come_back_and_go_with_their_rollout(tmp_path: Path) -> None:
     plain = make_rollout("a")
     first, *others = plain.trajectory.turns
+    fork = DriftNote(kind="fork", cause="rewind")
     note = DriftNote(kind="edited", cause="text", request=1, turn=0, token=2, tokens=3, detail="é")
     turns = (dataclasses.replace(first, hints=(("agent", "sub-1"), ("window", "2"))), *others)
-    noted = dataclasses.replace(
-        plain,
-        trajectory=dataclasses.replace(
-            plain.trajectory, turns=turns, drifts=(note, DriftNote(kind="fork", cause="rewind"))
-        ),
-    )
+    trajectory = dataclasses.replace(plain.trajectory, turns=turns, drifts=(note, fork))
+    noted = dataclasses.replace(plain, trajectory=trajectory)
     with Store(tmp_path / "s") as store:
         store.put_rollout("train", 0, 0, 0, noted)
         store.put_rollout("train", 0, 0, 1, make_rollout("b"))

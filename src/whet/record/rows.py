@@ -59,7 +59,8 @@ CREATE TABLE IF NOT EXISTS segments (
   mask BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
   PRIMARY KEY (rollout_id, position)) STRICT;
 CREATE TABLE IF NOT EXISTS notes (
-  rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, drifts TEXT NOT NULL, hints TEXT NOT NULL) STRICT;
+  rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL,
+  drifts TEXT NOT NULL, hints TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS verdicts (
   rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, outcome TEXT NOT NULL, reward REAL,
   strength TEXT NOT NULL, passed INTEGER NOT NULL, total INTEGER NOT NULL, dropped_paths TEXT NOT NULL,
@@ -71,8 +72,8 @@ CREATE TABLE IF NOT EXISTS ledger (
   step INTEGER NOT NULL, entry TEXT NOT NULL, schema_version INTEGER NOT NULL, tokens INTEGER NOT NULL,
   PRIMARY KEY (step, entry)) STRICT;
 """
-"""`ledger.entry` is `captured`, `trained` or a reason of `EXCLUSIONS`. `notes` has a row only for rollouts with
-drifts or hints, and older directories do not have the table."""
+"""`ledger.entry` is `captured`, `trained` or a reason of `EXCLUSIONS`. `notes` has a row only for
+rollouts with drifts or hints, and older directories do not have the table."""
 
 Row = Mapping[str, Any]
 

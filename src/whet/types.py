@@ -182,6 +182,8 @@ class Reply:
     sampled_tokens: int = 0
     pointer: str = ""
     """Signed node pointer for the opaque field of the wire format, empty for a synthetic reply."""
+    stop: str = ""
+    """The stop string of the agent that ended it, if one did; it is not part of `text`."""
 
 
 # --------------------------------------------------------------------------- generation

@@ -77,7 +77,7 @@ def test_tool_schemas_keep_their_order_and_tool_choice_none_offers_none() -> Non
         ({"logprobs": True}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"stop": ["x"]}, "stop"),
+        ({"stop": [1]}, "stop"),
         ({"store": True}, "store"),
         ({"functions": [{}]}, "functions"),
         ({"max_tokens": 0}, "max_tokens"),

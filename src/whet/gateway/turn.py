@@ -22,6 +22,7 @@ from whet.gateway.dialects.base import WireError
 from whet.gateway.edits import explain
 from whet.gateway.host_tools import ToolBox
 from whet.gateway.shim import TextShim, translate
+from whet.gateway.stops import cut_at_stop
 from whet.render.family import Family, ParsedReply
 from whet.types import (
     Generation,
@@ -265,8 +266,9 @@ class Turns:
     def _commit(
         self, node: int, prompt: IntArray, generation: Generation, request: ModelRequest, turn: int
     ) -> Answer:
-        parsed = self._translated(self._family.parse(generation.ids), request, turn)
-        reply = self._reply(parsed, generation, len(prompt), turn)
+        generation, parsed, stop = cut_at_stop(self._family, generation, request.stop)
+        parsed = self._translated(parsed, request, turn)
+        reply = replace(self._reply(parsed, generation, len(prompt), turn), stop=stop)
         message = Message(
             role="assistant", text=reply.text, reasoning=reply.reasoning, tool_calls=reply.tool_calls
         )

@@ -24,6 +24,7 @@ from whet.gateway.dialects.base import (
     positive,
     refuse,
     sequence,
+    stop_strings,
     string,
     wishes,
 )
@@ -80,13 +81,12 @@ class AnthropicDialect:
         user = mapping(body.get("metadata") or {}, "metadata").get("user_id")
         if isinstance(user, str):
             hints = (("metadata.user_id", user), *dropped)
-        stops = sequence(body.get("stop_sequences"), "stop_sequences")
         request = ModelRequest(
             messages=join_assistants(messages),
             tools=offered,
             stream=bool(body.get("stream")),
             max_tokens=positive(body.get("max_tokens"), "max_tokens"),
-            stop=tuple(s for s in (string(stop, "stop_sequences") for stop in stops) if s),
+            stop=stop_strings(body.get("stop_sequences"), "stop_sequences"),
             advisory=wishes(body, _ADVISORY),
             hints=hints,
         )
@@ -96,6 +96,7 @@ class AnthropicDialect:
         message = _message_head(reply, envelope)
         message["content"] = [block for block, _, _ in _blocks(reply, envelope)]
         message["stop_reason"] = _stop_reason(reply)
+        message["stop_sequence"] = reply.stop or None
         message["usage"] = _usage(reply, reply.sampled_tokens)
         return message
 
@@ -111,7 +112,7 @@ class AnthropicDialect:
         yield sse.event(
             {
                 "type": "message_delta",
-                "delta": {"stop_reason": _stop_reason(reply), "stop_sequence": None},
+                "delta": {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stop or None},
                 "usage": _usage(reply, reply.sampled_tokens),
             }
         )
@@ -342,6 +343,8 @@ def _message_head(reply: Reply, envelope: Envelope) -> dict[str, object]:
 def _stop_reason(reply: Reply) -> str:
     if reply.tool_calls:
         return "tool_use"
+    if reply.stop:
+        return "stop_sequence"
     return "max_tokens" if reply.finish == "length" else "end_turn"
 
 

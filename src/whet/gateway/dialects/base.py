@@ -225,6 +225,12 @@ def join_assistants(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(joined)
 
 
+def stop_strings(value: object, param: str) -> tuple[str, ...]:
+    """One stop string or a list of them; empty ones mean nothing. Raises WireError naming `param`."""
+    given = [value] if isinstance(value, str) else sequence(value, param)
+    return tuple(stop for stop in (string(one, param) for one in given) if stop)
+
+
 def wishes(body: Mapping[str, object], names: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """The advisory fields among `names` that the body carries, as (name, JSON text)."""
     return tuple((name, json_text(body[name])) for name in names if body.get(name) is not None)

@@ -18,6 +18,7 @@ from whet.gateway.dialects.base import (
     mapping,
     positive,
     sequence,
+    stop_strings,
     string,
     wishes,
 )
@@ -76,6 +77,8 @@ class ChatDialect:
             tools=tuple(_tool(t, f"tools[{i}]") for i, t in enumerate(tools)),
             stream=bool(body.get("stream")),
             max_tokens=min((n for n in limits if n is not None), default=None),
+            stop=stop_strings(body.get("stop"), "stop"),
+            hints=_hints(body),
             advisory=wishes(body, _ADVISORY),
         )
         options = body.get("stream_options")
@@ -147,7 +150,6 @@ def _refuse(body: Mapping[str, object]) -> None:
         "logprobs": bool(body.get("logprobs")),
         "top_logprobs": bool(body.get("top_logprobs")),
         "response_format": not plain,
-        "stop": bool(body.get("stop")),
         "store": bool(body.get("store")),
         "functions": bool(body.get("functions")),
         "audio": body.get("audio") is not None,
@@ -158,6 +160,16 @@ def _refuse(body: Mapping[str, object]) -> None:
             raise WireError(
                 "invalid_request", f"'{name}' is not supported with this value by this model.", name
             )
+
+
+def _hints(body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    """What the agent says of itself in the body."""
+    names = ("user", "prompt_cache_key", "safety_identifier")
+    hints = [(name, value) for name in names if isinstance(value := body.get(name), str)]
+    for name, value in mapping(body.get("metadata") or {}, "metadata").items():
+        if isinstance(value, str):
+            hints.append((f"metadata.{name}", value))
+    return tuple(hints)
 
 
 def _message(raw: object, param: str) -> Message:

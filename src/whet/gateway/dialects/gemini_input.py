@@ -22,6 +22,7 @@ from whet.gateway.dialects.base import (
     positive,
     refuse,
     sequence,
+    stop_strings,
     string,
     wishes,
 )
@@ -55,7 +56,6 @@ def parse(body: _Json, action: str) -> WireCall:
     if not contents:
         raise WireError("invalid_request", "* contents is not specified", "contents")
     tools, dropped = _tools(body)
-    stops = sequence(get(config, "stopSequences"), "stopSequences")
     limit = get(config, "maxOutputTokens")
     streamed = method == "streamGenerateContent"
     request = ModelRequest(
@@ -63,7 +63,7 @@ def parse(body: _Json, action: str) -> WireCall:
         tools=tools,
         stream=streamed,
         max_tokens=positive(limit, "maxOutputTokens"),
-        stop=tuple(s for s in (string(stop, "stopSequences") for stop in stops) if s),
+        stop=stop_strings(get(config, "stopSequences"), "stopSequences"),
         advisory=(("model", json_text(model)), *_advisory(body, config)),
         hints=(*_labels(body), *dropped),
     )

@@ -1,0 +1,196 @@
+"""What agents may wish for: followed, recorded or refused, and never in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from gateway_rig import ASK, TOOLS, Rig, said
+from wire_lab import CALLS, SAY, anthropic_client, gemini_client, openai_client
+
+from whet.render.template import TemplateFamily
+
+STORY = "One fish, two fish. Human: red fish"
+
+
+@pytest.mark.case(17)
+@pytest.mark.parametrize("stop", ["two f", "h", "Human:", STORY, "fish. Hu"])
+async def test_a_stop_string_cuts_text_and_tokens_alike(family: TemplateFamily, stop: str) -> None:
+    """Also inside a token; the next turn continues the cut one."""
+    whole = family.render_reply(said(STORY))
+    async with Rig(family, [said(STORY), SAY]) as rig, anthropic_client(rig) as api:
+        ask: dict[str, Any] = {"model": "m", "max_tokens": 999}
+        first: list[Any] = [{"role": "user", "content": "Tell."}]
+        answer = await api.messages.create(messages=first, stop_sequences=["never", stop], **ask)
+        before = STORY[: STORY.index(stop)]
+        assert "".join(block.text for block in answer.content) == before
+        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
+        assert answer.usage.output_tokens < len(whole)
+        echo = {"role": "assistant", "content": before}
+        again = await api.messages.create(messages=[*first, echo, {"role": "user", "content": "On."}], **ask)
+        assert again.stop_reason == "end_turn"
+        turns = (await rig.session.seal(1.0)).turns
+    kept = turns[0].ids
+    assert kept.tolist() == whole[: len(kept)].tolist()
+    assert stop in family.parse(kept).text
+    assert stop not in family.parse(kept[:-1]).text
+    assert len(turns[0].logprobs) == len(kept)
+    assert [turn.parent for turn in turns] == [-1, 0]
+    assert rig.session.stats.edited == 0
+
+
+@pytest.mark.case(17)
+async def test_stop_strings_end_replies_of_the_other_formats_too(family: TemplateFamily) -> None:
+    async with (
+        Rig(family, [said(STORY)]) as rig,
+        openai_client(rig) as api,
+        gemini_client(rig) as google,
+    ):
+        chat = await api.chat.completions.create(model="m", messages=ASK, stop=" two")
+        assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("One fish,", "stop")
+        answer = await google.models.generate_content(
+            model="m", contents="Tell.", config={"stop_sequences": [" two"]}
+        )
+        assert answer.text == "One fish,"
+
+
+@pytest.mark.case(54)
+async def test_sampling_stays_neutral_whatever_is_asked_for(family: TemplateFamily) -> None:
+    odd: dict[str, Any] = {"model": "gpt-9", "temperature": 0, "top_p": 0.1}
+    async with (
+        Rig(family, [SAY]) as rig,
+        openai_client(rig) as api,
+        anthropic_client(rig) as claude,
+        gemini_client(rig) as google,
+    ):
+        chat = await api.chat.completions.create(
+            messages=ASK, logit_bias={"5": 100}, max_tokens=10**9, seed=1, frequency_penalty=2, **odd
+        )
+        replies = await api.responses.create(input="Hi", max_output_tokens=10**9, **odd)
+        message = await claude.messages.create(
+            model="m",
+            messages=[{"role": "user", "content": "Hi"}],
+            max_tokens=10**9,
+            stream=False,
+            timeout=60,
+            extra_body={"top_k": 1, **odd},
+        )
+        content = await google.models.generate_content(
+            model="gemini-9", contents="Hi", config={"temperature": 0, "top_k": 1, "max_output_tokens": 10**9}
+        )
+        assert {chat.model, replies.model, message.model, content.model_version} == {"policy"}
+        limit = rig._limits.max_call_tokens
+        assert {(s.params.temperature, s.params.max_tokens) for s in rig.engine.sent} == {(1.0, limit)}
+
+
+@pytest.mark.case(49)
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "read"}}])
+async def test_a_tool_choice_is_advice(family: TemplateFamily, choice: Any) -> None:
+    """Sampling is not constrained, so a forced call cannot be promised; the tools stay offered."""
+    async with Rig(family, [CALLS]) as rig, openai_client(rig) as api:
+        answer = await api.chat.completions.create(model="m", messages=ASK, tools=TOOLS, tool_choice=choice)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert '"name": "read"' in family.decode(rig.engine.sent[0].ids)
+
+
+@pytest.mark.case(49)
+async def test_no_tool_is_offered_where_none_is_wanted(family: TemplateFamily) -> None:
+    async with (
+        Rig(family, [SAY]) as rig,
+        openai_client(rig) as api,
+        anthropic_client(rig) as claude,
+        gemini_client(rig) as google,
+    ):
+        await api.chat.completions.create(model="m", messages=ASK, tools=TOOLS, tool_choice="none")
+        flat = {"type": "function", **TOOLS[0]["function"], "strict": False}
+        await api.responses.create(model="m", input="Hi", tools=[flat], tool_choice="none")
+        spec = {"name": "read", "input_schema": {"type": "object"}}
+        await claude.messages.create(
+            model="m",
+            max_tokens=99,
+            messages=[{"role": "user", "content": "Hi"}],
+            tools=[spec],
+            tool_choice={"type": "none"},
+        )
+        off = {"function_calling_config": {"mode": "NONE"}}
+        tools = [{"function_declarations": [{"name": "read"}]}]
+        await google.models.generate_content(
+            model="m", contents="Hi", config={"tools": tools, "tool_config": off}
+        )
+        assert len(rig.engine.sent) == 4
+        assert not any("read" in family.decode(sent.ids) for sent in rig.engine.sent)
+
+
+@pytest.mark.case(49)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 2},
+        {"logprobs": True},
+        {"top_logprobs": 3},
+        {"response_format": {"type": "json_object"}},
+        {"modalities": ["audio"]},
+        {"functions": [{"name": "f"}]},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+async def test_chat_refuses_what_one_neutral_sample_cannot_answer(
+    family: TemplateFamily, more: dict[str, Any]
+) -> None:
+    async with Rig(family, [SAY]) as rig, openai_client(rig) as api:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await api.chat.completions.create(model="m", messages=ASK, **more)
+        assert refused.value.param == next(iter(more))
+        answer = await api.chat.completions.create(model="m", messages=ASK)
+        assert answer.choices[0].message.content == SAY.text
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://10.0.0.1/x.png"}}
+FILE = {"type": "document", "source": {"type": "file", "file_id": "file_1"}}
+
+
+@pytest.mark.case(49, 50)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        {"messages": [{"role": "user", "content": [FILE]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [IMAGE]}]}]},
+        {"extra_body": {"output_config": {"format": {"type": "json_schema", "schema": {}}}}},
+        {"extra_body": {"mcp_servers": [{"type": "url", "url": "http://10.0.0.1", "name": "x"}]}},
+        {"extra_body": {"container": "c_1"}},
+    ],
+    ids=["image", "file", "image in a result", "format", "mcp", "container"],
+)
+async def test_messages_refuse_what_needs_a_fetch_or_a_constraint(
+    family: TemplateFamily, more: dict[str, Any]
+) -> None:
+    given = {"model": "m", "max_tokens": 99, "messages": [{"role": "user", "content": "Hi"}]}
+    async with Rig(family, [SAY]) as rig, anthropic_client(rig) as api:
+        with pytest.raises(anthropic.BadRequestError):
+            await api.messages.create(**{**given, **more})
+        assert (await api.messages.create(**given)).content[0].text == SAY.text
+
+
+@pytest.mark.case(50)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"store": True},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y"}}]}
+            ]
+        },
+        {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_id": "f"}}]}]},
+    ],
+    ids=["store", "image", "file"],
+)
+async def test_chat_refuses_what_needs_a_store_or_a_fetch(
+    family: TemplateFamily, more: dict[str, Any]
+) -> None:
+    async with Rig(family, [SAY]) as rig, openai_client(rig) as api:
+        with pytest.raises(openai.BadRequestError):
+            await api.chat.completions.create(**{"model": "m", "messages": ASK, **more})

@@ -1,4 +1,4 @@
-"""The verbs: demo, train, replay, bench, show, doctor.
+"""The verbs: demo, train, serve, replay, bench, show, doctor.
 
 Every failure a person can meet is one line on stderr beginning `whet:`. Exit codes: 0 done, 1 failed,
 2 wrong command line or configuration, 130 stopped by Ctrl-C (resumable). Each verb imports what it needs at
@@ -241,6 +241,31 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
+def _serve(options: argparse.Namespace) -> int:
+    """Ctrl-C is how serving ends; a failure before is a failure."""
+    from whet.config import load_config
+    from whet.record.run import name_run
+    from whet.serve.run import BASE, ServeOptions, serve
+    from whet.stop import run_interruptible
+
+    overrides = list(options.overrides)
+    path = options.config
+    if path is not None and "=" in path and not Path(path).exists():
+        overrides.insert(0, path)
+        path = None
+    if options.port is not None:
+        overrides.append(f"gateway.port={options.port}")
+    if not 0 < options.sessions <= 64:
+        raise ConfigError("--sessions takes 1 to 64")
+    config = name_run(load_config(Path(path) if path else None, overrides, BASE))
+    chosen = ServeOptions(
+        sessions=options.sessions, agents=options.agent, admin=options.admin, json=options.json
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        run_interruptible(serve(config, chosen, sys.stdout))
+    return 0
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from whet.doctor import doctor
 
@@ -281,6 +306,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(verbs)
     _add_train(verbs)
+    _add_serve(verbs)
     replay = verbs.add_parser("replay", help="repeat a stored run's training and compare it bit for bit")
     replay.add_argument("run", type=Path, metavar="RUN", help="run directory")
     _add_output(replay)
@@ -313,6 +339,18 @@ def _add_train(verbs: Any) -> None:
     train.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file, e.g. examples/demo.toml")
     _add_run_options(train)
     train.set_defaults(verb=_train)
+
+
+def _add_serve(verbs: Any) -> None:
+    serve = verbs.add_parser("serve", help="serve the model to an agent that you run yourself")
+    serve.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; without it: the warm start")
+    serve.add_argument("--agent", action="append", default=[], metavar="NAME", help="print this set-up only")
+    serve.add_argument("--port", type=int, help="loopback port (default: a free one)")
+    serve.add_argument("--sessions", type=int, default=1, metavar="N", help="sessions to open (default: 1)")
+    serve.add_argument("--admin", action="store_true", help="serve the operator too, on a port of its own")
+    serve.add_argument("--json", action="store_true", help="one JSON object per line")
+    serve.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key")
+    serve.set_defaults(verb=_serve)
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:

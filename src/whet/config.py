@@ -177,6 +177,10 @@ class LimitsTable(Table):
     """Sampled tokens per model call."""
     max_session_tokens: Count = 65536
     """Sampled tokens per rollout."""
+    max_prompt_tokens: CountOrZero = 0
+    """Prompt tokens per rollout, summed over its calls; 0 = no limit."""
+    max_nodes: Count = 1024
+    """Nodes of a rollout's forest; a call adds two at most."""
 
 
 class GradeTable(Table):

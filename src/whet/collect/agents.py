@@ -50,6 +50,8 @@ def limits_of(config: Config) -> Limits:
         max_call_tokens=config.limits.max_call_tokens,
         max_session_tokens=config.limits.max_session_tokens,
         max_context_tokens=config.model.max_context_tokens,
+        max_prompt_tokens=config.limits.max_prompt_tokens,
+        max_nodes=config.limits.max_nodes,
     )
 
 

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import orjson
 from aiohttp import web
@@ -21,6 +21,27 @@ from whet.gateway.dialects.base import Dialect, Envelope, WireCall, WireError
 from whet.gateway.request import GatewayConfig, GatewayCounters
 from whet.gateway.session import Call, Session
 from whet.gateway.turn import Answer
+from whet.types import Reply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallReport:
+    """One model call as an operator may watch it: numbers and names, no text."""
+
+    rollout_id: str
+    turn: int
+    dialect: str
+    outcome: str
+    """How the reply ended (stop, length), the cause of a refusal, `synthetic` for a budget stop, `client
+    gone`."""
+    drift: str = ""
+    prompt_tokens: int = 0
+    fresh_tokens: int = 0
+    """Prompt tokens that were new since the turn it continues."""
+    sampled_tokens: int = 0
+    tool_calls: int = 0
+    ms: float = 0.0
+    """From the request's arrival to the last byte of its reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +55,27 @@ class Delivery:
     call: Call
     dialect: Dialect
     wire: WireCall
+    begun: float = field(default_factory=time.monotonic)
+
+    def report(self, failure: str = "") -> CallReport:
+        """What became of it; `failure` is the cause when there was no reply."""
+        task = self.call.task
+        answered = task.done() and not task.cancelled() and task.exception() is None
+        answer = task.result() if answered else None
+        reply = answer.reply if answer else Reply()
+        outcome = failure or ("synthetic" if answer and answer.node is None else reply.finish)
+        return CallReport(
+            rollout_id=self.session.rollout_id,
+            turn=self.call.turn,
+            dialect=self.dialect.name,
+            outcome=outcome,
+            drift=answer.drift if answer else "",
+            prompt_tokens=reply.prompt_tokens,
+            fresh_tokens=answer.fresh if answer else 0,
+            sampled_tokens=reply.sampled_tokens,
+            tool_calls=len(reply.tool_calls),
+            ms=1000 * (time.monotonic() - self.begun),
+        )
 
     async def run(self) -> web.StreamResponse:
         """Wait for the call and write its reply. Raises WireError while a status can still be sent, and

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from aiohttp import web
 
 from whet.engine.base import Engine
 from whet.gateway import mcp
-from whet.gateway.deliver import Delivery, json_response
+from whet.gateway.deliver import CallReport, Delivery, json_response
 from whet.gateway.dialects.anthropic import AnthropicDialect
 from whet.gateway.dialects.base import Dialect, WireError
 from whet.gateway.dialects.chat import ChatDialect
@@ -37,7 +37,7 @@ from whet.gateway.turn import SessionSpec
 from whet.render.family import Family
 from whet.types import Limits
 
-__all__ = ["Gateway", "GatewayConfig", "GatewayCounters", "Listener"]
+__all__ = ["CallReport", "Gateway", "GatewayConfig", "GatewayCounters", "Listener"]
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +51,17 @@ DIALECTS: Mapping[str, Dialect] = {
 class Gateway:
     """Async context manager; its listeners and sessions live inside."""
 
-    def __init__(self, engine: Engine, family: Family, config: GatewayConfig | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        family: Family,
+        config: GatewayConfig | None = None,
+        on_call: Callable[[CallReport], None] | None = None,
+    ) -> None:
+        """`on_call` hears of every model call once it is over; it must not raise."""
         self.config = config or GatewayConfig()
         self.counters = GatewayCounters()
+        self._on_call = on_call
         self._engine = engine
         self._family = family
         self._sessions: dict[bytes, Session] = {}
@@ -221,7 +229,20 @@ class Gateway:
             dialect=dialect,
             wire=wire,
         )
-        return await delivery.run()
+        return await self._reported(delivery)
+
+    async def _reported(self, delivery: Delivery) -> web.StreamResponse:
+        failure = "client gone"
+        try:
+            response = await delivery.run()
+            failure = ""
+        except WireError as error:
+            failure = error.cause
+            raise
+        finally:
+            if self._on_call is not None:
+                self._on_call(delivery.report(failure))
+        return response
 
     def _authorise(self, route: Route, http: web.BaseRequest, listener: Path | None) -> Session:
         """The session whose secret the request carries; path and secret must agree. Raises WireError."""

@@ -1,0 +1,200 @@
+"""`whet serve`: the gateway alone, for an agent that somebody runs by hand.
+
+    engine (in a learner, or a server) <- gateway <-HTTP- any agent
+
+Opens sessions, says how an agent gets there, says one line per model call, and at the end seals every session
+and writes what was captured to the run directory. Never imports torch. Caller: cli.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import orjson
+
+from whet.collect.agents import limits_of
+from whet.config import Config, model_folder
+from whet.engine.base import Engine
+from whet.engine.open import open_engine
+from whet.errors import WhetError
+from whet.gateway.admin import Admin
+from whet.gateway.export import export_json
+from whet.gateway.server import CallReport, Gateway
+from whet.gateway.session import Session
+from whet.record.run import RunDir, write_text
+from whet.render.family import Family
+from whet.render.template import load_family
+from whet.serve.agents import Access, names, setup
+from whet.train.client import Learner, LearnerSpec
+
+SEAL_S = 1.0
+"""Calls under way when the operator stops get so long to end."""
+ADMIN_SECRET = "WHET_ADMIN_SECRET"
+"""Environment variable with the operator's secret; without it one is made."""
+
+BASE: Mapping[str, Any] = {
+    "limits": {
+        "wall_s": 86400.0,
+        "max_calls": 10_000,
+        "max_call_tokens": 512,
+        "max_session_tokens": 10_000_000,
+        "max_nodes": 20_000,
+    },
+}
+"""Below the user's configuration: an agent by hand is no training rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What the command line adds to the configuration."""
+
+    sessions: int = 1
+    agents: Sequence[str] = ()
+    """Agents whose set-up is printed; empty = all."""
+    admin: bool = False
+    json: bool = False
+
+
+class Voice:
+    """Says what happens, as lines for a person or as one JSON object per line."""
+
+    def __init__(self, stream: TextIO, *, json: bool) -> None:
+        self._stream, self._json = stream, json
+
+    def say(self, event: str, told: Mapping[str, Any], lines: Sequence[str]) -> None:
+        """`told` for machines, `lines` for people."""
+        if self._json:
+            lines = [orjson.dumps({"event": event, **told}).decode()]
+        print("\n".join(lines), file=self._stream, flush=True)
+
+    def call(self, report: CallReport) -> None:
+        what = report.outcome + (f", {report.tool_calls} tool calls" if report.tool_calls else "")
+        line = (
+            f"{report.rollout_id} #{report.turn} {report.dialect:<9} "
+            f"prompt {report.prompt_tokens:>6} (new {report.fresh_tokens}) "
+            f"sampled {report.sampled_tokens:>4} {report.drift or '-'} | {what} | {report.ms:.0f} ms"
+        )
+        self.say("call", asdict(report), [line])
+
+
+@asynccontextmanager
+async def _engine(config: Config, family: Family, log: Path) -> AsyncIterator[Engine]:
+    """The configured sampler: in a learner process of ours, or a server."""
+    if config.engine.kind == "embedded":
+        spec = LearnerSpec.of(config, model=model_folder(config), log=log)
+        async with Learner.start(spec) as learner:
+            yield learner.engine
+    else:
+        async with open_engine(config, family) as engine:
+            yield engine
+
+
+async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
+    """Until cancelled. Raises WhetError when it cannot begin."""
+    voice = Voice(stream, json=options.json)
+    for agent in options.agents:
+        setup(agent, _nowhere())
+    family = load_family(model_folder(config))
+    with RunDir.create(config) as run:
+        async with AsyncExitStack() as stack:
+            engine = await stack.enter_async_context(_engine(config, family, run.logs / "learner.log"))
+            gateway = await stack.enter_async_context(Gateway(engine, family, on_call=voice.call))
+            listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
+            sessions = [_open(gateway, config, number) for number in range(options.sessions)]
+            _greet(voice, run, config, options, listener.origin, sessions)
+            if options.admin:
+                await _admin(stack, voice, gateway, config, sessions)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await _finish(voice, run, sessions)
+
+
+def _nowhere() -> Access:
+    return Access(address="", secret="", model="", max_call_tokens=1, context_tokens=3, home="")
+
+
+def _open(gateway: Gateway, config: Config, number: int) -> Session:
+    return gateway.open_session(
+        f"serve-{number}",
+        seed=config.run.seed,
+        limits=limits_of(config),
+        temperature=config.engine.temperature,
+    )
+
+
+def _greet(
+    voice: Voice, run: RunDir, config: Config, options: ServeOptions, origin: str, sessions: list[Session]
+) -> None:
+    for session in sessions:
+        address = f"{origin}/s/{session.public_id}"
+        access = Access(
+            address=address,
+            secret=session.secret,
+            model="policy",
+            max_call_tokens=config.limits.max_call_tokens,
+            context_tokens=config.model.max_context_tokens,
+            home=str(run.path / "home" / session.public_id),
+        )
+        ways = [setup(agent, access) for agent in options.agents or names()]
+        lines = [f"session {session.rollout_id}: {address}", f"key: {session.secret}", ""]
+        for way in ways:
+            lines += [*way.lines(), ""]
+        told = {
+            "rollout_id": session.rollout_id,
+            "address": address,
+            "secret": session.secret,
+            "tool_secret": session.tool_secret,
+            "agents": {way.agent: asdict(way) for way in ways},
+        }
+        voice.say("session", told, lines)
+    voice.say("ready", {"origin": origin, "run_dir": str(run.path)}, ["Serving; Ctrl-C seals and ends."])
+
+
+async def _admin(
+    stack: AsyncExitStack, voice: Voice, gateway: Gateway, config: Config, sessions: list[Session]
+) -> None:
+    """The operator's listener, on a free port."""
+    admin = Admin(gateway, secret=os.environ.get(ADMIN_SECRET), limits=limits_of(config))
+    for session in sessions:
+        admin.adopt(session)
+    listener = await stack.enter_async_context(admin.listen_tcp())
+    told = {"origin": listener.origin, "secret": admin.secret}
+    voice.say("admin", told, [f"admin: {listener.origin}, key: {admin.secret}"])
+
+
+async def _finish(voice: Voice, run: RunDir, sessions: list[Session]) -> None:
+    """Seal, write, tell. A session whose capture is broken does not keep the others from being written."""
+    ledgers: dict[str, Any] = {}
+    broken: WhetError | None = None
+    folder = run.path / "sessions"
+    folder.mkdir(exist_ok=True)
+    for session in sessions:
+        if session.state in ("draining", "sealed"):  # by the operator, who has the export
+            continue
+        try:
+            trajectory = await session.seal(SEAL_S)
+        except WhetError as error:
+            broken = broken or error
+            continue
+        name = f"{session.rollout_id}.json"
+        write_text(folder / name, export_json("chains", trajectory).decode())
+        ledger = trajectory.ledger
+        ledgers[session.rollout_id] = {**asdict(ledger), "calls": session.stats.calls}
+        excluded = ", ".join(f"{reason} {count}" for reason, count in ledger.excluded.items()) or "nothing"
+        line = (
+            f"{session.rollout_id}: {session.stats.calls} calls, sampled {ledger.captured}, "
+            f"trainable {ledger.trained}, excluded {excluded}"
+        )
+        told = {"rollout_id": session.rollout_id, **ledgers[session.rollout_id]}
+        voice.say("sealed", {**told, "file": str(folder / name)}, [line])
+    run.write_summary({"kind": "serve", "sessions": ledgers})
+    voice.say("end", {"run_dir": str(run.path), "sessions": ledgers}, [f"written to {run.path}"])
+    if broken is not None:
+        raise broken

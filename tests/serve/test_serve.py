@@ -1,0 +1,98 @@
+"""`whet serve` as a person runs it: a process, a call by hand, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import whet
+
+SOURCE = str(Path(whet.__file__).parents[1])
+
+
+@contextmanager
+def serving(*arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "whet.cli", "serve", *arguments]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": SOURCE, **env},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def call(url: str, body: object, secret: str) -> tuple[int, dict[str, Any]]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": f"Bearer {secret}"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ["--json", "--admin", "--agent", "codex", f"run.dir={run}", "--sessions", "2"]
+    with serving(*arguments, "limits.max_call_tokens=8", WHET_ADMIN_SECRET="operator-" * 4) as process:
+        assert process.stdout is not None
+        events: dict[str, list[dict[str, Any]]] = {}
+        while "admin" not in events:
+            line = process.stdout.readline()
+            assert line, process.stderr and process.stderr.read()
+            event = json.loads(line)
+            events.setdefault(event["event"], []).append(event)
+        session = events["session"][0]
+        assert list(session["agents"]) == ["codex"]
+        body = {"messages": [{"role": "user", "content": "Hello."}]}
+        status, reply = call(f"{session['address']}/v1/chat/completions", body, session["secret"])
+        assert status == 200
+        assert reply["usage"]["completion_tokens"] <= 8
+        assert call(f"{session['address']}/v1/chat/completions", body, "wrong")[0] == 401
+        admin = events["admin"][0]
+        assert admin["secret"] == "operator-" * 4
+        told = json.loads(process.stdout.readline())
+        assert told["event"] == "call"
+        assert told["sampled_tokens"] == reply["usage"]["completion_tokens"]
+        assert told["drift"] == "clean first"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        rest = [json.loads(line) for line in out.splitlines()]
+        assert [event["event"] for event in rest] == ["sealed", "sealed", "end"]
+        assert rest[0]["captured"] == rest[0]["trained"] == told["sampled_tokens"]
+        assert rest[1]["captured"] == 0
+        stored = json.loads((run / "sessions" / "serve-0.json").read_text())
+        assert sum(stored["rows"][0]["mask"]) == told["sampled_tokens"]
+        assert json.loads((run / "summary.json").read_text())["sessions"].keys() == {"serve-0", "serve-1"}
+
+
+def test_what_a_person_gets_wrong(tmp_path: Path) -> None:
+    for arguments, word in (
+        (["--agent", "emacs"], "no agent 'emacs'"),
+        (["gateway.prot=1"], "did you mean gateway.port"),
+        (["model.path=/nonexistent"], "model.path"),
+        (["--port", "70000"], "gateway.port"),
+        (["--sessions", "0"], "sessions"),
+    ):
+        command = [sys.executable, "-m", "whet.cli", "serve", *arguments, f"run.dir={tmp_path / 'run'}"]
+        env = {**os.environ, "PYTHONPATH": SOURCE}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
+        assert done.returncode == 2, done.stderr
+        assert word in done.stderr
+        assert done.stdout == ""
+        assert done.stderr.count("\n") == 1

@@ -22,6 +22,9 @@ PACKAGE = Package(
     node=(22, 0),
 )
 
+RESERVE_TOKENS = 33_000
+"""What it keeps free of its window for a summary, which is far more than the policy may say at once."""
+
 
 def _argv(start: Start) -> Sequence[str]:
     # Read from stdin the prompt would get two more newlines.
@@ -41,8 +44,10 @@ def _env(start: Start) -> Mapping[str, str]:
 
 
 def _files(start: Start) -> Mapping[str, bytes]:
+    # It compacts at the smaller of its share of the window and the window less its reserve.
+    window = start.compact_tokens + RESERVE_TOKENS
     generation = {
-        "contextWindowSize": start.context_tokens,
+        "contextWindowSize": window,
         "samplingParams": {"max_tokens": start.max_call_tokens},
         "maxRetries": 1,
     }
@@ -51,7 +56,7 @@ def _files(start: Start) -> Mapping[str, bytes]:
         "telemetry": {"enabled": False},
         "general": {"enableAutoUpdate": False},
         "model": {"generationConfig": generation},
-        "context": {"autoCompactThreshold": start.compact_tokens / start.context_tokens},
+        "context": {"autoCompactThreshold": start.compact_tokens / window},
         # Its npm package marks the search program as executable only in a script, and no script is run.
         "tools": {"useRipgrep": False},
         # Notes for a later session, of which there is none, written by agents of their own.

@@ -8,7 +8,8 @@ from render_families import tokenizer_json
 
 from whet.render.encode import Codec
 from whet.render.family import ParsedCall, ParsedReply
-from whet.render.parse import parse_hermes, read_call
+from whet.render.formats import parse_hermes
+from whet.render.parse import read_call
 
 CODEC = Codec(tokenizer_json())
 STOP = frozenset({CODEC.control["<|im_end|>"], CODEC.control["<|im_start|>"]})

@@ -221,6 +221,6 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     write_family(tmp_path / "b", stop_tokens=["</s>"])
     with pytest.raises(RenderError, match="</s>"):
         load_family(tmp_path / "b")
-    write_family(tmp_path / "c", tool_format="xml")
-    with pytest.raises(RenderError, match="xml"):
+    write_family(tmp_path / "c", tool_format="yaml")
+    with pytest.raises(RenderError, match="yaml"):
         load_family(tmp_path / "c")

@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from whet.render.family import Family, ParsedReply
-from whet.types import Generation
+from whet.types import Generation, ToolSpec
 
 
 def cut_at_stop(
-    family: Family, generation: Generation, stops: Sequence[str]
+    family: Family, generation: Generation, stops: Sequence[str], tools: Sequence[ToolSpec] = ()
 ) -> tuple[Generation, ParsedReply, str]:
     """What is kept of the generation, its meaning, and the stop string that ended it, not part of it."""
-    parsed = family.parse(generation.ids)
+    parsed = family.parse(generation.ids, tools)
     if not any(stop in parsed.text for stop in stops):
         return generation, parsed, ""
     low, high = 1, len(generation.ids)  # the shortest prefix with a stop string has a length in [low, high]
     while low < high:
         middle = (low + high) // 2
-        text = family.parse(generation.ids[:middle]).text
+        text = family.parse(generation.ids[:middle], tools).text
         if any(stop in text for stop in stops):
             high = middle
         else:
@@ -36,6 +36,6 @@ def cut_at_stop(
         finish="stop",
         version_runs=tuple(run for run in generation.version_runs if run[0] < low),
     )
-    parsed = family.parse(generation.ids)
+    parsed = family.parse(generation.ids, tools)
     found = min((parsed.text.find(stop), stop) for stop in stops if stop in parsed.text)
     return generation, replace(parsed, text=parsed.text[: found[0]]), found[1]

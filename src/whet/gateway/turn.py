@@ -23,7 +23,7 @@ from whet.gateway.edits import explain
 from whet.gateway.host_tools import ToolBox
 from whet.gateway.shim import TextShim, translate
 from whet.gateway.stops import cut_at_stop
-from whet.render.family import Family, ParsedReply
+from whet.render.family import Family, ParsedReply, carry_id
 from whet.types import (
     Generation,
     IntArray,
@@ -201,11 +201,12 @@ class Turns:
 
         def new_ids() -> IntArray:
             if plan.base is None:
-                head = self._family.open(_system(request), request.tools)
+                parts = [self._family.open(_system(request), request.tools)]
+                parts.append(self._family.append(plan.replace))
             else:
                 said = self._forest.sampled(plan.base)
-                head = self._family.close(said.ids, said.finish)
-            parts = [head, self._family.append(plan.replace), self._family.generation_prompt()]
+                parts = [self._family.join(said.ids, said.finish, plan.replace)]
+            parts.append(self._family.generation_prompt(request.messages[-1].role))
             return np.concatenate(parts).astype(np.int32, copy=False)
 
         long = sum(map(len, _fresh_texts(plan, request))) > self._spec.inline_chars
@@ -266,7 +267,7 @@ class Turns:
     def _commit(
         self, node: int, prompt: IntArray, generation: Generation, request: ModelRequest, turn: int
     ) -> Answer:
-        generation, parsed, stop = cut_at_stop(self._family, generation, request.stop)
+        generation, parsed, stop = cut_at_stop(self._family, generation, request.stop, request.tools)
         parsed = self._translated(parsed, request, turn)
         reply = replace(self._reply(parsed, generation, len(prompt), turn), stop=stop)
         message = Message(
@@ -293,7 +294,7 @@ class Turns:
     def _reply(self, parsed: ParsedReply, generation: Generation, prompt: int, turn: int) -> Reply:
         calls = tuple(
             ToolCall(
-                id=mint_call_id(self._spec.seed, self._spec.rollout_id, turn, i),
+                id=carry_id(mint_call_id(self._spec.seed, self._spec.rollout_id, turn, i), call.id),
                 name=call.name,
                 arguments=call.arguments,
             )

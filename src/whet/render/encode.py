@@ -98,6 +98,20 @@ class Codec:
         """Text of ids, control tokens included; ids outside the vocabulary vanish."""
         return str(self._stock.decode(ids.tolist(), skip_special_tokens=False))
 
+    def decode_marked(self, ids: IntArray) -> str:
+        """Text of ids in the form `encode` takes: control tokens as markers, marker text that ordinary tokens
+        spell shielded, so that no reader takes it for scaffold."""
+        parts: list[str] = []
+        at = 0
+        for mark in [*self.control_positions(ids), len(ids)]:
+            if mark > at:
+                parts.append(
+                    self._markers.sub(lambda hit: self.shield(hit.group()), self.decode(ids[at:mark]))
+                )
+            parts.append("" if mark == len(ids) else self.names[int(ids[mark])])
+            at = mark + 1
+        return "".join(parts)
+
     def markers_in(self, text: str) -> int:
         """Control markers typed as plain text."""
         return sum(1 for _ in self._markers.finditer(text))

@@ -7,11 +7,14 @@ outside is encoded without added tokens, so control markers typed by a user or a
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from whet.types import Finish, IntArray, Message, ToolSpec
+import numpy as np
+
+from whet.types import Finish, IntArray, Message, Role, ToolSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +24,8 @@ class ParsedCall:
     name: str
     arguments: str
     """Raw JSON text as sampled."""
+    id: str = ""
+    """The id that the model itself gave the call, where its family has such ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +38,32 @@ class ParsedReply:
     malformed: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a family can say natively; found by its checks at load."""
+
+    source: str
+    """Whose rules: `template`, or the name of the rules in the `renderers` package."""
+    tool_format: str
+    """How the policy spells its calls; a key of render/formats.FORMATS."""
+    native_system: bool
+    """False: a system message in mid-list is told as a user message, in a fixed wrapper."""
+    parallel_calls: bool
+    """False: a reply can hold one call at most."""
+    text_with_calls: bool
+    """False: a reply holds text or calls, never both."""
+    reasoning: bool
+    """Replies can begin with reasoning that is told apart."""
+    open_ended: bool = False
+    """A turn has no closing token of its own: the next message's opener ends it."""
+
+
 class Family(Protocol):
     """Token rules of one model family."""
+
+    @property
+    def caps(self) -> Capabilities:
+        """What the family can say."""
 
     @property
     def fingerprint(self) -> str:
@@ -59,11 +88,16 @@ class Family(Protocol):
         """Scaffold ids that must follow `sampled` before anything else may come (mask 0).
         Adds a synthetic end of turn when the model was cut off."""
 
-    def generation_prompt(self) -> IntArray:
-        """Ids that open an assistant turn."""
+    def join(self, sampled: IntArray, finish: Finish, messages: Sequence[Message]) -> IntArray:
+        """`close` and `append` for a sampled turn and the run that follows it. An opener that was sampled as
+        the end of the turn is not said twice."""
 
-    def parse(self, sampled: IntArray) -> ParsedReply:
-        """Meaning of sampled ids; works on ids, never on decoded markers."""
+    def generation_prompt(self, after: Role = "user") -> IntArray:
+        """Ids that open an assistant turn behind a message of role `after`."""
+
+    def parse(self, sampled: IntArray, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
+        """Meaning of sampled ids; works on ids, never on decoded markers. `tools` tell the types of arguments
+        where a family writes values without quotes."""
 
     def render_reply(self, message: Message) -> IntArray:
         """Ids the policy would have to sample to say `message`, stop id included.
@@ -74,3 +108,38 @@ class Family(Protocol):
 
     def injections(self, text: str) -> int:
         """How many control markers occur in `text` as plain text."""
+
+
+def carry_id(minted: str, own: str) -> str:
+    """The wire id of a call that has an id of the model's own: the minted one with the other inside, because
+    agents echo wire ids and a tool result must name the call as the model did."""
+    if not own:
+        return minted
+    return f"{minted}-{base64.urlsafe_b64encode(own.encode()).decode().rstrip('=')}"
+
+
+def own_id(wire: str) -> str:
+    """The model's own id inside a wire id; an id from elsewhere as it is."""
+    _, dash, carried = wire.partition("-")
+    try:
+        raw = base64.b64decode(carried + "=" * (-len(carried) % 4), altchars=b"-_", validate=True).decode()
+    except (ValueError, UnicodeDecodeError):
+        return wire
+    return raw if dash and raw else wire
+
+
+# --------------------------------------------------------------------------- for those who implement it
+
+
+def joined(close: IntArray, run: IntArray, sampled: IntArray, caps: Capabilities) -> IntArray:
+    """What follows a sampled turn; an opener sampled as its end is not repeated."""
+    if caps.open_ended and len(run) and len(sampled) and int(run[0]) == int(sampled[-1]):
+        run = run[1:]
+    return np.concatenate([close, run]).astype(np.int32, copy=False)
+
+
+def demoted(message: Message) -> Message:
+    """A mid-list system message told in the user's place; pure per message, so prefixes stay."""
+    if message.role != "system":
+        return message
+    return Message(role="user", text=f"<system>\n{message.text}\n</system>")

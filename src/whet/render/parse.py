@@ -1,21 +1,35 @@
-"""Meaning of sampled ids in the Hermes form, found by control ids and never by decoded text.
+"""Meaning of sampled ids where calls stand between two control tokens: found by ids, never by decoded text.
 
-`<think>` ... `</think>` is reasoning, `<tool_call>` ... `</tool_call>` holds one JSON object with exactly the
-keys `name` and `arguments`. What does not fit stays in the text, for the agent to see, and sets `malformed`.
-Marker text that the model spells with ordinary tokens is ordinary text. Caller: render/template.
+`<think>` ... `</think>` is reasoning. A call that is not whole and exactly of its format stays in the text,
+for the agent to see, and sets `malformed`; nothing is repaired and nothing is half a call. Marker text that the
+model spells with ordinary tokens is ordinary text. The formats themselves are in render/formats.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from whet.render.encode import Codec
 from whet.render.family import ParsedCall, ParsedReply
 from whet.types import IntArray
 
-CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+
+ReadCall = Callable[[IntArray], ParsedCall | None]
+"""A call from the ids between its markers; None when they are not exactly one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Control tokens around calls."""
+
+    open: str = "<tool_call>"
+    close: str = "</tool_call>"
+    section_open: str = ""
+    """Where a format puts all calls of a reply into a section."""
+    section_close: str = ""
 
 
 @dataclass(slots=True)
@@ -30,29 +44,50 @@ class _Parts:
     """A reasoning block was read, be it empty."""
 
 
-def parse_hermes(codec: Codec, ids: IntArray, stop_ids: frozenset[int], in_reasoning: bool) -> ParsedReply:
-    """Parse one reply. `in_reasoning`: the generation prompt already opened <think>."""
-    if len(ids) and int(ids[-1]) in stop_ids:
-        ids = ids[:-1]
+def without_stop(ids: IntArray, stop_ids: frozenset[int]) -> IntArray:
+    return ids[:-1] if len(ids) and int(ids[-1]) in stop_ids else ids
+
+
+def parse_blocks(
+    codec: Codec, ids: IntArray, in_reasoning: bool, blocks: Blocks, read: ReadCall
+) -> ParsedReply:
+    """Parse one reply without its stop id. `in_reasoning`: the generation prompt already opened <think>."""
     parts = _Parts()
-    at = 0
-    if in_reasoning:
-        at = _read_reasoning(codec, ids, 0, parts)
+    at = _read_reasoning(codec, ids, 0, parts) if in_reasoning else 0
     marks = codec.control_positions(ids)
     for mark in marks:
         if mark < at:
             continue
         name = codec.names[int(ids[mark])]
-        if name == CALL_OPEN:
+        if name == blocks.open:
             parts.text += codec.decode(ids[at:mark])
-            at = _read_call(codec, ids, mark, parts)
+            at = _read_call(codec, ids, mark, parts, blocks, read)
         elif name == THINK_OPEN and not parts.thought and not parts.calls:
             parts.text += codec.decode(ids[at:mark])
             at = _read_reasoning(codec, ids, mark + 1, parts)
+        elif name in (blocks.section_open, blocks.section_close):
+            parts.text += codec.decode(ids[at:mark])
+            at = mark + 1
+            if not _in_place(codec, ids, mark, blocks, name == blocks.section_open):
+                parts.malformed = True
+                parts.text += name
     parts.text += codec.decode(ids[at:])
     return ParsedReply(
         text=_trim(parts), reasoning=parts.reasoning, calls=parts.calls, malformed=parts.malformed
     )
+
+
+def _in_place(codec: Codec, ids: IntArray, mark: int, blocks: Blocks, opens: bool) -> bool:
+    """A section begins right before a call and ends right behind one."""
+    step, wanted = (1, blocks.open) if opens else (-1, blocks.close)
+    at = mark + step
+    while 0 <= at < len(ids):
+        if int(ids[at]) in codec.names:
+            return codec.names[int(ids[at])] == wanted
+        if codec.decode(ids[at : at + 1]).strip():
+            return False
+        at += step
+    return False
 
 
 def is_open_reasoning(codec: Codec, ids: IntArray, in_reasoning: bool) -> bool:
@@ -74,7 +109,7 @@ def _trim(parts: _Parts) -> str:
     return "" if parts.calls and text.isspace() else text
 
 
-def _find(codec: Codec, ids: IntArray, start: int, name: str) -> int:
+def find(codec: Codec, ids: IntArray, start: int, name: str) -> int:
     """Position of the next control token `name` at or after start, else -1."""
     wanted = codec.control.get(name, -1)
     for mark in codec.control_positions(ids[start:]):
@@ -85,23 +120,23 @@ def _find(codec: Codec, ids: IntArray, start: int, name: str) -> int:
 
 def _read_reasoning(codec: Codec, ids: IntArray, start: int, parts: _Parts) -> int:
     """Read up to </think> or the end; returns the position after it."""
-    end = _find(codec, ids, start, THINK_CLOSE)
+    end = find(codec, ids, start, THINK_CLOSE)
     stop = len(ids) if end < 0 else end
     parts.thought = True
     parts.reasoning = codec.decode(ids[start:stop]).strip("\n")
     return stop if end < 0 else end + 1
 
 
-def _read_call(codec: Codec, ids: IntArray, start: int, parts: _Parts) -> int:
+def _read_call(codec: Codec, ids: IntArray, start: int, parts: _Parts, blocks: Blocks, read: ReadCall) -> int:
     """Read one call that opens at `start`; returns the position after it."""
-    end = _find(codec, ids, start + 1, CALL_CLOSE)
-    nested = _find(codec, ids, start + 1, CALL_OPEN)
+    end = find(codec, ids, start + 1, blocks.close)
+    nested = find(codec, ids, start + 1, blocks.open)
     if end < 0 or 0 <= nested < end:
         stop = len(ids) if nested < 0 else nested
         parts.malformed = True
         parts.text += codec.decode(ids[start:stop])
         return stop
-    call = read_call(codec.decode(ids[start + 1 : end]))
+    call = read(ids[start + 1 : end])
     if call is None:
         parts.malformed = True
         parts.text += codec.decode(ids[start : end + 1])
@@ -112,8 +147,9 @@ def _read_call(codec: Codec, ids: IntArray, start: int, parts: _Parts) -> int:
     return end + 1
 
 
-def read_call(text: str) -> ParsedCall | None:
-    """A call from its JSON text, `arguments` kept as sampled; None when the shape is not exactly known."""
+def read_call(text: str, arguments: str = "arguments") -> ParsedCall | None:
+    """A call from its JSON text: an object with exactly `name` and the member called `arguments`, the latter
+    kept as sampled; None when the shape is not exactly known."""
     text = text.strip()
     if not text.startswith("{"):
         return None
@@ -121,15 +157,35 @@ def read_call(text: str) -> ParsedCall | None:
         members, end = _members(text)
     except (ValueError, IndexError, RecursionError):
         return None
-    if text[end:].strip() or set(members) != {"name", "arguments"}:
+    if text[end:].strip() or set(members) != {"name", arguments}:
         return None
-    name, raw = members["name"], members["arguments"]
+    name, raw = members["name"], members[arguments]
     if not name.startswith('"') or not raw.startswith("{"):
         return None
     parsed = str(json.loads(name))
-    if not parsed or any("\ud800" <= c <= "\udfff" for c in parsed):
+    if not is_name(parsed):
         return None
     return ParsedCall(name=parsed, arguments=raw)
+
+
+def is_name(name: str) -> bool:
+    """Fit to be sent as a tool's name."""
+    return bool(name) and not any("\ud800" <= c <= "\udfff" for c in name)
+
+
+def is_json(text: str) -> bool:
+    """The whole text is one JSON value."""
+    text = text.strip(" \t\r\n")
+    try:
+        _, end = json.JSONDecoder(parse_constant=_no_constant).raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return end == len(text)
+
+
+def is_object(text: str) -> bool:
+    """The whole text is one JSON object."""
+    return text.lstrip(" \t\r\n").startswith("{") and is_json(text)
 
 
 def _members(text: str) -> tuple[dict[str, str], int]:

@@ -12,18 +12,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from whet.errors import RenderError, boundary
+from whet.render.check import abilities
 from whet.render.encode import Codec
-from whet.render.family import ParsedReply
-from whet.render.jinja import SENTINEL, ChatTemplate
-from whet.render.parse import THINK_CLOSE, is_open_reasoning, parse_hermes
-from whet.types import Finish, IntArray, Message, ToolCall, ToolSpec
+from whet.render.family import Capabilities, ParsedReply, demoted, joined
+from whet.render.formats import FORMATS, is_open_reasoning, reasoning_close
+from whet.render.jinja import ChatTemplate
+from whet.render.roots import RootCache
+from whet.render.shown import SENTINEL
+from whet.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
 
 _USER = Message(role="user", text="Question.")
 _SAID = Message(role="assistant", text=SENTINEL)
@@ -55,20 +57,23 @@ class TemplateFamily:
     prompt_ids: IntArray
     prompt_text: str
     in_reasoning: bool
-    native_system: bool
-    """The template takes a system message in mid-list; otherwise it is told as a user message."""
+    caps: Capabilities
+    roots: RootCache
 
     @property
     def vocab_size(self) -> int:
         return self.codec.vocab_size
 
     def open(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
-        return _open_ids(self, tuple(system), tuple(tools))
+        return self.roots.get(system, tools, self._root)
+
+    def _root(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
+        return self.codec.encode(_root(self.template, system, tools))
 
     def append(self, messages: Sequence[Message]) -> IntArray:
         if not messages:
             return np.zeros(0, dtype=np.int32)
-        run = messages if self.native_system else [_demoted(m) for m in messages]
+        run = messages if self.caps.native_system else [demoted(m) for m in messages]
         return self.codec.encode(_opens(self.codec, _delta(self.template, run), run[0].role))
 
     def close(self, sampled: IntArray, finish: Finish) -> IntArray:
@@ -77,14 +82,17 @@ class TemplateFamily:
             return np.array(self.end_ids[1:], dtype=np.int32)
         ids = list(self.end_ids)
         if last not in self.stop_ids and is_open_reasoning(self.codec, sampled, self.in_reasoning):
-            ids.insert(0, self.codec.control[THINK_CLOSE])
+            ids = [*reasoning_close(self.codec), *ids]
         return np.array(ids, dtype=np.int32)
 
-    def generation_prompt(self) -> IntArray:
+    def join(self, sampled: IntArray, finish: Finish, messages: Sequence[Message]) -> IntArray:
+        return joined(self.close(sampled, finish), self.append(messages), sampled, self.caps)
+
+    def generation_prompt(self, after: Role = "user") -> IntArray:
         return self.prompt_ids
 
-    def parse(self, sampled: IntArray) -> ParsedReply:
-        return parse_hermes(self.codec, sampled, self.stop_ids, self.in_reasoning)
+    def parse(self, sampled: IntArray, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
+        return FORMATS[self.caps.tool_format](self.codec, sampled, self.stop_ids, self.in_reasoning, tools)
 
     def render_reply(self, message: Message) -> IntArray:
         if message.role != "assistant":
@@ -103,15 +111,6 @@ class TemplateFamily:
 
     def injections(self, text: str) -> int:
         return self.codec.markers_in(text)
-
-
-@lru_cache(maxsize=256)
-def _open_ids(family: TemplateFamily, system: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> IntArray:
-    """Ids of the root block; cached because every call of a session has the same one."""
-    text = _root(family.template, system, tools)
-    ids = family.codec.encode(text)
-    ids.setflags(write=False)
-    return ids
 
 
 def _root(template: ChatTemplate, system: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
@@ -161,13 +160,6 @@ def _opens(codec: Codec, text: str, role: str) -> str:
             f"a {role} message does not begin with a control token in this template: {text[:40]!r}"
         )
     return text
-
-
-def _demoted(message: Message) -> Message:
-    """A mid-list system message told in the user's place; pure per message, so prefixes stay."""
-    if message.role != "system":
-        return message
-    return Message(role="user", text=f"<system>\n{message.text}\n</system>")
 
 
 # --------------------------------------------------------------------------- loading
@@ -236,8 +228,11 @@ def _family_file(raw: dict[str, object]) -> FamilyFile:
         control_tokens=None if control is None else _names(control),
         template_arguments=arguments,
     )
-    if file.tool_format != "hermes":
-        raise RenderError(f"whet_family.json: tool_format {file.tool_format!r} is not known; known: hermes")
+    if file.tool_format not in FORMATS:
+        formats = ", ".join(sorted(FORMATS))
+        raise RenderError(
+            f"whet_family.json: tool_format {file.tool_format!r} is not known; known: {formats}"
+        )
     return file
 
 
@@ -272,12 +267,7 @@ def _build(codec: Codec, template: ChatTemplate, file: FamilyFile, fingerprint: 
     unknown = sorted(set(named) - set(codec.control))
     if unknown:
         raise RenderError(f"stop tokens {unknown} are not control tokens of this tokenizer")
-    native = True
-    try:
-        _delta(template, [Message(role="system", text="Note."), _USER])
-    except RenderError:
-        native = False
-    return TemplateFamily(
+    family = TemplateFamily(
         fingerprint=fingerprint,
         codec=codec,
         template=template,
@@ -286,8 +276,17 @@ def _build(codec: Codec, template: ChatTemplate, file: FamilyFile, fingerprint: 
         prompt_ids=prompt_ids,
         prompt_text=prompt_text,
         in_reasoning=is_open_reasoning(codec, prompt_ids, False),
-        native_system=native,
+        caps=Capabilities(
+            source="template",
+            tool_format=file.tool_format,
+            native_system=True,
+            parallel_calls=True,
+            text_with_calls=True,
+            reasoning=True,
+        ),
+        roots=RootCache(),
     )
+    return replace(family, caps=abilities(family))
 
 
 def check_family(family: TemplateFamily) -> None:

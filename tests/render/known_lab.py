@@ -1,0 +1,17 @@
+"""Known families for the tests: Qwen's real vocabulary, and small ones with the others' control tokens."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from qwen_vocabulary import qwen_tokenizer_json
+
+from whet.render.known import KnownFamily, known_family
+
+FAMILIES = ("qwen3",)
+
+
+@functools.cache
+def family_of(name: str, cache: Path) -> KnownFamily:
+    return known_family(name, qwen_tokenizer_json(cache))

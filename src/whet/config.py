@@ -65,6 +65,8 @@ class ModelTable(Table):
 
     path: str = ""
     """Folder with weights, tokenizer and chat template; empty = the warm start of the demo."""
+    family: str = "auto"
+    """Token rules: auto, template (the folder's own), or the name of rules in the renderers package."""
     max_context_tokens: Count = 4096
     """Prompt plus sampled tokens of one model call."""
 

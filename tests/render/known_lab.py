@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qwen_vocabulary import qwen_tokenizer_json
 
+from whet.render.encode import Codec
 from whet.render.known import KnownFamily, known_family
 
 FAMILIES = ("qwen3",)
@@ -14,4 +15,4 @@ FAMILIES = ("qwen3",)
 
 @functools.cache
 def family_of(name: str, cache: Path) -> KnownFamily:
-    return known_family(name, qwen_tokenizer_json(cache))
+    return known_family(name, Codec(qwen_tokenizer_json(cache)))

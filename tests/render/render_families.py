@@ -120,3 +120,28 @@ def write_family(folder: Path, template: str = HERMES, **family: object) -> Path
     if family:
         (folder / "whet_family.json").write_text(json.dumps(family), encoding="utf-8")
     return folder
+
+
+QWEN3_HEAD = r"""
+{%- if tools %}
+{{- '<|im_start|>system\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
+{{- "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n" }}
+{{- "You are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
+{%- for tool in tools %}{{- "\n" }}{{- tool | tojson }}{%- endfor %}
+{{- "\n</tools>\n\nFor each function call, return a json object with function name and arguments " }}
+{{- "within <tool_call></tool_call> XML tags:\n<tool_call>\n" }}
+{{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+"""
+
+
+def qwen3_template() -> str:
+    """The shape of Qwen3's own template: tools in the system block, reasoning of older turns left out."""
+    first = "{%- for message in messages %}\n{%- set content"
+    before, rest = QWEN3_REASONING.split(first)
+    skip = "{%- if loop.first and message.role == 'system' %}{%- continue %}{%- endif %}"
+    loop = "{%- for message in messages %}\n" + skip + "\n{%- set content"
+    return QWEN3_HEAD + before.lstrip("\n") + loop + rest

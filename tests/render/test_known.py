@@ -11,6 +11,7 @@ from known_lab import FAMILIES, family_of
 
 from whet.errors import RenderError
 from whet.render.check import check_family, reads_back
+from whet.render.encode import Codec
 from whet.render.known import KnownFamily, known_family
 from whet.types import Message, ToolCall, ToolSpec
 
@@ -107,8 +108,8 @@ def test_an_unknown_name_and_a_foreign_tokenizer_are_refused(tmp_path: Path) -> 
     from render_families import tokenizer_json
 
     with pytest.raises(RenderError, match="qwen3"):
-        known_family("gpt-9", tokenizer_json())
+        known_family("gpt-9", Codec(tokenizer_json()))
     spec = json.loads(tokenizer_json())
     spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] != "<tool_call>"]
     with pytest.raises(RenderError, match=r"qwen3.*<tool_call>"):
-        known_family("qwen3", json.dumps(spec))
+        known_family("qwen3", Codec(json.dumps(spec)))

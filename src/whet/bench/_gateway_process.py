@@ -33,6 +33,7 @@ from whet.types import (
     Limits,
     Message,
     RequestKey,
+    Role,
     SamplingParams,
     ToolCall,
     ToolSpec,
@@ -89,6 +90,7 @@ class ClockedFamily:
         self.fingerprint = inner.fingerprint
         self.vocab_size = inner.vocab_size
         self.stop_ids = inner.stop_ids
+        self.caps = inner.caps
 
     def open(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
         ids: IntArray = self._clocked(self.inner.open, system, tools)
@@ -102,11 +104,15 @@ class ClockedFamily:
         ids: IntArray = self._clocked(self.inner.close, sampled, finish)
         return ids
 
-    def generation_prompt(self) -> IntArray:
-        return self.inner.generation_prompt()
+    def join(self, sampled: IntArray, finish: Finish, messages: Sequence[Message]) -> IntArray:
+        ids: IntArray = self._clocked(self.inner.join, sampled, finish, messages)
+        return ids
 
-    def parse(self, sampled: IntArray) -> ParsedReply:
-        parsed: ParsedReply = self._clocked(self.inner.parse, sampled)
+    def generation_prompt(self, after: Role = "user") -> IntArray:
+        return self.inner.generation_prompt(after)
+
+    def parse(self, sampled: IntArray, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
+        parsed: ParsedReply = self._clocked(self.inner.parse, sampled, tools)
         return parsed
 
     def render_reply(self, message: Message) -> IntArray:

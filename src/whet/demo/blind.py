@@ -22,7 +22,7 @@ from whet.config import Config, demo_preset, load_config, model_folder
 from whet.demo.policy import Habits
 from whet.demo.warm import Demonstrator
 from whet.record.store import Score
-from whet.render.template import load_family
+from whet.render.load import load_family
 from whet.rollout import Attempts
 from whet.tasks.toy import ToySource
 from whet.testing.scripted_engine import ScriptedEngine
@@ -53,7 +53,7 @@ class _Nowhere:
 
 async def measure(config: Config, tasks: int) -> dict[str, Score]:
     """Family -> score of blind editing on held-out tasks; "" is the total."""
-    family = load_family(model_folder(config))
+    family = load_family(model_folder(config), config.model.family)
     demonstrator = Demonstrator(family)
     source = ToySource(limits_of(config))
     chosen = source.tasks("eval", 0, tasks)

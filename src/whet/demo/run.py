@@ -16,7 +16,7 @@ from whet.config import Config, demo_preset, load_config, model_folder
 from whet.record.run import read_config, read_store
 from whet.record.store import Store
 from whet.render.family import Family
-from whet.render.template import load_family
+from whet.render.load import load_family
 from whet.train.loop import TrainOptions, train
 from whet.types import IntArray, Rollout
 from whet.view.base import View
@@ -61,7 +61,7 @@ def write_report(run_dir: Path, summary: Mapping[str, Any]) -> str:
     """Write curve.svg and report.txt of a finished run, with one task told before and after training."""
     config = read_config(run_dir)
     with read_store(run_dir) as store:
-        told = _pair(store, config, load_family(model_folder(config)))
+        told = _pair(store, config, load_family(model_folder(config), config.model.family))
     return finish(run_dir, summary, told)
 
 

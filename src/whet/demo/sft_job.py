@@ -19,7 +19,7 @@ from whet.demo.sft_data import batches, edit_turn, padded, read_job, read_record
 from whet.engine.embedded_model import ModelConfig, Qwen3, initialise, save_model
 from whet.errors import TrainError
 from whet.render.family import Family
-from whet.render.template import load_family
+from whet.render.load import load_family
 from whet.tasks.toy import ToySource
 from whet.train.optim import OptimConfig
 from whet.train.sft import Sft, SftConfig

@@ -31,7 +31,7 @@ from whet.errors import TrainError, first_error
 from whet.harness.base import ModelAccess
 from whet.harness.install import cache_folder
 from whet.render.family import Family
-from whet.render.template import load_family
+from whet.render.load import load_family
 from whet.tasks.toy import ToyProblem, ToySource
 from whet.testing.scripted_engine import ScriptedEngine
 from whet.types import IntArray, Message, RequestKey, Segment, Task

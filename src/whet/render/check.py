@@ -46,10 +46,10 @@ def abilities(family: Coded) -> Capabilities:
         except RenderError:
             return False
 
-    native = True
+    native = family.caps.native_system
     try:
         shown = family.decode(family.append([Message(role="system", text="Note."), _USER]))
-        native = "Note." in shown
+        native = native and "Note." in shown
     except RenderError:
         native = False
     return replace(

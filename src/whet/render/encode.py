@@ -10,6 +10,7 @@ gives the same rendering. Callers: render/template and render/parse.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,9 @@ class Codec:
             if token["content"] in chosen and (token.get("lstrip") or token.get("rstrip")):
                 raise RenderError(f"control token {token['content']!r} swallows white space; not supported")
         self._stock = Tokenizer.from_str(tokenizer_json)
+        told = json.dumps(sorted(chosen))
+        self.identity = hashlib.sha256(f"{len(told)} {told}{tokenizer_json}".encode()).hexdigest()
+        """Names the tokenizer and its control tokens."""
         kept = {str(t["content"]): int(t["id"]) for t in added if t["content"] not in chosen}
         spec["added_tokens"] = [t for t in added if t["content"] in kept]
         _forget(spec.get("model", {}), chosen)

@@ -1,7 +1,7 @@
 """How the known families spell tool calls: one strict reader per format, chosen by name.
 
-Each takes ids and gives a ParsedReply; see render/parse for what all have in common. Values that a format
-writes without quotes are text where the tool's schema says so, else the JSON they spell. Callers: the families.
+Each takes ids and gives a ParsedReply; render/parse says what all have in common. Values that a format writes
+without quotes are text where the tool's schema says so, else the JSON they spell. Callers: the families.
 """
 
 from __future__ import annotations

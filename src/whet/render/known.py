@@ -2,8 +2,8 @@
 
 The package gets a tokenizer of ours: what it writes itself becomes scaffold, what comes from outside was
 shielded before and stays text. It never renders a history: a run of messages is rendered behind one or two
-dummies and the dummies' tokens are cut off, so the cost is the new text and sampled ids are never written again.
-Its bridges (O(context)) are an oracle in tests only. Every family proves itself at load (render/check).
+dummies and the dummies' tokens are cut off, so the cost is the new text and sampled ids are never written
+again. Its bridges (O(context)) are an oracle in tests only. Each family proves itself at load (render/check).
 Caller: render/load.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,14 +39,14 @@ class Known:
     """One entry of the table below."""
 
     tool_format: str
-    model_types: tuple[str, ...] = ()
-    """`model_type` values of a config.json for which `auto` tries these rules."""
+    telltale: str
+    """Stands in every chat template that these rules could follow: `auto` tries them only then."""
     settings: tuple[tuple[str, object], ...] = ()
     """Arguments of the package's config that our protocol needs."""
 
 
 KNOWN: Mapping[str, Known] = {
-    "qwen3": Known(tool_format="hermes", model_types=("qwen3", "qwen3_moe")),
+    "qwen3": Known(tool_format="hermes", telltale="You may call one or more functions to assist"),
 }
 """Rules of the package that whet offers, by the package's own names."""
 
@@ -205,16 +206,16 @@ def _before(run: Sequence[Message]) -> list[Message]:
 # --------------------------------------------------------------------------- loading
 
 
-def known_family(name: str, tokenizer_json: str, control: Sequence[str] | None = None) -> KnownFamily:
-    """The package's rules `name` over this tokenizer. Raises RenderError where they cannot serve.
-
-    The caller proves the result with `render.check.check_family`.
-    """
+def known_family(
+    name: str, codec: Codec, arguments: Mapping[str, object] = MappingProxyType({})
+) -> KnownFamily:
+    """The package's rules `name` over this tokenizer, with `arguments` for their config. Raises RenderError
+    where they cannot serve. The caller proves the result with `render.check.check_family`."""
     if name not in KNOWN:
         raise RenderError(f"no known family {name!r}; known are {', '.join(sorted(KNOWN))}")
     known = KNOWN[name]
-    codec = Codec(tokenizer_json, control)
-    renderer = _renderer(name, known, codec)
+    settings = {**dict(known.settings), **arguments}
+    renderer = _renderer(name, settings, codec)
     stops = frozenset(int(i) for i in renderer.get_stop_token_ids())
     caps = Capabilities(
         source=name,
@@ -225,7 +226,7 @@ def known_family(name: str, tokenizer_json: str, control: Sequence[str] | None =
         reasoning=False,
     )
     draft = KnownFamily(
-        fingerprint=_fingerprint(tokenizer_json, name, known, control),
+        fingerprint=_fingerprint(codec, name, settings),
         codec=codec,
         caps=caps,
         renderer=renderer,
@@ -263,7 +264,7 @@ def _derive(draft: KnownFamily) -> KnownFamily:
     return replace(family, caps=abilities(family))
 
 
-def _renderer(name: str, known: Known, codec: Codec) -> _Renderer:
+def _renderer(name: str, settings: Mapping[str, object], codec: Codec) -> _Renderer:
     """The package's renderer over our tokenizer. Raises RenderError with the reason where there is none."""
     try:
         found = metadata.version("renderers")
@@ -281,7 +282,7 @@ def _renderer(name: str, known: Known, codec: Codec) -> _Renderer:
         if hasattr(kind, "model_fields") and "name" in kind.model_fields
     }
     with _refusals(name):
-        config = kinds[name](**dict(known.settings))
+        config = kinds[name](**settings)
         made: _Renderer = package.create_renderer(Stand(codec), config)
     return made
 
@@ -296,10 +297,6 @@ def _refusals(name: str) -> Iterator[None]:
         raise RenderError(f"the {name} rules do not fit this tokenizer: {reason}") from error
 
 
-def _fingerprint(tokenizer_json: str, name: str, known: Known, control: Sequence[str] | None) -> str:
-    h = hashlib.sha256()
-    kept = None if control is None else sorted(control)
-    for part in (tokenizer_json, f"renderers {PINNED} {name}", json.dumps([known.settings, kept])):
-        h.update(len(part.encode()).to_bytes(8, "big"))
-        h.update(part.encode())
-    return h.hexdigest()
+def _fingerprint(codec: Codec, name: str, settings: Mapping[str, object]) -> str:
+    told = f"renderers {PINNED} {name} {json.dumps(settings, sort_keys=True)}"
+    return hashlib.sha256(f"{codec.identity}\0{told}".encode()).hexdigest()

@@ -1,8 +1,8 @@
 """Meaning of sampled ids where calls stand between two control tokens: found by ids, never by decoded text.
 
 `<think>` ... `</think>` is reasoning. A call that is not whole and exactly of its format stays in the text,
-for the agent to see, and sets `malformed`; nothing is repaired and nothing is half a call. Marker text that the
-model spells with ordinary tokens is ordinary text. The formats themselves are in render/formats.
+for the agent to see, and sets `malformed`; nothing is repaired and nothing is half a call. Marker text that
+the model spells with ordinary tokens is ordinary text. The formats themselves are in render/formats.
 """
 
 from __future__ import annotations

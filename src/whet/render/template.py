@@ -10,17 +10,17 @@ encoded apart equal the whole encoded at once. Callers: whoever builds a gateway
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from whet.errors import RenderError, boundary
-from whet.render.check import abilities
+from whet.errors import RenderError
+from whet.render.check import abilities, reads_back
 from whet.render.encode import Codec
 from whet.render.family import Capabilities, ParsedReply, demoted, joined
+from whet.render.folder import FamilyFile, ModelFiles, read_folder
 from whet.render.formats import FORMATS, is_open_reasoning, reasoning_close
 from whet.render.jinja import ChatTemplate
 from whet.render.roots import RootCache
@@ -29,19 +29,6 @@ from whet.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
 
 _USER = Message(role="user", text="Question.")
 _SAID = Message(role="assistant", text=SENTINEL)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FamilyFile:
-    """whet_family.json: what the template alone cannot tell. Every field is optional."""
-
-    stop_tokens: tuple[str, ...] = ()
-    """Further tokens that end a turn, besides the template's own and those that open a message."""
-    tool_format: str = "hermes"
-    control_tokens: tuple[str, ...] | None = None
-    """Added tokens that text from outside must never produce; None = all added tokens."""
-    template_arguments: dict[str, object] = field(default_factory=dict)
-    """Extra variables for the template, e.g. {"enable_thinking": false}."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,88 +153,26 @@ def _opens(codec: Codec, text: str, role: str) -> str:
 
 
 def load_family(folder: Path) -> TemplateFamily:
-    """Read `tokenizer.json`, `chat_template.jinja` (or the one in `tokenizer_config.json`) and, where there
-    is one, `whet_family.json`, and check the delta rule. Raises RenderError with the reason for a refusal."""
-    with boundary(RenderError, f"reading the model folder {folder}"):
-        tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
-        config = _read_json(folder / "tokenizer_config.json")
-        source = _template_source(folder, config)
-        file = _family_file(_read_json(folder / "whet_family.json"))
-    codec = Codec(tokenizer_json, file.control_tokens)
-    variables = {**_special_tokens(config), **file.template_arguments}
-    template = ChatTemplate(source, variables, codec.shield)
-    family = _build(codec, template, file, _fingerprint(tokenizer_json, template, file))
+    """The family of a model folder by its own chat template. Raises RenderError with the reason."""
+    return template_family(read_folder(folder))
+
+
+def template_family(files: ModelFiles, codec: Codec | None = None) -> TemplateFamily:
+    """Made from the files and checked by the delta rule. Raises RenderError with the reason for a refusal."""
+    if files.template is None:
+        raise RenderError(
+            f"{files.folder} has no chat template (chat_template.jinja or tokenizer_config.json)"
+        )
+    file = files.family
+    codec = codec or Codec(files.tokenizer_json, file.control_tokens)
+    template = ChatTemplate(files.template, {**files.special_tokens, **file.template_arguments}, codec.shield)
+    family = _build(codec, template, file, _fingerprint(codec, template, file))
     check_family(family)
     return family
 
 
-def _read_json(path: Path) -> dict[str, object]:
-    if not path.exists():
-        return {}
-    value = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(value, dict):
-        raise RenderError(f"{path.name} is not a JSON object")
-    return value
-
-
-def _template_source(folder: Path, config: dict[str, object]) -> str:
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        named = {str(t["name"]): str(t["template"]) for t in source}
-        source = named.get("tool_use", named.get("default"))
-    if not isinstance(source, str):
-        raise RenderError(f"{folder} has no chat template (chat_template.jinja or tokenizer_config.json)")
-    return source
-
-
-def _special_tokens(config: dict[str, object]) -> dict[str, object]:
-    """bos_token, eos_token, ... as templates expect them: plain strings."""
-    found: dict[str, object] = {}
-    for name, value in config.items():
-        if name.endswith("_token"):
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                found[name] = text
-    return found
-
-
-def _family_file(raw: dict[str, object]) -> FamilyFile:
-    known = set(FamilyFile.__dataclass_fields__)
-    unknown = sorted(set(raw) - known)
-    if unknown:
-        raise RenderError(f"whet_family.json: unknown keys {unknown}; known are {sorted(known)}")
-    control, arguments = raw.get("control_tokens"), raw.get("template_arguments", {})
-    if not isinstance(arguments, dict):
-        raise RenderError("whet_family.json: template_arguments must be an object")
-    file = FamilyFile(
-        stop_tokens=_names(raw.get("stop_tokens", [])),
-        tool_format=str(raw.get("tool_format", "hermes")),
-        control_tokens=None if control is None else _names(control),
-        template_arguments=arguments,
-    )
-    if file.tool_format not in FORMATS:
-        formats = ", ".join(sorted(FORMATS))
-        raise RenderError(
-            f"whet_family.json: tool_format {file.tool_format!r} is not known; known: {formats}"
-        )
-    return file
-
-
-def _names(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise RenderError("whet_family.json: token lists must be lists of strings")
-    return tuple(value)
-
-
-def _fingerprint(tokenizer_json: str, template: ChatTemplate, file: FamilyFile) -> str:
-    h = hashlib.sha256()
-    for part in (tokenizer_json, template.identity, repr(file)):
-        h.update(len(part.encode()).to_bytes(8, "big"))
-        h.update(part.encode())
-    return h.hexdigest()
+def _fingerprint(codec: Codec, template: ChatTemplate, file: FamilyFile) -> str:
+    return hashlib.sha256(f"{codec.identity}\0{template.identity}\0{file!r}".encode()).hexdigest()
 
 
 def _build(codec: Codec, template: ChatTemplate, file: FamilyFile, fingerprint: str) -> TemplateFamily:
@@ -278,7 +203,7 @@ def _build(codec: Codec, template: ChatTemplate, file: FamilyFile, fingerprint: 
         in_reasoning=is_open_reasoning(codec, prompt_ids, False),
         caps=Capabilities(
             source="template",
-            tool_format=file.tool_format,
+            tool_format=file.tool_format or "hermes",
             native_system=True,
             parallel_calls=True,
             text_with_calls=True,
@@ -286,7 +211,20 @@ def _build(codec: Codec, template: ChatTemplate, file: FamilyFile, fingerprint: 
         ),
         roots=RootCache(),
     )
-    return replace(family, caps=abilities(family))
+    return _with_format(replace(family, caps=abilities(family)), file)
+
+
+def _with_format(family: TemplateFamily, file: FamilyFile) -> TemplateFamily:
+    """The family with the tool format that reads back the calls its template writes, where there is one."""
+    call = Message(role="assistant", tool_calls=(ToolCall(id="call_a", name="look", arguments="{}"),))
+    for name in [file.tool_format] if file.tool_format else FORMATS:
+        tried = replace(family, caps=replace(family.caps, tool_format=name))
+        try:
+            if reads_back(tried, call):
+                return replace(tried, caps=abilities(tried))
+        except RenderError:
+            break
+    return family
 
 
 def check_family(family: TemplateFamily) -> None:

@@ -20,7 +20,7 @@ from whet.harness.pool import WorkerPool
 from whet.record.run import RunDir
 from whet.record.scratch import remove_stale_scratch, scratch_folder
 from whet.record.store import Store
-from whet.render.template import load_family
+from whet.render.load import load_family
 from whet.rollout import Judge
 from whet.sandbox.base import SandboxBackend
 from whet.tasks.toy import ToySource
@@ -64,7 +64,7 @@ async def assemble(run: RunDir, store: Store) -> AsyncIterator[Parts]:
             f"engine.kind {config.engine.kind}: a training run samples with the embedded engine"
         )
     folder = model_folder(config)
-    family = load_family(folder)
+    family = load_family(folder, config.model.family)
     last = store.last_step()
     source = ToySource(limits_of(config), seed=config.run.seed, families=config.tasks.families)
     async with AsyncExitStack() as stack:

@@ -1,0 +1,87 @@
+"""A Family for a model folder: rules of the `renderers` package where they write what the folder's own chat
+template writes, else that template by the delta rule. Callers: whoever builds a gateway.
+
+The choice is made on ids and text, never on a model's name: fine-tunes often carry another template.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from whet.errors import RenderError
+from whet.render.check import PROBE_TOOL, Coded, check_family
+from whet.render.encode import Codec
+from whet.render.folder import ModelFiles, read_folder
+from whet.render.jinja import ChatTemplate
+from whet.render.known import KNOWN, KnownFamily, known_family, render
+from whet.render.template import template_family
+from whet.types import Message, ToolCall
+
+log = logging.getLogger("whet.render")
+
+
+def load_family(folder: Path, family: str = "auto") -> Coded:
+    """The family of a model folder, checked. `family`: auto, template, or a name in render/known.
+
+    Raises RenderError with the reason for a refusal.
+    """
+    files = read_folder(folder)
+    codec = Codec(files.tokenizer_json, files.family.control_tokens)
+    if family == "template":
+        return template_family(files, codec)
+    if family != "auto":
+        return _known(family, files, codec)
+    refused = []
+    for name in KNOWN:
+        if not _looks_like(name, files):
+            continue
+        try:
+            found = _known(name, files, codec)
+            _same_as_template(found, files)
+        except RenderError as error:
+            refused.append(f"{name}: {error}")
+            continue
+        log.info("family chosen folder=%s family=%s", folder, name)
+        return found
+    try:
+        chosen = template_family(files, codec)
+    except RenderError as error:
+        raise RenderError("; ".join([f"template: {error}", *refused])) from error
+    log.info("family chosen folder=%s family=template refused=%r", folder, refused)
+    return chosen
+
+
+def _known(name: str, files: ModelFiles, codec: Codec) -> KnownFamily:
+    found = known_family(name, codec, files.family.template_arguments)
+    check_family(found)
+    return found
+
+
+def _looks_like(name: str, files: ModelFiles) -> bool:
+    """Worth loading the package for: the folder's template has what is typical of these rules."""
+    return files.template is not None and KNOWN[name].telltale in files.template
+
+
+def _same_as_template(family: KnownFamily, files: ModelFiles) -> None:
+    """The rules write what the folder's template writes. Raises RenderError where they do not."""
+    if files.template is None:
+        return
+    arguments = {**dict(KNOWN[family.caps.source].settings), **files.family.template_arguments}
+    template = ChatTemplate(files.template, {**files.special_tokens, **arguments}, family.codec.shield)
+    user, system = Message(role="user", text="Question."), Message(role="system", text="Rules.")
+    call = ToolCall(id="call_a", name="look", arguments='{"path": "a b", "n": 3}')
+    called = Message(role="assistant", tool_calls=(call,))
+    result = Message(role="tool", text="result", tool_call_id="call_a")
+    for messages in (
+        [user],
+        [system, user],
+        [system, user, called, result],
+        [user, Message(role="assistant", text="Answer."), user],
+    ):
+        for tools in ((), (PROBE_TOOL,)):
+            ours = family.codec.decode_marked(render(family, messages, tools, prompt=True)[0])
+            own = template.render(messages, tools, generation_prompt=True)
+            if family.codec.unshield(ours) != family.codec.unshield(own):
+                told = " ".join(m.role for m in messages)
+                raise RenderError(f"writes another text than the folder's chat template for: {told}")

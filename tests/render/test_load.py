@@ -1,0 +1,60 @@
+"""Which rules a model folder gets: the package's where they write what the folder's template writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from qwen_vocabulary import qwen_folder
+from render_families import HERMES, QWEN3_REASONING, qwen3_template, write_family
+
+from whet.errors import RenderError
+from whet.render.load import load_family
+
+
+@pytest.fixture
+def cache(request: pytest.FixtureRequest) -> Path:
+    return request.config.cache.mkdir("whet")
+
+
+def test_auto_takes_the_packages_rules_where_the_template_agrees(tmp_path: Path, cache: Path) -> None:
+    folder = qwen_folder(tmp_path, cache)
+    (folder / "chat_template.jinja").write_text(qwen3_template(), encoding="utf-8")
+    family = load_family(folder)
+    assert family.caps.source == "qwen3"
+    assert family.caps.reasoning
+    assert family.fingerprint != load_family(folder, "template").fingerprint
+
+
+def test_auto_keeps_a_template_that_says_other_things(tmp_path: Path, cache: Path) -> None:
+    folder = qwen_folder(tmp_path, cache)
+    changed = qwen3_template().replace("For each function call", "For every function call")
+    (folder / "chat_template.jinja").write_text(changed, encoding="utf-8")
+    assert load_family(folder).caps.source == "template"
+    (folder / "chat_template.jinja").write_text(HERMES, encoding="utf-8")
+    assert load_family(folder).caps.source == "template"
+
+
+def test_named_rules_are_taken_or_refused_with_the_reason(tmp_path: Path, cache: Path) -> None:
+    folder = qwen_folder(tmp_path, cache)
+    assert load_family(folder, "qwen3").caps.source == "qwen3"
+    with pytest.raises(RenderError, match="no chat template"):
+        load_family(folder, "template")
+    with pytest.raises(RenderError, match="known are"):
+        load_family(folder, "qwen")
+
+
+def test_arguments_of_the_rules_come_from_the_folder(tmp_path: Path, cache: Path) -> None:
+    folder = qwen_folder(tmp_path, cache)
+    (folder / "whet_family.json").write_text(json.dumps({"template_arguments": {"enable_thinking": False}}))
+    family = load_family(folder, "qwen3")
+    assert family.decode(family.generation_prompt()).endswith("<think>\n\n</think>\n\n")
+    (folder / "whet_family.json").write_text(json.dumps({"template_arguments": {"thinking": False}}))
+    with pytest.raises(RenderError, match="thinking"):
+        load_family(folder, "qwen3")
+
+
+def test_a_small_folder_still_loads_by_its_template(tmp_path: Path) -> None:
+    assert load_family(write_family(tmp_path / "a")).caps.tool_format == "hermes"
+    assert load_family(write_family(tmp_path / "b", QWEN3_REASONING)).caps.reasoning

@@ -248,7 +248,7 @@ class Turn:
     excluded: str = ""
     """Reason from EXCLUSIONS when no token of this turn may be trained, else empty."""
     hints: tuple[tuple[str, str], ...] = ()
-    """What the agent said of itself with the request, as (name, value): labels for people."""
+    """What the agent said of itself with the request, as (name, value), and the gateway's own `label`s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

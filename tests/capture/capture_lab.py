@@ -160,6 +160,7 @@ class Lab:
         synthetic: bool = False,
         demonstrated: bool = False,
         bump_at: int | None = None,
+        labels: Sequence[str] = (),
     ) -> Call:
         """Commit a generation of `count` fresh tokens that mean `reply`."""
         made.ids = list(range(self._token, self._token + count))
@@ -179,7 +180,9 @@ class Lab:
         )
         made.reply, made.finish, made.synthetic = reply, finish, synthetic
         made.demonstrated = demonstrated
-        made.node = self.forest.commit(made.context, generation, reply, turn=made.turn, synthetic=synthetic)
+        made.node = self.forest.commit(
+            made.context, generation, reply, turn=made.turn, synthetic=synthetic, labels=labels
+        )
         self.calls.append(made)
         return made
 

@@ -139,3 +139,16 @@ def test_rows_keep_the_label_of_the_chain_that_trains_the_call() -> None:
     wanted = Counter(s.label for s in trajectory.segments)
     assert set(wanted) == {row.label for row in rows}
     assert [row.index for row in rows] == list(range(5))
+
+
+def test_a_forest_exports_each_shape_by_name() -> None:
+    lab = Lab()
+    made = lab.sample(lab.ask(START, hints=(("agent", "a"),)), says("x"), labels=("shim",))
+    lab.deliver(made)
+    sealed = lab.forest.trajectory()
+    assert sealed.turns[0].hints == (("agent", "a"), ("label", "shim"))
+    assert lab.forest.export("chains") == sealed.segments
+    (one,) = lab.forest.export("per_request")
+    assert one.ids.tolist() == made.prompt + made.ids
+    for mode in ("once", "branch_mean"):
+        assert lab.forest.export("tree", mode).mode == mode

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from whet.capture.match import Conversation, Parts, parts_of, same
+from whet.capture.match import Conversation, Parts, parts_of
 from whet.capture.nodes import ContextNode, Nodes, SampledNode
 from whet.capture.pointer import Names
 from whet.types import Message
@@ -78,7 +78,8 @@ def deepest(nodes: Nodes, names: Names, root_key: str, told: Conversation) -> tu
                     minted + (turn.id in names.minters(message)),
                 )
             best = max(best, (end + 1, *hits, turn.delivered, turn.id))
-            reached.append((turn.id, end + 1, *hits))
+            if turn.children:
+                reached.append((turn.id, end + 1, *hits))
     return (best[4], best[0]) if best[0] else (None, 0)
 
 
@@ -87,12 +88,15 @@ def _taken_up(
 ) -> list[tuple[SampledNode, int]]:
     """Turns right below `base` that `told` goes on with, each with the index of its echo."""
     found: list[tuple[SampledNode, int]] = []
+    last = len(told) - 1
     for context in nodes.below(root_key, base):
-        end = start + len(context.run)
-        if context.children and end < len(told) and told.holds(context.run, start):
-            got = told[end]
-            turns = (nodes.sampled(child) for child in context.children)
-            found += [(turn, end) for turn in turns if same(turn.meaning, got)]
+        run = context.run
+        end = start + len(run)
+        if end <= last and context.children and told.holds(run, start):
+            for child in context.children:
+                turn = nodes.sampled(child)
+                if told.says(end, turn.meaning):
+                    found.append((turn, end))
     return found
 
 

@@ -9,6 +9,8 @@ All failures are CaptureError naming rollout, turn and token index.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from whet.capture.diagnosis import Diagnosis, first_difference
@@ -19,8 +21,10 @@ from whet.capture.nodes import ContextNode, Nodes, SampledNode, chain, frozen_id
 from whet.capture.notes import Notes
 from whet.capture.pointer import Names
 from whet.capture.segments import export
+from whet.capture.tree import TokenTree, WeightMode, tree
+from whet.capture.views import Form, chains, per_request
 from whet.errors import CaptureError
-from whet.types import EXCLUSIONS, DriftNote, Generation, IntArray, Message, ModelRequest, Trajectory
+from whet.types import EXCLUSIONS, DriftNote, Generation, IntArray, Message, ModelRequest, Segment, Trajectory
 
 
 class Forest:
@@ -134,13 +138,21 @@ class Forest:
         return joined(self._nodes.path(node))
 
     def commit(
-        self, node: int, generation: Generation, reply: Message, *, turn: int, synthetic: bool = False
+        self,
+        node: int,
+        generation: Generation,
+        reply: Message,
+        *,
+        turn: int,
+        synthetic: bool = False,
+        labels: Sequence[str] = (),
     ) -> int:
         """Keep what the engine produced for context node `node`; returns the sampled node.
 
         `reply` is the message as delivered, with the gateway's minted call ids. A synthetic reply was not
-        sampled: it carries no logprobs and is never trained. Raises CaptureError when ids, logprobs or
-        version runs break invariant 1 or 2, and for a turn or call id that was used before.
+        sampled: it carries no logprobs and is never trained. `labels` join the turn's hints. Raises
+        CaptureError when ids, logprobs or version runs break invariant 1 or 2, and for a turn or call id that
+        was used before.
         """
         self._refuse_sealed(f"turn {turn}")
         where = f"rollout {self._rollout_id} turn {turn}"
@@ -164,6 +176,7 @@ class Forest:
             parts=parts_of(reply),
             chained=chain(context.chained, kept.ids),
             synthetic=synthetic,
+            labels=tuple(labels),
         )
         self._nodes.all.append(sampled)
         context.children.append(sampled.id)
@@ -228,6 +241,16 @@ class Forest:
         if self._sealed is None:
             self._sealed = export(self._nodes, self.drifts)
         return self._sealed
+
+    def export(self, form: Form, weights: WeightMode = "once") -> tuple[Segment, ...] | TokenTree:
+        """The sealed session in one of three shapes that train the same tokens; seals if need be.
+
+        Raises CaptureError as `trajectory` does.
+        """
+        sealed = self.trajectory()
+        if form == "tree":
+            return tree(sealed, weights)
+        return per_request(sealed) if form == "per_request" else chains(sealed)
 
     def _refuse_sealed(self, what: str) -> None:
         if self._sealed is not None:

@@ -48,8 +48,8 @@ class Run:
 
     said: bytes = field(repr=False)
     """`Meaning.said` of each, joined."""
-    reasoning: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
-    """(index, digest) of each message that carries any."""
+    reasoning: Mapping[int, bytes] | None = field(default=None, repr=False)
+    """Digest by index of each message that carries any; None when no assistant message is among them."""
 
     def __len__(self) -> int:
         return len(self.said) // SIZE
@@ -73,23 +73,32 @@ class Conversation:
 
     def rest(self, start: int) -> Conversation:
         """The messages from `start` on."""
-        reasoning = {i - start: r for i, r in self._reasoning.items() if i >= start}
-        return Conversation(self.messages[start:], self._said[start * SIZE :], reasoning)
+        messages = self.messages[start:]
+        at = range(start, start + len(messages))
+        reasoning = {i - start: self._reasoning[i] for i in at if i in self._reasoning}
+        return Conversation(messages, self._said[start * SIZE :], reasoning)
 
     def run(self) -> Run:
         """All of it, without the messages."""
-        return Run(self._said, tuple(self._reasoning.items()))
+        spoken = any(message.role == "assistant" for message in self.messages)
+        return Run(self._said, dict(self._reasoning) if spoken else None)
 
     def holds(self, run: Run, start: int) -> bool:
         """True when the messages at `start` mean what `run` means, each by the rule of `same`."""
-        size = len(run.said)
-        if self._said[start * SIZE : start * SIZE + size] != run.said:
+        at = start * SIZE
+        if self._said[at : at + len(run.said)] != run.said:
             return False
-        if not self._reasoning:
+        if run.reasoning is None:
             return True
-        held = dict(run.reasoning)
-        echoed = ((i, self._reasoning.get(start + i)) for i in range(size // SIZE))
-        return all(got is None or got == held.get(i) for i, got in echoed)
+        echoed = ((i, self._reasoning.get(start + i)) for i in range(len(run)))
+        return all(got is None or got == run.reasoning.get(i) for i, got in echoed)
+
+    def says(self, index: int, held: Meaning) -> bool:
+        """`same(held, self[index])`, without making the latter."""
+        if self._said[index * SIZE : (index + 1) * SIZE] != held[0]:
+            return False
+        got = self._reasoning.get(index)
+        return got is None or got == held[1]
 
 
 def same(held: Meaning, got: Meaning) -> bool:

@@ -58,6 +58,8 @@ class SampledNode:
     parts: Parts = field(repr=False)
     chained: bytes = field(repr=False)
     synthetic: bool
+    labels: tuple[str, ...] = ()
+    """What the gateway did to the reply, a translated text for instance."""
     aborted: bool = False
     """The client left before the reply was fully written."""
     delivered: int = 0
@@ -132,8 +134,9 @@ class Nodes:
 
     def below(self, root_key: str, base: int | None) -> list[ContextNode]:
         """Context nodes that continue `base`, or the tops of a root key."""
-        ids = self.tops.get(root_key, []) if base is None else self.sampled(base).children
-        return [self.context(node) for node in ids]
+        ids = self.tops.get(root_key, ()) if base is None else self.all[base].children
+        found = [self.all[node] for node in ids]
+        return [node for node in found if isinstance(node, ContextNode)]
 
     def path(self, node: int) -> list[Node]:
         """Nodes from the top to `node`, both included."""

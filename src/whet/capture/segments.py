@@ -215,7 +215,7 @@ def build_turns(nodes: Nodes, reasons: Mapping[int, str]) -> tuple[Turn, ...]:
                 finish=generation.finish,
                 version_runs=generation.version_runs,
                 excluded=final_reason(node, reasons[node.id]),
-                hints=context.hints,
+                hints=context.hints + tuple(("label", label) for label in node.labels),
             )
         )
     return tuple(turns)

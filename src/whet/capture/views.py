@@ -8,12 +8,15 @@ with the same logprobs, and their sums are those of the turns. Pure. Callers: tr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 from whet.capture.segments import version_row
 from whet.errors import CaptureError
 from whet.types import IntArray, Segment, SegmentKind, Trajectory, Turn
+
+Form = Literal["chains", "tree", "per_request"]
 
 
 def kind_of(turn: Turn) -> SegmentKind | None:

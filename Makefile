@@ -1,6 +1,6 @@
 # Two commands for everybody: `make demo` and `make test`. ARGS goes to the program:
 #   make demo ARGS="--agent script run.seed=3"
-.PHONY: demo test setup check warm-start
+.PHONY: demo test setup check conformance warm-start
 
 demo:
 	@scripts/setup
@@ -16,6 +16,11 @@ setup:
 
 check:
 	@scripts/check
+
+# Real agents from npm and PyPI, some 2 GB the first time, in boxes against a scripted policy.
+conformance:
+	@scripts/setup
+	@.venv/bin/whet conformance $(ARGS)
 
 # Records the demonstrations and trains the warm start again, then puts it into the package.
 warm-start:

@@ -1,4 +1,4 @@
-"""The verbs: demo, train, serve, replay, bench, show, doctor.
+"""The verbs: demo, train, serve, replay, bench, show, conformance, doctor.
 
 Every failure a person can meet is one line on stderr beginning `whet:`. Exit codes: 0 done, 1 failed,
 2 wrong command line or configuration, 130 stopped by Ctrl-C (resumable). Each verb imports what it needs at
@@ -266,6 +266,13 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
+def _conformance(options: argparse.Namespace) -> int:
+    from whet.conformance.command import run
+
+    passed = run(options.agents, json=options.json, record=options.record)
+    return 0 if passed else EXIT_FAILED
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from whet.doctor import doctor
 
@@ -319,6 +326,13 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("run", type=Path, metavar="RUN", help="run directory")
     show.add_argument("--json", action="store_true", help="print summary.json")
     show.set_defaults(verb=_show)
+    conformance = verbs.add_parser(
+        "conformance", help="run real agents through the gateway with a scripted policy and check the books"
+    )
+    conformance.add_argument("--agents", default="", metavar="A,B", help="which; without it: all")
+    conformance.add_argument("--json", action="store_true", help="print the result as JSON, last on stdout")
+    conformance.add_argument("--record", type=Path, metavar="DIR", help="keep what went over the wire here")
+    conformance.set_defaults(verb=_conformance)
     doctor = verbs.add_parser("doctor", help="say what this machine has of what whet needs")
     doctor.set_defaults(verb=_doctor)
     return parser

@@ -62,7 +62,7 @@ async def test_an_agent_gets_its_files_prompt_and_secret(
         with pytest.raises(HarnessError, match="used up"):
             await worker.run(task, ACCESS)
     assert (result.exit, result.tree["in"].content) == ("finished", b"Fix f.")
-    assert result.log == b"http://127.0.0.1:8080/s/pub 800\n*** exit 0\n"
+    assert result.log == b"http://127.0.0.1:8080/s/pub 750\n*** exit 0\n"
 
 
 @pytest.mark.parametrize(

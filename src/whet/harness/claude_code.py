@@ -33,7 +33,10 @@ def _env(start: Start) -> Mapping[str, str]:
         "ANTHROPIC_DEFAULT_OPUS_MODEL": start.model,
         "CLAUDE_CODE_SUBAGENT_MODEL": start.model,
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(start.max_call_tokens),
+        # The window of a model it does not know, and the share of it that it fills before it compacts.
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(start.context_tokens),
         "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(start.context_tokens),
+        "CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": str(100 * start.compact_tokens // start.context_tokens),
         # Else the system prompt begins with a line that changes between calls.
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",

@@ -47,9 +47,9 @@ class Start:
 
     @property
     def compact_tokens(self) -> int:
-        """Prompt length from which the agent should compact: there is room for one more reply and as much
-        again of what its tools say."""
-        return max(1, self.context_tokens - 2 * self.max_call_tokens)
+        """Prompt length from which the agent should compact: what its tools say next and the summary itself
+        must still fit."""
+        return max(1, min(3 * self.context_tokens // 4, self.context_tokens - 2 * self.max_call_tokens))
 
 
 def exit_code_rule(result: ExecResult) -> tuple[AgentExit, str]:

@@ -40,7 +40,12 @@ def _files(start: Start) -> Mapping[str, bytes]:
     model = {
         "name": start.model,
         "tool_call": True,
-        "limit": {"context": start.context_tokens, "output": start.max_call_tokens},
+        # `reserved` below counts from `input`.
+        "limit": {
+            "context": start.context_tokens,
+            "input": start.context_tokens,
+            "output": start.max_call_tokens,
+        },
     }
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -54,6 +59,7 @@ def _files(start: Start) -> Mapping[str, bytes]:
         "share": "disabled",
         "provider": {"whet": provider},
         "permission": {"*": "allow"},
+        "compaction": {"reserved": start.context_tokens - start.compact_tokens},
     }
     return {CONFIG: orjson.dumps(config)}
 

@@ -66,12 +66,20 @@ class _Model:
 
     name: str = "policy"
     max_call_tokens: int = 512
+    compact_within: int = 0
+    """Context that Pi keeps below by its own compaction; 0 = it never compacts."""
+
+    def settings(self) -> bytes:
+        if not self.compact_within:
+            return orjson.dumps(SETTINGS)
+        kept = {"reserveTokens": 2 * self.max_call_tokens, "keepRecentTokens": self.compact_within // 8}
+        return orjson.dumps(SETTINGS | {"compaction": {"enabled": True, **kept}})
 
     def config(self, port: int) -> bytes:
         model = {
             "id": self.name,
             "name": self.name,
-            "contextWindow": ROOMY_CONTEXT,
+            "contextWindow": self.compact_within or ROOMY_CONTEXT,
             "maxTokens": self.max_call_tokens,
             "reasoning": False,
             "input": ["text"],
@@ -92,12 +100,14 @@ class PiHarness:
         *,
         rollouts_per_process: int = 64,
         model: ModelAccess | None = None,
+        compact: bool = False,
     ) -> None:
+        """`compact`: Pi may compact its context, within `max_context_tokens` of `model`."""
         self._install = install
         self._node = sealed_node(install.node)
         self._backend = backend
         self._uses = rollouts_per_process if mode == "rpc" else 1
-        self._model = _model_of(model) if model else _Model()
+        self._model = _model_of(model, compact=compact) if model else _Model()
 
     @property
     def name(self) -> str:
@@ -178,7 +188,7 @@ class PiWorker:
         # In a stored key "$" and a leading "!" have a meaning.
         key = secret.replace("$", "$$").replace("!", "$!", 1) if "$" in secret or "!" in secret else secret
         await box.put(f"{AGENT_FOLDER}/models.json", self._model.config(self._spec.gateway_port))
-        await box.put(f"{AGENT_FOLDER}/settings.json", orjson.dumps(SETTINGS))
+        await box.put(f"{AGENT_FOLDER}/settings.json", self._model.settings())
         await box.put(f"{AGENT_FOLDER}/auth.json", orjson.dumps({PROVIDER: {"type": "api_key", "key": key}}))
 
     async def _start(self, box: Sandbox) -> PiRpc:
@@ -227,7 +237,7 @@ class PiWorker:
         used, self._dirty = self._dirty, True
         if used:
             await box.wipe()
-        model = _model_of(access)
+        model = _model_of(access, compact=self._model.compact_within > 0)
         changed, self._model = model != self._model, model
         await self._configure(box, access.secret)
         await box.put_tree(task.files)
@@ -254,5 +264,9 @@ class PiWorker:
         return "finished", "", run
 
 
-def _model_of(access: ModelAccess) -> _Model:
-    return _Model(name=access.model, max_call_tokens=access.max_call_tokens)
+def _model_of(access: ModelAccess, *, compact: bool) -> _Model:
+    return _Model(
+        name=access.model,
+        max_call_tokens=access.max_call_tokens,
+        compact_within=access.max_context_tokens if compact else 0,
+    )

@@ -1,0 +1,103 @@
+"""One agent through the real gateway in a real box, and the checks of what came of it.
+
+    Director <-ids- ScriptedEngine <- Gateway <-socket- (Recorder) <- box with the unmodified agent
+
+Nothing but the gateway can be reached from the box, so all model traffic is in its session. Every token that
+the policy produced must be in the ledger: trained, or excluded for a named reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from whet.conformance.checks import Finding, judge
+from whet.conformance.director import FILES, PROMPT, Director
+from whet.conformance.plays import PLAYS, Play
+from whet.conformance.recorder import Recorder
+from whet.errors import WhetError
+from whet.gateway.server import Gateway
+from whet.gateway.session import Session
+from whet.harness.base import AgentResult, Harness, ModelAccess
+from whet.harness.cli_agent import CliHarness
+from whet.harness.install import install, install_pi
+from whet.harness.known import RECIPES
+from whet.harness.pi import PiHarness
+from whet.sandbox.base import SandboxBackend
+from whet.testing.open_family import Splitter, open_family
+from whet.testing.scripted_engine import ScriptedEngine
+from whet.types import Limits, Task, Trajectory
+
+MAX_CALL_TOKENS = 2048
+WALL_S = 300.0
+SEAL_S = 10.0
+
+
+def make_harness(name: str, backend: SandboxBackend, access: ModelAccess) -> Harness:
+    """The pinned agent, installed when it is missing. Raises SetupError."""
+    if name == "pi":
+        return PiHarness(install_pi(), "fresh", backend, model=access, compact=True)
+    recipe = RECIPES[name]
+    return CliHarness(recipe, install(recipe.package), backend)
+
+
+async def conform(name: str, backend: SandboxBackend, record: Path | None = None) -> Finding:
+    """Run one agent and check it; failures of any kind are in the Finding."""
+    play = PLAYS[name]
+    access = ModelAccess(
+        public_id="", secret="", max_call_tokens=MAX_CALL_TOKENS, max_context_tokens=play.window_tokens
+    )
+    try:
+        harness = await asyncio.to_thread(make_harness, name, backend, access)
+        with tempfile.TemporaryDirectory(prefix="whet-") as folder:
+            return await _run(harness, play, Path(folder), record)
+    except WhetError as error:
+        return Finding(failures=(str(error),))
+
+
+async def _run(harness: Harness, play: Play, folder: Path, record: Path | None) -> Finding:
+    family = await asyncio.to_thread(open_family, folder / "model")
+    director = Director(family, Splitter(folder / "model" / "tokenizer.json", seed=1), play)
+    engine = ScriptedEngine(family, director, uniform_logprobs=True)
+    limits = Limits(
+        wall_s=WALL_S,
+        max_calls=200,
+        max_call_tokens=MAX_CALL_TOKENS,
+        max_session_tokens=1 << 20,
+        max_context_tokens=play.window_tokens,
+    )
+    task = Task(id="conformance", prompt=PROMPT, files=FILES, limits=limits)
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(Gateway(engine, family))
+        reached = folder / "gateway"
+        await stack.enter_async_context(gateway.listen_unix(reached))
+        recorder = Recorder(reached)
+        entrance = folder / "relay" if record else reached
+        if record:
+            await stack.enter_async_context(recorder.listen(entrance))
+        session = gateway.open_session(f"conformance/{harness.name}", seed=1, limits=limits, listener=reached)
+        result, trajectory = await _rollout(harness, session, task, entrance)
+        if record:
+            hidden = {session.secret: "***", f"/s/{session.public_id}": "", session.public_id: "ID"}
+            path = record / f"{harness.name}.jsonl.xz"
+            await asyncio.to_thread(recorder.write, path, harness.name, harness.version, hidden)
+    return judge(harness.version, play, director, engine, session, result, trajectory)
+
+
+async def _rollout(
+    harness: Harness, session: Session, task: Task, entrance: Path
+) -> tuple[AgentResult, Trajectory]:
+    access = ModelAccess(
+        public_id=session.public_id,
+        secret=session.secret,
+        max_call_tokens=task.limits.max_call_tokens,
+        max_context_tokens=task.limits.max_context_tokens,
+    )
+    async with harness.worker(entrance) as worker:
+        try:
+            result = await worker.run(task, access)
+        finally:
+            trajectory = await session.seal(SEAL_S)
+    return result, trajectory

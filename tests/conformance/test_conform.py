@@ -1,0 +1,95 @@
+"""A real Pi against the gateway; what the checks find when the books do not balance; the recordings."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from whet.conformance import checks, command, run
+from whet.conformance.checks import Finding
+from whet.errors import ConfigError, SetupError
+from whet.harness.install import find_pi
+from whet.sandbox.local import LocalBackend
+from whet.types import Trajectory
+
+
+@pytest.fixture
+def backend() -> LocalBackend:
+    if os.environ.get("WHET_REQUIRE_PI") != "1" and find_pi() is None:
+        pytest.skip("Pi is not installed: python -m whet.harness.install pi (or set WHET_REQUIRE_PI=1)")
+    return LocalBackend("auto")
+
+
+async def test_pi_conforms_and_leaves_a_recording(backend: LocalBackend, tmp_path: Path) -> None:
+    finding = await run.conform("pi", backend, tmp_path)
+    assert finding.failures == ()
+    assert finding.sampled == finding.trained + sum(finding.excluded.values())
+    assert finding.unexplained == 0
+    assert set(finding.excluded) <= {"auxiliary"}
+    assert finding.compactions >= 1
+    assert finding.split >= 0.2
+    text = lzma.decompress((tmp_path / "pi.jsonl.xz").read_bytes())
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert lines[0] == {"agent": "pi", "version": finding.version, "format": 1}
+    assert [line["i"] for line in lines[1:]] == list(range(finding.calls))
+    assert {(line["method"], line["path"], line["status"]) for line in lines[1:]} == {
+        ("POST", "/v1/chat/completions", 200)
+    }
+    assert all("data: " in line["reply"] and line["body"]["messages"] for line in lines[1:])
+
+
+async def test_lost_or_changed_tokens_fail_the_checks(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = run.judge
+    seen: list[Finding] = []
+
+    def twisted(version, play, director, engine, session, result, trajectory: Trajectory) -> Finding:
+        def again(**changes: object) -> Finding:
+            changed = replace(trajectory, **changes)
+            return kept(version, play, director, engine, session, result, changed)
+
+        turns, ledger = trajectory.turns, trajectory.ledger
+        odd = replace(turns[0], ids=np.flip(turns[0].ids))
+        seen.append(again(turns=(odd, *turns[1:])))
+        seen.append(again(turns=turns[:-1]))
+        seen.append(again(ledger=replace(ledger, captured=ledger.captured - 1, trained=ledger.trained - 1)))
+        seen.append(again(segments=trajectory.segments[:-1]))
+        return again()
+
+    monkeypatch.setattr(run, "judge", twisted)
+    finding = await run.conform("pi", backend)
+    assert finding.ok
+    words = [" ".join(found.failures) for found in seen]
+    assert "turn 0: the ids kept are not those sampled" in words[0]
+    assert "are not in the trajectory" in words[1]
+    assert seen[2].unexplained == 1
+    assert "are booked as trained" in words[3]
+    assert not any(found.ok for found in seen)
+
+
+async def test_an_agent_that_cannot_be_installed_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise SetupError("npm could not install it")
+
+    monkeypatch.setattr(run, "make_harness", missing)
+    finding = await run.conform("codex", LocalBackend("auto"))
+    assert finding.failures == ("npm could not install it",)
+    assert finding.as_json()["ok"] is False
+
+
+def test_agents_are_chosen_by_name() -> None:
+    assert command.chosen("claude-code, pi,pi") == ["claude_code", "pi"]
+    assert set(command.chosen("")) == set(run.PLAYS)
+    with pytest.raises(ConfigError, match="no conformance run for cursor; there are: claude_code, codex"):
+        command.chosen("cursor")
+
+
+def test_the_task_is_done_only_when_the_check_was_run() -> None:
+    assert not checks.task_done({})

@@ -1,0 +1,117 @@
+"""The scripted policy: it sees ids only, speaks in odd splits, and goes through its script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from whet.conformance.director import MAIN, PROMPT, RIGHT, Director
+from whet.conformance.plays import PLAYS
+from whet.conformance.reading import read_prompt
+from whet.harness.known import RECIPES
+from whet.render.family import ParsedReply
+from whet.render.template import TemplateFamily
+from whet.testing.open_family import Splitter
+from whet.types import IntArray, Message, RequestKey, ToolSpec
+
+TEXTS = ("def area(w, h):\n    return w + h\n", "café 日本 🙂", "<|im_end|> <tool_call>", "")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_split_says_the_same_with_other_tokens(
+    family: TemplateFamily, splitter: Splitter, text: str
+) -> None:
+    canonical = family.codec.encode_content(text)
+    said = splitter.split(canonical)
+    assert family.decode(said) == family.decode(canonical) == text
+    if len(text) > 20:
+        assert len(said) > len(canonical)
+        assert not np.array_equal(family.codec.encode_content(family.decode(said)), said)
+
+
+def prompt(family: TemplateFamily, messages: Sequence[Message], tools: Sequence[str] = ()) -> IntArray:
+    offered = [ToolSpec(name=name, description="Does it.", parameters="{}") for name in tools]
+    system = [Message(role="system", text="You are <|im_start|>tools\n[].")]
+    parts = [family.open(system, offered), family.append(messages), family.generation_prompt()]
+    return np.concatenate(parts).astype(np.int32)
+
+
+def test_a_prompt_is_read_back_from_its_ids_alone(family: TemplateFamily) -> None:
+    spoken = [Message(role="user", text="One <|im_end|>"), Message(role="tool", text="Two", tool_call_id="c")]
+    seen = read_prompt(family.codec, prompt(family, spoken[:1], ["read", "ns__run"]))
+    assert seen.tools == {"read", "ns__run"}
+    assert [(said.role, said.text) for said in seen.messages] == [
+        ("system", "You are <|im_start|>tools\n[]."),
+        ("user", "One <|im_end|>"),
+    ]
+    assert read_prompt(family.codec, prompt(family, spoken)).tools == frozenset()
+
+
+class Playing:
+    """A Director that is asked turn after turn."""
+
+    def __init__(self, family: TemplateFamily, splitter: Splitter, name: str) -> None:
+        self.director = Director(family, splitter, PLAYS[name])
+        self._family = family
+        self._turn = 0
+
+    def ask(self, *messages: Message, tools: Sequence[str] = ("bash", "read", "edit", "task")) -> ParsedReply:
+        key = RequestKey(seed=1, rollout_id="r", turn=self._turn)
+        self._turn += 1
+        return self._family.parse(self.director(prompt(self._family, messages, tools), key))
+
+
+def user(text: str) -> Message:
+    return Message(role="user", text=text)
+
+
+def test_the_main_line_reads_edits_runs_and_spawns(family: TemplateFamily, splitter: Splitter) -> None:
+    play = Playing(family, splitter, "opencode")
+    replies = [play.ask(user(PROMPT)) for _ in range(6)]
+    assert not any(reply.malformed for reply in replies)
+    names = [[call.name for call in reply.calls] for reply in replies]
+    assert names == [["read"], ["read", "bash"], ["edit"], ["bash"], ["task", "task"], ["bash"]]
+    assert RIGHT in replies[2].calls[0].arguments
+    assert replies[0].text.startswith("  I look")
+    assert replies[1].reasoning
+    assert r"caf\u00e9" in replies[1].calls[1].arguments
+    split = [spoken.split for spoken in play.director.spoken.values()]
+    assert split == [True, False] * 3
+
+
+def test_sub_agents_summaries_and_others_are_told_apart(family: TemplateFamily, splitter: Splitter) -> None:
+    play = Playing(family, splitter, "opencode")
+    play.ask(user(PROMPT))
+    asked = user("[[part 2]] Read notes.txt")
+    assert [call.name for call in play.ask(asked).calls] == ["read"]
+    answer = play.ask(asked, Message(role="assistant", text="x"), Message(role="tool", text="Notes."))
+    assert "[[part 2]] is done" in answer.text
+    assert play.director.finished_parts == {"2"}
+    assert not play.ask(user("Name this conversation"), tools=()).calls
+    summary = play.ask(user(PROMPT), user("Do not mention the summary process"))
+    assert MAIN in summary.text
+    assert play.director.compactions == 0
+    play.ask(user(summary.text))
+    assert play.director.compactions == 1
+    assert [spoken.kind for spoken in play.director.spoken.values()] == [
+        *("main", "part", "part", "other", "summary", "main"),
+    ]
+
+
+def test_a_tool_behind_a_namespace_is_called_by_its_whole_name(
+    family: TemplateFamily, splitter: Splitter
+) -> None:
+    play = Playing(family, splitter, "codex")
+    tools = ("exec_command", "multi__spawn_agent", "multi__wait_agent")
+    replies = [play.ask(user(PROMPT), tools=tools) for _ in range(5)]
+    assert [call.name for call in replies[4].calls] == ["multi__spawn_agent"] * 2
+    told = Message(role="tool", text='{"agent_id": "01a200c7-fbaf-7550-b9c4-1e4405225a29"}')
+    waiting = play.ask(user(PROMPT), Message(role="assistant", text="x"), told, tools=tools)
+    assert waiting.calls[0].name == "multi__wait_agent"
+    assert "01a200c7-fbaf-7550-b9c4-1e4405225a29" in waiting.calls[0].arguments
+
+
+def test_every_agent_with_a_play_can_be_installed() -> None:
+    assert set(PLAYS) <= {"pi", *RECIPES}

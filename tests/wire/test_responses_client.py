@@ -107,6 +107,24 @@ async def test_namespaces_and_free_form_tools_come_back_in_their_own_form(family
         assert "start: /.+/" in prompt
 
 
+async def test_items_of_several_agents_and_later_tools_are_told_to_the_model(family: TemplateFamily) -> None:
+    reply = Message(role="assistant", tool_calls=(call("ns__late", "{}"),))
+    late = {"type": "function", "name": "late", "description": "Late.", "parameters": {}, "strict": False}
+    space = {"type": "namespace", "name": "ns", "description": "", "tools": [late]}
+    items = [
+        *ASK,
+        {"type": "agent_message", "author": "/root/a", "content": [{"type": "input_text", "text": "Found."}]},
+        {"type": "configuration_update", "x": 1},
+        {"type": "additional_tools", "role": "developer", "tools": [space]},
+    ]
+    async with Rig(family, [reply]) as rig, openai_client(rig) as api:
+        answer = await ask(api, True, items)
+        assert (answer.output[0].name, answer.output[0].namespace) == ("late", "ns")
+        prompt = family.decode(rig.engine.sent[0].ids)
+        assert "Message from /root/a:\nFound." in prompt
+        assert "ns__late" in prompt
+
+
 async def test_a_reply_cut_by_length_is_incomplete(family: TemplateFamily) -> None:
     async with Rig(family, [SAY]) as rig, openai_client(rig) as api:
         for stream in (False, True):

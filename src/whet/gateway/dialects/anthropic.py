@@ -138,7 +138,13 @@ class AnthropicDialect:
         return {"data": [self.model(model)], "has_more": False, "first_id": model, "last_id": model}
 
     def model(self, model: str) -> Mapping[str, object]:
-        return {"type": "model", "id": model, "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
+        return {
+            "type": "model",
+            "id": model,
+            "display_name": model,
+            "created_at": "1970-01-01T00:00:00Z",
+            "lifecycle": "active",
+        }
 
 
 def _refuse(body: Mapping[str, object]) -> None:

@@ -67,7 +67,7 @@ def parse(body: Mapping[str, object]) -> WireCall:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else sequence(given, "input")
     if not items:
         raise WireError("invalid_request", "'input' must hold at least one item.", "input")
-    reader = _Reader(messages=messages)
+    reader = _Reader(messages=messages, tools=tools)
     for i, item in enumerate(items):
         reader.read(mapping(item, f"input[{i}]"), f"input[{i}]")
     request = ModelRequest(
@@ -173,6 +173,7 @@ class _Reader:
     """Reads items in order; the assistant's words are gathered until somebody else speaks."""
 
     messages: list[Message]
+    tools: _Tools
 
     def read(self, item: Mapping[str, object], param: str) -> None:
         kind = item.get("type", "message")
@@ -186,10 +187,31 @@ class _Reader:
             output = _output(item.get("output"), f"{param}.output")
             answers = string(item.get("call_id"), f"{param}.call_id")
             self.messages.append(Message(role="tool", text=output, tool_call_id=answers))
+        elif kind == "agent_message":
+            author = string(item.get("author"), f"{param}.author")
+            said = _texts(item.get("content"), param, "\n")
+            self.messages.append(Message(role="user", text=f"Message from {author}:\n{said}"))
+        elif kind == "additional_tools":
+            self._additional(item)
+        elif kind == "configuration_update":
+            self.tools.dropped.append(("dropped_item", kind))
         else:
             raise WireError(
                 "invalid_request", f"Items of type {str(kind)[:64]!r} are not supported.", f"{param}.type"
             )
+
+    def _additional(self, item: Mapping[str, object]) -> None:
+        """Tools that came up on the way: told here, so that the root they stand below stays what it was."""
+        more = _Tools()
+        _offer(more, item)
+        self.tools.names.update(more.names)
+        lines = [
+            json_text(
+                {"name": t.name, "description": t.description, "parameters": orjson.loads(t.parameters)}
+            )
+            for t in more.offered
+        ]
+        self.messages.append(Message(role="system", text="\n".join(["More tools:", *lines])))
 
     def _message(self, item: Mapping[str, object], param: str) -> None:
         role = _ROLES.get(string(item.get("role"), f"{param}.role"))

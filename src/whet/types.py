@@ -157,7 +157,7 @@ class ToolSpec:
 class ModelRequest:
     """One model call as the agent asked for it; sampling wishes are advisory."""
 
-    messages: tuple[Message, ...]
+    messages: Sequence[Message]
     tools: tuple[ToolSpec, ...] = ()
     stream: bool = False
     max_tokens: int | None = None

@@ -15,6 +15,8 @@ from whet.capture.match import (
     parts_of,
     root_key,
     same,
+    system_digest,
+    tools_digest,
     wire_digest,
 )
 from whet.types import Message, ToolSpec
@@ -174,14 +176,14 @@ def test_a_reused_call_id_belongs_to_the_latest_call() -> None:
 def test_the_root_key_covers_family_system_and_tools() -> None:
     other = ToolSpec(name="shell", description="run!", parameters=SHELL.parameters)
     keys = {
-        root_key("f", [system("a")], [SHELL]),
-        root_key("g", [system("a")], [SHELL]),
-        root_key("f", [system("b")], [SHELL]),
-        root_key("f", [system("a"), system("")], [SHELL]),
-        root_key("f", [system("a")], []),
-        root_key("f", [system("a")], [other]),
-        root_key("f", [system("a")], [SHELL, other]),
-        root_key("f", [system("a")], [other, SHELL]),
+        root_key("f", system_digest([system("a")]), tools_digest([SHELL])),
+        root_key("g", system_digest([system("a")]), tools_digest([SHELL])),
+        root_key("f", system_digest([system("b")]), tools_digest([SHELL])),
+        root_key("f", system_digest([system("a"), system("")]), tools_digest([SHELL])),
+        root_key("f", system_digest([system("a")]), tools_digest([])),
+        root_key("f", system_digest([system("a")]), tools_digest([other])),
+        root_key("f", system_digest([system("a")]), tools_digest([SHELL, other])),
+        root_key("f", system_digest([system("a")]), tools_digest([other, SHELL])),
     }
     assert len(keys) == 8
 

@@ -72,7 +72,7 @@ def deepest(nodes: Nodes, names: Names, root_key: str, told: Conversation) -> tu
         for turn, end in found:
             hits = (pointed, minted)
             if split:
-                message = told.messages[end]
+                message = told.echo(end)
                 hits = (
                     pointed + (turn.id in names.pointed(message)),
                     minted + (turn.id in names.minters(message)),

@@ -15,8 +15,18 @@ import numpy as np
 
 from whet.capture.diagnosis import Diagnosis, first_difference
 from whet.capture.drift import PromptPlan, classify, deepest, held_context
+from whet.capture.history import History
 from whet.capture.ledger import check_generation
-from whet.capture.match import Reader, leading_system, parts_of, root_key, wire_digest
+from whet.capture.match import (
+    Conversation,
+    Reader,
+    leading_system,
+    parts_of,
+    root_key,
+    system_digest,
+    tools_digest,
+    wire_digest,
+)
 from whet.capture.nodes import ContextNode, Nodes, SampledNode, chain, frozen_ids, joined
 from whet.capture.notes import Notes
 from whet.capture.pointer import Names
@@ -24,7 +34,17 @@ from whet.capture.segments import export
 from whet.capture.tree import TokenTree, WeightMode, tree
 from whet.capture.views import Form, chains, per_request
 from whet.errors import CaptureError
-from whet.types import EXCLUSIONS, DriftNote, Generation, IntArray, Message, ModelRequest, Segment, Trajectory
+from whet.types import (
+    EXCLUSIONS,
+    DriftNote,
+    Generation,
+    IntArray,
+    Message,
+    ModelRequest,
+    Segment,
+    ToolSpec,
+    Trajectory,
+)
 
 
 class Forest:
@@ -36,6 +56,7 @@ class Forest:
         self._nodes = Nodes(rollout_id)
         self._names = Names(self._nodes, pointer_key)
         self._reader = Reader()
+        self._tools: tuple[Sequence[ToolSpec], bytes] = ((), tools_digest(()))
         self._notes = Notes(self._nodes)
         self._turns: set[int] = set()
         self._deliveries = 0
@@ -56,9 +77,8 @@ class Forest:
         Every assistant message on the way must mean what was sampled.
         """
         self._refuse_sealed("a request")
-        lead = leading_system(request.messages)
-        key = root_key(fingerprint, request.messages[:lead], request.tools)
-        told = self._reader.conversation(request.messages[lead:])
+        told, system = self._read(request.messages)
+        key = root_key(fingerprint, system, self._tools_digest(request.tools))
         base, start = deepest(self._nodes, self._names, key, told)
         rest = told.rest(start)
         echoes = self._names.echoed(rest.messages)
@@ -73,6 +93,26 @@ class Forest:
             echoes=frozenset(node.id for node in echoes),
             hints=request.hints,
         )
+
+    def _tools_digest(self, tools: Sequence[ToolSpec]) -> bytes:
+        """The same object comes with every call of a conversation that `gateway/bodies` knows."""
+        if self._tools[0] is not tools:
+            self._tools = (tools, tools_digest(tools))
+        return self._tools[1]
+
+    def _read(self, messages: Sequence[Message]) -> tuple[Conversation, bytes]:
+        """The conversation after the leading system messages, and the digest of those."""
+        if not isinstance(messages, History):
+            lead = leading_system(messages)
+            return self._reader.conversation(messages[lead:]), system_digest(messages[:lead])
+        if messages.before is not None:
+            lead, system = messages.before.lead, messages.before.system
+        else:
+            lead = leading_system(messages)
+            system = system_digest(messages[:lead])
+        told = self._reader.conversation(messages.after(lead))
+        messages.memory.told = told.told(system, lead)
+        return told, system
 
     def extend(self, plan: PromptPlan, delta: IntArray, diagnosis: Diagnosis | None = None) -> int:
         """Open one request: the context node for `plan`, with the ids rendered for it; returns its id.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from math import isinf
 from typing import NamedTuple, NoReturn
 
+from whet.capture.history import History, Told
 from whet.types import Message, ToolCall, ToolSpec
 
 SIZE = 16
@@ -58,12 +59,19 @@ class Run:
 class Conversation:
     """Meanings of the messages of one request."""
 
-    __slots__ = ("_reasoning", "_said", "messages")
+    __slots__ = ("_echoes", "_reasoning", "_said", "messages")
 
-    def __init__(self, messages: Sequence[Message], said: bytes, reasoning: Mapping[int, bytes]) -> None:
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        said: bytes,
+        reasoning: Mapping[int, bytes],
+        echoes: Mapping[int, Message],
+    ) -> None:
         self.messages = messages
         self._said = said
         self._reasoning = reasoning
+        self._echoes = echoes
 
     def __len__(self) -> int:
         return len(self.messages)
@@ -71,12 +79,27 @@ class Conversation:
     def __getitem__(self, index: int) -> Meaning:
         return Meaning(self._said[index * SIZE : (index + 1) * SIZE], self._reasoning.get(index, b""))
 
+    def echo(self, index: int) -> Message:
+        """What names the turn that this assistant message echoes: its call ids and pointers, nothing else."""
+        return self._echoes[index]
+
     def rest(self, start: int) -> Conversation:
         """The messages from `start` on."""
         messages = self.messages[start:]
         at = range(start, start + len(messages))
         reasoning = {i - start: self._reasoning[i] for i in at if i in self._reasoning}
-        return Conversation(messages, self._said[start * SIZE :], reasoning)
+        echoes = {i - start: self._echoes[i] for i in at if i in self._echoes}
+        return Conversation(messages, self._said[start * SIZE :], reasoning, echoes)
+
+    def told(self, system: bytes, lead: int) -> Told:
+        """What a later request that begins with these messages need not read again."""
+        return Told(
+            system=system,
+            lead=lead,
+            said=self._said,
+            reasoning=tuple(self._reasoning.items()),
+            echoes=tuple(self._echoes.items()),
+        )
 
     def run(self) -> Run:
         """All of it, without the messages."""
@@ -116,13 +139,19 @@ def digest(*parts: str | bytes) -> bytes:
     return h.digest()
 
 
-def root_key(fingerprint: str, system: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
-    """Hex SHA-256 over family, leading system messages and tools (order counts: it is rendered)."""
-    h = hashlib.sha256(digest(fingerprint))
-    h.update(digest(*(message.text for message in system)))
-    for tool in tools:
-        h.update(digest(tool.name, tool.description, tool.parameters))
-    return h.hexdigest()
+def system_digest(system: Sequence[Message]) -> bytes:
+    """Of the leading system messages."""
+    return digest(*(message.text for message in system))
+
+
+def tools_digest(tools: Sequence[ToolSpec]) -> bytes:
+    """Of the offered tools; order counts, for it is rendered."""
+    return digest(*(part for tool in tools for part in (tool.name, tool.description, tool.parameters)))
+
+
+def root_key(fingerprint: str, system: bytes, tools: bytes) -> str:
+    """Hex SHA-256 over family, leading system messages and tools."""
+    return hashlib.sha256(digest(fingerprint, system, tools)).hexdigest()
 
 
 def leading_system(messages: Sequence[Message]) -> int:
@@ -193,18 +222,26 @@ class Reader:
         return Meaning(self._assistant(message.text, message.tool_calls), reasoning)
 
     def conversation(self, messages: Sequence[Message]) -> Conversation:
-        """Meanings of `messages`. A tool message is tied to its call by position (assistant turns back,
-        ordinal), so an agent that invents new ids consistently still matches."""
-        said: list[bytes] = []
-        reasoning: dict[int, bytes] = {}
-        owner: dict[str, tuple[int, int]] = {}
-        turns = 0
-        for index, message in enumerate(messages):
+        """Meanings of `messages`; known ones of a History are taken from there. A tool message is tied to its
+        call by position (assistant turns back, ordinal), so an agent that invents new ids consistently still
+        matches."""
+        known, fresh, before = 0, messages, None
+        if isinstance(messages, History) and messages.before is not None:
+            known, fresh, before = messages.known, messages.fresh, messages.before
+        said = [] if before is None else [before.said[: known * SIZE]]
+        reasoning = {} if before is None else {i: r for i, r in before.reasoning if i < known}
+        echoes = {} if before is None else {i: m for i, m in before.echoes if i < known}
+        owner = {
+            call.id: (turn, ordinal)
+            for turn, echo in enumerate(echoes.values(), 1)
+            for ordinal, call in enumerate(echo.tool_calls)
+        }
+        for index, message in enumerate(fresh, known):
             role = message.role
             if role == "assistant":
-                turns += 1
+                echoes[index] = _echo(message)
                 for ordinal, call in enumerate(message.tool_calls):
-                    owner[call.id] = (turns, ordinal)
+                    owner[call.id] = (len(echoes), ordinal)
                 if message.reasoning:
                     reasoning[index] = digest(message.reasoning)
                 said.append(self._assistant(message.text, message.tool_calls))
@@ -212,9 +249,9 @@ class Reader:
             head: str = role
             if role == "tool" and message.tool_call_id in owner:
                 turn, ordinal = owner[message.tool_call_id]
-                head = f"tool {turns - turn}.{ordinal}"
+                head = f"tool {len(echoes) - turn}.{ordinal}"
             said.append(_hash(f"{head}\0{message.text}"))
-        return Conversation(messages, b"".join(said), reasoning)
+        return Conversation(messages, b"".join(said), reasoning, echoes)
 
     def _assistant(self, text: str, calls: Sequence[ToolCall]) -> bytes:
         if not calls:
@@ -229,6 +266,12 @@ class Reader:
                 self._spelled.clear()
             self._spelled[wire] = known
         return known
+
+
+def _echo(message: Message) -> Message:
+    """The names in an assistant message, without anything it says."""
+    calls = tuple(ToolCall(id=call.id, name="", arguments="") for call in message.tool_calls)
+    return Message(role="assistant", tool_calls=calls, pointers=message.pointers)
 
 
 def _hash(text: str) -> bytes:

@@ -113,24 +113,23 @@ class Delivery:
             if not response.prepared and error.cause not in self.dialect.in_band:
                 raise
             self.counters.refused += 1
-            await self._write(response, self.dialect.error_event(error, envelope))
-            await response.write_eof()
+            await self._write(response, self.dialect.error_event(error, envelope), last=True)
             self.session.released(self.call)
             return response
-        await self._write(response, b"".join(self.dialect.events(answer.reply, envelope)))
+        await self._write(response, b"".join(self.dialect.events(answer.reply, envelope)), last=True)
         self._delivered()
-        await response.write_eof()
         return response
 
     def _delivered(self) -> None:
         self.session.delivered(self.call)
         self.counters.replies += 1
 
-    async def _write(self, response: web.StreamResponse, frames: bytes) -> None:
+    async def _write(self, response: web.StreamResponse, frames: bytes, *, last: bool = False) -> None:
+        """Headers, frames and end go out together where they can: each packet costs more than its bytes."""
         async with asyncio.timeout(self.config.write_timeout_s):
             if not response.prepared:
                 await response.prepare(self.http)
-            await response.write(frames)
+            await (response.write_eof(frames) if last else response.write(frames))
 
     def _envelope(self) -> Envelope:
         name = f"{self.session.rollout_id}\0{self.call.turn}".encode()

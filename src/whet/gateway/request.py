@@ -7,7 +7,6 @@ their nesting. Caller: server.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -61,27 +60,32 @@ class GatewayCounters:
     """Unexpected exceptions at the request boundary."""
 
 
-async def read_body(
-    http: web.BaseRequest, config: GatewayConfig, max_bytes: int | None = None
-) -> Mapping[str, object]:
-    """The decoded JSON object. Raises WireError for anything else or anything too large."""
-    raw = bytearray()
+async def read_body(http: web.BaseRequest, config: GatewayConfig, max_bytes: int | None = None) -> bytes:
+    """The body, unpacked. Raises WireError when it is too large or too slow."""
+    chunks: list[bytes] = []
+    size = 0
     limit = config.max_body_bytes if max_bytes is None else max_bytes
     try:
         async with asyncio.timeout(config.body_timeout_s):
             async for chunk in http.content.iter_any():
-                raw += chunk
-                if len(raw) > limit:
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > limit:
                     raise WireError("too_large", "The request body is too large.")
     except TimeoutError as error:
         raise WireError("invalid_request", "The request body did not arrive in time.") from error
+    return b"".join(chunks)
+
+
+def decode(raw: bytes, max_depth: int, max_items: int) -> Mapping[str, object]:
+    """The JSON object that `raw` is. Raises WireError for anything else or anything too large."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise WireError("invalid_request", "The request body is not valid JSON.") from error
     if not isinstance(body, dict):
         raise WireError("invalid_request", "The request body must be a JSON object.")
-    if deeper(body, config.max_json_depth, config.max_json_items):
+    if deeper(body, max_depth, max_items):
         raise WireError("invalid_request", "The request body is nested too deeply or has too many items.")
     return body
 
@@ -114,9 +118,3 @@ _HINT_CHARS = 128
 def hints_of(http: web.BaseRequest) -> tuple[tuple[str, str], ...]:
     """What the agent says of itself in its headers: labels, never keys."""
     return tuple((name, http.headers[name][:_HINT_CHARS]) for name in _HINTS if name in http.headers)
-
-
-def body_digest(action: str, body: Mapping[str, object]) -> bytes:
-    """Equal for bodies that are equal after parsing: agents mark retries by nothing else."""
-    raw = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
-    return hashlib.blake2b(action.encode() + b"\0" + raw, digest_size=16).digest()

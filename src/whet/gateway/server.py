@@ -21,6 +21,7 @@ from aiohttp import web
 
 from whet.engine.base import Engine
 from whet.gateway import mcp
+from whet.gateway.bodies import Bodies
 from whet.gateway.deliver import CallReport, Delivery, json_response
 from whet.gateway.dialects.anthropic import AnthropicDialect
 from whet.gateway.dialects.base import Dialect, WireError
@@ -29,7 +30,7 @@ from whet.gateway.dialects.gemini import GeminiDialect
 from whet.gateway.dialects.responses import ResponsesDialect
 from whet.gateway.host_tools import HostTool, ToolBox
 from whet.gateway.listen import Listener, listen_tcp, listen_unix
-from whet.gateway.request import GatewayConfig, GatewayCounters, body_digest, hints_of, read_body, secret_of
+from whet.gateway.request import GatewayConfig, GatewayCounters, decode, hints_of, read_body, secret_of
 from whet.gateway.routes import Route, dialect_of, take_apart
 from whet.gateway.session import Session, secret_digest
 from whet.gateway.shim import TextShim
@@ -111,6 +112,7 @@ class Gateway:
             max_concurrent_calls=self.config.max_concurrent_calls,
             grace_s=self.config.disconnect_grace_s,
             on_sealed=self._retire,
+            bodies=Bodies(self.config.max_json_depth, self.config.max_json_items),
             tools=ToolBox(tools),
         )
         self._sessions[session.secret_digest] = session
@@ -202,7 +204,8 @@ class Gateway:
         """A call of a host tool, or one message to its MCP server."""
         if route.kind == "tools":
             return json_response({"tools": mcp.listed(session.tools)})
-        body = await read_body(http, self.config, self.config.max_tool_body_bytes)
+        raw = await read_body(http, self.config, self.config.max_tool_body_bytes)
+        body = decode(raw, self.config.max_json_depth, self.config.max_json_items)
         if route.kind == "tool":
             said = session.tools.call(route.action, body)
             return json_response(said, 200 if said["ok"] else 422)
@@ -213,13 +216,13 @@ class Gateway:
         self, http: web.BaseRequest, route: Route, session: Session, dialect: Dialect
     ) -> web.StreamResponse:
         """A model call or a token count."""
-        body = await read_body(http, self.config)
+        raw = await read_body(http, self.config)
         query = f"?{http.query_string}" if http.query_string else ""
-        wire = dialect.parse(body, route.action + query)
+        wire, name = session.bodies.parse(dialect, raw, route.action + query)
         if route.kind == "count":
             return json_response(dialect.count(await session.count_tokens(wire.request)))
         request = replace(wire.request, hints=wire.request.hints + hints_of(http))
-        call = session.admit(body_digest(route.action, body), request)
+        call = session.admit(name, request)
         delivery = Delivery(
             http=http,
             config=self.config,

@@ -20,6 +20,7 @@ from typing import Literal
 from whet.capture.forest import Forest
 from whet.engine.base import Engine
 from whet.errors import EngineError, GatewayError, RenderError
+from whet.gateway.bodies import Bodies, BodyName
 from whet.gateway.dialects.base import WireError
 from whet.gateway.host_tools import ToolBox
 from whet.gateway.turn import MAX_REFUSALS, Answer, SessionSpec, SessionStats, Turns
@@ -41,7 +42,7 @@ def _unrenderable(error: RenderError) -> WireError:
 class Call:
     """One model call under way, or finished and not yet delivered."""
 
-    digest: bytes
+    name: BodyName
     turn: int
     task: asyncio.Task[Answer]
     attached: bool = True
@@ -64,6 +65,7 @@ class Session:
         max_concurrent_calls: int,
         grace_s: float,
         on_sealed: Callable[[Session], None],
+        bodies: Bodies,
         tools: ToolBox | None = None,
     ) -> None:
         self.rollout_id = spec.rollout_id
@@ -83,6 +85,7 @@ class Session:
         """What `seal` will raise: a broken invariant or a defect. Engine failures: `stats.infra_error`."""
         # A key of its own: the agent knows the session's secret and could sign with it.
         self._forest = Forest(spec.rollout_id, secrets.token_bytes(32))
+        self.bodies = bodies
         self._turns = Turns(engine, family, self._forest, spec, self.tools)
         self._calls: list[Call] = []
         self._ordinal = 0
@@ -101,14 +104,14 @@ class Session:
         known = hmac.compare_digest(held, secret_digest(secret))
         return known and (self.listener is None or listener is None or self.listener == listener)
 
-    def admit(self, digest: bytes, request: ModelRequest) -> Call:
+    def admit(self, name: BodyName, request: ModelRequest) -> Call:
         """A new call, or the one of the same body that lost its client. Raises WireError."""
         self._refuse_closed()
         if self.failure is not None or self.stats.infra_error:
             raise WireError("session_failed", "This session has failed and serves no more calls.")
         self.state = "live"
         for call in self._calls:
-            if call.digest == digest and not call.attached and not call.task.cancelling():
+            if not call.attached and not call.task.cancelling() and call.name.same(name):
                 self._adopt(call)
                 return call
         if sum(call.attached for call in self._calls) >= self._max_concurrent:
@@ -116,7 +119,7 @@ class Session:
             if self.stats.refusals < MAX_REFUSALS:
                 raise WireError("rate_limited", "Too many calls at a time in this session.")
         turn, self._ordinal = self._ordinal, self._ordinal + 1
-        call = Call(digest=digest, turn=turn, task=asyncio.create_task(self._run(request, turn)))
+        call = Call(name=name, turn=turn, task=asyncio.create_task(self._run(request, turn)))
         call.task.add_done_callback(lambda _: self._settled(call))
         self._calls.append(call)
         return call
@@ -179,6 +182,7 @@ class Session:
         call.left.set()
         if self.state == "sealed" or call not in self._calls:
             return
+        call.name.canonical()  # the body itself is not kept for a retry that may never come
         if not call.task.done():
             call.grace = asyncio.get_running_loop().call_later(self._grace_s, call.task.cancel)
         elif not call.task.cancelled() and call.task.exception() is None:

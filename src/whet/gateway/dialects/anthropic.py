@@ -59,6 +59,7 @@ class AnthropicDialect:
     """Implements `Dialect`."""
 
     name = "anthropic"
+    grows = "messages"
     in_band: frozenset[Cause] = frozenset()
 
     def parse(self, body: Mapping[str, object], action: str) -> WireCall:

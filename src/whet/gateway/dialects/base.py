@@ -105,6 +105,11 @@ class Dialect(Protocol):
     def name(self) -> str: ...
 
     @property
+    def grows(self) -> str:
+        """Key of the list that grows from call to call, when its elements after one of the user's side are
+        translated without looking back: `parse` of a body with only these gives exactly their messages."""
+
+    @property
     def in_band(self) -> frozenset[Cause]:
         """Failures that a streamed call reports as an event even while the status is still free, because the
         provider's clients know them only so."""

@@ -63,6 +63,7 @@ class ChatDialect:
     """Implements `Dialect`."""
 
     name = "chat"
+    grows = "messages"
     in_band: frozenset[Cause] = frozenset()
 
     def parse(self, body: Mapping[str, object], action: str) -> WireCall:

@@ -28,6 +28,7 @@ class ResponsesDialect:
     """Implements `Dialect`."""
 
     name = "responses"
+    grows = "input"
     in_band: frozenset[Cause] = frozenset({"context_length_exceeded"})
 
     def parse(self, body: Mapping[str, object], action: str) -> WireCall:

@@ -1,0 +1,101 @@
+"""The messages of a request of which the first ones are known from an earlier request.
+
+An agent sends its whole history with every call. The gateway proves by bytes how much of it an earlier
+request of the session held; only the rest is parsed and hashed, and the forest takes what it made of
+the earlier request from `Memory`. A Memory holds digests and ids, no text. Callers: gateway/bodies, forest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+from whet.types import Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What the forest keeps of a request's messages; immutable, so that requests may share it."""
+
+    system: bytes
+    """Digest of the leading system messages."""
+    lead: int
+    """How many those are; the rest of this counts from there."""
+    said: bytes = field(repr=False)
+    reasoning: tuple[tuple[int, bytes], ...] = field(repr=False)
+    echoes: tuple[tuple[int, Message], ...] = field(repr=False)
+    """(index, what names a turn: call ids and pointers only) of each assistant message."""
+
+
+class Memory:
+    """Where the forest leaves what a later request can use."""
+
+    __slots__ = ("told",)
+
+    def __init__(self) -> None:
+        self.told: Told | None = None
+
+
+class History(Sequence[Message]):
+    """Messages of one request; known ones are parsed only when somebody looks at them."""
+
+    __slots__ = ("_fresh", "_parse", "_whole", "before", "known", "memory")
+
+    def __init__(
+        self,
+        fresh: tuple[Message, ...],
+        memory: Memory,
+        *,
+        known: int = 0,
+        before: Told | None = None,
+        parse: Callable[[], tuple[Message, ...]] | None = None,
+    ) -> None:
+        """The first `known` messages are the first of those that `before` was made of; `parse` gives all
+        messages again, for whoever looks at one of them."""
+        self.memory = memory
+        self.known = known
+        self.before = before
+        self._fresh = fresh
+        self._parse = parse
+        self._whole = fresh if parse is None else ()
+
+    def __len__(self) -> int:
+        return self.known + len(self._fresh)
+
+    @overload
+    def __getitem__(self, index: int) -> Message: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Message, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Message | tuple[Message, ...]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if start >= self.known and step == 1:
+                return self._fresh[start - self.known : max(start, stop) - self.known]
+            return self._all()[index]
+        at = index + len(self) if index < 0 else index
+        if self.known <= at < len(self):
+            return self._fresh[at - self.known]
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self._all())
+
+    def after(self, start: int) -> History:
+        """The messages from `start` on, the known ones among them still unparsed."""
+        if start >= self.known:
+            return History(self[start:], self.memory)
+        rest = (lambda: self._all()[start:]) if self._parse is not None else None
+        return History(self._fresh, self.memory, known=self.known - start, before=self.before, parse=rest)
+
+    @property
+    def fresh(self) -> tuple[Message, ...]:
+        """The messages after the known ones."""
+        return self._fresh
+
+    def _all(self) -> tuple[Message, ...]:
+        if not self._whole and self._parse is not None:
+            self._whole = self._parse()
+        return self._whole

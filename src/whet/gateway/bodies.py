@@ -1,0 +1,310 @@
+"""Bodies of one session -> WireCalls, at the cost of what is new in them.
+
+A body whose bytes up to the end of some element of its growing list (`Dialect.grows`) and from that list's
+bracket on are those of an earlier body differs from it by list elements only; so only those are parsed, and
+the rest is known. The proof is by SHA-256 over the bytes; no text is kept. What does not fit is parsed whole.
+Elements are cut only after the user's side has spoken, where dialects translate without looking back.
+Caller: server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import orjson
+
+from whet.capture.history import History, Memory
+from whet.gateway.dialects.base import Dialect, WireCall, WireError, deeper
+from whet.gateway.request import decode
+from whet.types import Message
+
+if TYPE_CHECKING:
+    from hashlib import _Hash as Hash
+
+RECORDS = 8
+"""Conversations known at a time: the main line and its sub-agents."""
+CUTS = 3
+"""Ends per conversation: agents mark their newest messages and unmark them in the next request."""
+PATIENCE = 8
+"""Bodies parsed whole in a row before it is tried less often to learn from them."""
+
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
+
+
+class BodyName:
+    """What a body is called, so that its retry is known: agents mark retries by nothing else.
+
+    Equal bytes are the same body; so are bodies that are equal after parsing, which is looked at only when a
+    call waits for its retry.
+    """
+
+    __slots__ = ("_canonical", "_place", "_raw", "digest")
+
+    def __init__(self, place: str, digest: bytes, raw: bytes) -> None:
+        self.digest = digest
+        self._place = place.encode()
+        self._raw = raw
+        self._canonical = b""
+
+    def same(self, other: BodyName) -> bool:
+        return self.digest == other.digest or self.canonical() == other.canonical()
+
+    def canonical(self) -> bytes:
+        """Digest that does not depend on the spelling; lets go of the body."""
+        if not self._canonical:
+            plain = orjson.dumps(orjson.loads(self._raw), option=orjson.OPT_SORT_KEYS)
+            self._canonical = hashlib.sha256(self._place + b"\0" + plain).digest()
+            self._raw = b""
+        return self._canonical
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """An element's end at which a later body may go on."""
+
+    end: int
+    """Bytes before it."""
+    digest: bytes
+    messages: int
+    """Messages before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """One conversation as it last was."""
+
+    wire: WireCall
+    """Without its messages."""
+    rest: bytes
+    """Digest of what follows the list."""
+    rest_size: int
+    memory: Memory
+    cuts: tuple[_Cut, ...]
+
+
+class Bodies:
+    """Not thread-safe: one event loop owns it."""
+
+    def __init__(self, max_depth: int, max_items: int) -> None:
+        self._max_depth, self._max_items = max_depth, max_items
+        self._records: list[_Record] = []
+        """Latest last."""
+        self._misses = 0
+        self._pause = 0
+        """Whole bodies that are still to be let pass without learning."""
+        self.parsed_bytes = 0
+        """Of JSON, since the session began."""
+
+    def parse(self, dialect: Dialect, raw: bytes, action: str) -> tuple[WireCall, BodyName]:
+        """The call that `raw` asks for, and the body's name. Raises WireError."""
+        place = f"{dialect.name} {action}"
+        marks, digest = self._hash(place, raw)
+        name = BodyName(place, digest, raw)
+        for record, cut in self._known(marks, raw):
+            wire = self._go_on(dialect, raw, action, record, cut, marks[cut.end])
+            if wire is not None:
+                self._misses = self._pause = 0
+                return wire, name
+        return self._whole(dialect, raw, action, place), name
+
+    # ----------------------------------------------------------------------- known bodies
+
+    def _hash(self, place: str, raw: bytes) -> tuple[dict[int, Hash], bytes]:
+        """The running hash at every place where a known body may go on, and over all."""
+        running = hashlib.sha256(place.encode() + b"\0")
+        view, at = memoryview(raw), 0
+        marks: dict[int, Hash] = {}
+        for end in sorted({cut.end for record in self._records for cut in record.cuts}):
+            if end < len(raw):
+                running.update(view[at:end])
+                marks[end], at = running.copy(), end
+        running.update(view[at:])
+        return marks, running.digest()
+
+    def _known(self, marks: Mapping[int, Hash], raw: bytes) -> list[tuple[_Record, _Cut]]:
+        """Conversations that the body may continue, the longest shared part first."""
+        digests = {(end, mark.digest()) for end, mark in marks.items()}
+        found = [
+            (record, cut)
+            for record in reversed(self._records)
+            for cut in record.cuts
+            if (cut.end, cut.digest) in digests and _same_rest(record, raw, cut.end)
+        ]
+        return sorted(found, key=lambda pair: -pair[1].end)
+
+    def _go_on(
+        self, dialect: Dialect, raw: bytes, action: str, record: _Record, cut: _Cut, mark: Hash
+    ) -> WireCall | None:
+        """The call of a body that is a known one with other newest elements; None when it is none."""
+        close = len(raw) - record.rest_size
+        new = raw[cut.end : close]
+        try:
+            values = orjson.loads(b"[0" + new + b"]")[1:]
+            if deeper(values, self._max_depth - 1, self._max_items):
+                return None
+            fresh = _messages(dialect, values, action)
+        except (orjson.JSONDecodeError, WireError):
+            return None  # parsing it whole names what is wrong, or finds that nothing is
+        self.parsed_bytes += len(new)
+        history = History(
+            fresh,
+            Memory(),
+            known=cut.messages,
+            before=record.memory.told,
+            parse=lambda: self._all(dialect, raw, action),
+        )
+        wire = replace(record.wire, request=replace(record.wire.request, messages=history))
+        later = replace(
+            record,
+            memory=history.memory,
+            cuts=tuple(c for c in record.cuts if c.end <= cut.end),
+        )
+        self._records.remove(record)
+        self._learn(
+            dialect, action, later, _Stretch(raw, cut.end, mark, len(history)), elements(new.decode(), 0)
+        )
+        return wire
+
+    def _all(self, dialect: Dialect, raw: bytes, action: str) -> tuple[Message, ...]:
+        """Every message of a body whose newest ones were enough until now."""
+        self.parsed_bytes += len(raw)
+        return tuple(dialect.parse(decode(raw, self._max_depth, self._max_items), action).request.messages)
+
+    # ----------------------------------------------------------------------- whole bodies
+
+    def _whole(self, dialect: Dialect, raw: bytes, action: str, place: str) -> WireCall:
+        """Parse everything, and learn where a later body may go on."""
+        self.parsed_bytes += len(raw)
+        wire = dialect.parse(decode(raw, self._max_depth, self._max_items), action)
+        if not dialect.grows or self._pause:
+            self._pause = max(0, self._pause - 1)
+            return wire
+        self._misses += 1
+        self._pause = min(64, 1 << max(0, self._misses - PATIENCE)) - 1
+        text = raw.decode()
+        found = whole_list(text, dialect.grows)
+        if found is None:
+            return wire
+        history = History(tuple(wire.request.messages), Memory())
+        rest = raw[len(text[: found.close].encode()) :]
+        record = _Record(
+            wire=replace(wire, request=replace(wire.request, messages=())),
+            rest=hashlib.sha256(rest).digest(),
+            rest_size=len(rest),
+            memory=history.memory,
+            cuts=(),
+        )
+        start = hashlib.sha256(place.encode() + b"\0")
+        self._learn(dialect, action, record, _Stretch(raw, 0, start, len(history)), found)
+        return replace(wire, request=replace(wire.request, messages=history))
+
+    def _learn(
+        self, dialect: Dialect, action: str, record: _Record, stretch: _Stretch, found: Elements
+    ) -> None:
+        """Keep where the body may be cut: after the last few elements of the user's side."""
+        ours = [i for i, value in enumerate(found.values) if _of_user(value)][-CUTS:]
+        running, at = stretch.mark.copy(), stretch.start
+        text = stretch.raw[at:].decode() if ours else ""
+        cuts = list(record.cuts)
+        for i in ours:
+            end = stretch.start + len(text[: found.ends[i]].encode())
+            running.update(stretch.raw[at:end])
+            at = end
+            after = len(_messages(dialect, found.values[i + 1 :], action))
+            cuts.append(_Cut(end=end, digest=running.copy().digest(), messages=stretch.messages - after))
+        if cuts:
+            self._records.append(replace(record, cuts=tuple(cuts[-CUTS:])))
+            del self._records[:-RECORDS]
+
+
+class _Stretch(NamedTuple):
+    """The part of a body in which elements were found."""
+
+    raw: bytes
+    start: int
+    mark: Hash
+    """Over all before `start`."""
+    messages: int
+    """In the whole body."""
+
+
+def _same_rest(record: _Record, raw: bytes, end: int) -> bool:
+    close = len(raw) - record.rest_size
+    if close < end or record.memory.told is None:
+        return False
+    return hashlib.sha256(memoryview(raw)[close:]).digest() == record.rest
+
+
+def _messages(dialect: Dialect, values: list[object], action: str) -> tuple[Message, ...]:
+    """What these list elements alone say. Raises WireError."""
+    return tuple(dialect.parse({dialect.grows: values}, action).request.messages) if values else ()
+
+
+def _of_user(value: object) -> bool:
+    """True for an element after which no dialect looks back."""
+    if not isinstance(value, dict):
+        return False
+    outputs = ("function_call_output", "custom_tool_call_output")
+    return value.get("role") in ("user", "tool", "function") or value.get("type") in outputs
+
+
+# --------------------------------------------------------------------------- JSON by place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """Elements of a JSON array and where they end."""
+
+    values: list[object]
+    ends: list[int]
+    """Characters before the end of each."""
+    close: int
+    """Characters before the array's bracket."""
+
+
+def whole_list(text: str, name: str) -> Elements | None:
+    """The array under the key `name` of a JSON object; None when there is none, or more than one."""
+    found: Elements | None = None
+    at = _after_space(text, _after_space(text, 0) + 1)
+    while text[at] != "}":
+        key, at = _DECODER.raw_decode(text, at)
+        at = _after_space(text, _after_space(text, at) + 1)
+        if key == name:
+            if found is not None or text[at] != "[":
+                return None
+            found = elements(text, at + 1)
+            at = found.close + 1
+        else:
+            _, at = _DECODER.raw_decode(text, at)
+        at = _after_space(text, at)
+        if text[at] == ",":
+            at = _after_space(text, at + 1)
+    return found
+
+
+def elements(text: str, at: int) -> Elements:
+    """The elements from `at`, which is behind the bracket or behind an element, to the array's end or the
+    text's."""
+    values: list[object] = []
+    ends: list[int] = []
+    while True:
+        at = _after_space(text, at)
+        if at == len(text) or text[at] == "]":
+            return Elements(values=values, ends=ends, close=at)
+        if text[at] == ",":
+            at = _after_space(text, at + 1)
+        value, at = _DECODER.raw_decode(text, at)
+        values.append(value)
+        ends.append(at)
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()

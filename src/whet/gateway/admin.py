@@ -33,7 +33,7 @@ from whet.gateway.dialects.base import WireError
 from whet.gateway.export import FORMS, export_json, export_npz
 from whet.gateway.host_tools import HostTool
 from whet.gateway.listen import Listener, listen_tcp, listen_unix
-from whet.gateway.request import read_body, secret_of
+from whet.gateway.request import read_json, secret_of
 from whet.gateway.server import Gateway
 from whet.gateway.session import Session, secret_digest
 from whet.gateway.shim import TextShim
@@ -189,7 +189,7 @@ class Admin:
         raise AdminError(405, "GET or POST")
 
     async def _create(self, http: web.BaseRequest) -> web.Response:
-        body = _parsed(SessionBody, await read_body(http, self._gateway.config, 1 << 20))
+        body = _parsed(SessionBody, await read_json(http, self._gateway.config, 1 << 20))
         rollout_id = body.rollout_id or f"session-{secrets.token_hex(6)}"
         if len(self._open) >= self._max_sessions:
             raise AdminError(429, f"{self._max_sessions} sessions are open")
@@ -236,7 +236,7 @@ class Admin:
         raise AdminError(405 if action in ("", "seal", "calls", "export") else 404, "no such operation")
 
     async def _seal(self, http: web.BaseRequest, name: str) -> web.Response:
-        raw = await read_body(http, self._gateway.config, 1 << 16) if http.can_read_body else {}
+        raw = await read_json(http, self._gateway.config, 1 << 16) if http.can_read_json else {}
         body = _parsed(SealBody, raw)
         if name in self._sealed:
             return _json(describe(self._sealed[name].session, self._sealed[name].trajectory))

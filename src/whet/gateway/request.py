@@ -77,6 +77,11 @@ async def read_body(http: web.BaseRequest, config: GatewayConfig, max_bytes: int
     return b"".join(chunks)
 
 
+async def read_json(http: web.BaseRequest, config: GatewayConfig, max_bytes: int) -> Mapping[str, object]:
+    """The body as a JSON object. Raises WireError."""
+    return decode(await read_body(http, config, max_bytes), config.max_json_depth, config.max_json_items)
+
+
 def decode(raw: bytes, max_depth: int, max_items: int) -> Mapping[str, object]:
     """The JSON object that `raw` is. Raises WireError for anything else or anything too large."""
     try:

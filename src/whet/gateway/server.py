@@ -30,7 +30,7 @@ from whet.gateway.dialects.gemini import GeminiDialect
 from whet.gateway.dialects.responses import ResponsesDialect
 from whet.gateway.host_tools import HostTool, ToolBox
 from whet.gateway.listen import Listener, listen_tcp, listen_unix
-from whet.gateway.request import GatewayConfig, GatewayCounters, decode, hints_of, read_body, secret_of
+from whet.gateway.request import GatewayConfig, GatewayCounters, hints_of, read_body, read_json, secret_of
 from whet.gateway.routes import Route, dialect_of, take_apart
 from whet.gateway.session import Session, secret_digest
 from whet.gateway.shim import TextShim
@@ -204,8 +204,7 @@ class Gateway:
         """A call of a host tool, or one message to its MCP server."""
         if route.kind == "tools":
             return json_response({"tools": mcp.listed(session.tools)})
-        raw = await read_body(http, self.config, self.config.max_tool_body_bytes)
-        body = decode(raw, self.config.max_json_depth, self.config.max_json_items)
+        body = await read_json(http, self.config, self.config.max_tool_body_bytes)
         if route.kind == "tool":
             said = session.tools.call(route.action, body)
             return json_response(said, 200 if said["ok"] else 422)

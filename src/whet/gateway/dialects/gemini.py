@@ -33,6 +33,7 @@ class GeminiDialect:
     """Implements `Dialect`."""
 
     name = "gemini"
+    grows = ""
     in_band: frozenset[Cause] = frozenset()
 
     def parse(self, body: Mapping[str, object], action: str) -> WireCall:

@@ -236,7 +236,7 @@ class Admin:
         raise AdminError(405 if action in ("", "seal", "calls", "export") else 404, "no such operation")
 
     async def _seal(self, http: web.BaseRequest, name: str) -> web.Response:
-        raw = await read_json(http, self._gateway.config, 1 << 16) if http.can_read_json else {}
+        raw = await read_json(http, self._gateway.config, 1 << 16) if http.can_read_body else {}
         body = _parsed(SealBody, raw)
         if name in self._sealed:
             return _json(describe(self._sealed[name].session, self._sealed[name].trajectory))

@@ -113,5 +113,24 @@ def test_a_tool_behind_a_namespace_is_called_by_its_whole_name(
     assert "01a200c7-fbaf-7550-b9c4-1e4405225a29" in waiting.calls[0].arguments
 
 
+def test_agents_are_answered_in_their_own_forms(family: TemplateFamily, splitter: Splitter) -> None:
+    """Summaries in their tags, told again when asked to look again; ends and answers by calls."""
+    gemini = Playing(family, splitter, "gemini_cli")
+    first = gemini.ask(user(PROMPT), user("generate the updated <state_snapshot>."), tools=())
+    again = gemini.ask(user(PROMPT), user("Critically evaluate the <state_snapshot>"), tools=())
+    assert first.text == again.text
+    assert first.text.startswith("<state_snapshot>[[summary 1]]")
+    looked = Message(role="tool", text="Notes.")
+    answer = gemini.ask(user("[[part 1]] Read"), looked, tools=("complete_task",))
+    assert [call.name for call in answer.calls] == ["complete_task"]
+    replies = [gemini.ask(user(PROMPT), tools=("run_shell_command",)) for _ in range(11)]
+    assert len({reply.calls[0].arguments for reply in replies[5:10]}) == 1
+    assert replies[10].calls != replies[9].calls
+    mini = Playing(family, splitter, "mini_swe")
+    assert all(mini.ask(user(PROMPT)).calls for _ in range(4))
+    end = mini.ask(user(PROMPT))
+    assert "COMPLETE_TASK" in end.calls[0].arguments
+
+
 def test_every_agent_with_a_play_can_be_installed() -> None:
     assert set(PLAYS) <= {"pi", *RECIPES}

@@ -153,7 +153,7 @@ def _books(trajectory: Trajectory, ledger: Ledger, sampled: int, explained: int)
 
 def _coverage(play: Play, director: Director, split: Sequence[bool]) -> Iterator[str]:
     """The run was a test of what it should test."""
-    if not director.compactions:
+    if play.compacts and not director.compactions:
         yield "the agent never compacted"
     if play.spawn is not None and len(director.finished_parts) < PARTS:
         yield f"{len(director.finished_parts)} of {PARTS} sub-agents finished"

@@ -75,6 +75,7 @@ class Director:
         self._done = 0
         """Steps of the main line that are behind."""
         self._grown = 0
+        self._repeated = 0
 
     def __call__(self, ids: IntArray, key: RequestKey) -> IntArray:
         seen = read_prompt(self._family.codec, ids)
@@ -88,10 +89,11 @@ class Director:
 
     def _react(self, seen: Conversation) -> tuple[Kind, Reply]:
         asked = seen.messages[-1] if seen.messages else Said(role="user", text="")
-        if asked.role in ("user", "system") and re.search(self._play.summarise, asked.text):
-            self._summaries += 1
+        play = self._play
+        if asked.role in ("user", "system") and re.search(play.summarise, asked.text):
+            self._summaries += not (play.review and re.search(play.review, asked.text))
             said = f"[[summary {self._summaries}]] {PROMPT} Most of it is done."
-            return "summary", Reply(text=f"<analysis>Short.</analysis>\n<summary>{said}</summary>")
+            return "summary", Reply(text=play.summary.format(said))
         # Some agents tell a summary in the user's place, some in the model's.
         told = seen.texts("user", "system", "assistant")
         if MAIN not in told:
@@ -103,28 +105,40 @@ class Director:
 
     def _next(self, seen: Conversation) -> Reply:
         """The main line goes on by what was said, not by what is still to be seen: compaction forgets."""
-        play, step = self._play, self._done
+        opening, step = self._opening(), self._done
         self._done += 1
-        if step == 0:
-            return Reply(text="  I look first.\n\n", calls=[play.read("app.py")])
-        if step == 1:
-            return Reply(
-                reasoning="Two at once.", calls=[play.read("notes.txt"), play.run("echo caf\u00e9; ls")]
-            )
-        if step == 2:
-            return Reply(text="Now the edit.", calls=[play.edit("app.py", WRONG, RIGHT)])
-        if step == 3:
-            return Reply(reasoning="Is it right?", calls=[play.run(CHECK)])
-        if step == 4 and play.spawn is not None:
+        if step < len(opening):
+            return opening[step]
+        if step == len(opening) and self._play.wait is not None:
+            return Reply(calls=[self._play.wait(_latest_answers(seen))])
+        return self._grow()
+
+    def _opening(self) -> list[Reply]:
+        play = self._play
+        both = [play.read("notes.txt"), play.run("echo caf\u00e9; ls")]
+        replies = [
+            Reply(text="  I look first.\n\n", calls=[play.read("app.py")]),
+            Reply(reasoning="Two at once.", calls=both),
+            Reply(text="Now the edit.", calls=[play.edit("app.py", WRONG, RIGHT)]),
+            Reply(reasoning="Is it right?", calls=[play.run(CHECK)]),
+        ]
+        if play.spawn is not None:
             asked = (f"[[part {n}]] Read notes.txt and say what it says." for n in range(1, PARTS + 1))
-            return Reply(text="Two helpers.", calls=[play.spawn(prompt) for prompt in asked])
-        if step == 5 and play.spawn is not None and play.wait is not None:
-            return Reply(calls=[play.wait(_latest_answers(seen))])
-        if not self.compactions and self._grown < MOST_GROWTH:
+            replies.append(Reply(text="Two helpers.", calls=[play.spawn(prompt) for prompt in asked]))
+        return replies
+
+    def _grow(self) -> Reply:
+        """Much to read until the agent has compacted; then the end."""
+        play = self._play
+        if self._repeated < play.repeats:
+            self._repeated += 1
+            return Reply(calls=[play.run("echo again")])
+        if play.compacts and not self.compactions and self._grown < MOST_GROWTH:
             self._grown += 1
             code = f"for n in range({play.grow_bytes // 20}): print(n, {self._grown}, 'line of output')"
             return Reply(reasoning="More to read.", calls=[play.run(f'python3 -c "{code}"')])
-        return Reply(text="The task is done: app.py is mended and checked.\n")
+        text = "The task is done: app.py is mended and checked.\n"
+        return Reply(text=text, calls=[play.finish] if play.finish else ())
 
     def _say(self, reply: Reply, seen: Conversation) -> IntArray:
         """Ids of the reply as a tokenizer would choose them, stop id included."""
@@ -141,7 +155,8 @@ class Director:
     def _part(self, number: str, seen: Conversation) -> Reply:
         if any(said.role == "tool" for said in seen.messages):
             self.finished_parts.add(number)
-            return Reply(text=f"[[part {number}]] is done: a rectangle is width times height.")
+            text = f"[[part {number}]] is done: a rectangle is width times height."
+            return Reply(calls=[self._play.answer(text)]) if self._play.answer else Reply(text=text)
         return Reply(reasoning=f"Part {number} needs a look.", calls=[self._play.read("notes.txt")])
 
 

@@ -30,6 +30,18 @@ class Play:
     """Prompt of a sub-agent -> the call that starts it; None where the agent has none."""
     wait: Callable[[str], Call] | None = None
     """What the spawning calls answered -> the call that waits for the sub-agents, where one is needed."""
+    answer: Callable[[str], Call] | None = None
+    """Answer of a sub-agent -> the call that hands it in; None where a text ends it."""
+    finish: Call | None = None
+    """The call that ends the run; None where a text ends it."""
+    summary: str = "<analysis>Short.</analysis>\n<summary>{}</summary>"
+    """Form in which the agent takes a summary."""
+    review: str = ""
+    """Pattern that asks for the same summary once more."""
+    repeats: int = 0
+    """Same commands in a row that make the agent say something in the user's place."""
+    compacts: bool = True
+    """It has a compaction."""
     window_tokens: int = 48_000
     """Context of the policy: small, so that the agent has to compact."""
     grow_bytes: int = 8_000
@@ -86,5 +98,39 @@ PLAYS: Mapping[str, Play] = {
         ),
         run=lambda command: ("bash", {"command": command}),
         summarise=r"Only summarize information explicitly present above",
+    ),
+    "qwen_code": Play(
+        read=lambda path: ("read_file", {"file_path": f"/work/{path}"}),
+        edit=lambda path, old, new: (
+            "edit",
+            {"new_string": new, "old_string": old, "file_path": f"/work/{path}"},
+        ),
+        run=lambda command: ("run_shell_command", {"is_background": False, "command": command}),
+        spawn=lambda prompt: ("agent", {"prompt": prompt, "description": "Look"}),
+        summarise=r"Then, produce the <state_snapshot> XML",
+        summary="<analysis>Short.</analysis>\n<state_snapshot>{}</state_snapshot>",
+    ),
+    "gemini_cli": Play(
+        read=lambda path: ("read_file", {"file_path": f"/work/{path}"}),
+        edit=lambda path, old, new: (
+            "replace",
+            {"new_string": new, "old_string": old, "instruction": "Mend it.", "file_path": f"/work/{path}"},
+        ),
+        run=lambda command: ("run_shell_command", {"description": "Run it", "command": command}),
+        spawn=lambda prompt: ("invoke_agent", {"prompt": prompt, "agent_name": "generalist"}),
+        answer=lambda text: ("complete_task", {"result": {"response": text}}),
+        # It cuts only at what stands in the user's place: here at its warning of a loop.
+        repeats=5,
+        summarise=r"generate the updated <state_snapshot>|evaluate the <state_snapshot>",
+        summary="<state_snapshot>{}</state_snapshot>",
+        review=r"evaluate the <state_snapshot>",
+    ),
+    "mini_swe": Play(
+        read=lambda path: ("bash", {"command": f"cat {path}"}),
+        edit=lambda path, old, new: ("bash", {"command": _replace(path, old, new)}),
+        run=lambda command: ("bash", {"command": command}),
+        finish=("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
+        summarise=r"(?!)",
+        compacts=False,
     ),
 }

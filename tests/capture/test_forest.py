@@ -48,6 +48,7 @@ def test_a_plain_session_is_one_row_with_every_sampled_token() -> None:
     assert [t.parent for t in trajectory.turns] == [-1, 0]
 
 
+@pytest.mark.case(14)
 def test_parallel_results_in_reverse_order_or_one_missing_continue_the_turn() -> None:
     lab = Lab()
     first = says("", call("a"), call("b"))
@@ -115,6 +116,7 @@ def test_rewriting_an_old_tool_result_forks_and_re_renders_the_turns_after_it() 
     assert trained_turns(lab, trajectory) == [0, 1, 2]
 
 
+@pytest.mark.case(27)
 def test_identical_turns_are_told_apart_by_position() -> None:
     lab = Lab()
     history = [*START]
@@ -129,6 +131,7 @@ def test_identical_turns_are_told_apart_by_position() -> None:
     assert len(trajectory.segments) == 1
 
 
+@pytest.mark.case(27)
 def test_equal_samples_are_told_apart_by_call_id_even_further_up_the_path() -> None:
     lab = Lab()
     twins = [lab.ask(START), lab.ask(START)]
@@ -144,6 +147,7 @@ def test_equal_samples_are_told_apart_by_call_id_even_further_up_the_path() -> N
     assert lab.ask(history).base is lab.calls[2]
 
 
+@pytest.mark.case(27)
 def test_of_equal_samples_the_one_delivered_last_is_continued() -> None:
     lab = Lab()
     twins = [lab.ask(START) for _ in range(3)]
@@ -154,6 +158,7 @@ def test_of_equal_samples_the_one_delivered_last_is_continued() -> None:
     assert lab.ask([*START, says("OK"), user("go")]).base is twins[0]
 
 
+@pytest.mark.case(26)
 def test_regenerated_call_ids_fall_back_to_meaning() -> None:
     lab = Lab()
     lab.turn(START, says("", call("c0", '{"a":1}')))
@@ -177,6 +182,7 @@ def test_dropped_reasoning_still_splices_the_reasoning_tokens() -> None:
     assert lab.ask([*START, says("hi"), user("go")]).base is lab.calls[0]
 
 
+@pytest.mark.case(6)
 def test_a_truncated_turn_is_closed_and_continued() -> None:
     lab = Lab()
     lab.deliver(lab.sample(lab.ask(START), says("half"), finish="length"))
@@ -188,12 +194,14 @@ def test_a_truncated_turn_is_closed_and_continued() -> None:
     assert lab.forest.sampled(lab.calls[0].node).finish == "length"
 
 
+@pytest.mark.case(8)
 def test_an_empty_reply_can_be_echoed() -> None:
     lab = Lab()
     lab.deliver(lab.sample(lab.ask(START), says(), count=1))
     assert lab.ask([*START, says(), user("go")]).base is lab.calls[0]
 
 
+@pytest.mark.case(36)
 def test_a_rewound_request_forks_from_the_inner_turn() -> None:
     lab = Lab()
     history = [*START]
@@ -212,6 +220,7 @@ def test_a_rewound_request_forks_from_the_inner_turn() -> None:
     assert trajectory.segments[1].mask.sum() == 3
 
 
+@pytest.mark.case(32)
 def test_parallel_sub_agents_with_the_main_prompt_word_for_word() -> None:
     lab = Lab()
     dispatch = says("", call("d0"), call("d1"))
@@ -255,6 +264,7 @@ def test_a_sub_agent_under_the_main_system_prompt_is_one_when_the_main_line_goes
     assert [s.label for s in trajectory.segments] == ["subagent", "final"]
 
 
+@pytest.mark.case(33)
 def test_compaction_to_a_new_root_wipes_the_old_line() -> None:
     lab = Lab()
     first = says("", call("c0"))
@@ -272,6 +282,7 @@ def test_compaction_to_a_new_root_wipes_the_old_line() -> None:
     assert trajectory.ledger.excluded == {"auxiliary": 3}
 
 
+@pytest.mark.case(37)
 def test_a_title_call_that_comes_first_is_not_the_main_line() -> None:
     lab = Lab()
     title = lab.ask([system("make a title"), user("fix it")], tools=())
@@ -293,6 +304,7 @@ def test_single_calls_without_tools_are_the_work_itself_where_no_tool_is_offered
     assert [s.label for s in trajectory.segments] == ["wipe", "final"]
 
 
+@pytest.mark.case(35)
 def test_a_tool_list_that_grows_takes_the_main_line_along() -> None:
     lab = Lab()
     first = says("", call("c0"))
@@ -306,6 +318,7 @@ def test_a_tool_list_that_grows_takes_the_main_line_along() -> None:
     assert [s.label for s in trajectory.segments] == ["wipe", "final"]
 
 
+@pytest.mark.case(31)
 def test_a_sub_agent_that_never_returns_and_a_session_that_ends_in_mid_call() -> None:
     lab = Lab()
     lab.turn(START, says("", call("d0")))

@@ -31,6 +31,7 @@ def meanings(messages: list[Message]) -> list[Meaning]:
     return [told[i] for i in range(len(told))]
 
 
+@pytest.mark.case(13, 18, 19)
 @pytest.mark.parametrize(
     ("sampled", "echoed"),
     [
@@ -73,6 +74,7 @@ def test_arguments_of_another_value_differ(sampled: str, echoed: str) -> None:
     assert canonical_arguments(sampled) != canonical_arguments(echoed)
 
 
+@pytest.mark.case(15)
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"a":' * 100_000, "9" * 10_000, '"\ud800"', "\x00", '"\\ud800"']
 )

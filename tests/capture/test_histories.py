@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import pytest
 from capture_lab import (
     SHELL,
     Call,
@@ -27,7 +29,13 @@ from capture_lab import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from whet.capture.diagnosis import CAUSES
+from whet.capture.pointer import sign
 from whet.types import Message, ToolSpec, Trajectory
+
+HISTORIES = int(os.environ.get("WHET_FUZZ", "150"))
+KEY, FOREIGN = b"k" * 32, b"f" * 32
+SEARCH = replace(SHELL, name="search")
 
 SYSTEMS = ("main", "sub", "other")
 TEXTS = ("OK", "OK", "look", "")
@@ -74,10 +82,13 @@ class Line:
 class World:
     style: str
     keeps_reasoning: bool
-    lab: Lab = field(default_factory=Lab)
+    keeps_pointers: bool = False
+    lab: Lab = field(default_factory=lambda: Lab(pointer_key=KEY))
     lines: list[Line] = field(default_factory=lambda: [Line("main", (SHELL,), [user("fix it")])])
-    roots: dict[int, tuple[str, bool]] = field(default_factory=dict)
+    roots: dict[int, tuple[str, tuple[ToolSpec, ...]]] = field(default_factory=dict)
     """Turn -> (system, tools offered)."""
+    signed: dict[str, int] = field(default_factory=dict)
+    """Pointer that was given out -> node."""
     wanted: dict[int, int] = field(default_factory=dict)
     lost: dict[int, int] = field(default_factory=dict)
     """By context node."""
@@ -89,19 +100,23 @@ class World:
         history = tuple(line.history)
         values = meaning(history)
 
-        def hits(made: Call | None) -> int:
+        def hits(made: Call | None) -> tuple[int, int]:
+            """Turns on its path named by pointer, by call id."""
             if made is None:
-                return 0
-            said = {c.id for c in history[len(made.messages)].tool_calls}
-            return hits(made.base) + bool(said & {c.id for c in made.reply.tool_calls})
+                return 0, 0
+            echo = history[len(made.messages)]
+            said = {c.id for c in echo.tool_calls}
+            pointed, minted = hits(made.base)
+            named = made.node in {self.signed.get(text) for text in echo.pointers}
+            return pointed + named, minted + bool(said & {c.id for c in made.reply.tool_calls})
 
         fitting = [
             made
             for made in self.lab.calls
-            if self.roots[made.turn] == (line.system, bool(line.tools))
+            if self.roots[made.turn] == (line.system, line.tools)
             and values[: len(made.messages) + 1] == meaning((*made.messages, made.reply))
         ]
-        return max(fitting, key=lambda m: (len(m.messages), hits(m), m.delivered, m.node), default=None)
+        return max(fitting, key=lambda m: (len(m.messages), *hits(m), m.delivered, m.node), default=None)
 
     def expected_reasons(self) -> dict[int, str]:
         calls = self.lab.calls
@@ -141,6 +156,9 @@ class World:
         check_exported(self.lab, trajectory)
         check_views(trajectory)
         assert {turn.index: turn.excluded for turn in trajectory.turns} == self.expected_reasons()
+        assert {n.cause for n in trajectory.drifts if n.kind == "edited"} <= CAUSES
+        counted = sum(len(made.ids) for made in self.lab.calls)
+        assert all(0 <= n.tokens <= counted for n in trajectory.drifts)
         labels = [segment.label for segment in trajectory.segments]
         assert labels.count("final") <= 1
         assert set(labels) <= {"final", "append", "wipe", "subagent"}
@@ -162,7 +180,7 @@ class World:
         assert made.base is expected
         if made.plan.drift.cause == "append":
             assert all(message.role != "assistant" for message in made.plan.replace)
-        self.roots[made.turn] = (line.system, bool(line.tools))
+        self.roots[made.turn] = (line.system, line.tools)
         if self.lost.get(made.context, 0):
             self.lost[made.context] -= 1
         else:
@@ -183,7 +201,15 @@ class World:
 
     def echo(self, line: Line, made: Call) -> None:
         said = respelled(made.reply, self.style)
-        line.history.append(said if self.keeps_reasoning else replace(said, reasoning=""))
+        pointer = self.lab.forest.pointer(made.node)
+        self.signed[pointer] = made.node
+        line.history.append(
+            replace(
+                said,
+                reasoning=said.reasoning if self.keeps_reasoning else "",
+                pointers=(pointer,) if self.keeps_pointers else (),
+            )
+        )
 
     def abort(self, made: Call) -> None:
         self.lab.abort(made)
@@ -273,6 +299,20 @@ class World:
         )
         line.history[at : at + 1] = edits[pick % len(edits)]()
 
+    def do_point_elsewhere(self, line: Line, pick: int) -> None:
+        """Forged, foreign and stale pointers, and valid ones of other turns, on any echo."""
+        spots = [i for i, m in enumerate(line.history) if m.role == "assistant"]
+        if not spots:
+            return
+        at = spots[pick % len(spots)]
+        others = list(self.signed) or [""]
+        other = others[pick % len(others)]
+        kinds = ("", "x", other, other[:-1] + "g", sign(FOREIGN, pick), sign(KEY, 10**6 + pick), sign(KEY, 0))
+        line.history[at] = replace(line.history[at], pointers=(kinds[pick % len(kinds)], "junk"))
+
+    def do_other_tools(self, line: Line, pick: int) -> None:
+        line.tools = ((SHELL,), (SHELL, SEARCH), (SEARCH, SHELL), ())[pick % 4]
+
     def do_clear_result(self, line: Line, pick: int) -> None:
         spots = [i for i, m in enumerate(line.history) if m.role in ("tool", "user")]
         at = spots[pick % len(spots)]
@@ -317,10 +357,11 @@ class World:
 STEPS = [name.removeprefix("do_") for name in dir(World) if name.startswith("do_")]
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.case(28, 36, 60)
+@settings(max_examples=HISTORIES, deadline=None)
 @given(
     style=st.sampled_from(["sorted", "spaced", "ascii"]),
-    keeps_reasoning=st.booleans(),
+    keeps=st.tuples(st.booleans(), st.booleans()),
     steps=st.lists(
         st.tuples(st.sampled_from(["next", "next", *STEPS]), st.integers(0, 3), st.integers(0, 11)),
         min_size=4,
@@ -328,9 +369,9 @@ STEPS = [name.removeprefix("do_") for name in dir(World) if name.startswith("do_
     ),
 )
 def test_any_history_keeps_every_invariant(
-    style: str, keeps_reasoning: bool, steps: list[tuple[str, int, int]]
+    style: str, keeps: tuple[bool, bool], steps: list[tuple[str, int, int]]
 ) -> None:
-    world = World(style=style, keeps_reasoning=keeps_reasoning)
+    world = World(style=style, keeps_reasoning=keeps[0], keeps_pointers=keeps[1])
     for name, which, pick in steps:
         act: Callable[[Line, int], None] = {n: getattr(world, f"do_{n}") for n in STEPS}[name]
         act(world.lines[which % len(world.lines)], pick)

@@ -133,7 +133,7 @@ def test_a_diagnosis_replaces_the_coarse_cause_and_counts_from_its_token() -> No
     lab.forest.mark_aborted(context)
     assert drift_lines(lab.forest.drifts) == [
         "edited before a call without reply: text, turn 0 from token 1, 5 sampled tokens concerned",
-        "total edited text: 1",
+        "total edited text: 1, 5 sampled tokens concerned",
     ]
     assert drift_lines(()) == []
 

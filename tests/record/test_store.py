@@ -51,6 +51,7 @@ def test_drifts_and_hints_come_back_and_go_with_their_rollout(tmp_path: Path) ->
         store.put_rollout("train", 0, 0, 1, make_rollout("b"))
         assert same(store.rollout("a"), noted)
         assert same(store.rollout("b"), make_rollout("b"))
+        assert store.drifts() == [note, fork]
 
 
 def test_a_directory_from_before_there_were_notes_is_read(tmp_path: Path) -> None:
@@ -61,6 +62,7 @@ def test_a_directory_from_before_there_were_notes_is_read(tmp_path: Path) -> Non
         db.commit()
     with Store(tmp_path / "s", readonly=True) as store:
         assert same(store.rollout("a"), make_rollout("a"))
+        assert store.drifts() == []
 
 
 def test_equality_helper_can_fail() -> None:

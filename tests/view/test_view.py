@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from whet.config import load_config
 from whet.errors import RecordError
 from whet.record.run import RunDir
 from whet.record.store import Score, Store
-from whet.types import Ledger, Outcome, Rollout, Status, Timings, Trajectory, Verdict
+from whet.types import DriftNote, Ledger, Outcome, Rollout, Status, Timings, Trajectory, Verdict
 from whet.view.base import Progress, View, duration
 from whet.view.curve import Curve, CurvePoint, curve_of, curve_svg, wilson
 from whet.view.finish import finish, show_run
@@ -301,6 +302,17 @@ def test_finish_leaves_curve_and_report_and_show_reads_them_again(tmp_path: Path
     assert "  after   0.75 (3/4, " in shown
     assert "  step    1  solved 0.50 (2/4)  trained 12 of 12 tokens" in shown
     assert "  held-out after 0 steps  0.25 (1/4, " in shown
+
+
+def test_show_counts_drifts_by_cause(tmp_path: Path) -> None:
+    folder = stored_run(tmp_path / "r")
+    assert "drift:" not in show_run(folder)
+    with RunDir.open(folder) as run, run.store() as store:
+        made = rollout("d0", solved=True)
+        notes = tuple(DriftNote(kind="edited", cause="default added", tokens=count) for count in (3, 4))
+        drifted = replace(made, trajectory=replace(made.trajectory, drifts=notes))
+        store.put_rollout("eval_during", 1, 0, 0, drifted)
+    assert "  drift: total edited default added: 2, 7 sampled tokens concerned" in show_run(folder)
 
 
 def test_show_says_that_an_evaluation_is_not_whole(tmp_path: Path) -> None:

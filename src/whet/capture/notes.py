@@ -91,6 +91,16 @@ def drift_lines(drifts: Sequence[DriftNote]) -> list[str]:
         if note.token >= 0:
             line += f" from token {note.token}"
         lines.append(f"{line}, {note.tokens} sampled tokens concerned" if note.tokens else line)
-    totals = Counter((note.kind, note.cause) for note in drifts)
-    lines += [f"total {kind} {cause}: {count}" for (kind, cause), count in sorted(totals.items())]
-    return lines
+    return [*lines, *drift_totals(drifts)]
+
+
+def drift_totals(drifts: Sequence[DriftNote]) -> list[str]:
+    """One line per kind and cause, with the sampled tokens concerned."""
+    counts = Counter((note.kind, note.cause) for note in drifts)
+    tokens: Counter[tuple[str, str]] = Counter()
+    for note in drifts:
+        tokens[note.kind, note.cause] += note.tokens
+    return [
+        f"total {kind} {cause}: {count}, {tokens[kind, cause]} sampled tokens concerned"
+        for (kind, cause), count in sorted(counts.items())
+    ]

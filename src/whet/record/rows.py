@@ -206,8 +206,18 @@ def _notes_values(trajectory: Trajectory) -> dict[str, object]:
     return {"drifts": dumps(drifts), "hints": dumps(hints)}
 
 
+def read_drifts(db: sqlite3.Connection) -> list[DriftNote]:
+    """Of every stored rollout."""
+    rows = db.execute("SELECT drifts FROM notes ORDER BY rollout_id") if _has_notes(db) else ()
+    return [DriftNote(**note) for row in rows for note in orjson.loads(row["drifts"])]
+
+
+def _has_notes(db: sqlite3.Connection) -> bool:
+    return db.execute("SELECT 1 FROM sqlite_master WHERE name = 'notes'").fetchone() is not None
+
+
 def _read_notes(db: sqlite3.Connection, rollout_id: str) -> tuple[Hints, tuple[DriftNote, ...]]:
-    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'notes'").fetchone() is None:
+    if not _has_notes(db):
         return {}, ()
     row = db.execute("SELECT * FROM notes WHERE rollout_id = ?", (rollout_id,)).fetchone()
     if row is None:

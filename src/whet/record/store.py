@@ -31,13 +31,14 @@ from whet.record.rows import (
     dumps,
     erase_rollout,
     insert,
+    read_drifts,
     read_ledger,
     read_rollout,
     write_attempt,
     write_rollout,
 )
 from whet.record.ulid import new_ulid
-from whet.types import Ledger, Rollout, Status
+from whet.types import DriftNote, Ledger, Rollout, Status
 
 _BUSY_TIMEOUT_S = 5.0
 _DAMAGED = ("file is not a database", "database disk image is malformed")
@@ -146,6 +147,11 @@ class Store:
             if row is None:
                 raise RecordError(f"{self._path} holds no rollout {rollout_id}")
             return read_rollout(db, row)
+
+    def drifts(self) -> list[DriftNote]:
+        """Requests of all stored rollouts that did not simply continue what was held."""
+        with self._reading() as db:
+            return read_drifts(db)
 
     def places(self, phase: str, step: int) -> dict[tuple[int, int], str]:
         """(group, slot) -> rollout id of what is stored; a resumed collector fills the rest."""

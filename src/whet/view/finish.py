@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from whet.capture.notes import drift_totals
 from whet.record.run import read_config, read_store, read_summary, write_text
 from whet.record.store import Score, Store
 from whet.types import Ledger
@@ -55,6 +56,7 @@ def show_run(run_dir: Path) -> str:
     with read_store(run_dir) as store:
         head = f"{run_dir}: {config.harness.agent}, seed {config.run.seed}"
         lines = [head, *_step_lines(store), *_eval_lines(store, config.run.eval_tasks)]
+        lines += [f"  drift: {line}" for line in drift_totals(store.drifts())]
         summary = read_summary(run_dir)
         if summary is not None:
             return "\n".join(lines) + "\n" + render_report(report_of(run_dir, store, summary))

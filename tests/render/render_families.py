@@ -99,15 +99,15 @@ CORPUS = (
 
 
 @functools.cache
-def tokenizer_json() -> str:
-    """A byte-level BPE of about 400 tokens with Qwen's control tokens, some of them not `special`."""
+def tokenizer_json(control: tuple[str, ...] = CONTROL) -> str:
+    """A byte-level BPE of about 400 tokens with control tokens, some of them not `special`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=480, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens([AddedToken(t, special=t.startswith("<|"), normalized=False) for t in CONTROL])
+    tokenizer.add_tokens([AddedToken(t, special=t.startswith("<|"), normalized=False) for t in control])
     return tokenizer.to_str()
 
 

@@ -98,10 +98,42 @@ def test_markers_do_not_even_change_how_they_are_spelled(family: KnownFamily) ->
 
 
 def test_a_cut_off_turn_is_closed(family: KnownFamily) -> None:
-    cut = family.codec.encode_content("so far")
+    scaffold = "</think>\n\n" if family.in_reasoning else ""
+    cut = np.concatenate([family.codec.encode(scaffold), family.codec.encode_content("so far")])
     tail = family.join(cut, "length", [USER])
     whole = family.append([Message(role="user", text="q"), Message(role="assistant", text="so far"), USER])
     assert whole[len(whole) - len(tail) :].tolist() == tail.tolist()
+
+
+def test_reasoning_cut_off_is_closed_too(family: KnownFamily) -> None:
+    if not family.caps.reasoning:
+        return
+    opened = np.concatenate([family.codec.encode("<think>\n"), family.codec.encode_content("so far")])
+    cut = opened[2:] if family.in_reasoning else opened
+    tail = family.join(cut, "length", [USER])
+    assert int(tail[0]) == family.codec.control["</think>"]
+    assert family.parse(cut).reasoning == "so far"
+    assert family.parse(cut).text == ""
+
+
+def test_an_opener_sampled_as_the_end_is_not_said_twice(family: KnownFamily) -> None:
+    """GLM ends a turn with the opener it expects; what comes may begin with that one or with another."""
+    if not family.caps.open_ended:
+        return
+    user, tool = family.codec.control["<|user|>"], family.codec.control["<|observation|>"]
+    said = family.codec.encode_content("ok")
+    for end in (user, tool):
+        for run, opener in (([USER], user), ([RESULT], tool)):
+            path = [
+                *said.tolist(),
+                end,
+                *family.join(np.append(said, end).astype(np.int32), "stop", run).tolist(),
+            ]
+            start = len(said)
+            assert path[start : start + 2].count(opener) == 1
+            assert path[start] == end
+            skipped = 1 if end == opener else 2
+            assert path[start + skipped :] == family.append(run).tolist()[1:]
 
 
 def test_an_unknown_name_and_a_foreign_tokenizer_are_refused(tmp_path: Path) -> None:

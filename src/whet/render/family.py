@@ -46,6 +46,8 @@ class Capabilities:
     """Whose rules: `template`, or the name of the rules in the `renderers` package."""
     tool_format: str
     """How the policy spells its calls; a key of render/formats.FORMATS."""
+    tools: bool
+    """False: the rules write no tools into the root block, so the policy never sees what the agent offers."""
     native_system: bool
     """False: a system message in mid-list is told as a user message, in a fixed wrapper."""
     parallel_calls: bool

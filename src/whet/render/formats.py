@@ -31,10 +31,10 @@ __all__ = ["FORMATS", "ParseFormat", "is_open_reasoning", "reasoning_close"]
 ParseFormat = Callable[[Codec, IntArray, frozenset[int], bool, Sequence[ToolSpec]], ParsedReply]
 """(codec, sampled ids, stop ids, whether the prompt opened <think>, tools on offer) -> reply."""
 
-_FUNCTION = re.compile(r"\s*<function=([^<>\s]+)>\s*(.*?)\s*</function>\s*", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^<>=\s]+)>\s*(.*?)\s*</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _FENCED = re.compile(r"([^\n`]+)\n```json\n(.*)\n```\s*", re.DOTALL)
-_KIMI_ID = re.compile(r"\s*((?:functions\.)?([^\s:]+):\d+)\s*")
+_KIMI_ID = re.compile(r"\s*(functions\.([^\s:]+):\d+|([^\s:.]+):\d+)\s*")
 
 
 def reasoning_close(codec: Codec) -> list[int]:
@@ -52,7 +52,7 @@ def parse_hermes(
     """One JSON object with exactly the keys `name` and `arguments` between <tool_call> and </tool_call>."""
 
     def read(inside: IntArray) -> ParsedCall | None:
-        return read_call(codec.decode(inside))
+        return None if codec.control_positions(inside) else read_call(codec.decode(inside))
 
     return parse_blocks(codec, without_stop(ids, stop_ids), in_reasoning, Blocks(), read)
 
@@ -64,7 +64,7 @@ def parse_xml(
 
     def read(inside: IntArray) -> ParsedCall | None:
         function = _FUNCTION.fullmatch(codec.decode(inside))
-        if function is None or not is_name(function[1]):
+        if function is None or codec.control_positions(inside) or not is_name(function[1]):
             return None
         found: dict[str, str] = {}
         at, body = 0, function[2]
@@ -98,7 +98,7 @@ def parse_glm(
             k0, k1, v0, v1 = marks[i : i + 4]
             key, value = codec.decode(inside[k0 + 1 : k1]).strip(), codec.decode(inside[v0 + 1 : v1])
             around = codec.decode(inside[k1 + 1 : v0]) + codec.decode(inside[v1 + 1 : bounds[i + 5]])
-            if key in found or around.strip():
+            if not key or key in found or around.strip():
                 return None
             found[key] = value
         return _typed(name, found, tools) if is_name(name) and not re.search(r"\s", name) else None
@@ -117,7 +117,8 @@ def parse_deepseek(
 
     def read(inside: IntArray) -> ParsedCall | None:
         middle = find(codec, inside, 0, names["sep"])
-        if middle < 0 or codec.decode(inside[:middle]).strip() != "function":
+        marks = codec.control_positions(inside)
+        if marks != [middle] or codec.decode(inside[:middle]).strip() != "function":
             return None
         fenced = _FENCED.fullmatch(codec.decode(inside[middle + 1 :]))
         if fenced is None or not is_name(fenced[1].strip()) or not is_object(fenced[2]):
@@ -142,9 +143,10 @@ def parse_kimi(
         middle = find(codec, inside, 0, "<|tool_call_argument_begin|>")
         named = _KIMI_ID.fullmatch(codec.decode(inside[: max(middle, 0)]))
         raw = codec.decode(inside[middle + 1 :])
-        if named is None or not is_name(named[2]) or not is_object(raw):
+        if named is None or codec.control_positions(inside) != [middle] or not is_object(raw):
             return None
-        return ParsedCall(name=named[2], arguments=raw.strip(), id=named[1])
+        name = named[2] or named[3]
+        return ParsedCall(name=name, arguments=raw.strip(), id=named[1]) if is_name(name) else None
 
     return parse_blocks(codec, without_stop(ids, stop_ids), in_reasoning, blocks, read)
 

@@ -23,8 +23,9 @@ import numpy as np
 from whet.errors import RenderError
 from whet.render.check import abilities
 from whet.render.encode import Codec
-from whet.render.family import Capabilities, ParsedReply, demoted, joined
+from whet.render.family import Capabilities, ParsedReply, demoted, joined, own_id
 from whet.render.formats import FORMATS, is_open_reasoning, reasoning_close
+from whet.render.parse import THINK_CLOSE, THINK_OPEN
 from whet.render.roots import RootCache
 from whet.render.shown import Shown
 from whet.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
@@ -47,6 +48,21 @@ class Known:
 
 KNOWN: Mapping[str, Known] = {
     "qwen3": Known(tool_format="hermes", telltale="You may call one or more functions to assist"),
+    "qwen3.5": Known(tool_format="xml", telltale="<function=example_function_name>"),
+    "qwen3.6": Known(tool_format="xml", telltale="<function=example_function_name>"),
+    "qwen3.8": Known(tool_format="xml", telltale="<function=example_function_name>"),
+    "prime-qwen3": Known(tool_format="xml", telltale="<function=example_function_name>"),
+    "glm-4.5": Known(tool_format="glm", telltale="[gMASK]<sop>"),
+    "glm-5": Known(tool_format="glm", telltale="[gMASK]<sop>"),
+    "glm-5.1": Known(tool_format="glm", telltale="[gMASK]<sop>"),
+    "glm-5.3": Known(tool_format="glm", telltale="[gMASK]<sop>"),
+    "deepseek-v3": Known(tool_format="deepseek", telltale="<\uff5ctool\u2581calls\u2581begin\uff5c>"),
+    "deepseek-r1": Known(tool_format="deepseek", telltale="<\uff5ctool\u2581calls\u2581begin\uff5c>"),
+    "kimi-k2": Known(tool_format="kimi", telltale="<|im_middle|>"),
+    # The tools belong to the root block, which is the same whatever the user says first.
+    "llama-3": Known(
+        tool_format="llama", telltale="<|start_header_id|>", settings=(("tools_in_user_message", False),)
+    ),
 }
 """Rules of the package that whet offers, by the package's own names."""
 
@@ -151,13 +167,7 @@ class KnownFamily:
     def render_reply(self, message: Message) -> IntArray:
         if message.role != "assistant":
             raise RenderError(f"render_reply takes an assistant message, not {message.role!r}")
-        # As marked text: the prompt may end inside what the whole text writes with one token.
-        text = self.codec.decode_marked(render(self, [_USER, message])[0])
-        before, _ = render(self, [_USER])
-        prompt = self.codec.decode_marked(np.concatenate([before, self.prompts[False]]))
-        if not text.startswith(prompt):
-            raise RenderError("these rules do not write this reply behind their own generation prompt")
-        said = self.codec.encode(text[len(prompt) :])
+        said = self.codec.encode(self._behind_prompt(message))
         if self.caps.open_ended:
             return np.append(said, self._opener(message)).astype(np.int32)
         after = len(self.end_ids) - 1
@@ -165,11 +175,38 @@ class KnownFamily:
             raise RenderError("these rules do not end this reply as they end others")
         return said[: len(said) - after]
 
+    def _behind_prompt(self, message: Message) -> str:
+        """Marked text of a reply without the generation prompt. Text, because the prompt may end inside what
+        the whole rendering writes with one token."""
+        text = self.codec.decode_marked(render(self, [_USER, message])[0])
+        before = self.codec.decode_marked(render(self, [_USER])[0])
+        prompt = self.codec.decode_marked(self.prompts[False])
+        if text.startswith(before + prompt):
+            return text[len(before) + len(prompt) :]
+        # A prompt that opens reasoning, and rules that leave it out of a finished turn.
+        head, opened, _ = prompt.partition(THINK_OPEN)
+        if not opened or not text.startswith(before + head):
+            raise RenderError("these rules do not write this reply behind their own generation prompt")
+        said = text[len(before) + len(head) :]
+        if said.startswith(THINK_CLOSE):
+            return said
+        return f"{self.codec.shield(message.reasoning)}\n{THINK_CLOSE}\n\n{said}"
+
     def _opener(self, said: Message) -> int:
         """The opener that a model samples behind `said`, where openers end turns."""
         calls = said.tool_calls
         follower = Message(role="tool", text="x", tool_call_id=calls[0].id) if calls else _USER
         return int(self.append([follower])[0])
+
+    def named(self, message: Message) -> Message:
+        """With the calls' own ids where the policy gives them: Kimi writes them into calls and results."""
+        if self.caps.tool_format != "kimi":
+            return message
+        calls = tuple(
+            replace(call, id=own if (own := own_id(call.id)) != call.id else f"functions.{call.name}:{i}")
+            for i, call in enumerate(message.tool_calls)
+        )
+        return replace(message, tool_calls=calls, tool_call_id=own_id(message.tool_call_id))
 
     def decode(self, ids: IntArray) -> str:
         return self.codec.decode(ids)
@@ -184,7 +221,7 @@ def render(
     """(ids, index of the message each belongs to). Raises RenderError when the package refuses."""
     try:
         rendered = family.renderer.render(
-            [family.shown.message(m) for m in messages],
+            [family.shown.message(family.named(m)) for m in messages],
             tools=[family.shown.tool(t) for t in tools] or None,
             add_generation_prompt=prompt,
         )
@@ -220,6 +257,7 @@ def known_family(
     caps = Capabilities(
         source=name,
         tool_format=known.tool_format,
+        tools=True,
         native_system=True,
         parallel_calls=True,
         text_with_calls=True,

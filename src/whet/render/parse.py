@@ -42,6 +42,8 @@ class _Parts:
     malformed: bool = False
     thought: bool = False
     """A reasoning block was read, be it empty."""
+    outside: bool = False
+    """Not in the section where this format puts calls; what looks like a call is none here."""
 
 
 def without_stop(ids: IntArray, stop_ids: frozenset[int]) -> IntArray:
@@ -52,7 +54,7 @@ def parse_blocks(
     codec: Codec, ids: IntArray, in_reasoning: bool, blocks: Blocks, read: ReadCall
 ) -> ParsedReply:
     """Parse one reply without its stop id. `in_reasoning`: the generation prompt already opened <think>."""
-    parts = _Parts()
+    parts = _Parts(outside=bool(blocks.section_open))
     at = _read_reasoning(codec, ids, 0, parts) if in_reasoning else 0
     marks = codec.control_positions(ids)
     for mark in marks:
@@ -68,7 +70,8 @@ def parse_blocks(
         elif name in (blocks.section_open, blocks.section_close):
             parts.text += codec.decode(ids[at:mark])
             at = mark + 1
-            if not _in_place(codec, ids, mark, blocks, name == blocks.section_open):
+            parts.outside = name == blocks.section_close
+            if not _in_place(codec, ids, mark, blocks, not parts.outside):
                 parts.malformed = True
                 parts.text += name
     parts.text += codec.decode(ids[at:])
@@ -136,8 +139,9 @@ def _read_call(codec: Codec, ids: IntArray, start: int, parts: _Parts, blocks: B
         parts.malformed = True
         parts.text += codec.decode(ids[start:stop])
         return stop
-    call = read(ids[start + 1 : end])
+    call = None if parts.outside else read(ids[start + 1 : end])
     if call is None:
+        parts.outside |= find(codec, ids[:end], start, blocks.section_close) >= 0
         parts.malformed = True
         parts.text += codec.decode(ids[start : end + 1])
     else:

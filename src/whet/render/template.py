@@ -204,6 +204,7 @@ def _build(codec: Codec, template: ChatTemplate, file: FamilyFile, fingerprint: 
         caps=Capabilities(
             source="template",
             tool_format=file.tool_format or "hermes",
+            tools=True,
             native_system=True,
             parallel_calls=True,
             text_with_calls=True,

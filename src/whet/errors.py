@@ -48,6 +48,10 @@ class EngineError(WhetError):
     infra = True
 
 
+class EngineUnavailable(EngineError):
+    """The engine did not answer this request (it was restarted, say): the same one may be answered later."""
+
+
 class SandboxError(WhetError):
     """The sandbox backend failed."""
 

@@ -12,6 +12,7 @@ from whet.render.template import TemplateFamily
 from whet.types import Limits
 
 
+@pytest.mark.case(52)
 @pytest.mark.parametrize("header", ["Authorization", "x-api-key", "x-goog-api-key"])
 @pytest.mark.parametrize("secret", ["right", "wrong", "other", "empty"])
 @pytest.mark.parametrize("route", ["own", "none", "other", "unknown"])
@@ -68,6 +69,7 @@ async def test_a_bound_session_is_served_through_its_own_socket_and_the_operator
     assert not list(tmp_path.glob("*.sock"))  # noqa: ASYNC240
 
 
+@pytest.mark.case(52)
 async def test_the_secret_dies_with_the_session(family: TemplateFamily) -> None:
     async with Rig(family, [said("x")]) as rig:
         assert (await rig.post({"messages": ASK}))[0] == 200

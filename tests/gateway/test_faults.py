@@ -39,6 +39,7 @@ async def send_raw(rig: Rig, body: dict[str, object]) -> tuple[asyncio.StreamRea
     return reader, writer
 
 
+@pytest.mark.case(42)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_aborts_the_engine(family: TemplateFamily, stream: bool) -> None:
     async with Rig(family, [said("x")], config=GRACE, delay_s=30.0) as rig:
@@ -52,6 +53,7 @@ async def test_a_client_that_leaves_aborts_the_engine(family: TemplateFamily, st
         assert not trajectory.turns
 
 
+@pytest.mark.case(41)
 async def test_a_retry_within_the_grace_takes_over_the_call(family: TemplateFamily) -> None:
     release = asyncio.Event()
 
@@ -95,6 +97,7 @@ async def test_a_reply_that_was_not_delivered_is_replayed(family: TemplateFamily
         assert (await rig.session.seal(1.0)).ledger.balanced
 
 
+@pytest.mark.case(41)
 async def test_a_client_that_leaves_in_the_middle_of_its_reply_gets_it_again(
     family: TemplateFamily, tmp_path: Path
 ) -> None:
@@ -137,6 +140,7 @@ async def test_a_reply_nobody_fetched_is_excluded(family: TemplateFamily) -> Non
         assert dict(ledger.excluded) == {"undelivered": ledger.captured}
 
 
+@pytest.mark.case(38, 43)
 async def test_twins_in_flight_get_their_own_samples(family: TemplateFamily) -> None:
     script = [said(f"sample {i}") for i in range(4)]
     async with Rig(family, script, delay_s=0.05) as rig:
@@ -194,6 +198,7 @@ def broken(kind: str, n: int) -> Generation:
     return Generation(ids=ids, logprobs=logprobs, finish="stop", version_runs=((0, version),))
 
 
+@pytest.mark.case(45)
 @pytest.mark.parametrize("kind", ["short", "nan", "positive", "empty", "foreign", "version"])
 async def test_nonsense_from_the_engine_fails_closed(family: TemplateFamily, kind: str) -> None:
     async with Rig(family, [said("x")]) as rig:
@@ -219,6 +224,7 @@ async def test_a_defect_is_not_swallowed(family: TemplateFamily) -> None:
             await rig.session.seal(1.0)
 
 
+@pytest.mark.case(57)
 async def test_sealing_with_calls_in_flight(family: TemplateFamily) -> None:
     async with Rig(family, [said("x")], delay_s=30.0) as rig:
         calls = [asyncio.create_task(rig.post({"messages": ASK})) for _ in range(3)]

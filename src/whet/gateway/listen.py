@@ -58,7 +58,8 @@ async def listen_tcp(handler: Handler, host: str, port: int) -> AsyncIterator[Li
 
 @asynccontextmanager
 async def _runner(handler: Handler) -> AsyncIterator[web.ServerRunner]:
-    server = web.Server(handler, handler_cancellation=True, access_log=None)
+    # Bodies are unpacked by request.py, within its limits.
+    server = web.Server(handler, handler_cancellation=True, access_log=None, auto_decompress=False)
     runner = web.ServerRunner(server, shutdown_timeout=1.0)
     await runner.setup()
     try:

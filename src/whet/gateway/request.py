@@ -7,6 +7,7 @@ their nesting. Caller: server.
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ import orjson
 from aiohttp import web
 
 from whet.gateway.dialects.base import WireError, deeper
+
+_INLINE_UNPACK = 1 << 16
+"""A packed body up to this size is unpacked on the event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +78,15 @@ async def read_body(http: web.BaseRequest, config: GatewayConfig, max_bytes: int
                     raise WireError("too_large", "The request body is too large.")
     except TimeoutError as error:
         raise WireError("invalid_request", "The request body did not arrive in time.") from error
-    return b"".join(chunks)
+    raw = b"".join(chunks)
+    encoding = http.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding in ("identity", ""):
+        return raw
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise WireError("invalid_request", "This Content-Encoding is not supported.")
+    if size < _INLINE_UNPACK:
+        return _unpacked(raw, limit)
+    return await asyncio.to_thread(_unpacked, raw, limit)
 
 
 async def read_json(http: web.BaseRequest, config: GatewayConfig, max_bytes: int) -> Mapping[str, object]:
@@ -92,6 +104,20 @@ def decode(raw: bytes, max_depth: int, max_items: int) -> Mapping[str, object]:
         raise WireError("invalid_request", "The request body must be a JSON object.")
     if deeper(body, max_depth, max_items):
         raise WireError("invalid_request", "The request body is nested too deeply or has too many items.")
+    return body
+
+
+def _unpacked(raw: bytes, limit: int) -> bytes:
+    """Never makes more than `limit` bytes and one. Raises WireError."""
+    unpack = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or zlib, by its header
+    try:
+        body = unpack.decompress(raw, limit + 1)
+    except zlib.error as error:
+        raise WireError("invalid_request", "The request body cannot be unpacked.") from error
+    if len(body) > limit:
+        raise WireError("too_large", "The request body is too large.")
+    if not unpack.eof or unpack.unused_data:
+        raise WireError("invalid_request", "The request body cannot be unpacked.")
     return body
 
 

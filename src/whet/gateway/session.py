@@ -19,7 +19,7 @@ from typing import Literal
 
 from whet.capture.forest import Forest
 from whet.engine.base import Engine
-from whet.errors import EngineError, GatewayError, RenderError
+from whet.errors import EngineError, EngineUnavailable, GatewayError, RenderError
 from whet.gateway.bodies import Bodies, BodyName
 from whet.gateway.dialects.base import WireError
 from whet.gateway.host_tools import ToolBox
@@ -27,6 +27,8 @@ from whet.gateway.turn import MAX_REFUSALS, Answer, SessionSpec, SessionStats, T
 from whet.render.family import Family
 from whet.types import ModelRequest, Trajectory
 
+MAX_ENGINE_FAILURES = 4
+"""Calls that the engine may leave unanswered before the session has failed for good."""
 State = Literal["open", "live", "draining", "sealed"]
 
 
@@ -83,6 +85,9 @@ class Session:
         """The agent said that it is done."""
         self.failure: BaseException | None = None
         """What `seal` will raise: a broken invariant or a defect. Engine failures: `stats.infra_error`."""
+        self._recoverable = False
+        """`stats.infra_error` names a failure that an answered retry makes good."""
+        self._failed_turn = -1
         # A key of its own: the agent knows the session's secret and could sign with it.
         self._forest = Forest(spec.rollout_id, secrets.token_bytes(32))
         self.bodies = bodies
@@ -107,7 +112,7 @@ class Session:
     def admit(self, name: BodyName, request: ModelRequest) -> Call:
         """A new call, or the one of the same body that lost its client. Raises WireError."""
         self._refuse_closed()
-        if self.failure is not None or self.stats.infra_error:
+        if self.failure is not None or (self.stats.infra_error and not self._recoverable):
             raise WireError("session_failed", "This session has failed and serves no more calls.")
         self.state = "live"
         for call in self._calls:
@@ -151,12 +156,20 @@ class Session:
     async def _run(self, request: ModelRequest, turn: int) -> Answer:
         """One turn; failures of ours become what the agent may see of them."""
         try:
-            return await self._turns.run(request, turn)
+            answer = await self._turns.run(request, turn)
         except RenderError as error:
             raise _unrenderable(error) from error
         except EngineError as error:
+            self.stats.engine_failures += 1
+            again = isinstance(error, EngineUnavailable) and self.stats.engine_failures < MAX_ENGINE_FAILURES
+            self._recoverable = again and (self._recoverable or not self.stats.infra_error)
+            self._failed_turn = turn
             self.stats.infra_error = self.stats.infra_error or str(error)
             raise WireError("engine_failed", "The model server failed.") from error
+        if self._recoverable and answer.node is not None and turn > self._failed_turn:
+            # The agent asked again and was answered: nothing is missing from what it saw.
+            self._recoverable, self.stats.infra_error = False, ""
+        return answer
 
     def _settled(self, call: Call) -> None:
         """Keep what a call's end means for the session; every exception of a turn passes here."""

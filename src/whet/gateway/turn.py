@@ -51,6 +51,8 @@ class SessionStats:
     sampled_tokens: int = 0
     prompt_tokens: int = 0
     engine_s: float = 0.0
+    engine_failures: int = 0
+    """Calls that the engine left unanswered."""
     budget_stop: str = ""
     """First budget that ran out: calls, tokens, prompt_tokens, nodes, wall or refusals; empty when none
     did."""

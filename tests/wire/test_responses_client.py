@@ -125,6 +125,26 @@ async def test_items_of_several_agents_and_later_tools_are_told_to_the_model(fam
         assert "ns__late" in prompt
 
 
+async def test_tools_that_come_up_later_are_known_to_the_calls_after(family: TemplateFamily) -> None:
+    late = {"type": "function", "name": "late", "description": "Late.", "parameters": {}, "strict": False}
+    space = {"type": "namespace", "name": "ns", "description": "", "tools": [late]}
+    reply = Message(role="assistant", tool_calls=(call("ns__late", "{}"),))
+    async with Rig(family, [SAY, SAY, reply, reply]) as rig, openai_client(rig) as api:
+        items: list[Any] = list(ASK)
+        for turn in range(4):
+            answer = await ask(api, True, items)
+            items += plain(answer)["output"]
+            if turn == 1:
+                items.append({"type": "additional_tools", "role": "developer", "tools": [space]})
+            for one in answer.output:
+                if one.type == "function_call":
+                    assert (one.name, one.namespace) == ("late", "ns")
+                    items.append({"type": "function_call_output", "call_id": one.call_id, "output": "ok"})
+            items.append({"role": "user", "content": "On."})
+        assert [one.type for one in answer.output] == ["function_call"]
+        await continued(rig, 4)
+
+
 async def test_a_reply_cut_by_length_is_incomplete(family: TemplateFamily) -> None:
     async with Rig(family, [SAY]) as rig, openai_client(rig) as api:
         for stream in (False, True):

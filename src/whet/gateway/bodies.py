@@ -149,20 +149,22 @@ class Bodies:
             values = orjson.loads(b"[0" + new + b"]")[1:]
             if deeper(values, self._max_depth - 1, self._max_items):
                 return None
-            fresh = _messages(dialect, values, action)
+            said = dialect.parse({dialect.grows: values}, action) if values else record.wire
         except (orjson.JSONDecodeError, WireError):
             return None  # parsing it whole names what is wrong, or finds that nothing is
         self.parsed_bytes += len(new)
         history = History(
-            fresh,
+            tuple(said.request.messages),
             Memory(),
             known=cut.messages,
             before=record.memory.told,
             parse=lambda: self._all(dialect, raw, action),
         )
-        wire = replace(record.wire, request=replace(record.wire.request, messages=history))
+        base = replace(record.wire, names={**record.wire.names, **said.names})
+        wire = replace(base, request=replace(base.request, messages=history))
         later = replace(
             record,
+            wire=base,
             memory=history.memory,
             cuts=tuple(c for c in record.cuts if c.end <= cut.end),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from whet.conformance.plays import PLAYS
 from whet.conformance.run import conform
 from whet.errors import ConfigError
 from whet.sandbox.local import LocalBackend
+from whet.stop import run_interruptible
 
 LOG_TAIL = 2000
 WIDTH = 130
@@ -35,7 +35,7 @@ def run(agents: str, *, json: bool, record: Path | None) -> bool:
     """True when every agent passed. Raises ConfigError and SetupError."""
     names = chosen(agents)
     shown = sys.stderr if json else sys.stdout
-    findings = asyncio.run(_conform_all(names, record))
+    findings = run_interruptible(_conform_all(names, record))
     print_report(findings, Console(file=shown, width=None if shown.isatty() else WIDTH))
     if json:
         line = {"agents": {name: finding.as_json() for name, finding in findings.items()}}

@@ -9,6 +9,7 @@ the policy produced must be in the ledger: trained, or excluded for a named reas
 from __future__ import annotations
 
 import asyncio
+import platform
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -81,6 +82,7 @@ async def _run(harness: Harness, play: Play, folder: Path, record: Path | None) 
         result, trajectory = await _rollout(harness, session, task, entrance)
         if record:
             hidden = {session.secret: "***", f"/s/{session.public_id}": "", session.public_id: "ID"}
+            hidden[platform.release()] = "KERNEL"
             path = record / f"{harness.name}.jsonl.xz"
             await asyncio.to_thread(recorder.write, path, harness.name, harness.version, hidden)
     return judge(harness.version, play, director, engine, session, result, trajectory)

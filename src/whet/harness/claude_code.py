@@ -47,12 +47,4 @@ def _env(start: Start) -> Mapping[str, str]:
     }
 
 
-RECIPE = Recipe(
-    name="claude_code",
-    package=PACKAGE,
-    argv=_argv,
-    env=_env,
-    # Its JavaScript engine maps far more than it uses.
-    memory_bytes=4 << 30,
-    dialect="anthropic",
-)
+RECIPE = Recipe(name="claude_code", package=PACKAGE, argv=_argv, env=_env, dialect="anthropic")

@@ -70,6 +70,6 @@ RECIPE = Recipe(
     argv=_argv,
     env=_env,
     files=_files,
-    # Its JavaScript engine maps far more than it uses; with 1 GiB it dies at its first command.
+    # With 1 GiB it dies at its first command, with 2 GiB it does little but collect garbage.
     memory_bytes=4 << 30,
 )

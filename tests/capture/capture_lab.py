@@ -100,6 +100,8 @@ class Call:
     demonstrated: bool = False
     excluded: str = ""
     continued: bool = False
+    echoed: bool = False
+    """Named by a later request that had it rendered anew."""
 
 
 class Lab:

@@ -7,6 +7,8 @@ from capture_lab import (
     SHELL,
     START,
     Lab,
+    answer,
+    call,
     check_exported,
     reasons_of,
     says,
@@ -168,3 +170,15 @@ def test_versions_follow_the_runs_within_a_turn() -> None:
     lab.deliver(lab.sample(lab.ask(START), says("a"), count=5, bump_at=2))
     (segment,) = lab.forest.trajectory().segments
     assert segment.versions[segment.mask].tolist() == [4, 4, 5, 5, 5]
+
+
+def test_a_turn_that_only_another_root_shows_was_delivered_all_the_same() -> None:
+    """A dropped stream whose reply the agent had, then compaction with the whole history and no tools."""
+    lab = Lab()
+    lost = lab.ask(START)
+    lab.abort(lab.sample(lost, says("", call("c0"))))
+    again = lab.turn(START, says("", call("c1")))
+    lab.turn([*START, says("", call("c0")), answer("c0"), user("summarise")], says("short"), tools=())
+    trajectory = lab.forest.trajectory()
+    check_exported(lab, trajectory)
+    assert reasons_of(trajectory) == {lost.turn: "", again.turn: "retry_sibling", 2: "auxiliary"}

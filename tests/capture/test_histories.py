@@ -140,11 +140,11 @@ class World:
     def _sibling_reasons(self, siblings: list[Call]) -> dict[int, str]:
         reasons = {}
         for made in siblings:
-            heard = made.delivered or made.continued
+            heard = made.delivered or made.continued or made.echoed
             reasons[made.turn] = "synthetic" * made.synthetic or made.excluded or "undelivered" * (not heard)
         left = [made for made in siblings if not reasons[made.turn]]
-        if any(made.continued for made in siblings):
-            winners = [made for made in left if made.continued]
+        if any(made.continued or made.echoed for made in siblings):
+            winners = [made for made in left if made.continued or made.echoed]
         else:
             left.sort(key=lambda made: made.delivered, reverse=True)
             winners = left[: self.wanted[siblings[0].context]]
@@ -181,11 +181,20 @@ class World:
         if made.plan.drift.cause == "append":
             assert all(message.role != "assistant" for message in made.plan.replace)
         self.roots[made.turn] = (line.system, line.tools)
+        self._hear(line.history[len(expected.messages) + 1 if expected is not None else 0 :])
         if self.lost.get(made.context, 0):
             self.lost[made.context] -= 1
         else:
             self.wanted[made.context] = self.wanted.get(made.context, 0) + 1
         return made
+
+    def _hear(self, rest: list[Message]) -> None:
+        """Turns that messages to be rendered anew name."""
+        said = {c.id for message in rest for c in message.tool_calls}
+        pointed = {self.signed.get(text) for message in rest for text in message.pointers}
+        for made in self.lab.calls:
+            ids = {c.id for c in made.reply.tool_calls}
+            made.echoed = made.echoed or bool(ids & said) or made.node in pointed
 
     def _results(self, said: Message, pick: int) -> list[Message]:
         results = [answer(made.id, f"r{pick % 2}") for made in said.tool_calls]

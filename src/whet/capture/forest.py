@@ -141,6 +141,8 @@ class Forest:
             node.lost -= 1
         else:
             node.wanted += 1
+        for echo in plan.echoes:
+            self._nodes.sampled(echo).echoed = True
         self._notes.add(plan, node.id, diagnosis)
         return node.id
 

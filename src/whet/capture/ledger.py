@@ -77,14 +77,14 @@ def fates(nodes: Nodes, auxiliary: Set[int]) -> dict[int, str]:
 def _sibling_fates(nodes: Nodes, context: ContextNode) -> dict[int, str]:
     """Fates of the turns sampled from one prompt.
 
-    Only turns the client had count. If one was continued, its siblings lost. If none was, as many count as
+    Only turns the client had count. If one was taken up, its siblings lost. If none was, as many count as
     samples were `wanted`, those delivered last first: a retry repeats its want, a twin adds one.
     """
     turns = [nodes.sampled(child) for child in context.children]
     reasons = {turn.id: _own_reason(turn) for turn in turns}
     left = sorted((turn for turn in turns if not reasons[turn.id]), key=lambda turn: -turn.delivered)
-    if any(turn.continued for turn in turns):
-        losers = [turn for turn in left if not turn.continued]
+    if any(turn.taken_up for turn in turns):
+        losers = [turn for turn in left if not turn.taken_up]
     else:
         losers = left[context.wanted :]
     reasons.update((turn.id, "retry_sibling") for turn in losers)
@@ -96,7 +96,7 @@ def _own_reason(turn: SampledNode) -> str:
         return "synthetic"
     if turn.excluded:
         return turn.excluded
-    return "" if turn.delivered or turn.continued else "undelivered"
+    return "" if turn.delivered or turn.taken_up else "undelivered"
 
 
 def final_reason(turn: SampledNode, fate: str) -> str:

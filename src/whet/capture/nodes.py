@@ -65,6 +65,8 @@ class SampledNode:
     delivered: int = 0
     """Order of delivery within the session, from 1; 0 = not delivered."""
     excluded: str = ""
+    echoed: bool = False
+    """A later request named this turn by call id or pointer and had it rendered anew."""
     children: list[int] = field(default_factory=list)
 
     @property
@@ -74,8 +76,13 @@ class SampledNode:
 
     @property
     def continued(self) -> bool:
-        """A later request echoed this turn, so the client had it."""
+        """A later request goes on from this turn's own tokens."""
         return bool(self.children)
+
+    @property
+    def taken_up(self) -> bool:
+        """A later request shows this turn, so the client had it."""
+        return self.echoed or bool(self.children)
 
 
 Node = ContextNode | SampledNode

@@ -85,6 +85,15 @@ async def test_a_session_from_opening_to_export(family: TemplateFamily) -> None:
         assert arrays["logprobs"].tolist() == pytest.approx(row["logprobs"])
         assert set(arrays["versions"][arrays["mask"]]) == {3}
         assert arrays["offsets"].tolist() == [0, len(row["ids"])]
+        for form in ("tree", "per_request"):
+            _, told = await rig.ask("GET", f"/sessions/{name}/export?form={form}")
+            _, raw = await rig.ask("GET", f"/sessions/{name}/export?form={form}&format=npz")
+            shape = told["tree"] if form == "tree" else told["rows"][0]
+            again = np.load(io.BytesIO(raw))
+            assert again["ids"].tolist() == shape["ids"] == row["ids"]
+            assert again["mask"].tolist() == shape["mask"] == row["mask"]
+        for query in ("form=rows", "format=pickle"):
+            assert (await rig.ask("GET", f"/sessions/{name}/export?{query}"))[0] == 400
         assert (await rig.ask("DELETE", f"/sessions/{name}"))[0] == 200
         assert (await rig.ask("GET", f"/sessions/{name}"))[0] == 404
 

@@ -130,3 +130,18 @@ async def test_a_count_is_what_the_call_would_send_and_changes_nothing(family: T
         stats = rig.session.stats
         assert (stats.edited, stats.forks, stats.injections) == (0, 0, 1)
         assert [t.parent for t in (await rig.session.seal(1.0)).turns] == [-1, 0]
+
+
+async def test_what_an_agent_says_of_itself_labels_its_turns_and_steers_nothing(
+    family: TemplateFamily,
+) -> None:
+    async with Rig(family, [said("x")]) as rig:
+        echo = {"role": "assistant", "content": "x"}
+        for agent, more in (("sub-1", []), ("sub-2" + "x" * 500, [echo, {"role": "user", "content": "on"}])):
+            body = {"messages": [*ASK, *more]}
+            assert (await rig.post(body, **{"x-claude-code-agent-id": agent}))[0] == 200
+        turns = (await rig.session.seal(1.0)).turns
+        told = [dict(turn.hints)["x-claude-code-agent-id"] for turn in turns]
+        assert told == ["sub-1", "sub-2" + "x" * 123]
+        # Another agent by its own word, and yet the same line.
+        assert [turn.parent for turn in turns] == [-1, 0]

@@ -263,12 +263,12 @@ class Admin:
         return _json({"status": "deleted"})
 
     async def _export(self, http: web.BaseRequest, kept: _Sealed) -> web.Response:
-        form = http.rel_url.query.get("form", "chains")
-        kind = http.rel_url.query.get("format", "json")
-        if form not in FORMS or kind not in ("json", "npz"):
+        form = FORMS.get(http.query.get("form", "chains"))
+        kind = http.query.get("format", "json")
+        if form is None or kind not in ("json", "npz"):
             raise AdminError(400, f"form is one of {', '.join(FORMS)}; format is json or npz")
         dump = export_json if kind == "json" else export_npz
-        raw = await asyncio.to_thread(dump, form, kept.trajectory)
+        raw = await asyncio.to_thread(dump, form, kept.session.exported(form), kept.trajectory)
         content_type = "application/json" if kind == "json" else "application/octet-stream"
         return web.Response(body=raw, content_type=content_type)
 

@@ -1,10 +1,12 @@
-"""A sealed trajectory as bytes: JSON for a person or a script, NPZ for a trainer. Pure; caller: admin.
+"""A sealed session as bytes: JSON for a person or a script, NPZ for a trainer. Pure; callers: admin, serve.
 
-JSON holds a list per row. NPZ holds all rows end to end: row i is `name[offsets[i]:offsets[i + 1]]`.
+Forms are those of `Forest.export`. Rows of `chains` and `per_request` stand end to end in an NPZ: row i is
+`name[offsets[i]:offsets[i + 1]]`. A `tree` is its own arrays, with the kinds of its nodes as text.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Mapping, Sequence
 
@@ -12,30 +14,39 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from whet.capture.tree import TokenTree
+from whet.capture.views import Form
 from whet.types import Segment, Trajectory
 
-FORMS = ("chains",)
-"""`chains`: the training rows, each sampled token masked in at most once."""
+FORMS: Mapping[str, Form] = {"chains": "chains", "tree": "tree", "per_request": "per_request"}
+
+Shape = Sequence[Segment] | TokenTree
 
 
-def export_json(form: str, trajectory: Trajectory) -> bytes:
-    """One object: form, rows, turns, ledger."""
+def export_json(form: str, shape: Shape, trajectory: Trajectory) -> bytes:
+    """One object: form, rows or tree, turns, drifts, ledger."""
     told = {
         "form": form,
-        "rows": trajectory.segments,
+        "tree" if isinstance(shape, TokenTree) else "rows": shape,
         "turns": trajectory.turns,
+        "drifts": trajectory.drifts,
         "ledger": trajectory.ledger,
     }
     return orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
 
 
-def export_npz(form: str, trajectory: Trajectory) -> bytes:
-    """Arrays `ids, mask, logprobs, versions` end to end, `offsets`, and per row `label, kind, rollout_id`."""
-    arrays = _rows(trajectory.segments)
+def export_npz(form: str, shape: Shape, trajectory: Trajectory) -> bytes:
+    """Arrays `ids, mask, logprobs, versions` and what else the form has."""
+    arrays = _tree(shape) if isinstance(shape, TokenTree) else _rows(shape)
     arrays["form"] = np.array(form)
     out = io.BytesIO()
     np.savez(out, allow_pickle=False, **arrays)
     return out.getvalue()
+
+
+def _tree(shape: TokenTree) -> dict[str, npt.NDArray[np.generic]]:
+    found = {field.name: shape.__getattribute__(field.name) for field in dataclasses.fields(shape)}
+    return {name: np.asarray(value) for name, value in found.items()}
 
 
 def _rows(rows: Sequence[Segment]) -> dict[str, npt.NDArray[np.generic]]:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from whet.capture.forest import Forest
+from whet.capture.tree import TokenTree
+from whet.capture.views import Form
 from whet.engine.base import Engine
 from whet.errors import EngineError, EngineUnavailable, GatewayError, RenderError
 from whet.gateway.bodies import Bodies, BodyName
@@ -25,7 +27,7 @@ from whet.gateway.dialects.base import WireError
 from whet.gateway.host_tools import ToolBox
 from whet.gateway.turn import MAX_REFUSALS, Answer, SessionSpec, SessionStats, Turns
 from whet.render.family import Family
-from whet.types import ModelRequest, Trajectory
+from whet.types import ModelRequest, Segment, Trajectory
 
 MAX_ENGINE_FAILURES = 4
 """Calls that the engine may leave unanswered before the session has failed for good."""
@@ -225,6 +227,12 @@ class Session:
         if self.failure is not None:
             raise self.failure
         return self._forest.trajectory()
+
+    def exported(self, form: Form) -> tuple[Segment, ...] | TokenTree:
+        """The sealed session in one of the forest's shapes. Raises GatewayError before it is sealed."""
+        if self.state != "sealed":
+            raise GatewayError(f"session of rollout {self.rollout_id} is not sealed")
+        return self._forest.export(form)
 
     async def abandon(self) -> None:
         """Abort everything without an export: the gateway is closing."""

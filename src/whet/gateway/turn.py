@@ -275,7 +275,8 @@ class Turns:
         message = Message(
             role="assistant", text=reply.text, reasoning=reply.reasoning, tool_calls=reply.tool_calls
         )
-        sampled = self._forest.commit(node, generation, message, turn=turn)
+        labels = ("shim",) if self.stats.shimmed[-1:] == [turn] else ()
+        sampled = self._forest.commit(node, generation, message, turn=turn, labels=labels)
         self.stats.prompt_tokens += len(prompt)
         self.stats.sampled_tokens += len(generation.ids)
         self.stats.malformed += parsed.malformed

@@ -184,7 +184,7 @@ async def _finish(voice: Voice, run: RunDir, sessions: list[Session]) -> None:
             broken = broken or error
             continue
         name = f"{session.rollout_id}.json"
-        write_text(folder / name, export_json("chains", trajectory).decode())
+        write_text(folder / name, export_json("chains", trajectory.segments, trajectory).decode())
         ledger = trajectory.ledger
         ledgers[session.rollout_id] = {**asdict(ledger), "calls": session.stats.calls}
         excluded = ", ".join(f"{reason} {count}" for reason, count in ledger.excluded.items()) or "nothing"

@@ -14,6 +14,7 @@ import numpy as np
 
 from whet.capture.drift import PromptPlan
 from whet.capture.forest import Forest
+from whet.capture.history import History, Memory
 from whet.capture.tree import check_tree, tree
 from whet.capture.views import per_request
 from whet.types import (
@@ -107,7 +108,10 @@ class Call:
 class Lab:
     """Drives one forest as the gateway does and remembers every call."""
 
-    def __init__(self, rollout_id: str = "lab", pointer_key: bytes = b"") -> None:
+    def __init__(self, rollout_id: str = "lab", pointer_key: bytes = b"", *, splices: bool = False) -> None:
+        """`splices`: requests that begin like an earlier one leave out what is known, as the gateway does."""
+        self._splices = splices
+        self._asked: list[tuple[tuple[Message, ...], Memory]] = []
         self.forest = Forest(rollout_id, pointer_key)
         self.calls: list[Call] = []
         self.version = 0
@@ -119,13 +123,23 @@ class Lab:
 
     @staticmethod
     def request(messages: Sequence[Message], tools: Sequence[ToolSpec] = (SHELL,)) -> ModelRequest:
-        return ModelRequest(messages=tuple(messages), tools=tuple(tools))
+        return ModelRequest(messages=messages, tools=tuple(tools))
+
+    def _spliced(self, messages: tuple[Message, ...]) -> Sequence[Message]:
+        if not self._splices:
+            return messages
+        memory, known, before = Memory(), 0, None
+        for earlier, kept in self._asked:
+            if known < len(earlier) and messages[: len(earlier)] == earlier:
+                known, before = len(earlier), kept.told
+        self._asked.append((messages, memory))
+        return History(messages[known:], memory, known=known, before=before, parse=lambda: messages)
 
     def ask(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (SHELL,), hints: Hints = ()
     ) -> Call:
         """Plan, render what is left, extend."""
-        request = replace(self.request(messages, tools), hints=hints)
+        request = replace(self.request(self._spliced(tuple(messages)), tools), hints=hints)
         plan = self.forest.plan(request, FINGERPRINT)
         base = next((c for c in self.calls if c.node == plan.base), None)
         lead = [m for m in messages if m.role == "system"] if base is None else []

@@ -83,7 +83,8 @@ class World:
     style: str
     keeps_reasoning: bool
     keeps_pointers: bool = False
-    lab: Lab = field(default_factory=lambda: Lab(pointer_key=KEY))
+    splices: bool = False
+    lab: Lab = field(init=False)
     lines: list[Line] = field(default_factory=lambda: [Line("main", (SHELL,), [user("fix it")])])
     roots: dict[int, tuple[str, tuple[ToolSpec, ...]]] = field(default_factory=dict)
     """Turn -> (system, tools offered)."""
@@ -92,6 +93,9 @@ class World:
     wanted: dict[int, int] = field(default_factory=dict)
     lost: dict[int, int] = field(default_factory=dict)
     """By context node."""
+
+    def __post_init__(self) -> None:
+        self.lab = Lab(pointer_key=KEY, splices=self.splices)
 
     # ------------------------------------------------------------ the model
 
@@ -370,7 +374,7 @@ STEPS = [name.removeprefix("do_") for name in dir(World) if name.startswith("do_
 @settings(max_examples=HISTORIES, deadline=None)
 @given(
     style=st.sampled_from(["sorted", "spaced", "ascii"]),
-    keeps=st.tuples(st.booleans(), st.booleans()),
+    keeps=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     steps=st.lists(
         st.tuples(st.sampled_from(["next", "next", *STEPS]), st.integers(0, 3), st.integers(0, 11)),
         min_size=4,
@@ -378,9 +382,9 @@ STEPS = [name.removeprefix("do_") for name in dir(World) if name.startswith("do_
     ),
 )
 def test_any_history_keeps_every_invariant(
-    style: str, keeps: tuple[bool, bool], steps: list[tuple[str, int, int]]
+    style: str, keeps: tuple[bool, bool, bool], steps: list[tuple[str, int, int]]
 ) -> None:
-    world = World(style=style, keeps_reasoning=keeps[0], keeps_pointers=keeps[1])
+    world = World(style=style, keeps_reasoning=keeps[0], keeps_pointers=keeps[1], splices=keeps[2])
     for name, which, pick in steps:
         act: Callable[[Line, int], None] = {n: getattr(world, f"do_{n}") for n in STEPS}[name]
         act(world.lines[which % len(world.lines)], pick)

@@ -59,7 +59,7 @@ class Run:
 class Conversation:
     """Meanings of the messages of one request."""
 
-    __slots__ = ("_echoes", "_reasoning", "_said", "messages")
+    __slots__ = ("_echoes", "_reasoning", "_said", "_size", "messages")
 
     def __init__(
         self,
@@ -70,11 +70,12 @@ class Conversation:
     ) -> None:
         self.messages = messages
         self._said = said
+        self._size = len(said) // SIZE
         self._reasoning = reasoning
         self._echoes = echoes
 
     def __len__(self) -> int:
-        return len(self.messages)
+        return self._size
 
     def __getitem__(self, index: int) -> Meaning:
         return Meaning(self._said[index * SIZE : (index + 1) * SIZE], self._reasoning.get(index, b""))

@@ -65,7 +65,9 @@ def _numbers(marks: list[ast.expr]) -> list[int]:
     numbers: list[int] = []
     for call in (node for mark in marks for node in ast.walk(mark) if isinstance(node, ast.Call)):
         if ast.unparse(call.func) == "pytest.mark.case":
-            numbers += [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, int)]
+            numbers += [
+                a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, int)
+            ]
     return numbers
 
 
@@ -77,7 +79,10 @@ def main() -> int:
         for test in tests.get(number, ["-- no test --"]):
             print(f"      {test}")
     missing = sorted(set(cases) - set(tests))
-    print(f"{len(cases) - len(missing)} of {len(cases)} cases have tests" + (f"; not: {missing}" if missing else ""))
+    print(
+        f"{len(cases) - len(missing)} of {len(cases)} cases have tests"
+        + (f"; not: {missing}" if missing else "")
+    )
     return 1 if missing else 0
 
 

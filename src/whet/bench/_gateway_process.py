@@ -1,8 +1,9 @@
 """The gateway under test, alone in its process, with an engine that answers at once.
 
-Started by the benchmarks as `python -m whet.bench._gateway_process MODEL_FOLDER`; takes one JSON command a
-line on stdin and answers each with one JSON line, so that its CPU time and memory are nobody else's:
-{"open": n} gives n sessions, {"mark": 1} what was used so far, {"seal": 1} the ledgers' sum. EOF ends it.
+Started by the benchmarks as `python -m whet.bench._gateway_process MODEL [DELAY_MS]`; takes one JSON command
+a line on stdin and answers each with one JSON line, so that its CPU time and memory are nobody else's:
+{"open": n} gives n sessions, {"mark": 1} what was used so far, {"seal": 1} the ledgers' sum of all sessions,
+with "id" that of one. EOF ends it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import gc
 import math
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +51,10 @@ ROOMY = Limits(
 class PreparedEngine:
     """Answers every request at once with ids and logprobs made beforehand: a tool call of SAMPLED tokens."""
 
-    def __init__(self, family: Family, variants: int = 64) -> None:
+    def __init__(self, family: Family, delay_ms: float = 0.0, variants: int = 64) -> None:
+        """With a delay each answer takes a random time up to it."""
+        self._delay_s = delay_ms / 1e3
+        self._chance = random.Random(0)
         self.info = EngineInfo(name="prepared", max_context_tokens=10**7)
         self.receipt = Receipt(version=0, checksum="prepared")
         self.calls = 0
@@ -70,6 +75,8 @@ class PreparedEngine:
         return ids, logprobs
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
+        if self._delay_s:
+            await asyncio.sleep(self._delay_s * self._chance.random())
         sampled, logprobs = self._prepared[self.calls % len(self._prepared)]
         self.calls += 1
         return Generation(ids=sampled, logprobs=logprobs, finish="stop", version_runs=((0, 0),))
@@ -145,7 +152,7 @@ class Served:
         if "open" in command:
             return {"port": self._port, "sessions": [self._open() for _ in range(command["open"])]}
         if "seal" in command:
-            return await self._seal()
+            return await self._seal(command.get("id"))
         return self._mark(collect="collect" in command)
 
     def _open(self) -> dict[str, str]:
@@ -168,21 +175,23 @@ class Served:
             "defects": self._gateway.counters.defects,
         }
 
-    async def _seal(self) -> Mapping[str, object]:
-        """Seal all sessions; their sums. `held` counts every token the forests hold."""
+    async def _seal(self, name: str | None) -> Mapping[str, object]:
+        """Seal one session or all; their sums. `held` counts every token the forests hold."""
+        chosen = [s for s in self._sessions if name in (None, s.public_id)]
+        self._sessions = [s for s in self._sessions if s not in chosen]
         total = {"captured": 0, "trained": 0, "held": 0}
-        balanced = True
         excluded: dict[str, int] = {}
-        for session in self._sessions:
+        balanced, error = True, ""
+        for session in chosen:
             done = await session.seal(5.0)
+            error = error or session.stats.infra_error
             total["captured"] += done.ledger.captured
             total["trained"] += done.ledger.trained
             total["held"] += sum(len(t.ids) + len(t.context_ids) for t in done.turns)
             balanced &= done.ledger.balanced
             for reason, count in done.ledger.excluded.items():
                 excluded[reason] = excluded.get(reason, 0) + count
-        self._sessions.clear()
-        return {**total, "balanced": balanced, "excluded": excluded}
+        return {**total, "balanced": balanced, "excluded": excluded, "error": error}
 
 
 def resident_bytes() -> int:
@@ -191,12 +200,12 @@ def resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def serve(folder: Path) -> None:
+async def serve(folder: Path, delay_ms: float = 0.0) -> None:
     family = ClockedFamily(_corpus.load(folder))
     lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    async with Gateway(PreparedEngine(family), family) as gateway, gateway.listen_tcp() as listener:
+    async with Gateway(PreparedEngine(family, delay_ms), family) as gateway, gateway.listen_tcp() as listener:
         served = Served(gateway, family, listener.port)
         while line := await lines.readline():
             sys.stdout.buffer.write(orjson.dumps(await served.answer(orjson.loads(line))) + b"\n")
@@ -204,4 +213,4 @@ async def serve(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1])))
+    asyncio.run(serve(Path(sys.argv[1]), *map(float, sys.argv[2:])))

@@ -153,7 +153,10 @@ class Gateway:
             return await self._answer(listener, http, route, dialect)
         except WireError as error:
             return self._refusal(dialect, error)
-        except (ConnectionResetError, asyncio.CancelledError):
+        except ConnectionResetError:
+            self.counters.client_gone += 1
+            return web.Response(status=499)  # nobody reads it; an exception would be logged as a fault of ours
+        except asyncio.CancelledError:
             self.counters.client_gone += 1
             raise
         except Exception:  # the boundary; sessions keep their own failures

@@ -155,7 +155,9 @@ class Gateway:
             return self._refusal(dialect, error)
         except ConnectionResetError:
             self.counters.client_gone += 1
-            return web.Response(status=499)  # nobody reads it; an exception would be logged as a fault of ours
+            return web.Response(
+                status=499
+            )  # nobody reads it; an exception would be logged as a fault of ours
         except asyncio.CancelledError:
             self.counters.client_gone += 1
             raise

@@ -168,8 +168,8 @@ class Soak:
             return await asyncio.to_thread(self._gateway.ask, command)
 
     async def run(self, sessions: int, seconds: float) -> None:
+        first = await self.ask({"mark": 1, "collect": 1})  # answered once the gateway has started
         ends = time.monotonic() + seconds
-        first = await self.ask({"mark": 1, "collect": 1})
         async with asyncio.TaskGroup() as group:
             for slot in range(sessions):
                 group.create_task(self._slot(slot, ends))

@@ -36,7 +36,10 @@ async def test_pi_conforms_and_leaves_a_recording(backend: LocalBackend, tmp_pat
     assert finding.split >= 0.2
     text = lzma.decompress((tmp_path / "pi.jsonl.xz").read_bytes())
     lines = [json.loads(line) for line in text.splitlines()]
-    assert lines[0] == {"agent": "pi", "version": finding.version, "format": 1}
+    head = lines[0]
+    assert (head["agent"], head["version"], head["format"]) == ("pi", finding.version, 1)
+    assert len(head["books"]["parents"]) == finding.calls
+    assert "final" in head["books"]["labels"]
     assert [line["i"] for line in lines[1:]] == list(range(finding.calls))
     assert {(line["method"], line["path"], line["status"]) for line in lines[1:]} == {
         ("POST", "/v1/chat/completions", 200)

@@ -1,15 +1,15 @@
 """A relay in front of the gateway that keeps what an agent sends and what it gets: the wire recordings.
 
-One file per agent, JSON lines under xz: a head {"agent", "version", "format"}, then every HTTP exchange in
-order of arrival {"i", "method", "path", "headers", "body", "status", "reply"}. Headers are the agent's own
-hints only; the session's secret and id are blanked out.
+One file per agent, JSON lines under xz: a head (agent, version, rollout, seed, limits, and as `books` what came
+of the session), then every HTTP exchange in order of arrival {"i", "method", "path", "headers", "body",
+"status", "reply"}. Headers are the agent's own hints only; the session's secret and id are blanked out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import lzma
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,9 +91,9 @@ class Recorder:
             await response.write_eof()
             return response
 
-    def write(self, path: Path, agent: str, version: str, hidden: dict[str, str]) -> None:
+    def write(self, path: Path, head: Mapping[str, object], hidden: dict[str, str]) -> None:
         """`hidden`: text to blank out -> what stands there instead."""
-        lines: list[object] = [{"agent": agent, "version": version, "format": FORMAT}]
+        lines: list[object] = [{"format": FORMAT, **head}]
         for at, kept in enumerate(self.exchanges):
             lines.append(
                 {

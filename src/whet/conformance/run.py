@@ -12,6 +12,7 @@ import asyncio
 import platform
 import tempfile
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 from whet.conformance.checks import Finding, judge
@@ -31,6 +32,7 @@ from whet.testing.open_family import Splitter, open_family
 from whet.testing.scripted_engine import ScriptedEngine
 from whet.types import Limits, Task, Trajectory
 
+SEED = 1
 MAX_CALL_TOKENS = 2048
 WALL_S = 300.0
 SEAL_S = 10.0
@@ -78,14 +80,31 @@ async def _run(harness: Harness, play: Play, folder: Path, record: Path | None) 
         entrance = folder / "relay" if record else reached
         if record:
             await stack.enter_async_context(recorder.listen(entrance))
-        session = gateway.open_session(f"conformance/{harness.name}", seed=1, limits=limits, listener=reached)
+        session = gateway.open_session(
+            f"conformance/{harness.name}", seed=SEED, limits=limits, listener=reached
+        )
         result, trajectory = await _rollout(harness, session, task, entrance)
         if record:
             hidden = {session.secret: "***", f"/s/{session.public_id}": "", session.public_id: "ID"}
-            hidden[platform.release()] = "KERNEL"
+            # Some agents tell the model what machine they run on.
+            hidden |= {platform.release(): "RELEASE", platform.version(): "VERSION"}
             path = record / f"{harness.name}.jsonl.xz"
-            await asyncio.to_thread(recorder.write, path, harness.name, harness.version, hidden)
+            head = {
+                **{"agent": harness.name, "version": harness.version, "rollout": session.rollout_id},
+                **{"seed": SEED, "limits": asdict(limits), "books": _books(trajectory)},
+            }
+            await asyncio.to_thread(recorder.write, path, head, hidden)
     return judge(harness.version, play, director, engine, session, result, trajectory)
+
+
+def _books(trajectory: Trajectory) -> dict[str, object]:
+    """What of a session depends on its messages alone, not on the vocabulary: its shape, and what drifted."""
+    return {
+        "parents": [turn.parent for turn in trajectory.turns],
+        "labels": [segment.label for segment in trajectory.segments],
+        "drifts": [[note.kind, note.cause, note.request, note.turn] for note in trajectory.drifts],
+        "excluded": [[turn.index, turn.excluded] for turn in trajectory.turns if turn.excluded],
+    }
 
 
 async def _rollout(

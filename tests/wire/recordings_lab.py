@@ -12,7 +12,7 @@ import lzma
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from whet.testing.scripted_engine import ScriptedEngine
 from whet.types import IntArray, Limits, Message, ModelRequest, RequestKey, ToolCall, Trajectory
 
 FOLDER = Path(__file__).parent / "recordings"
-POINTER = re.compile(r"whet[0-9a-f]{40}")
+POINTER = re.compile(r"whet[0-9a-f]{40}|d2hl[0-9A-Za-z+/]{55}=")
+"""As it is, and in base64 where the format wants bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,12 +229,24 @@ class Replay:
     trajectory: Trajectory
 
 
+def sampled(family: TemplateFamily, message: Message) -> IntArray:
+    """Ids that say `message` with its arguments spelled as they are."""
+    text = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
+    text += message.text
+    for at, call in enumerate(message.tool_calls):
+        between = "\n" if at or message.text else ""
+        inside = f'{{"name": {orjson.dumps(call.name).decode()}, "arguments": {call.arguments}}}'
+        text += f"{between}<tool_call>\n{inside}\n</tool_call>"
+    end = np.array([family.end_ids[0]], dtype=np.int32)
+    return np.concatenate([family.codec.encode(text), end]).astype(np.int32)
+
+
 async def replay(recording: Recording, family: TemplateFamily, splitter: Splitter) -> Replay:
     """Every request again, one after the other."""
     answers = [said(call) for call in recording.calls]
 
     def policy(ids: IntArray, key: RequestKey) -> IntArray:
-        spoken = family.render_reply(answers[key.turn])
+        spoken = sampled(family, answers[key.turn])
         return splitter.split(spoken) if key.turn % 2 else spoken
 
     engine = ScriptedEngine(family, policy, uniform_logprobs=True)
@@ -243,7 +256,9 @@ async def replay(recording: Recording, family: TemplateFamily, splitter: Splitte
         gateway = await stack.enter_async_context(Gateway(engine, family))
         listener = await stack.enter_async_context(gateway.listen_tcp())
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        session = gateway.open_session(recording.rollout, seed=recording.seed, limits=recording.limits)
+        # Prompts without other people's prose have more tokens than they had.
+        limits = replace(recording.limits, max_context_tokens=1 << 20)
+        session = gateway.open_session(recording.rollout, seed=recording.seed, limits=limits)
         base = f"http://127.0.0.1:{listener.port}/s/{session.public_id}"
         for exchange in recording.exchanges:
             body = orjson.dumps(exchange.body).decode() if exchange.body is not None else None

@@ -1,8 +1,9 @@
 """A relay in front of the gateway that keeps what an agent sends and what it gets: the wire recordings.
 
-One file per agent, JSON lines under xz: a head (agent, version, rollout, seed, limits, and as `books` what came
-of the session), then every HTTP exchange in order of arrival {"i", "method", "path", "headers", "body",
-"status", "reply"}. Headers are the agent's own hints only; the session's secret and id are blanked out.
+One file per agent, JSON lines under xz: a head (agent, version, rollout, seed, limits, and in `books` what
+came of the session), then every HTTP exchange in order of arrival {"i", "method", "path", "headers", "body",
+"status", "reply"}. Headers are the agent's own hints only; the session's secret and id are blanked out, and
+other people's prose is masked.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 import aiohttp
 import orjson
 from aiohttp import web
+
+from whet.conformance.mask import masked
 
 FORMAT = 1
 HINTS = (
@@ -101,7 +104,7 @@ class Recorder:
                     "method": kept.method,
                     "path": kept.path,
                     "headers": kept.headers,
-                    "body": orjson.loads(kept.body) if kept.body else None,
+                    "body": masked(orjson.loads(kept.body)) if kept.body else None,
                     "status": kept.status,
                     "reply": kept.reply.decode("utf-8", "replace"),
                 }

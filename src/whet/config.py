@@ -112,6 +112,8 @@ class HarnessTable(Table):
     """Rollouts that run at the same time."""
     recycle_rollouts: Count = 64
     """Rollouts after which a warm worker is replaced."""
+    compact: bool = False
+    """pi only: it may compact its context when that gets full. Other agents decide for themselves."""
 
 
 class GatewayTable(Table):
@@ -263,6 +265,8 @@ class Config(Table):
             raise ValueError(
                 f"harness.mode warm is not for {self.harness.agent}: it starts anew for each task"
             )
+        if self.harness.compact and self.harness.agent != "pi":
+            raise ValueError(f"harness.compact is for pi; {self.harness.agent} has no such switch")
         if self.collect.group_min > self.collect.group_size:
             raise ValueError("collect.group_min is larger than collect.group_size")
         if self.train.min_groups > self.tasks.groups_per_step:

@@ -13,7 +13,8 @@ from whet.errors import ConfigError, HarnessError, SetupError
 from whet.harness import install, known
 from whet.harness.base import ModelAccess
 from whet.harness.cli_agent import HOME, CliHarness, Recipe, Start
-from whet.harness.install import Installed, Package
+from whet.harness.install import Installed, Package, PiInstall
+from whet.harness.pi import PiHarness
 from whet.sandbox.local import LocalBackend
 from whet.types import Limits, Task
 
@@ -106,6 +107,26 @@ def test_every_recipe_can_be_configured_and_starts_anew_each_time(name: str) -> 
     assert load_config(None, [f"harness.agent={name}"]).harness.agent == name
     with pytest.raises(ConfigError, match="warm is not for"):
         load_config(None, [f"harness.agent={name}", "harness.mode=warm"])
+
+
+def test_only_pi_has_a_switch_for_compaction() -> None:
+    assert load_config(None, ["harness.compact=true"]).harness.compact
+    with pytest.raises(ConfigError, match=r"harness.compact is for pi; codex has no such switch"):
+        load_config(None, ["harness.compact=true", "harness.agent=codex"])
+
+
+@pytest.mark.parametrize("compact", [False, True])
+async def test_pi_hears_of_its_true_window_when_it_may_compact(
+    backend: LocalBackend, server: ScriptedServer, task: Task, pi: PiInstall, compact: bool
+) -> None:
+    """The scripted server tells 100 prompt tokens: over three quarters of the window, so Pi asks for a
+    summary once it has stopped."""
+    tight = dataclasses.replace(ACCESS, model="policy", max_call_tokens=20, max_context_tokens=120)
+    harness = PiHarness(pi, "fresh", backend, model=tight, compact=compact)
+    async with harness.worker(server.path) as worker:
+        await worker.run(task, tight)
+    summaries = [body for body in server.requests if not body.get("tools")]
+    assert bool(summaries) == compact
 
 
 def test_no_agent_is_configurable_without_a_recipe() -> None:

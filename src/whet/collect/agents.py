@@ -71,13 +71,19 @@ def make_harness(config: Config, backend: SandboxBackend) -> Harness:
     recipe = RECIPES.get(config.harness.agent)
     if recipe is not None:
         return CliHarness(recipe, install(recipe.package), backend)
-    access = ModelAccess(public_id="", secret="", max_call_tokens=config.limits.max_call_tokens)
+    access = ModelAccess(
+        public_id="",
+        secret="",
+        max_call_tokens=config.limits.max_call_tokens,
+        max_context_tokens=config.model.max_context_tokens,
+    )
     return PiHarness(
         install_pi(),
         "rpc" if config.harness.mode == "warm" else "fresh",
         backend,
         rollouts_per_process=config.harness.recycle_rollouts,
         model=access,
+        compact=config.harness.compact,
     )
 
 

@@ -245,7 +245,7 @@ def _serve(options: argparse.Namespace) -> int:
     """Ctrl-C is how serving ends; a failure before is a failure."""
     from whet.config import load_config
     from whet.record.run import name_run
-    from whet.serve.run import BASE, ServeOptions, serve
+    from whet.serve.run import BASE, ServeOptions, read_tools, serve
     from whet.stop import run_interruptible
 
     overrides = list(options.overrides)
@@ -259,7 +259,11 @@ def _serve(options: argparse.Namespace) -> int:
         raise ConfigError("--sessions takes 1 to 64")
     config = name_run(load_config(Path(path) if path else None, overrides, BASE))
     chosen = ServeOptions(
-        sessions=options.sessions, agents=options.agent, admin=options.admin, json=options.json
+        sessions=options.sessions,
+        agents=options.agent,
+        admin=options.admin,
+        json=options.json,
+        tools=read_tools(options.tools) if options.tools else (),
     )
     with contextlib.suppress(KeyboardInterrupt):
         run_interruptible(serve(config, chosen, sys.stdout))
@@ -361,6 +365,7 @@ def _add_serve(verbs: Any) -> None:
     serve.add_argument("--agent", action="append", default=[], metavar="NAME", help="print this set-up only")
     serve.add_argument("--port", type=int, help="loopback port (default: a free one)")
     serve.add_argument("--sessions", type=int, default=1, metavar="N", help="sessions to open (default: 1)")
+    serve.add_argument("--tools", type=Path, metavar="FILE", help="host tools of every session, as JSON")
     serve.add_argument("--admin", action="store_true", help="serve the operator too, on a port of its own")
     serve.add_argument("--json", action="store_true", help="one JSON object per line")
     serve.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key")

@@ -47,7 +47,10 @@ def call(url: str, body: object, secret: str) -> tuple[int, dict[str, Any]]:
 
 def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
     run = tmp_path / "run"
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"name": "submit", "parameters": {"type": "object"}}]')
     arguments = ["--json", "--admin", "--agent", "codex", f"run.dir={run}", "--sessions", "2"]
+    arguments += ["--tools", str(tools)]
     with serving(*arguments, "limits.max_call_tokens=8", WHET_ADMIN_SECRET="operator-" * 4) as process:
         assert process.stdout is not None
         events: dict[str, list[dict[str, Any]]] = {}
@@ -63,6 +66,8 @@ def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
         assert status == 200
         assert reply["usage"]["completion_tokens"] <= 8
         assert call(f"{session['address']}/v1/chat/completions", body, "wrong")[0] == 401
+        tool_url = f"{session['address']}/v1/tools/submit"
+        assert call(tool_url, {}, session["tool_secret"]) == (200, {"ok": True})
         admin = events["admin"][0]
         assert admin["secret"] == "operator-" * 4
         told = json.loads(process.stdout.readline())
@@ -82,7 +87,11 @@ def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_what_a_person_gets_wrong(tmp_path: Path) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"name": "reset", "parameters": {"type": "object"}}]')
     for arguments, word in (
+        (["--tools", str(tools)], "'reset'"),
+        (["--tools", "/nonexistent.json"], "cannot read /nonexistent.json"),
         (["--agent", "emacs"], "no agent 'emacs'"),
         (["gateway.prot=1"], "did you mean gateway.port"),
         (["model.path=/nonexistent"], "model.path"),

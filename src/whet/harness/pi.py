@@ -26,6 +26,8 @@ from whet.types import Task
 PROVIDER = "whet"
 NODE_AT = "/opt/node/bin/node"
 MODULES_AT = "/opt/pi/node_modules"
+PI_TOOLS = Path(__file__).parent / "pi_tools.js"
+"""Pi extension that gives Pi a session's host tools."""
 AGENT_FOLDER = "/home/agent/.pi/agent"
 COMMAND = (
     NODE_AT,

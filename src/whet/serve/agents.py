@@ -14,6 +14,7 @@ import orjson
 from whet.errors import ConfigError
 from whet.harness.cli_agent import HOME, Recipe, Start
 from whet.harness.known import RECIPES
+from whet.harness.pi import PI_TOOLS
 
 PROGRAMS: Mapping[str, str] = {
     "claude_code": "claude",
@@ -42,6 +43,9 @@ class Access:
     context_tokens: int
     home: str
     """Folder that is the agent's home, so that nobody's own settings are touched or used."""
+    tools_url: str = ""
+    """http://host:port/tools/{public_id}; empty when the session has no host tools."""
+    tool_secret: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +122,17 @@ def _pi(access: Access, prompt: str) -> Setup:
         "models": [model],
     }
     config = orjson.dumps({"providers": {PI_PROVIDER: provider}})
+    env = {"WHET_API_KEY": access.secret}
+    flags = ["--print", "--provider", PI_PROVIDER, "--model", access.model]
+    if access.tools_url:
+        env |= {"WHET_TOOLS_URL": access.tools_url, "WHET_TOOLS_KEY": access.tool_secret}
+        flags += ["--extension", str(PI_TOOLS)]
     return Setup(
         agent="pi",
-        env={"WHET_API_KEY": access.secret},
+        env=env,
         files={f"{access.home}/.pi/agent/models.json": _readable(config)},
         home=access.home,
-        command=("pi", "--print", "--provider", PI_PROVIDER, "--model", access.model, prompt),
+        command=("pi", *flags, prompt),
     )
 
 

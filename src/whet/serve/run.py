@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import orjson
+from pydantic import ValidationError
 
 from whet.collect.agents import limits_of
 from whet.config import Config, model_folder
 from whet.engine.base import Engine
 from whet.engine.open import open_engine
-from whet.errors import WhetError
-from whet.gateway.admin import Admin
+from whet.errors import ConfigError, WhetError, boundary
+from whet.gateway.admin import Admin, ToolBody
 from whet.gateway.export import export_json
+from whet.gateway.host_tools import HostTool, ToolBox
 from whet.gateway.server import CallReport, Gateway
 from whet.gateway.session import Session
 from whet.record.run import RunDir, write_text
@@ -59,6 +61,24 @@ class ServeOptions:
     """Agents whose set-up is printed; empty = all."""
     admin: bool = False
     json: bool = False
+    tools: Sequence[HostTool] = ()
+    """Host tools of every session."""
+
+
+def read_tools(path: Path) -> tuple[HostTool, ...]:
+    """Host tools from a JSON file: a list of {name, description, parameters}. Raises ConfigError."""
+    with boundary(ConfigError, f"cannot read {path}"):
+        listed = orjson.loads(path.read_bytes())
+    if not isinstance(listed, list):
+        raise ConfigError(f"{path}: must be a list of host tools")
+    try:
+        tools = tuple(HostTool(**ToolBody.model_validate(tool).model_dump()) for tool in listed)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path}: {where}: {first['msg']}") from error
+    ToolBox(tools)
+    return tools
 
 
 class Voice:
@@ -106,7 +126,7 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
             engine = await stack.enter_async_context(_engine(config, family, run.logs / "learner.log"))
             gateway = await stack.enter_async_context(Gateway(engine, family, on_call=voice.call))
             listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
-            sessions = [_open(gateway, config, number) for number in range(options.sessions)]
+            sessions = [_open(gateway, config, options, number) for number in range(options.sessions)]
             _greet(voice, run, config, options, listener.origin, sessions)
             if options.admin:
                 await _admin(stack, voice, gateway, config, sessions)
@@ -120,12 +140,13 @@ def _nowhere() -> Access:
     return Access(address="", secret="", model="", max_call_tokens=1, context_tokens=3, home="")
 
 
-def _open(gateway: Gateway, config: Config, number: int) -> Session:
+def _open(gateway: Gateway, config: Config, options: ServeOptions, number: int) -> Session:
     return gateway.open_session(
         f"serve-{number}",
         seed=config.run.seed,
         limits=limits_of(config),
         temperature=config.engine.temperature,
+        tools=options.tools,
     )
 
 
@@ -141,9 +162,14 @@ def _greet(
             max_call_tokens=config.limits.max_call_tokens,
             context_tokens=config.model.max_context_tokens,
             home=str(run.path / "home" / session.public_id),
+            tools_url=f"{origin}/tools/{session.public_id}" if options.tools else "",
+            tool_secret=session.tool_secret if options.tools else "",
         )
         ways = [setup(agent, access) for agent in options.agents or names()]
-        lines = [f"session {session.rollout_id}: {address}", f"key: {session.secret}", ""]
+        lines = [f"session {session.rollout_id}: {address}", f"key: {session.secret}"]
+        if options.tools:
+            lines.append(f"host tools: MCP server {address}/mcp, key: {session.tool_secret}")
+        lines.append("")
         for way in ways:
             lines += [*way.lines(), ""]
         told = {

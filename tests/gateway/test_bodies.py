@@ -6,11 +6,13 @@ import gzip
 import json
 from typing import Any
 
+import orjson
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, said
 
 from whet.gateway.dialects.base import WireError
 from whet.gateway.dialects.chat import ChatDialect
+from whet.gateway.request import mended
 from whet.gateway.server import GatewayConfig
 from whet.render.template import TemplateFamily
 from whet.types import Message, ModelRequest, ToolCall
@@ -107,7 +109,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(extra: dict[str, Any], param
         (b"{", 400),
         (b"[]", 400),
         (b'{"messages": "\xff"}', 400),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', 400),
         (b'{"x": ' + b"[" * 500 + b"]" * 500 + b"}", 400),
         (b'{"x": ' + b"[" * 100_000, 400),
         (b'{"x": "' + b"a" * 70_000 + b'"}', 413),
@@ -140,3 +142,30 @@ async def test_a_conversation_that_the_template_refuses_is_the_agents_error(fami
         bad = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1"}}]}
         status, _ = await rig.post({"messages": [*ASK, bad, {"role": "user", "content": "\0"}]})
         assert status == 200
+
+
+@pytest.mark.case(47)
+@pytest.mark.parametrize(
+    ("sent", "meant"),
+    [
+        (rb"a\ud83d", "a\ufffd"),
+        (rb"\ude00b", "\ufffdb"),
+        (rb"\ud83d\ude00", "\U0001f600"),
+        (rb"\ud83d\ud83d\ude00\ude00", "\ufffd\U0001f600\ufffd"),
+        (rb"\\ud83d", "\\ud83d"),
+        (rb"\\\ud83d\n", "\\\ufffd\n"),
+        (rb"\u0000\uD7FF\uE000", "\0\ud7ff\ue000"),
+    ],
+)
+def test_half_a_surrogate_pair_becomes_one_replacement(sent: bytes, meant: str) -> None:
+    assert orjson.loads(mended(b'"' + sent + b'"')) == meant
+
+
+@pytest.mark.case(47)
+async def test_a_text_cut_within_an_emoji_does_not_end_the_session(family: TemplateFamily) -> None:
+    raw = b'{"messages": [{"role": "user", "content": "cut \\ud83d"}]}'
+    async with Rig(family, [said("x")]) as rig:
+        for _ in range(2):
+            async with rig.http.post(f"{rig.base}/chat/completions", data=raw, headers=rig.auth) as response:
+                assert response.status == 200
+        assert "cut \ufffd" in family.decode(rig.engine.sent[0].ids)

@@ -6,6 +6,7 @@ WHET_FUZZ sets how many bodies each format gets; half are real bodies with wound
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import random
@@ -150,3 +151,17 @@ async def test_no_body_breaks_the_gateway(
         assert rig.gateway.counters.defects == 0
         assert rig.engine.in_flight == 0
     assert {200, 400} <= seen
+
+
+@pytest.mark.case(47)
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_million_elements_are_refused(family: TemplateFamily, name: str) -> None:
+    key = {"responses": b"input", "gemini": b"contents"}.get(name, b"messages")
+    sent = b'{"' + key + b'":[' + b'{"role":"user"},' * 999_999 + b'{"role":"user"}]}'
+    async with Rig(family, [SAY]) as rig:
+        url = f"{rig.origin}/s/{rig.session.public_id}{PATHS[name][0]}"
+        async with rig.http.post(url, data=io.BytesIO(sent), headers=rig.auth) as response:
+            assert await check(response, name, b"") == 400
+        async with rig.http.post(url, json=BODIES[name](), headers=rig.auth) as response:
+            assert response.status == 200
+        assert not rig.gateway.counters.defects

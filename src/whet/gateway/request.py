@@ -7,6 +7,7 @@ their nesting. Caller: server.
 from __future__ import annotations
 
 import asyncio
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,14 +80,39 @@ async def read_body(http: web.BaseRequest, config: GatewayConfig, max_bytes: int
     except TimeoutError as error:
         raise WireError("invalid_request", "The request body did not arrive in time.") from error
     raw = b"".join(chunks)
+    return mended(await _plain(http, raw, limit))
+
+
+async def _plain(http: web.BaseRequest, raw: bytes, limit: int) -> bytes:
+    """Unpacked, if it was packed. Raises WireError."""
     encoding = http.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding in ("identity", ""):
         return raw
     if encoding not in ("gzip", "x-gzip", "deflate"):
         raise WireError("invalid_request", "This Content-Encoding is not supported.")
-    if size < _INLINE_UNPACK:
+    if len(raw) < _INLINE_UNPACK:
         return _unpacked(raw, limit)
     return await asyncio.to_thread(_unpacked, raw, limit)
+
+
+_LONE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F][0-9a-fA-F])\\u[dD][c-fC-F]"
+)
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+
+
+def mended(raw: bytes) -> bytes:
+    """JSON text with U+FFFD for each escaped half of a surrogate pair.
+
+    JavaScript agents cut texts within an emoji, and no strict reader takes what is left.
+    """
+    if _LONE.search(raw) is None:
+        return raw
+    return _ESCAPE.sub(lambda found: found[0] if found[1] is None else b"\\ufffd", raw)
 
 
 async def read_json(http: web.BaseRequest, config: GatewayConfig, max_bytes: int) -> Mapping[str, object]:

@@ -1,275 +1,221 @@
-"""An assistant turn means after the round trip through an agent what it meant when it was sent.
-
-Every format, whole and streamed; spelt anew, split and merged as the measured agents do.
-"""
+"""What real agents make of a reply, as recorded: echoes, compaction and sub-agents."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-import orjson
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from recordings_lab import FOLDER, Echo, Recording, echoes, read, requests, said
 
-from whet.capture.match import Reader, same
-from whet.gateway.dialects.base import Envelope
-from whet.gateway.server import DIALECTS
-from whet.types import Message, Reply, ToolCall
+from whet.conformance.mask import masked
+from whet.types import ModelRequest, ToolCall
 
-NAMES = {
-    "ns__spawn": '{"type":"function","name":"spawn","namespace":"ns"}',
-    "patch": '{"type":"custom","name":"patch","namespace":""}',
-}
-ENVELOPE = Envelope(id="0123456789abcdef01234567", created=1, model="policy", names=NAMES)
-
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**63)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=8,
-)
-OBJECTS = st.dictionaries(TEXT, VALUES, max_size=4)
+AGENTS = sorted(path.name.split(".")[0] for path in FOLDER.glob("*.jsonl.xz"))
 
 
-@st.composite
-def spelled(draw: st.DrawFn) -> str:
-    """Arguments in one of many spellings."""
-    value = draw(OBJECTS)
-    return json.dumps(
-        value,
-        ensure_ascii=draw(st.booleans()),
-        indent=draw(st.sampled_from([None, None, 1])),
-        separators=draw(st.sampled_from([(",", ":"), (" , ", "\n: ")])),
-    )
+@pytest.fixture(params=AGENTS)
+def recording(request: pytest.FixtureRequest) -> Recording:
+    return of(request.param)
 
 
-@st.composite
-def calls(draw: st.DrawFn) -> ToolCall:
-    name = draw(st.sampled_from(["read", "ns__spawn", "patch"]))
-    arguments = json.dumps({"input": draw(TEXT)}) if name == "patch" else draw(spelled())
-    return ToolCall(id="", name=name, arguments=arguments)
+def of(agent: str) -> Recording:
+    return read(FOLDER / f"{agent}.jsonl.xz")
 
 
-@st.composite
-def replies(draw: st.DrawFn) -> Reply:
-    drawn = draw(st.lists(calls(), max_size=3))
-    return Reply(
-        text=draw(TEXT),
-        reasoning=draw(TEXT),
-        tool_calls=tuple(
-            ToolCall(id=f"call_{i}", name=c.name, arguments=c.arguments) for i, c in enumerate(drawn)
-        ),
-    )
+def arguments_way(said: ToolCall, got: ToolCall) -> str:
+    """What an agent did to the arguments of one call."""
+    if said.arguments == got.arguments:
+        return "verbatim"
+    before, after = json.loads(said.arguments), json.loads(got.arguments)
+    if before != after:
+        added = {key for key in after if key not in before}
+        return "default added" if before == {k: v for k, v in after.items() if k not in added} else "changed"
+    return "spelled anew" if list(before) == list(after) else "reordered"
 
 
-Respell = Callable[[str], list[str]]
-"""How an agent sends a text back: as pieces."""
+def reasoning_way(echo: Echo) -> str:
+    if not echo.said.reasoning:
+        return "none"
+    if echo.said.reasoning == echo.got.reasoning:
+        return "verbatim"
+    return "changed" if echo.got.reasoning else "dropped"
 
 
-def halves(text: str) -> list[str]:
-    return [text[: len(text) // 2], text[len(text) // 2 :]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """How an agent hands replies back."""
+
+    arguments: frozenset[str]
+    reasoning: str = "verbatim"
+    pointers: str = "never"
+    """Echoes that carry the gateway's pointer: never, always, or those with reasoning."""
+    edits: Mapping[str, int] | None = None
+    """Causes of edited branches, with how often."""
 
 
-def redumped(value: Any) -> Any:
-    """Keys in another order."""
-    return dict(reversed(value.items())) if isinstance(value, dict) else value
-
-
-def chat_echo(body: dict[str, Any], pieces: Respell, keep: bool) -> dict[str, Any]:
-    message = body["choices"][0]["message"]
-    message["content"] = [{"type": "text", "text": t} for t in pieces(message["content"] or "")]
-    for call in message.get("tool_calls", []):
-        function = call["function"]
-        function["arguments"] = json.dumps(redumped(json.loads(function["arguments"])))
-    if not keep:
-        message.pop("reasoning_content", None)
-    return {"messages": [{"role": "user", "content": "x"}, message, {"role": "user", "content": "y"}]}
-
-
-def anthropic_echo(body: dict[str, Any], pieces: Respell, keep: bool) -> dict[str, Any]:
-    blocks: list[dict[str, Any]] = []
-    for block in body["content"]:
-        if block["type"] == "text":
-            blocks += [{"type": "text", "text": t} for t in pieces(block["text"])]
-        elif block["type"] == "tool_use":
-            blocks.append(
-                {**block, "input": redumped(block["input"]), "cache_control": {"type": "ephemeral"}}
-            )
-        elif keep:
-            blocks.append(block)
-    cut = len(blocks) // 2
-    said = [{"role": "assistant", "content": part} for part in (blocks[:cut], blocks[cut:])]
-    return {"messages": [{"role": "user", "content": "x"}, *said, {"role": "user", "content": "y"}]}
-
-
-def responses_echo(body: dict[str, Any], pieces: Respell, keep: bool) -> dict[str, Any]:
-    items: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
-    for item in body["output"]:
-        if item["type"] == "message":
-            parts = [{"type": "output_text", "text": t} for t in pieces(item["content"][0]["text"])]
-            items.append({"type": "message", "role": "assistant", "content": parts})
-        elif item["type"] != "reasoning" or keep:
-            items.append({key: value for key, value in item.items() if key not in ("id", "status")})
-    return {"input": [*items, {"role": "user", "content": "y"}]}
-
-
-def gemini_echo(body: dict[str, Any], pieces: Respell, keep: bool) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = []
-    for part in body["candidates"][0]["content"]["parts"]:
-        if part.get("thought"):
-            parts += [part] if keep else []
-        elif "text" in part:
-            parts += [{**part, "text": t} for t in pieces(part["text"])]
-        else:
-            call = part["functionCall"]
-            parts.append({"functionCall": {**call, "args": redumped(call["args"])}})
-    user = {"role": "user", "parts": [{"text": "x"}]}
-    said = [{"role": "model", "parts": [part]} for part in parts]
-    return {"contents": [user, *said, user]}
-
-
-ECHOES = {"chat": chat_echo, "anthropic": anthropic_echo, "responses": responses_echo, "gemini": gemini_echo}
-ACTION = {"gemini": "models/m:generateContent"}
-
-
-def echoed(name: str, reply: Reply, pieces: Respell, keep: bool) -> list[Message]:
-    """The messages of the request in which an agent sends `reply` back."""
-    dialect = DIALECTS[name]
-    body = orjson.loads(orjson.dumps(dialect.reply(reply, ENVELOPE)))
-    again = orjson.loads(json.dumps(ECHOES[name](body, pieces, keep)))
-    return list(dialect.parse(again, ACTION.get(name, "")).request.messages)
-
-
-def as_message(reply: Reply) -> Message:
-    return Message(role="assistant", text=reply.text, reasoning=reply.reasoning, tool_calls=reply.tool_calls)
-
-
-@pytest.mark.case(18, 22)
-@pytest.mark.parametrize("keep", [True, False], ids=["reasoning", "no reasoning"])
-@pytest.mark.parametrize("pieces", [lambda text: [text], halves], ids=["whole", "split"])
-@pytest.mark.parametrize("name", DIALECTS)
-@settings(deadline=None, max_examples=40)
-@given(reply=replies())
-def test_an_echo_means_what_was_sent(name: str, pieces: Respell, keep: bool, reply: Reply) -> None:
-    first, *said, last = echoed(name, reply, pieces, keep)
-    assert (first.role, last.role) == ("user", "user")
-    if not said:  # a turn without content leaves nothing that an agent could send back
-        assert (reply.text, reply.tool_calls) == ("", ())
-        assert not (keep and reply.reasoning)
-        return
-    (message,) = said
-    reader = Reader()
-    held, got = reader.meaning(as_message(reply)), reader.meaning(message)
-    assert same(held, got)
-    assert bool(got.reasoning) == (keep and bool(reply.reasoning))
-    assert [call.id for call in message.tool_calls] == [call.id for call in reply.tool_calls]
-
-
-ODD = {
-    "python words": "{'a': False}",
-    "half": '{"a": [1,',
-    "no object": "[1, 2]",
-    "text": "ls -l",
-    "empty": "",
-    "null": "null",
-    "wrapped": '{"unparsed_arguments": "{"}',
-    "deep": '{"a":' + "[" * 200 + "]" * 200 + "}",
-    "surrogate": '{"a": "\\ud800"}',
+HABITS = {
+    "claude_code": Habits(
+        arguments=frozenset({"spelled anew", "reordered", "default added"}),
+        pointers="reasoning",
+        edits={"default added": 1},
+    ),
+    "codex": Habits(arguments=frozenset({"verbatim"}), pointers="reasoning"),
+    "gemini_cli": Habits(
+        # An object on the wire, so there is no spelling to keep; the edit is its interruption of a loop.
+        arguments=frozenset({"verbatim"}),
+        reasoning="dropped",
+        pointers="always",
+        edits={"text": 1},
+    ),
+    "mini_swe": Habits(arguments=frozenset({"verbatim"})),
+    "opencode": Habits(arguments=frozenset({"spelled anew"})),
+    "pi": Habits(arguments=frozenset({"spelled anew"})),
+    "qwen_code": Habits(arguments=frozenset({"spelled anew"})),
 }
 
 
-@pytest.mark.case(13, 20)
-@pytest.mark.parametrize("arguments", ODD.values(), ids=ODD)
-@pytest.mark.parametrize("name", DIALECTS)
-def test_arguments_that_are_no_object_come_back_as_they_were(name: str, arguments: str) -> None:
-    """Formats that want an object wrap them: the agent can complain, and the echo is still the turn."""
-    reply = Reply(tool_calls=(ToolCall(id="call_0", name="read", arguments=arguments),))
-    dialect = DIALECTS[name]
-    body = orjson.loads(orjson.dumps(dialect.reply(reply, ENVELOPE)))
-    echo: dict[str, Any]
-    if name == "chat":
-        echo = {"messages": [{"role": "user", "content": "x"}, body["choices"][0]["message"]]}
-    elif name == "anthropic":
-        said = {"role": "assistant", "content": body["content"]}
-        echo = {"messages": [{"role": "user", "content": "x"}, said, {"role": "user", "content": "y"}]}
-    elif name == "responses":
-        echo = {"input": [{"role": "user", "content": "x"}, *body["output"]]}
-    else:
-        echo = {"contents": [{"parts": [{"text": "x"}]}, body["candidates"][0]["content"]]}
-    request = dialect.parse(orjson.loads(orjson.dumps(echo)), ACTION.get(name, "")).request
-    (call,) = request.messages[1].tool_calls
-    reader = Reader()
-    assert same(reader.meaning(as_message(reply)), reader.meaning(request.messages[1])), call
+@pytest.mark.case(18, 21, 22)
+def test_echoes_are_as_known_and_only_named_ones_are_edits(recording: Recording) -> None:
+    habits, seen = HABITS[recording.agent], list(echoes(recording))
+    assert len(seen) >= 5
+    pairs = [pair for echo in seen for pair in zip(echo.said.tool_calls, echo.got.tool_calls, strict=True)]
+    assert {arguments_way(*pair) for pair in pairs} == habits.arguments
+    assert {reasoning_way(echo) for echo in seen} - {"none"} == {habits.reasoning}
+    assert all(echo.said.text == echo.got.text for echo in seen)
+    carrying = [bool(echo.got.pointers) for echo in seen]
+    told = {"never": False, "always": True}
+    assert carrying == [told.get(habits.pointers, bool(echo.said.reasoning)) for echo in seen]
+    edits = [cause for kind, cause, *_ in recording.books["drifts"] if kind == "edited"]
+    assert {cause: edits.count(cause) for cause in edits} == (habits.edits or {})
 
 
-@pytest.mark.case(13, 19)
-@pytest.mark.parametrize(
-    ("arguments", "again"),
-    [
-        ('{"a": 1.50, "b": 1e2}', '{"b":100,"a":1.5}'),
-        ('{"a": 9223372036854775807}', '{"a":9223372036854775807}'),
-        ('{"a": 18446744073709551615}', '{"a":18446744073709551615}'),
-        ('{"a": 1, "a": 2}', '{"a":2}'),
-        ('{"p": "\\u00e9\\/"}', '{"p":"é/"}'),
-    ],
-)
-@pytest.mark.parametrize("name", ["anthropic", "gemini"])
-def test_a_value_spelt_anew_is_the_same_object(name: str, arguments: str, again: str) -> None:
-    use = {"type": "tool_use", "id": "c", "name": "read", "input": orjson.loads(again)}
-    user = {"role": "user", "content": "x"}
-    bodies: dict[str, dict[str, Any]] = {
-        "anthropic": {"messages": [user, {"role": "assistant", "content": [use]}, user]},
-        "gemini": {
-            "contents": [
-                {"parts": [{"text": "x"}]},
-                {"role": "model", "parts": [{"functionCall": {"name": "read", "args": orjson.loads(again)}}]},
-            ]
-        },
-    }
-    message = DIALECTS[name].parse(bodies[name], ACTION.get(name, "")).request.messages[1]
-    sent = Message(role="assistant", tool_calls=(ToolCall(id="c", name="read", arguments=arguments),))
-    assert same(Reader().meaning(sent), Reader().meaning(message))
+@pytest.mark.case(18)
+@pytest.mark.parametrize("agent", sorted(set(AGENTS) - {"codex", "mini_swe"}))
+def test_escapes_are_written_out_by_all_who_read_the_arguments(agent: str) -> None:
+    echo = next(e for e in echoes(of(agent)) if "caf" in e.said.tool_calls[-1].arguments)
+    assert "café" in echo.got.tool_calls[-1].arguments
 
 
-@pytest.mark.case(13)
-def test_chat_takes_arguments_as_an_object_too() -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": {"a": 1}}}
-    body = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]}
-    (_, message) = DIALECTS["chat"].parse(body, "").request.messages
-    assert message.tool_calls[0].arguments == '{"a":1}'
+def test_ids_of_calls_come_back_as_they_were_minted(recording: Recording) -> None:
+    """But for the summaries of one agent, which puts the tool's name before them."""
+    minted = {call.id for each in recording.calls for call in said(each).tool_calls}
+    foreign = [
+        (len(request.tools), call.id)
+        for request in requests(recording)
+        for message in request.messages
+        for call in message.tool_calls
+        if call.id not in minted
+    ]
+    assert {tools for tools, _ in foreign} == ({0} if recording.agent == "gemini_cli" else set())
+    assert {call.rpartition("__")[2] for _, call in foreign} <= minted
 
 
-@pytest.mark.case(25)
-@pytest.mark.parametrize("content", [None, "", [], [{"type": "text", "text": ""}]])
-def test_no_content_is_no_content_however_it_is_written(content: Any) -> None:
-    user = {"role": "user", "content": "x"}
-    body: dict[str, Any] = {"messages": [user, {"role": "assistant", "content": content}, user]}
-    assert [m.text for m in DIALECTS["chat"].parse(body, "").request.messages] == ["x", "", "x"]
-    assert [m.text for m in DIALECTS["anthropic"].parse(body, "").request.messages] == ["x", "", "x"]
-    item = {"type": "message", "role": "assistant", "content": content}
-    if content:
-        item["content"] = [{"type": "output_text", "text": ""}]
-    items = {"input": [{"role": "user", "content": "x"}, item]}
-    assert [m.text for m in DIALECTS["responses"].parse(items, "").request.messages] == ["x", ""]
+@pytest.mark.case(24)
+def test_moving_cache_marks_change_no_meaning() -> None:
+    """Claude Code marks the newest block in every call; what is parsed has the same beginning."""
+    recording = of("claude_code")
+    calls, moved = recording.calls, 0
+    for turn, parent in enumerate(recording.books["parents"]):
+        if parent < 0:
+            continue
+        before, after = calls[parent], calls[turn]
+        count = len(before.body["messages"])
+        moved += before.body["messages"] != after.body["messages"][:count]
+        old, new = before.wire().request.messages, after.wire().request.messages
+        assert new[: len(old)] == old
+    assert moved == sum(parent >= 0 for parent in recording.books["parents"])
 
 
-@pytest.mark.case(23)
-@pytest.mark.parametrize("name", DIALECTS)
-def test_a_turn_left_out_is_not_made_up(name: str) -> None:
-    """Two messages of the user beside each other stay two, so the forest sees what is missing."""
-    texts = ("Fix f.", "Format error: no call.")
-    bodies: dict[str, dict[str, Any]] = {
-        "chat": {"messages": [{"role": "user", "content": t} for t in texts]},
-        "anthropic": {"messages": [{"role": "user", "content": t} for t in texts]},
-        "responses": {"input": [{"role": "user", "content": t} for t in texts]},
-        "gemini": {"contents": [{"role": "user", "parts": [{"text": t}]} for t in texts]},
-    }
-    request = DIALECTS[name].parse(bodies[name], ACTION.get(name, "")).request
-    assert [(m.role, m.text) for m in request.messages] == [("user", t) for t in texts]
+def summaries(recording: Recording) -> list[int]:
+    return [turn for turn, call in enumerate(recording.calls) if "[[summary" in said(call).text]
+
+
+def assistants(request: ModelRequest) -> int:
+    return sum(message.role == "assistant" for message in request.messages)
+
+
+COMPACTION = {
+    # The line itself is asked, with its tools.
+    "claude_code": ("on the line", True, True),
+    "qwen_code": ("on the line", True, True),
+    # The whole history under another root, without tools.
+    "codex": ("anew", False, True),
+    "gemini_cli": ("anew", False, True),
+    # The history as one text.
+    "opencode": ("anew", False, False),
+    "pi": ("anew", False, False),
+}
+
+
+@pytest.mark.case(33)
+@pytest.mark.parametrize("agent", sorted(COMPACTION))
+def test_each_agent_compacts_in_its_own_way(agent: str) -> None:
+    recording = of(agent)
+    parents, labels = recording.books["parents"], recording.books["labels"]
+    asked = summaries(recording)
+    assert len(asked) == (2 if agent == "gemini_cli" else 1)
+    for turn in asked:
+        request = requests(recording)[turn]
+        where = "on the line" if parents[turn] >= 0 else "anew"
+        # Some hand over a call or two as they were: those count as history only from three on.
+        assert (where, bool(request.tools), assistants(request) > 2) == COMPACTION[agent]
+    after = asked[-1] + 1
+    assert parents[after] == -1
+    assert len(requests(recording)[after].tools) == len(requests(recording)[0].tools)
+    assert labels.count("final") == 1
+    assert "wipe" in labels
+
+
+def trees(recording: Recording) -> list[list[int]]:
+    """Turns by root, in order."""
+    root: dict[int, int] = {}
+    for turn, parent in enumerate(recording.books["parents"]):
+        root[turn] = turn if parent < 0 else root[parent]
+    return [[turn for turn, top in root.items() if top == one] for one in dict.fromkeys(root.values())]
+
+
+def sub_agents(recording: Recording) -> dict[str, list[int]]:
+    """What a sub-agent answered -> its turns."""
+    found = {}
+    for tree in trees(recording):
+        last = said(recording.calls[tree[-1]])
+        told = last.text + "".join(call.arguments for call in last.tool_calls)
+        if "[[part" in told:
+            found[told[told.index("[[part") : told.index("height.") + 7]] = tree
+    return found
+
+
+@pytest.mark.case(29)
+@pytest.mark.parametrize("agent", ["claude_code", "codex", "gemini_cli", "opencode", "qwen_code"])
+def test_two_sub_agents_run_at_once_under_one_system_prompt(agent: str) -> None:
+    recording = of(agent)
+    parts = sub_agents(recording)
+    assert len(parts) == 2
+    one, two = parts.values()
+    assert max(one[0], two[0]) < min(one[-1], two[-1])
+    first, second = (requests(recording)[turns[0]] for turns in (one, two))
+    assert first.tools == second.tools
+    assert first.messages != second.messages
+    systems = [[m.text for m in request.messages if m.role == "system"] for request in (first, second)]
+    assert systems[0] == systems[1] or agent == "codex"
+    assert recording.books["labels"].count("subagent") == 2
+    meanwhile = [turn for turn in range(one[0], max(one[-1], two[-1])) if turn not in {*one, *two}]
+    assert bool(meanwhile) == (agent in ("claude_code", "codex", "qwen_code"))
+
+
+@pytest.mark.case(30)
+@pytest.mark.parametrize(("agent", "role"), [("claude_code", "system"), ("qwen_code", "user")])
+def test_answers_of_background_agents_come_later_in_nobodys_place(agent: str, role: str) -> None:
+    recording = of(agent)
+    for answer, turns in sub_agents(recording).items():
+        told = str(masked({"instructions": answer})["instructions"])
+        heard = [
+            turn
+            for turn, request in enumerate(requests(recording))
+            if any(told in message.text for message in request.messages if message.role == role)
+        ]
+        assert heard
+        assert min(heard) > turns[-1]
+        assert not set(heard) & set(turns)

@@ -1,6 +1,6 @@
 # Two commands for everybody: `make demo` and `make test`. ARGS goes to the program:
 #   make demo ARGS="--agent script run.seed=3"
-.PHONY: demo test setup check conformance warm-start
+.PHONY: demo test test-full setup check conformance warm-start
 
 demo:
 	@scripts/setup
@@ -10,6 +10,13 @@ test:
 	@scripts/setup test
 	@scripts/check
 	@scripts/test $(ARGS)
+
+# What takes too long for every change: a real vLLM server, large fuzz counts, the real agents. CI runs it too.
+test-full:
+	@scripts/setup test
+	@scripts/setup-vllm
+	@WHET_FULL=1 WHET_FUZZ=20000 scripts/test -m "full or fuzz" $(ARGS)
+	@$(MAKE) --no-print-directory conformance ARGS=
 
 setup:
 	@scripts/setup test

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +24,30 @@ KNOWN_SKIPS = (
     # `make conformance` runs these agents; installing them takes gigabytes.
     r"real agents are started with WHET_REAL_AGENTS=1 only",
     r"\w+ is not installed: python -m whet\.harness\.known \w+",
+    # Too long for every change: `make test-full` and continuous integration run them.
+    r"runs in make test-full",
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("WHET_FULL", "") != "1":
+        for item in items:
+            if item.get_closest_marker("full") is not None:
+                item.add_marker(pytest.mark.skip(reason="runs in make test-full"))
+
+
+@pytest.fixture(scope="session")
+def real_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real vLLM server on this machine's CPU; only for tests marked full. Its model computes what the warm
+    start does and has an output head of its own, without which weights cannot be reloaded on a CPU."""
+    from whet.config import WARM_START
+    from whet.testing.vllm_server import installed_vllm, start_vllm, untied_copy
+
+    venv = installed_vllm(Path(__file__).parents[1] / "scripts" / "setup-vllm")
+    folder = tmp_path_factory.mktemp("vllm")
+    model = untied_copy(WARM_START, folder / "model")
+    with start_vllm(venv, model, folder / "server.log") as server:
+        yield server
 
 
 def unknown_skips(config: pytest.Config) -> list[str]:

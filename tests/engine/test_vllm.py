@@ -283,6 +283,20 @@ async def test_a_reload_that_did_nothing_is_found_out(tmp_path: Path) -> None:
             await engine.load(weights(tmp_path / "b", b"two"), 2)
 
 
+async def test_tied_weights_are_refused_where_tensors_are_packed(tmp_path: Path) -> None:
+    tied, untied = weights(tmp_path / "a", b"one"), weights(tmp_path / "b", b"two")
+    (tied / "config.json").write_text('{"tie_word_embeddings": true}')
+    (untied / "config.json").write_text('{"tie_word_embeddings": false}')
+    async with serve_vllm(VOCAB) as fake, open_vllm(options(fake)) as engine:
+        assert (await engine.load(tied, 1)).version == 1
+    async with serve_vllm(VOCAB) as fake, open_vllm(options(fake)) as engine:
+        fake.packs = True
+        with pytest.raises(EngineError, match="would keep the old output head"):
+            await engine.load(tied, 1)
+        assert (await engine.generate(PROMPT, params(), KEY)).version_runs == ((0, 0),)
+        assert (await engine.load(untied, 1)).version == 1
+
+
 async def test_an_engine_with_unknown_weights_does_not_sample(tmp_path: Path) -> None:
     async with serve_vllm(VOCAB) as fake, open_vllm(options(fake)) as engine:
         fake.loads_fail = True

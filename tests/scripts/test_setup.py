@@ -52,7 +52,8 @@ class Machine:
         self.lab, self.bin, self.checkout = lab, lab / "bin", lab / "checkout"
         self.bin.mkdir()
         (self.checkout / "scripts").mkdir(parents=True)
-        shutil.copy(ROOT / "scripts" / "setup", self.checkout / "scripts")
+        for script in ("setup", "torch-index.sh"):
+            shutil.copy(ROOT / "scripts" / script, self.checkout / "scripts")
         shutil.copytree(ROOT / "requirements", self.checkout / "requirements")
         shutil.copy(ROOT / "pyproject.toml", self.checkout)
         for tool in TOOLS:

@@ -1,9 +1,11 @@
-"""The files of a model folder as one digest: what an engine was told to load, before and after it did."""
+"""What an engine is told to load: the weight files of a model folder as one digest, and its config."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+
+import orjson
 
 from whet.errors import EngineError, boundary
 
@@ -19,3 +21,11 @@ def folder_digest(folder: Path) -> str:
             with path.open("rb") as file:
                 total.update(path.name.encode() + b"\0" + hashlib.file_digest(file, "sha256").digest())
     return total.hexdigest()
+
+
+def ties_embeddings(folder: Path) -> bool:
+    """True when the output head is the embedding matrix; a folder without a config does not say so."""
+    path = folder / "config.json"
+    with boundary(EngineError, f"read {path}"):
+        config = orjson.loads(path.read_bytes()) if path.exists() else {}
+    return bool(isinstance(config, dict) and config.get("tie_word_embeddings"))

@@ -2,7 +2,8 @@
 
 Only the configured origin is ever asked: no redirects, no proxies from the environment. A request is sent
 again only when the server cannot have begun it (no connection, or a 429/503 without a result), boundedly.
-Every failure is an EngineError that names the server and the call, never a header. Callers: vllm, sglang.
+Every failure is an EngineError that names the server and the call, never a header; EngineUnavailable where
+the same request may be answered later. Callers: vllm, sglang.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
-from yarl import URL
 
-from whet.errors import ConfigError, EngineError
+from whet.errors import ConfigError, EngineError, EngineUnavailable
 
 Body = Mapping[str, Any]
 _BUSY = frozenset({429, 503})
@@ -43,17 +44,21 @@ class HttpOptions:
     max_connections: int = 1024
 
 
-def checked_url(text: str, key: str) -> URL:
-    """An http(s) URL without credentials, query or fragment. Raises ConfigError naming `key`."""
+def checked_url(text: str, key: str) -> str:
+    """An http(s) URL without credentials, query or fragment, and without a slash at its end.
+
+    Raises ConfigError naming `key`.
+    """
     try:
-        url = URL(text)
+        url = urlsplit(text)
+        port = url.port
     except ValueError as error:
         raise ConfigError(f"{key}: {text!r} is not a URL") from error
-    if url.scheme not in ("http", "https") or not url.host:
+    if url.scheme not in ("http", "https") or not url.hostname or port == 0:
         raise ConfigError(f"{key}: {text!r} is not an http or https URL")
-    if url.user or url.password or url.query_string or url.fragment:
+    if url.username or url.password or url.query or url.fragment:
         raise ConfigError(f"{key} must be an origin with at most a path: keys go into environment variables")
-    return url
+    return text.rstrip("/")
 
 
 class NotOffered(EngineError):
@@ -66,7 +71,7 @@ class EngineHttp:
     def __init__(self, session: aiohttp.ClientSession, options: HttpOptions, name: str) -> None:
         self.name, self.options = name, options
         self._session = session
-        self._base = str(checked_url(options.url, "engine.url")).rstrip("/")
+        self._base = checked_url(options.url, "engine.url")
 
     async def get(self, path: str, *, deadline_s: float | None = None) -> Body:
         return await self._call("GET", path, None, {}, {}, deadline_s)
@@ -150,6 +155,8 @@ class EngineHttp:
     def _decoded(self, path: str, status: int, raw: bytes) -> Body:
         if status in (403, 404, 405, 501):
             raise NotOffered(f"{self.name} does not offer {path} (HTTP {status}): {_said(raw)}")
+        if status in (502, 503, 504):
+            raise EngineUnavailable(f"{self.name} is not there for {path} (HTTP {status}): {_said(raw)}")
         if not 200 <= status < 300:
             raise EngineError(f"{self.name} refused {path} (HTTP {status}): {_said(raw)}")
         if not raw.strip():

@@ -5,7 +5,8 @@ Samples through `/inference/v1/generate` (server flag --enable-scale-out), else 
 server; without it the engine samples and cannot be given weights. Logprobs are those of the sampled
 distribution only with --logprobs-mode processed_logprobs: `probe` refuses the rest. Invariant: a token is
 stamped with the version that the server says it was sampled by, and a label that nobody set (a server that
-was restarted and lost its weights) is refused.
+was restarted and lost its weights) is refused. On a CPU, vLLM 0.32 needs --no-enable-chunked-prefill: it dies
+when it cuts the prompt of a request with a seed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whet.engine.base import EngineInfo, PauseMode, Receipt
-from whet.engine.folder import folder_digest
+from whet.engine.folder import folder_digest, ties_embeddings
 from whet.engine.http import EngineHttp, HttpOptions, NotOffered, open_http
 from whet.engine.reply import RawReply, checked, first, runs_of_spans, version_number
 from whet.engine.streams import request_name, session_name, stream_seed
@@ -185,6 +186,12 @@ class VllmEngine:
         self._need_control("reload_weights")
         folder = await asyncio.to_thread(folder.resolve)
         before = await asyncio.to_thread(folder_digest, folder)
+        tied = await asyncio.to_thread(ties_embeddings, folder)
+        if tied and not (await tensor_sums(self._http)).complete:
+            raise EngineError(
+                f"vllm has packed its weights, as on CPUs, and would keep the old output head: {folder} ties "
+                "it to the embeddings; publish lm_head.weight of its own with tie_word_embeddings = false"
+            )
         await self.pause(mode)
         self._broken = f"vllm was to load version {version} and has not: its weights are unknown"
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}

@@ -46,6 +46,8 @@ class FakeVllm:
         self.busy = 0
         """Generations to refuse with 503 before the next is served."""
         self._tasks: set[asyncio.Task[Job]] = set()
+        self.packs = False
+        """As on a CPU: some tensors are packed away and reported as empty."""
         self.loads_fail = False
         self.loads_nothing = False
         """A reload is answered as done and changes nothing."""
@@ -181,7 +183,8 @@ class FakeVllm:
 
     async def _checker(self, http: web.Request) -> web.Response:
         digest = hashlib.sha256(self.sampler.model.weights.encode()).hexdigest()
-        return _json({"checksums": {"tp0:model.embed_tokens.weight": digest}})
+        packed = hashlib.sha256(b"").hexdigest() if self.packs else digest
+        return _json({"checksums": {"tp0:model.embed_tokens.weight": digest, "tp0:qkv_proj.weight": packed}})
 
     async def _reset(self, http: web.Request) -> web.Response:
         self.sampler.flush()

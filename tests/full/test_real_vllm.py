@@ -1,0 +1,328 @@
+"""A real vLLM server on this CPU, serving the warm start: ids, logprobs, control plane, a whole session.
+
+The oracle of its logprobs is whet's own Qwen3 forward, on which the trainer's gradient rests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from whet.config import WARM_START, load_config
+from whet.engine.base import Engine
+from whet.engine.embedded_model import Qwen3, load_model, save_model
+from whet.engine.http import HttpOptions
+from whet.engine.open import open_engine, probe_prompt
+from whet.engine.probe import probe_engine
+from whet.engine.vllm import VllmEngine, open_vllm
+from whet.errors import EngineError
+from whet.gateway.server import Gateway
+from whet.render.template import load_family
+from whet.testing.vllm_server import RealVllm, installed_vllm, start_vllm
+from whet.types import Generation, IntArray, Limits, RequestKey, SamplingParams
+
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
+
+FAMILY = load_family(WARM_START)
+PROMPT = probe_prompt(FAMILY)
+CLOSE = 1e-3
+"""Nats between vLLM's logprobs and ours, both float32."""
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def engine(real_vllm: RealVllm) -> AsyncIterator[VllmEngine]:
+    async with open_vllm(HttpOptions(url=real_vllm.url, call_deadline_s=120.0)) as engine:
+        await ask(engine, 0, 2)
+        yield engine
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def restored(engine: VllmEngine, real_vllm: RealVllm) -> AsyncIterator[VllmEngine]:
+    """For tests that change the weights: the ones it started with come back."""
+    yield engine
+    await engine.load(real_vllm.model, engine.receipt.version + 1)
+
+
+@pytest.fixture(scope="module")
+def raw_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealVllm]:
+    """The warm start as it is, served as vLLM starts by default: raw logprobs, no token route."""
+    venv = installed_vllm(Path(__file__).parents[2] / "scripts" / "setup-vllm")
+    log = tmp_path_factory.mktemp("raw") / "server.log"
+    with start_vllm(venv, WARM_START, log, processed=False, scale_out=False) as server:
+        yield server
+
+
+async def ask(
+    engine: Engine,
+    turn: int,
+    max_tokens: int,
+    *,
+    temperature: float = 1.0,
+    stop: frozenset[int] = frozenset(),
+    prompt: IntArray = PROMPT,
+) -> Generation:
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_ids=stop)
+    return await engine.generate(prompt, params, RequestKey(seed=5, rollout_id="real", turn=turn))
+
+
+def our_logprobs(model: Qwen3, prompt: IntArray, sampled: IntArray, temperature: float) -> Any:
+    """Of `sampled` after `prompt`, by whet's own forward: [n] float32."""
+    ids = torch.tensor(np.concatenate([prompt, sampled])[None].astype(np.int64))
+    with torch.no_grad():
+        rows = model.logits(model.hidden(ids[0, :0], ids))[0, len(prompt) - 1 : -1] / temperature
+        return rows.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def gap(model: Qwen3, said: Generation, temperature: float, prompt: IntArray = PROMPT) -> float:
+    assert said.logprobs is not None
+    return float(np.abs(our_logprobs(model, prompt, said.ids, temperature) - said.logprobs).max())
+
+
+def changed_copy(source: Path, folder: Path, seed: int) -> Path:
+    """The model in `source` with noise on every matrix."""
+    model = load_model(source)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.05 * parameter.std())
+    folder.mkdir()
+    save_model(model, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_bytes((WARM_START / name).read_bytes())
+    return folder
+
+
+async def until_running(server: RealVllm, wanted: bool) -> None:
+    async with asyncio.timeout(60):
+        while bool(await asyncio.to_thread(running, server)) != wanted:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
+def running(server: RealVllm) -> int:
+    """Requests that the server's scheduler holds, by its own metrics."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    counts = re.findall(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([0-9.e+]+)$", text, re.MULTILINE)
+    assert counts
+    return int(sum(map(float, counts)))
+
+
+# --------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+async def test_logprobs_are_those_of_our_own_forward(engine: VllmEngine, temperature: float) -> None:
+    model = load_model(WARM_START)
+    assert engine.server.route == "generate"
+    replies = await asyncio.gather(*(ask(engine, turn, 64, temperature=temperature) for turn in range(4)))
+    worst = max(gap(model, said, temperature) for said in replies)
+    print(f"largest |vLLM - ours| at temperature {temperature}: {worst:.2e}")
+    assert worst < CLOSE
+    # The test can tell: at another temperature the same ids have other logprobs.
+    assert max(gap(model, said, temperature * 1.1) for said in replies) > CLOSE
+
+
+async def test_a_long_prompt_comes_back_exactly(engine: VllmEngine) -> None:
+    random = np.random.default_rng(0)
+    prompt = np.concatenate([random.integers(3, FAMILY.vocab_size, 3000), PROMPT]).astype(np.int32)
+    said = await ask(engine, 10, 16, prompt=prompt)
+    assert gap(load_model(WARM_START), said, 1.0, prompt) < CLOSE
+
+
+async def test_the_context_limit_is_the_servers(engine: VllmEngine) -> None:
+    assert engine.info.max_context_tokens == 4096
+    prompt = np.full(4096, 40, dtype=np.int32)
+    with pytest.raises(EngineError, match="HTTP 400"):
+        await ask(engine, 11, 1, prompt=prompt)
+
+
+async def test_the_probe_accepts_it(engine: VllmEngine) -> None:
+    for temperature in (1.0, 0.7):
+        report = await probe_engine(engine, PROMPT, vocab_size=FAMILY.vocab_size, temperature=temperature)
+        assert report.pairs >= 3
+        assert report.largest_gap < 1e-4
+        assert report.repeatable
+
+
+async def test_the_configuration_opens_it(real_vllm: RealVllm, engine: VllmEngine) -> None:
+    config = load_config(overrides=["engine.kind=vllm", f"engine.url={real_vllm.url}"])
+    async with open_engine(config, FAMILY) as opened:
+        assert opened.receipt.version == engine.receipt.version
+        assert (await ask(opened, 1, 8)).ids.tolist() == (await ask(engine, 1, 8)).ids.tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_the_probe_refuses_raw_logprobs(raw_vllm: RealVllm, temperature: float) -> None:
+    async with open_vllm(HttpOptions(url=raw_vllm.url, call_deadline_s=120.0)) as raw:
+        assert raw.server.route == "completions"
+        # What it reports is right at temperature 1, and only there.
+        model = load_model(WARM_START)
+        assert gap(model, await ask(raw, 0, 32), 1.0) < CLOSE
+        assert gap(model, await ask(raw, 0, 32, temperature=0.7), 1.0) < CLOSE
+        assert gap(model, await ask(raw, 0, 32, temperature=0.7), 0.7) > 0.1
+        with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+            await probe_engine(raw, PROMPT, vocab_size=FAMILY.vocab_size, temperature=temperature)
+
+
+# --------------------------------------------------------------------------- control
+
+
+async def test_cancelling_aborts_at_the_server(engine: VllmEngine, real_vllm: RealVllm) -> None:
+    task = asyncio.create_task(ask(engine, 20, 3500))
+    await until_running(real_vllm, True)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    await until_running(real_vllm, False)
+
+
+async def test_the_deadline_aborts_at_the_server(real_vllm: RealVllm, engine: VllmEngine) -> None:
+    async with open_vllm(HttpOptions(url=real_vllm.url, call_deadline_s=1.0)) as hasty:
+        with pytest.raises(EngineError, match="within 1 s"):
+            await ask(hasty, 21, 3500)
+    await until_running(real_vllm, False)
+
+
+async def test_pausing_with_abort_ends_what_runs(engine: VllmEngine, real_vllm: RealVllm) -> None:
+    task = asyncio.create_task(ask(engine, 22, 3500))
+    await until_running(real_vllm, True)
+    await engine.pause("abort")
+    with pytest.raises(EngineError, match="aborted"):
+        await task
+    await engine.resume()
+    assert len((await ask(engine, 22, 4)).ids) == 4
+
+
+async def test_reloaded_weights_are_the_ones_that_sample(
+    restored: VllmEngine, real_vllm: RealVllm, tmp_path: Path
+) -> None:
+    engine = restored
+    before = await ask(engine, 30, 48)
+    first = engine.receipt
+    folder = await asyncio.to_thread(changed_copy, real_vllm.model, tmp_path / "one", 1)
+    receipt = await engine.load(folder, first.version + 1)
+    assert receipt.version == first.version + 1 == await engine.version()
+    assert receipt.checksum != first.checksum
+    after = await ask(engine, 30, 48)
+    assert after.version_runs == ((0, first.version + 1),)
+    assert gap(load_model(folder), after, 1.0) < CLOSE
+    assert gap(load_model(WARM_START), after, 1.0) > 10 * CLOSE
+    await engine.load(real_vllm.model, first.version + 2)
+    again = await ask(engine, 30, 48)
+    assert again.ids.tolist() == before.ids.tolist()
+    assert gap(load_model(WARM_START), again, 1.0) < CLOSE
+
+
+async def test_a_request_frozen_over_a_reload_has_two_versions(
+    restored: VllmEngine, real_vllm: RealVllm, tmp_path: Path
+) -> None:
+    """And each token's logprob is the one of its own version's weights, over the whole context."""
+    engine, held = restored, restored.receipt.version
+    folder = await asyncio.to_thread(changed_copy, real_vllm.model, tmp_path / "two", 2)
+    task = asyncio.create_task(ask(engine, 40, 1500))
+    await until_running(real_vllm, True)
+    await asyncio.sleep(1.0)
+    await engine.load(folder, held + 1, mode="keep")
+    said = await task
+    assert [version for _, version in said.version_runs] == [held, held + 1]
+    change = said.version_runs[1][0]
+    assert said.logprobs is not None
+    old = our_logprobs(load_model(WARM_START), PROMPT, said.ids, 1.0)
+    new = our_logprobs(load_model(folder), PROMPT, said.ids, 1.0)
+    assert np.abs(old - said.logprobs)[:change].max() < CLOSE
+    assert np.abs(new - said.logprobs)[change:].max() < CLOSE
+
+
+async def test_weights_that_a_cpu_server_would_mix_are_refused(raw_vllm: RealVllm) -> None:
+    """It packs the output head, and a reload of tied weights leaves the packed one as it was."""
+    async with open_vllm(HttpOptions(url=raw_vllm.url, call_deadline_s=120.0)) as raw:
+        with pytest.raises(EngineError, match="would keep the old output head"):
+            await raw.load(WARM_START, 1)
+        assert gap(load_model(WARM_START), await ask(raw, 0, 32), 1.0) < CLOSE
+
+
+# --------------------------------------------------------------------------- the whole path
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "read",
+            "description": "Read a file.",
+            "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+        },
+    }
+]
+
+
+async def test_a_session_over_the_gateway_is_trainable_to_the_bit(engine: VllmEngine) -> None:
+    """Chat completions, streamed and not; what is exported has the logprobs of our forward."""
+    limits = Limits(max_context_tokens=4096, max_call_tokens=48)
+    async with Gateway(engine, FAMILY) as gateway, gateway.listen_tcp() as listener:
+        session = gateway.open_session("real/0", seed=3, limits=limits, temperature=0.7)
+        url = f"http://127.0.0.1:{listener.port}/s/{session.public_id}/v1/chat/completions"
+        head = {"Authorization": f"Bearer {session.secret}"}
+        messages: list[Any] = [
+            {"role": "system", "content": "You fix code."},
+            {"role": "user", "content": "Fix the file mod.py."},
+        ]
+        async with aiohttp.ClientSession(headers=head) as http:
+            for turn in range(4):
+                body = {"messages": messages, "tools": TOOLS, "stream": turn % 2 == 1}
+                async with http.post(url, json=body) as answer:
+                    assert answer.status == 200
+                    raw = await answer.read()
+                message = _message(raw, streamed=turn % 2 == 1)
+                messages.append(message)
+                for call in message.get("tool_calls") or []:
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": "x = 1\n"})
+                if not message.get("tool_calls"):
+                    messages.append({"role": "user", "content": "Go on."})
+        trajectory = await session.seal(5.0)
+    assert trajectory.ledger.balanced
+    assert trajectory.ledger.captured == sum(len(turn.ids) for turn in trajectory.turns) > 0
+    assert trajectory.ledger.trained == trajectory.ledger.captured
+    model = load_model(WARM_START)
+    for segment in trajectory.segments:
+        at = np.flatnonzero(segment.mask)
+        ours = our_logprobs(model, segment.ids[:1], segment.ids[1:], 0.7)
+        assert np.abs(ours[at - 1] - segment.logprobs[at]).max() < CLOSE
+        assert set(segment.versions[at].tolist()) == {engine.receipt.version}
+
+
+def _message(raw: bytes, *, streamed: bool) -> dict[str, Any]:
+    """The assistant message as an agent would echo it."""
+    if not streamed:
+        message: dict[str, Any] = json.loads(raw)["choices"][0]["message"]
+        return message
+    text, calls = "", {}
+    for line in raw.decode().splitlines():
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        for choice in json.loads(line[6:])["choices"]:
+            delta = choice["delta"]
+            text += delta.get("content") or ""
+            for part in delta.get("tool_calls") or []:
+                call = calls.setdefault(part["index"], {"id": "", "name": "", "arguments": ""})
+                call["id"] += part.get("id") or ""
+                call["name"] += part["function"].get("name") or ""
+                call["arguments"] += part["function"].get("arguments") or ""
+    message = {"role": "assistant", "content": text or None}
+    if calls:
+        message["tool_calls"] = [
+            {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
+            for _, c in sorted(calls.items())
+        ]
+    return message

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import numpy as np
 
 from whet.config import WARM_START
 from whet.engine.base import Engine
+from whet.engine.external import ExternalEngine
+from whet.engine.external_http import serve_external
 from whet.engine.http import HttpOptions
 from whet.engine.sglang import open_sglang
 from whet.engine.vllm import open_vllm
 from whet.render.template import load_family
+from whet.testing.fake_sampler import FakeSampler, Job
 from whet.testing.fake_sglang import serve_sglang
 from whet.testing.fake_vllm import serve_vllm
 from whet.testing.scripted_engine import ScriptedEngine
 from whet.train.client import Learner, LearnerSpec
-from whet.types import IntArray, RequestKey
+from whet.types import IntArray, RequestKey, SamplingParams
 
 VOCAB = 448
 """Of the warm start; the fakes take the same."""
@@ -67,6 +73,16 @@ async def fake_vllm(scale_out: bool = True) -> AsyncIterator[Lab]:
 
 
 @asynccontextmanager
+async def real_vllm(url: str) -> AsyncIterator[Lab]:
+    async with open_vllm(HttpOptions(url=url, call_deadline_s=120.0)) as engine:
+        # The first requests at a server take long.
+        await engine.generate(
+            PROMPT, SamplingParams(max_tokens=2), RequestKey(seed=0, rollout_id="w", turn=0)
+        )
+        yield Lab(engine=engine)
+
+
+@asynccontextmanager
 async def fake_sglang() -> AsyncIterator[Lab]:
     async with (
         serve_sglang(VOCAB) as fake,
@@ -75,10 +91,59 @@ async def fake_sglang() -> AsyncIterator[Lab]:
         yield Lab(engine=engine)
 
 
+class Trainer:
+    """A trainer that samples the fakes' model of chance for an external engine, over HTTP."""
+
+    def __init__(self, url: str, secret: str) -> None:
+        self.url, self.head = url, {"Authorization": f"Bearer {secret}"}
+        self.sampler = FakeSampler(VOCAB, label="0")
+
+    async def call(self, http: aiohttp.ClientSession, route: str, body: object) -> tuple[int, Any]:
+        async with http.post(f"{self.url}/v1/{route}", json=body, headers=self.head) as answer:
+            return answer.status, await answer.json()
+
+    async def run(self) -> None:
+        async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
+            while True:
+                status, said = await self.call(http, "take", {"limit": 16, "wait_s": 5})
+                assert status == 200
+                for request in said["requests"]:
+                    group.create_task(self.answer(http, request))
+
+    async def answer(self, http: aiohttp.ClientSession, request: dict[str, Any]) -> None:
+        name = request["name"]
+        if max(request["ids"]) >= VOCAB:
+            await self.call(http, "fail", {"name": name, "why": "an id outside the vocabulary"})
+            return
+        job = Job(
+            name=name,
+            prompt=request["ids"],
+            max_tokens=request["max_tokens"],
+            temperature=request["temperature"],
+            seed=request["seed"],
+            stop_ids=frozenset(request["stop_ids"]),
+        )
+        await self.sampler.run(job)
+        body = {"name": name, "ids": job.ids, "logprobs": job.processed, "finish": job.finish}
+        status, said = await self.call(http, "deliver", body)
+        assert status == 200 or "was given up" in said["error"], said
+
+
+@asynccontextmanager
+async def external() -> AsyncIterator[Lab]:
+    engine = ExternalEngine(max_context_tokens=4096, call_deadline_s=20.0)
+    async with serve_external(engine, "127.0.0.1", 0, "trainer's secret") as url:
+        trainer = asyncio.create_task(Trainer(url, "trainer's secret").run())
+        yield Lab(engine=engine)
+        trainer.cancel()
+        await asyncio.wait([trainer])
+
+
 LABS: dict[str, Open] = {
     "embedded": embedded,
     "scripted": scripted,
     "vllm-generate-fake": fake_vllm,
     "vllm-completions-fake": lambda: fake_vllm(scale_out=False),
     "sglang-fake": fake_sglang,
+    "external": external,
 }

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
-from engine_labs import LABS, Lab
+from engine_labs import LABS, Lab, real_vllm
 
 from whet.engine.probe import probe_engine
 from whet.errors import EngineError
@@ -17,9 +17,16 @@ from whet.types import Generation, IntArray, RequestKey, SamplingParams
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=list(LABS))
+REAL = pytest.param("vllm", marks=pytest.mark.full)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=[*LABS, REAL])
 async def lab(request: pytest.FixtureRequest) -> AsyncIterator[Lab]:
-    async with LABS[request.param]() as opened:
+    if request.param == "vllm":
+        opening = real_vllm(request.getfixturevalue("real_vllm").url)
+    else:
+        opening = LABS[request.param]()
+    async with opening as opened:
         yield opened
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -17,6 +17,8 @@ import numpy as np
 
 from whet.config import Config
 from whet.engine.base import Engine
+from whet.engine.external import ExternalEngine
+from whet.engine.external_http import serve_external, split_address
 from whet.engine.http import HttpOptions, checked_url
 from whet.engine.probe import probe_engine
 from whet.engine.sglang import open_sglang
@@ -71,12 +73,20 @@ def probe_prompt(family: ProbeFamily) -> IntArray:
 
 
 @asynccontextmanager
-async def open_engine(config: Config, family: ProbeFamily, *, probe: bool = True) -> AsyncIterator[Engine]:
+async def open_engine(
+    config: Config,
+    family: ProbeFamily,
+    *,
+    probe: bool = True,
+    announce: Callable[[str], None] = log.warning,
+) -> AsyncIterator[Engine]:
     """The configured engine, attached and probed at `engine.temperature`.
 
-    Raises ConfigError for kinds that are not opened here, EngineError when the server cannot be trusted.
+    `announce` gets a line that the operator needs before the engine can answer: where the trainer of an
+    external engine must connect. Raises ConfigError for kinds that are not opened here, EngineError when the
+    engine cannot be trusted.
     """
-    async with _attach(config) as engine:
+    async with _attach(config, announce) as engine:
         if engine.info.max_context_tokens < config.model.max_context_tokens:
             raise EngineError(
                 f"{engine.info.name} takes {engine.info.max_context_tokens} tokens per call, "
@@ -100,12 +110,37 @@ async def open_engine(config: Config, family: ProbeFamily, *, probe: bool = True
 
 
 @asynccontextmanager
-async def _attach(config: Config) -> AsyncIterator[Engine]:
+async def _attach(config: Config, announce: Callable[[str], None]) -> AsyncIterator[Engine]:
     if config.engine.kind == "vllm":
         async with open_vllm(http_options(config)) as vllm:
             yield vllm
     elif config.engine.kind == "sglang":
         async with open_sglang(http_options(config)) as sglang:
             yield sglang
+    elif config.engine.kind == "external":
+        async with _open_external(config, announce) as external:
+            yield external
     else:
-        raise ConfigError("engine.kind embedded lives in the learner: only servers are opened alone")
+        raise ConfigError(f"engine.kind {config.engine.kind}: {_NOT_HERE[config.engine.kind]}")
+
+
+_NOT_HERE = {
+    "embedded": "it lives in the learner, only servers are opened alone",
+    "upstream": "it takes no token ids, so nothing is sampled from it; `whet serve` passes requests through",
+}
+
+
+@asynccontextmanager
+async def _open_external(config: Config, announce: Callable[[str], None]) -> AsyncIterator[Engine]:
+    table = config.engine
+    host, port = split_address(table.listen, "engine.listen")
+    engine = ExternalEngine(
+        max_context_tokens=config.model.max_context_tokens, call_deadline_s=table.call_timeout_s
+    )
+    secret = secret_from_environment(table.key_env)
+    async with serve_external(engine, host, port, secret) as url:
+        announce(f"waiting for the trainer at {url} (key in {table.key_env})")
+        try:
+            yield engine
+        finally:
+            await engine.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,12 +27,15 @@ from whet.errors import ConfigError, WhetError, boundary
 from whet.gateway.admin import Admin, ToolBody
 from whet.gateway.export import export_json
 from whet.gateway.host_tools import HostTool, ToolBox
+from whet.gateway.passthrough import BlackBoxSession, open_passthrough
 from whet.gateway.server import CallReport, Gateway
 from whet.gateway.session import Session
+from whet.gateway.text_record import TextCall
 from whet.record.run import RunDir, write_text
 from whet.render.family import Family
 from whet.render.template import load_family
 from whet.serve.agents import Access, names, setup
+from whet.serve.black_box import records_folder, told_of_call, told_of_session, upstream_options
 from whet.train.client import Learner, LearnerSpec
 
 SEAL_S = 1.0
@@ -93,6 +96,10 @@ class Voice:
             lines = [orjson.dumps({"event": event, **told}).decode()]
         print("\n".join(lines), file=self._stream, flush=True)
 
+    def wait(self, line: str) -> None:
+        """What an engine waits for before it can serve."""
+        self.say("waiting", {"line": line}, [line])
+
     def call(self, report: CallReport) -> None:
         what = report.outcome + (f", {report.tool_calls} tool calls" if report.tool_calls else "")
         line = (
@@ -104,14 +111,16 @@ class Voice:
 
 
 @asynccontextmanager
-async def _engine(config: Config, family: Family, log: Path) -> AsyncIterator[Engine]:
+async def _engine(
+    config: Config, family: Family, log: Path, announce: Callable[[str], None]
+) -> AsyncIterator[Engine]:
     """The configured sampler: in a learner process of ours, or a server."""
     if config.engine.kind == "embedded":
         spec = LearnerSpec.of(config, model=model_folder(config), log=log)
         async with Learner.start(spec) as learner:
             yield learner.engine
     else:
-        async with open_engine(config, family) as engine:
+        async with open_engine(config, family, announce=announce) as engine:
             yield engine
 
 
@@ -120,10 +129,14 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
     voice = Voice(stream, json=options.json)
     for agent in options.agents:
         setup(agent, _nowhere())
+    if config.engine.kind == "upstream":
+        await _serve_upstream(config, options, voice)
+        return
     family = load_family(model_folder(config))
     with RunDir.create(config) as run:
         async with AsyncExitStack() as stack:
-            engine = await stack.enter_async_context(_engine(config, family, run.logs / "learner.log"))
+            log = run.logs / "learner.log"
+            engine = await stack.enter_async_context(_engine(config, family, log, voice.wait))
             gateway = await stack.enter_async_context(Gateway(engine, family, on_call=voice.call))
             listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
             sessions = [_open(gateway, config, options, number) for number in range(options.sessions)]
@@ -134,6 +147,46 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
                 await asyncio.Event().wait()
             finally:
                 await _finish(voice, run, sessions)
+
+
+async def _serve_upstream(config: Config, options: ServeOptions, voice: Voice) -> None:
+    """A provider answers; nothing is sampled here. Raises WhetError when it cannot begin."""
+    if options.admin:
+        raise ConfigError("engine.kind upstream has no tokens to export: there is no admin listener")
+    if options.tools:
+        raise ConfigError("engine.kind upstream passes bodies on as they are: there are no host tools")
+
+    def on_call(rollout_id: str, call: TextCall) -> None:
+        told, line = told_of_call(rollout_id, call)
+        voice.say("call", told, [line])
+
+    with RunDir.create(config) as run:
+        folder = records_folder(run.path)
+        async with (
+            open_passthrough(upstream_options(config), folder, on_call=on_call) as through,
+            through.listen_tcp(port=config.gateway.port) as listener,
+        ):
+            sessions = [
+                through.open_session(f"serve-{number}", max_calls=config.limits.max_calls)
+                for number in range(options.sessions)
+            ]
+            _greet(voice, run, config, options, listener.origin, sessions)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await _finish_upstream(voice, run, sessions)
+
+
+async def _finish_upstream(voice: Voice, run: RunDir, sessions: Sequence[BlackBoxSession]) -> None:
+    used: dict[str, Any] = {}
+    for session in sessions:
+        if not session.closed:
+            await session.seal(SEAL_S)
+        told, line = told_of_session(session)
+        used[session.rollout_id] = told
+        voice.say("sealed", told, [line])
+    run.write_summary({"kind": "serve", "sessions": used})
+    voice.say("end", {"run_dir": str(run.path), "sessions": used}, [f"written to {run.path}"])
 
 
 def _nowhere() -> Access:
@@ -151,14 +204,19 @@ def _open(gateway: Gateway, config: Config, options: ServeOptions, number: int) 
 
 
 def _greet(
-    voice: Voice, run: RunDir, config: Config, options: ServeOptions, origin: str, sessions: list[Session]
+    voice: Voice,
+    run: RunDir,
+    config: Config,
+    options: ServeOptions,
+    origin: str,
+    sessions: Sequence[Session] | Sequence[BlackBoxSession],
 ) -> None:
     for session in sessions:
         address = f"{origin}/s/{session.public_id}"
         access = Access(
             address=address,
             secret=session.secret,
-            model="policy",
+            model=config.engine.model or "policy",
             max_call_tokens=config.limits.max_call_tokens,
             context_tokens=config.model.max_context_tokens,
             home=str(run.path / "home" / session.public_id),

@@ -1,0 +1,417 @@
+"""The black box: an agent's requests go to a provider as they are, and its answers come back as they are.
+
+    agent ──secret of ours──► Passthrough ──operator's key──► the one configured origin
+
+For teachers and baselines: calls are kept as text, nothing is ever trainable. Only model routes are
+forwarded, only to the configured base URL, without redirects and without headers that are not listed here.
+Calls, tokens and cost are counted; limits end in errors of the provider's shape. Caller: serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from whet.engine.http import checked_url
+from whet.errors import GatewayError
+from whet.gateway.deliver import json_response
+from whet.gateway.dialects.base import Dialect, WireError
+from whet.gateway.listen import Listener, listen_tcp, listen_unix
+from whet.gateway.request import GatewayConfig, read_body, secret_of
+from whet.gateway.routes import Route, dialect_of, take_apart
+from whet.gateway.server import DIALECTS
+from whet.gateway.session import secret_digest
+from whet.gateway.text_record import TextCall, TextRecord
+from whet.gateway.usage import Prices, Usage, usage_of
+from whet.types import Ledger, Trajectory
+
+log = logging.getLogger(__name__)
+
+SENT_ON = (
+    "accept",
+    "anthropic-beta",
+    "anthropic-version",
+    "content-type",
+    "openai-beta",
+    "x-goog-api-client",
+)
+"""Headers of the agent that the provider needs to understand the body."""
+SENT_BACK = re.compile(
+    r"content-type|retry-after|(x-)?request-id|x-should-retry|(anthropic|x)-ratelimit-.*", re.I
+)
+_ACTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
+KEPT_BYTES = 16 << 20
+"""Of one reply, for the record; the agent gets all of it."""
+MINUTE = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamOptions:
+    """The provider and the operator's limits, over all sessions."""
+
+    url: str
+    """Base URL up to the version, e.g. https://api.example.com: /v1/messages and the like are added."""
+    key: str = field(default="", repr=False)
+    call_deadline_s: float = 600.0
+    connect_deadline_s: float = 10.0
+    requests_per_minute: int = 0
+    """0 = no limit."""
+    max_concurrent: int = 16
+    max_cost: float = 0.0
+    """In the unit of the prices; 0 = no limit. Checked before a call, so calls under way may pass it."""
+    prices: Prices = field(default_factory=Prices)
+
+
+@dataclass(slots=True, kw_only=True)
+class Spent:
+    """What calls used so far; they only grow."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    estimated_calls: int = 0
+    """Calls whose tokens the provider did not name."""
+    cost: float = 0.0
+
+    def add(self, usage: Usage, cost: float) -> None:
+        self.calls += 1
+        self.prompt_tokens += usage.prompt_tokens
+        self.sampled_tokens += usage.sampled_tokens
+        self.estimated_calls += usage.estimated
+        self.cost += cost
+
+
+class BlackBoxSession:
+    """Gateway-side life of one rollout without tokens. Made by `Passthrough.open_session`."""
+
+    def __init__(self, rollout_id: str, record: TextRecord, max_calls: int, listener: Path | None) -> None:
+        self.rollout_id, self.record, self.max_calls, self.listener = rollout_id, record, max_calls, listener
+        self.public_id = secrets.token_hex(8)
+        self.secret = secrets.token_urlsafe(32)
+        self.tool_secret = ""
+        """There are no host tools: the body goes on as it is."""
+        self.digest = secret_digest(self.secret)
+        self.spent = Spent()
+        self.turns = 0
+        """Calls admitted."""
+        self.under_way: set[asyncio.Task[Any]] = set()
+        self.closed = False
+
+    async def seal(self, deadline_s: float) -> Trajectory:
+        """Refuse new calls, let those under way end within `deadline_s`, cut the rest. Holds no token: the
+        trajectory is empty, so nothing of it can be trained. Raises GatewayError when sealed before."""
+        if self.closed:
+            raise GatewayError(f"session of rollout {self.rollout_id} is already sealed")
+        self.closed = True
+        if self.under_way:
+            _, late = await asyncio.wait(self.under_way, timeout=deadline_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=max(1.0, deadline_s))
+        return Trajectory(segments=(), turns=(), ledger=Ledger())
+
+
+class Passthrough:
+    """Make one with `open_passthrough`."""
+
+    def __init__(
+        self,
+        client: aiohttp.ClientSession,
+        options: UpstreamOptions,
+        records: Path,
+        config: GatewayConfig,
+        on_call: Callable[[str, TextCall], None] | None,
+    ) -> None:
+        self.spent = Spent()
+        self._on_call = on_call
+        self._client, self._options, self._records, self._config = client, options, records, config
+        self._base = checked_url(options.url, "engine.url").removesuffix("/v1")
+        self._sessions: dict[bytes, BlackBoxSession] = {}
+        self._under_way = 0
+        self._begun: deque[float] = deque()
+
+    def open_session(
+        self, rollout_id: str, *, max_calls: int, listener: Path | None = None
+    ) -> BlackBoxSession:
+        """A new session with its own secret. With `listener`, only requests through that socket count."""
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", rollout_id).lstrip(".") or "session"
+        record = TextRecord(self._records / f"{name}.jsonl", rollout_id)
+        session = BlackBoxSession(rollout_id, record, max_calls, listener)
+        self._sessions[session.digest] = session
+        return session
+
+    def listen_unix(self, path: Path) -> AbstractAsyncContextManager[Listener]:
+        """Serve agents through a unix socket. Raises SetupError."""
+        return listen_unix(functools.partial(self._handle, path), path)
+
+    def listen_tcp(self, host: str = "127.0.0.1", port: int = 0) -> AbstractAsyncContextManager[Listener]:
+        """Serve agents on a TCP port; 0 takes a free one. Raises SetupError."""
+        return listen_tcp(functools.partial(self._handle, None), host, port)
+
+    # ----------------------------------------------------------------------- requests
+
+    async def _handle(self, listener: Path | None, http: web.BaseRequest) -> web.StreamResponse:
+        """The request boundary: every failure of ours ends as an answer of the provider's shape."""
+        route = take_apart(http.path)
+        dialect = _dialect(http, route)
+        try:
+            return await self._answer(listener, http, route)
+        except WireError as error:
+            return _refusal(dialect, error)
+        except (ConnectionResetError, asyncio.CancelledError):
+            raise
+        except Exception:  # the boundary
+            log.exception("pass-through failed path=%s", http.path)
+            return _refusal(dialect, WireError("engine_failed", "The gateway failed."))
+
+    async def _answer(
+        self, listener: Path | None, http: web.BaseRequest, route: Route | None
+    ) -> web.StreamResponse:
+        if http.path == "/health" or (route is not None and route.kind == "hello"):
+            return json_response({"status": "ok"})
+        if route is None or route.scope != "agent" or not _plain(route.action):
+            raise WireError("not_found", f"Unknown request URL: {http.method} {http.path}.")
+        session = self._authorise(route, http, listener)
+        if http.method not in route.methods:
+            raise WireError("method_not_allowed", f"Not allowed: {http.method} {http.path}.")
+        if route.kind == "exit":
+            session.closed = True
+            return json_response({"status": "closed"})
+        body = await read_body(http, self._config) if http.method == "POST" else b""
+        turn = self._admit(session)
+        call = _Call(session=session, turn=turn, route=route, request=body)
+        task = _current_task()
+        session.under_way.add(task)
+        self._under_way += 1
+        try:
+            return await self._forward(http, call)
+        finally:
+            self._under_way -= 1
+            # Also when the agent left: what was sampled until then was paid for.
+            try:
+                await asyncio.shield(self._account(call))
+            finally:
+                session.under_way.discard(task)
+
+    def _authorise(self, route: Route, http: web.BaseRequest, listener: Path | None) -> BlackBoxSession:
+        secret = secret_of(http)
+        if secret is None:
+            raise WireError("unauthorized", "You didn't provide an API key.")
+        session = self._sessions.get(secret_digest(secret))
+        right = session is not None and hmac.compare_digest(session.digest, secret_digest(secret))
+        if (
+            session is None
+            or not right
+            or (listener is not None and session.listener not in (None, listener))
+        ):
+            raise WireError("unauthorized", "Incorrect API key provided.")
+        if route.public_id not in (None, session.public_id, session.rollout_id):
+            raise WireError("unauthorized", "Incorrect API key provided.")
+        if session.closed:
+            raise WireError("session_closed", "This session is closed.")
+        return session
+
+    def _admit(self, session: BlackBoxSession) -> int:
+        """The call's ordinal in its session. Raises WireError at a limit."""
+        limits, now = self._options, time.monotonic()
+        if limits.max_cost and self.spent.cost >= limits.max_cost:
+            raise WireError("session_failed", "The cost limit of this run is reached. Stop here.")
+        if session.turns >= session.max_calls:
+            raise WireError("session_failed", "The call limit of this session is reached. Stop here.")
+        if self._under_way >= limits.max_concurrent:
+            raise WireError("rate_limited", "Too many requests at a time.")
+        while self._begun and self._begun[0] <= now - MINUTE:
+            self._begun.popleft()
+        if limits.requests_per_minute and len(self._begun) >= limits.requests_per_minute:
+            wait_s = max(1, round(self._begun[0] + MINUTE - now))
+            raise WireError("rate_limited", f"Too many requests per minute. Try again in {wait_s} s.")
+        self._begun.append(now)
+        session.turns += 1
+        return session.turns - 1
+
+    async def _forward(self, http: web.BaseRequest, call: _Call) -> web.StreamResponse:
+        try:
+            async with (
+                asyncio.timeout(self._options.call_deadline_s),
+                self._client.request(
+                    http.method,
+                    self._target(http, call.route),
+                    data=call.request or None,
+                    headers=self._headers(http, call.route),
+                    allow_redirects=False,
+                ) as answer,
+            ):
+                call.status = answer.status
+                return await self._stream_back(http, answer, call)
+        except TimeoutError as error:
+            raise _cut(call, "The provider did not answer in time.") from error
+        except aiohttp.ClientError as error:
+            log.warning("provider failed path=%s error=%s", call.path, type(error).__name__)
+            raise _cut(call, "The provider could not be reached.") from error
+
+    async def _stream_back(
+        self, http: web.BaseRequest, answer: aiohttp.ClientResponse, call: _Call
+    ) -> web.StreamResponse:
+        """Every byte as it comes. After the first one an error can only be a broken connection."""
+        response = web.StreamResponse(status=answer.status)
+        for name, value in answer.headers.items():
+            if SENT_BACK.fullmatch(name):
+                response.headers[name] = value
+        call.begun = True
+        await self._bounded(response.prepare(http))
+        async for chunk in answer.content.iter_any():
+            call.keep(chunk)
+            await self._bounded(response.write(chunk))
+        await self._bounded(response.write_eof())
+        call.complete = True
+        return response
+
+    async def _bounded(self, writing: object) -> None:
+        try:
+            async with asyncio.timeout(self._config.write_timeout_s):
+                await writing  # type: ignore[misc]
+        except TimeoutError as error:
+            raise ConnectionResetError("the agent does not read its reply") from error
+
+    def _target(self, http: web.BaseRequest, route: Route) -> str:
+        version = "v1beta" if route.dialect == "gemini" or "/v1beta/" in http.path else "v1"
+        alt = "?alt=sse" if http.query.get("alt") == "sse" else ""
+        return f"{self._base}/{version}/{route.action}{alt}"
+
+    def _headers(self, http: web.BaseRequest, route: Route) -> Mapping[str, str]:
+        """The listed ones of the agent's, and the operator's key where this provider looks for it."""
+        sent = {name: http.headers[name] for name in SENT_ON if name in http.headers}
+        # The answer is handed on byte for byte, so it must not be packed for us.
+        sent["Accept-Encoding"] = "identity"
+        if not self._options.key:
+            return sent
+        name = {"anthropic": "x-api-key", "gemini": "x-goog-api-key"}.get(_dialect(http, route).name)
+        return sent | (
+            {name: self._options.key} if name else {"Authorization": f"Bearer {self._options.key}"}
+        )
+
+    async def _account(self, call: _Call) -> None:
+        """Count and record a call that is over."""
+        billed = call.route.kind == "call" and 200 <= call.status < 300
+        nothing = Usage(prompt_tokens=0, cached_tokens=0, sampled_tokens=0)
+        usage = usage_of(call.request, bytes(call.reply)) if billed else nothing
+        cost = self._options.prices.cost(usage)
+        for spent in (self.spent, call.session.spent):
+            spent.add(usage, cost)
+        over = TextCall(
+            turn=call.turn,
+            path=call.path,
+            status=call.status,
+            complete=call.complete,
+            request=call.request,
+            reply=bytes(call.reply),
+            truncated=call.truncated,
+            usage=usage,
+            cost=cost,
+            ms=(time.monotonic() - call.started) * 1000,
+        )
+        await call.session.record.append(over)
+        if self._on_call is not None:
+            self._on_call(call.session.rollout_id, over)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    """One request under way."""
+
+    session: BlackBoxSession
+    turn: int
+    route: Route
+    request: bytes
+    started: float = field(default_factory=time.monotonic)
+    status: int = 0
+    begun: bool = False
+    """The agent has a status line."""
+    complete: bool = False
+    truncated: bool = False
+    reply: bytearray = field(default_factory=bytearray)
+
+    @property
+    def path(self) -> str:
+        return self.route.action
+
+    def keep(self, chunk: bytes) -> None:
+        """The end tells the usage and the beginning the prompt: what is too much falls out between them."""
+        self.reply += chunk
+        if len(self.reply) > KEPT_BYTES:
+            self.truncated = True
+            del self.reply[KEPT_BYTES // 2 : len(self.reply) - KEPT_BYTES // 2]
+
+
+def _current_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    if task is None:
+        raise GatewayError("a request is handled outside of any task")
+    return task
+
+
+def _cut(call: _Call, message: str) -> Exception:
+    """A refusal, or a broken connection for an agent that already has half an answer."""
+    return ConnectionResetError(message) if call.begun else WireError("engine_failed", message)
+
+
+def _plain(action: str) -> bool:
+    """It can only name something below the version: no dot segment, no query, nothing to be decoded."""
+    return _ACTION.fullmatch(action) is not None and not any(p in (".", "..") for p in action.split("/"))
+
+
+def _dialect(http: web.BaseRequest, route: Route | None) -> Dialect:
+    name = dialect_of(http.path) if route is None else route.dialect
+    if not name:
+        name = "anthropic" if "anthropic-version" in http.headers else "chat"
+    return DIALECTS.get(name, DIALECTS["chat"])
+
+
+def _refusal(dialect: Dialect, error: WireError) -> web.Response:
+    response = json_response(dialect.error(error), error.status)
+    if error.cause == "rate_limited":
+        response.headers["Retry-After"] = "1"
+    elif error.cause != "engine_failed":
+        response.headers["x-should-retry"] = "false"
+    return response
+
+
+@asynccontextmanager
+async def open_passthrough(
+    options: UpstreamOptions,
+    records: Path,
+    config: GatewayConfig | None = None,
+    on_call: Callable[[str, TextCall], None] | None = None,
+) -> AsyncIterator[Passthrough]:
+    """The connections to the provider and the sessions over them, each with a file of its own in `records`.
+
+    `on_call` hears the rollout and what became of every call. Raises ConfigError for a bad URL.
+    """
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=options.connect_deadline_s)
+    connector = aiohttp.TCPConnector(limit=options.max_concurrent, keepalive_timeout=10.0)
+    jar = aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=connector, trust_env=False, auto_decompress=False, cookie_jar=jar
+    ) as client:
+        through = Passthrough(client, options, records, config or GatewayConfig(), on_call)
+        try:
+            yield through
+        finally:
+            for session in list(through._sessions.values()):
+                if not session.closed:
+                    await session.seal(0.0)

@@ -1,0 +1,79 @@
+"""Requests and replies of one black-box session on disk, as text: no ids, no logprobs, never trainable.
+
+One JSON object per line, appended when a call is over, whatever became of it. Bodies only: no header is
+written, so no key is. Caller: passthrough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import orjson
+
+from whet.errors import RecordError, boundary
+from whet.gateway.usage import Usage
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextCall:
+    """One call that is over."""
+
+    turn: int
+    path: str
+    status: int
+    """HTTP status of the provider; 0 when it gave none."""
+    complete: bool
+    """The provider's answer was written to the agent to its end."""
+    request: bytes
+    reply: bytes
+    truncated: bool
+    """The reply was longer than what is kept of it."""
+    usage: Usage
+    cost: float
+    ms: float
+
+
+class TextRecord:
+    """Appends to one file."""
+
+    def __init__(self, path: Path, rollout_id: str) -> None:
+        self.path = path
+        self._rollout_id = rollout_id
+        self._writing = asyncio.Lock()
+
+    async def append(self, call: TextCall) -> None:
+        """Raises RecordError when the disk does not take it."""
+        line = orjson.dumps(
+            {
+                "schema_version": SCHEMA,
+                "rollout_id": self._rollout_id,
+                **{k: v for k, v in _plain(call).items() if k not in ("request", "reply")},
+                "request": _readable(call.request),
+                "reply": _readable(call.reply),
+            }
+        )
+        async with self._writing:
+            await asyncio.to_thread(self._write, line + b"\n")
+
+    def _write(self, line: bytes) -> None:
+        with boundary(RecordError, f"write {self.path}"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                file.write(line)
+
+
+def _plain(call: TextCall) -> Mapping[str, object]:
+    return asdict(call)
+
+
+def _readable(raw: bytes) -> object:
+    """JSON where it is JSON, else text."""
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return raw.decode("utf-8", "replace")

@@ -1,0 +1,318 @@
+"""The black box: what reaches the provider, what comes back, what is kept and what it may cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from whet.errors import ConfigError, GatewayError
+from whet.gateway.passthrough import BlackBoxSession, Passthrough, UpstreamOptions, open_passthrough
+from whet.gateway.usage import Prices, usage_of
+from whet.testing.fake_provider import KEY, FakeProvider, frames, serve_provider, whole
+
+ROUTES = [
+    ("v1/chat/completions", "Authorization", f"Bearer {KEY}"),
+    ("v1/responses", "Authorization", f"Bearer {KEY}"),
+    ("v1/messages", "x-api-key", KEY),
+    ("v1beta/models/big-model:generateContent", "x-goog-api-key", KEY),
+]
+PRICES = Prices(input=1.0, cached=0.1, output=10.0)
+COST = (60 * 1.0 + 40 * 0.1 + 20 * 10.0) / 1e6
+
+
+class Lab:
+    """A provider, the pass-through before it, one session and its agent."""
+
+    def __init__(
+        self, provider: FakeProvider, through: Passthrough, session: BlackBoxSession, base: str
+    ) -> None:
+        self.provider, self.through, self.session, self.base = provider, through, session, base
+        self.http: aiohttp.ClientSession
+
+    @property
+    def head(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.session.secret}"}
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, bytes, Any]:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.http.post(
+            f"{self.base}/{path}", data=raw, headers={**self.head, **headers}
+        ) as answer:
+            return answer.status, await answer.read(), answer.headers
+
+    @property
+    def lines(self) -> list[Any]:
+        return [json.loads(line) for line in self.session.record.path.read_text().splitlines()]
+
+
+@asynccontextmanager
+async def lab(
+    folder: Path, *, max_calls: int = 100, provider: Any = None, **options: Any
+) -> AsyncIterator[Lab]:
+    async with AsyncExitStack() as stack:
+        fake = await stack.enter_async_context(serve_provider(**(provider or {})))
+        chosen = UpstreamOptions(**{"url": fake.url, "key": KEY, "prices": PRICES, **options})
+        through = await stack.enter_async_context(open_passthrough(chosen, folder))
+        listener = await stack.enter_async_context(through.listen_tcp())
+        session = through.open_session("r/0", max_calls=max_calls)
+        made = Lab(fake, through, session, f"{listener.origin}/s/{session.public_id}")
+        made.http = await stack.enter_async_context(aiohttp.ClientSession())
+        yield made
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+# --------------------------------------------------------------------------- there and back
+
+
+@pytest.mark.parametrize(("path", "header", "value"), ROUTES)
+async def test_a_request_goes_there_and_back_unchanged(
+    tmp_path: Path, path: str, header: str, value: str
+) -> None:
+    raw = b'{ "model": "big-model",\n "temperature":0.30, "x": "\\u00e9" }'
+    async with lab(tmp_path) as it:
+        status, reply, headers = await it.post(path, raw, **{"anthropic-version": "2023-06-01", "X-Spy": "1"})
+        assert (status, json.loads(reply)) == (200, whole("/" + path))
+        (sent,) = it.provider.received
+        assert (sent.method, sent.path, sent.body) == ("POST", "/" + path, raw)
+        assert sent.headers[header] == value
+        assert it.session.secret not in str(dict(sent.headers))
+        assert sent.headers["anthropic-version"] == "2023-06-01"
+        assert "X-Spy" not in sent.headers
+        assert headers["Request-Id"] == "req_1"
+        assert "Set-Cookie" not in headers
+        await it.session.seal(1)
+        (line,) = it.lines
+        assert line["request"] == json.loads(raw)
+        assert line["reply"] == json.loads(reply)
+        assert (line["status"], line["complete"]) == (200, True)
+        usage = {"prompt_tokens": 100, "cached_tokens": 40, "sampled_tokens": 20, "estimated": False}
+        assert line["usage"] == usage
+        assert it.session.spent.cost == pytest.approx(COST)
+        assert KEY not in it.session.record.path.read_text()
+
+
+@pytest.mark.parametrize("path", ["v1/chat/completions", "v1/responses", "v1/messages"])
+async def test_a_stream_comes_back_byte_for_byte(tmp_path: Path, path: str) -> None:
+    async with lab(tmp_path) as it:
+        status, reply, headers = await it.post(path, {"stream": True})
+        assert (status, reply) == (200, b"".join(frames("/" + path)))
+        assert headers["Content-Type"] == "text/event-stream"
+        await it.session.seal(1)
+        assert it.lines[0]["reply"] == reply.decode()
+        assert it.lines[0]["usage"]["estimated"] == (path == "v1/chat/completions")
+
+
+async def test_gemini_streams_with_its_query_and_no_other(tmp_path: Path) -> None:
+    async with lab(tmp_path) as it:
+        path = "v1beta/models/big-model:streamGenerateContent"
+        _, reply, _ = await it.post(f"{path}?alt=sse&key=leak&x=1", {"contents": []})
+        assert reply == b"".join(frames("/" + path))
+        assert it.provider.received[0].path == f"/{path}?alt=sse"
+
+
+async def test_a_stream_is_handed_on_as_it_comes(tmp_path: Path) -> None:
+    async with lab(tmp_path, provider={"chunk_delay_s": 0.05}) as it:
+        url = f"{it.base}/v1/messages"
+        async with it.http.post(url, json={"stream": True}, headers=it.head) as answer:
+            first = await answer.content.readany()
+            assert first == frames("/v1/messages")[0]
+            assert not it.session.record.path.exists()
+
+
+async def test_models_are_the_providers(tmp_path: Path) -> None:
+    async with lab(tmp_path) as it, it.http.get(f"{it.base}/v1/models", headers=it.head) as answer:
+        assert (await answer.json())["data"] == [{"id": "big-model"}]
+
+
+async def test_nothing_of_it_can_be_trained(tmp_path: Path) -> None:
+    async with lab(tmp_path) as it:
+        await it.post("v1/messages", {})
+        trajectory = await it.session.seal(1)
+        assert (trajectory.segments, trajectory.turns) == ((), ())
+        assert trajectory.ledger.balanced
+        assert trajectory.ledger.captured == 0
+        with pytest.raises(GatewayError, match="already sealed"):
+            await it.session.seal(1)
+        assert (await it.post("v1/messages", {}))[0] == 409
+
+
+# --------------------------------------------------------------------------- failures
+
+
+async def test_the_providers_errors_are_its_own(tmp_path: Path) -> None:
+    async with lab(tmp_path, provider={"status": 529}) as it:
+        status, reply, headers = await it.post("v1/messages", {})
+        assert status == 529
+        assert json.loads(reply)["error"]["type"] == "overloaded_error"
+        assert headers["Retry-After"] == "7"
+        assert it.session.spent.cost == 0
+
+
+async def test_a_provider_that_is_not_there(tmp_path: Path) -> None:
+    async with lab(tmp_path, url="http://127.0.0.1:9") as it:
+        status, reply, _ = await it.post("v1/messages", {})
+        assert status == 500
+        assert json.loads(reply)["type"] == "error"
+        assert b"127.0.0.1" not in reply
+
+
+async def test_a_provider_that_hangs(tmp_path: Path) -> None:
+    async with lab(tmp_path, provider={"chunk_delay_s": 5.0}, call_deadline_s=0.2) as it:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await it.post("v1/messages", {"stream": True})
+        await it.session.seal(1)
+        assert (it.lines[0]["complete"], it.lines[0]["status"]) == (False, 200)
+
+
+async def test_a_stream_that_breaks_off_breaks_off_for_the_agent(tmp_path: Path) -> None:
+    async with lab(tmp_path) as it:
+        it.provider.breaks_after = 3
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await it.post("v1/messages", {"stream": True})
+        await it.session.seal(1)
+        (line,) = it.lines
+        assert not line["complete"]
+        assert line["reply"] == b"".join(frames("/v1/messages")[:3]).decode()
+
+
+async def test_an_agent_that_leaves_ends_the_call_at_the_provider(tmp_path: Path) -> None:
+    async with lab(tmp_path, provider={"chunk_delay_s": 0.05}) as it:
+        url = f"{it.base}/v1/messages"
+        async with it.http.post(url, json={"stream": True}, headers=it.head) as answer:
+            await answer.content.readany()
+            answer.close()
+        await until(lambda: it.provider.left)
+        await until(it.session.record.path.exists)
+        (line,) = it.lines
+        assert not line["complete"]
+        assert line["usage"]["prompt_tokens"] == 100, "what was sampled until then was paid for"
+        assert it.session.spent.cost > 0
+
+
+async def test_sealing_cuts_what_does_not_end(tmp_path: Path) -> None:
+    async with lab(tmp_path, provider={"chunk_delay_s": 5.0}) as it:
+        task = asyncio.create_task(it.post("v1/messages", {"stream": True}))
+        await until(lambda: it.provider.received)
+        async with asyncio.timeout(5):
+            await it.session.seal(0.1)
+        with pytest.raises(aiohttp.ClientError):
+            await task
+        assert not it.lines[0]["complete"]
+
+
+# --------------------------------------------------------------------------- limits
+
+
+async def test_the_cost_limit_stops_the_agent(tmp_path: Path) -> None:
+    async with lab(tmp_path, max_cost=1.5 * COST) as it:
+        assert [(await it.post("v1/messages", {}))[0] for _ in range(3)] == [200, 200, 403]
+        status, reply, headers = await it.post("v1/messages", {})
+        assert status == 403
+        assert "cost limit" in json.loads(reply)["error"]["message"]
+        assert headers["x-should-retry"] == "false"
+        assert len(it.provider.received) == 2
+
+
+async def test_a_stream_without_usage_costs_what_its_bytes_say(tmp_path: Path) -> None:
+    async with lab(tmp_path, max_cost=1e-6) as it:
+        assert (await it.post("v1/chat/completions", {"stream": True}))[0] == 200
+        assert it.through.spent.estimated_calls == 1
+        assert (await it.post("v1/chat/completions", {"stream": True}))[0] == 403
+
+
+async def test_the_call_limit_is_per_session(tmp_path: Path) -> None:
+    async with lab(tmp_path, max_calls=2) as it:
+        assert [(await it.post("v1/messages", {}))[0] for _ in range(3)] == [200, 200, 403]
+        other = it.through.open_session("r/1", max_calls=2)
+        url = it.base.replace(it.session.public_id, other.public_id)
+        async with it.http.post(f"{url}/v1/messages", json={}, headers={"x-api-key": other.secret}) as answer:
+            assert answer.status == 200
+
+
+async def test_requests_per_minute(tmp_path: Path) -> None:
+    async with lab(tmp_path, requests_per_minute=2) as it:
+        assert [(await it.post("v1/messages", {}))[0] for _ in range(3)] == [200, 200, 429]
+        _, reply, headers = await it.post("v1/messages", {})
+        assert json.loads(reply)["error"]["type"] == "rate_limit_error"
+        assert int(headers["Retry-After"]) >= 1
+
+
+async def test_requests_at_a_time(tmp_path: Path) -> None:
+    async with lab(tmp_path, max_concurrent=2, provider={"chunk_delay_s": 0.05}) as it:
+        answers = await asyncio.gather(*(it.post("v1/messages", {"stream": True}) for _ in range(5)))
+        assert sorted(status for status, _, _ in answers) == [200, 200, 429, 429, 429]
+
+
+# --------------------------------------------------------------------------- who and where
+
+
+async def test_only_the_right_key_opens_a_session(tmp_path: Path) -> None:
+    async with lab(tmp_path) as it:
+        other = it.through.open_session("r/1", max_calls=2)
+        for secret in ("", "wrong", KEY, other.secret):
+            url, head = f"{it.base}/v1/messages", {"x-api-key": secret}
+            async with it.http.post(url, json={}, headers=head) as answer:
+                assert answer.status == 401
+        assert not it.provider.received
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "v1/files",
+        "v1/chat/completions/../../admin",
+        "v1/%2e%2e/admin",
+        "v1/models/..%2f..%2fadmin:generateContent",
+        "v1beta/models/http:%2f%2f169.254.169.254:generateContent",
+        "v1beta/models/a%3fb:generateContent",
+        "v1beta/models/a%23:generateContent",
+        "v1beta/models/@evil.example:generateContent",
+        "v1/tools/x",
+        "metrics",
+        "//evil.example/v1/messages",
+    ],
+)
+async def test_nothing_but_model_routes_of_the_one_origin(tmp_path: Path, path: str) -> None:
+    async with lab(tmp_path) as it:
+        url = aiohttp.client.URL(f"{it.base}/{path}", encoded=True)
+        async with it.http.post(url, json={}, headers=it.head) as answer:
+            assert answer.status in (404, 405) or "models/" in path
+        for sent in it.provider.received:
+            assert sent.path.startswith(("/v1/models/", "/v1beta/models/"))
+            assert ".." not in sent.path
+            assert "?" not in sent.path
+
+
+async def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
+    async with serve_provider() as elsewhere, lab(tmp_path, provider={"redirect": elsewhere.url}) as it:
+        url = f"{it.base}/v1/messages"
+        async with it.http.post(url, json={}, headers=it.head, allow_redirects=False) as answer:
+            assert answer.status == 307
+            assert "Location" not in answer.headers
+        assert not elsewhere.received
+
+
+@pytest.mark.parametrize("url", ["", "example.com", "file:///etc", "http://key@example.com", "http://x/?k=1"])
+async def test_a_base_url_that_is_none(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match="engine.url"):
+        async with open_passthrough(UpstreamOptions(url=url), tmp_path):
+            pass
+
+
+def test_what_cannot_be_read_is_estimated_upwards() -> None:
+    for reply in (b"", b"{", b'{"usage": null}', b'{"usage": {}}'[:-2], b"data: {}\n\n"):
+        assert usage_of(b"x" * 300, reply).prompt_tokens == 100
+        assert usage_of(b"x" * 300, reply).estimated
+    assert Prices(input=2.0).cost(usage_of(b"", b'{"usage": {"prompt_tokens": 1000000}}')) == 2.0

@@ -56,7 +56,9 @@ def test_a_held_token_costs_at_most_12_bytes() -> None:
 def test_each_spelling_of_arguments_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
     canonical = match.canonical_arguments
-    monkeypatch.setattr(match, "canonical_arguments", lambda text: parsed.append(text) or canonical(text))
+    monkeypatch.setattr(
+        match, "canonical_arguments", lambda text, *known: parsed.append(text) or canonical(text, *known)
+    )
     lab = Lab()
     history = [*START]
     for index in range(20):

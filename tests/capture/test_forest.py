@@ -22,7 +22,7 @@ from capture_lab import (
     user,
 )
 
-from whet.types import Message, ModelRequest
+from whet.types import Message, ModelRequest, ToolSpec
 
 
 def drift(lab: Lab, messages: list[Message]) -> tuple[str, str, int | None]:
@@ -327,3 +327,17 @@ def test_a_sub_agent_that_never_returns_and_a_session_that_ends_in_mid_call() ->
     trajectory = lab.forest.trajectory()
     check_exported(lab, trajectory)
     assert sorted(s.label for s in trajectory.segments) == ["final", "subagent"]
+
+
+@pytest.mark.case(21)
+def test_a_declared_default_that_the_agent_fills_in_is_no_edit_and_another_one_is() -> None:
+    """Claude Code echoes every Edit with `replace_all: false`, the default in the tool's own schema."""
+    edit = ToolSpec(name="edit", description="", parameters='{"properties":{"all":{"default":false}}}')
+    for tools, known in (((SHELL, edit), True), ((SHELL, replace(edit, parameters="{}")), False)):
+        lab = Lab()
+        lab.turn(START, says("", call("c0", '{"p":"a"}', name="edit")), tools=tools)
+        echo = says("", call("c0", '{"all":false,"p":"a"}', name="edit"))
+        made = lab.turn([*START, echo, answer("c0")], says("done"), tools=tools)
+        assert (made.base is lab.calls[0]) is known
+        assert [note.cause for note in lab.forest.drifts] == ([] if known else ["arguments"])
+        check_exported(lab, lab.forest.trajectory())

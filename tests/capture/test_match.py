@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from whet.capture.drift import difference
 from whet.capture.match import (
     Meaning,
+    Parts,
     Reader,
     canonical_arguments,
+    declared_defaults,
     digest,
     leading_system,
-    parts_of,
     root_key,
     same,
     system_digest,
@@ -24,6 +25,10 @@ from whet.types import Message, ToolSpec
 
 def meaning(message: Message) -> Meaning:
     return Reader().meaning(message)
+
+
+def parts_of(message: Message) -> Parts:
+    return Reader().parts(message)
 
 
 def meanings(messages: list[Message]) -> list[Meaning]:
@@ -195,3 +200,41 @@ def test_digests_do_not_run_parts_together() -> None:
     assert wire_digest([user("a"), user("b")]) != wire_digest([user("ab")])
     assert leading_system([system("a"), system("b"), user("u"), system("c")]) == 2
     assert leading_system([system("a")]) == 1
+
+
+EDIT = ToolSpec(
+    name="edit",
+    description="",
+    parameters='{"properties":{"path":{"type":"string"},"all":{"default":false},"n":{"default":2.0},"x":{"default":null}}}',
+)
+
+
+@pytest.mark.case(21)
+def test_an_argument_at_the_default_that_its_tool_declares_counts_as_absent() -> None:
+    reader = Reader(declared_defaults([SHELL, EDIT]))
+
+    def meaning_of(arguments: str, name: str = "edit") -> Meaning:
+        return reader.meaning(says("", call("c", arguments, name=name)))
+
+    plain = meaning_of('{"path":"a"}')
+    for filled in (
+        '{"all":false,"path":"a"}',
+        '{"path":"a","n":2}',
+        '{"x":null,"n":2.00,"path":"a","all":false}',
+    ):
+        assert meaning_of(filled) == plain
+        assert meaning_of(filled, name="shell") != meaning_of('{"path":"a"}', name="shell")
+    for other in (
+        '{"path":"a","all":true}',
+        '{"path":"a","all":0}',
+        '{"path":"a","n":"2"}',
+        '{"path":"a","y":null}',
+    ):
+        assert meaning_of(other) != plain
+
+
+@pytest.mark.parametrize(
+    "schema", ["", "[]", "{", '{"properties":[]}', '{"properties":{"a":1}}', "[" * 5000, "null"]
+)
+def test_a_schema_that_declares_nothing_readable_has_no_defaults(schema: str) -> None:
+    assert declared_defaults([ToolSpec(name="t", description="", parameters=schema)]) == {}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from whet.capture.match import Conversation, Parts, parts_of
+from whet.capture.match import Conversation, Parts
 from whet.capture.nodes import ContextNode, Nodes, SampledNode
 from whet.capture.pointer import Names
 from whet.types import Message
@@ -158,7 +158,7 @@ def _edit(
     at = len(prompt.run)
     got = told.messages[at]
     if got.role == "assistant":
-        cause = difference(turn.parts, parts_of(got))
+        cause = difference(turn.parts, told.reader.parts(got))
         return Drift(kind="edited", cause=cause, turn=turn.turn, node=turn.id, at=at)
     if turn.continued:  # the agent had accepted it: this is a step back, not a turn that was never taken up
         return Drift(kind="fork", cause="rewind", turn=turn.turn, node=turn.id)

@@ -20,8 +20,8 @@ from whet.capture.ledger import check_generation
 from whet.capture.match import (
     Conversation,
     Reader,
+    declared_defaults,
     leading_system,
-    parts_of,
     root_key,
     system_digest,
     tools_digest,
@@ -46,6 +46,9 @@ from whet.types import (
     Trajectory,
 )
 
+MAX_READERS = 64
+"""Tool lists remembered per session; past that, all are read anew."""
+
 
 class Forest:
     """One session's capture. Not thread-safe: one event loop owns it."""
@@ -55,7 +58,8 @@ class Forest:
         self._rollout_id = rollout_id
         self._nodes = Nodes(rollout_id)
         self._names = Names(self._nodes, pointer_key)
-        self._reader = Reader()
+        self._readers: dict[bytes, Reader] = {}
+        """By digest of the offered tools."""
         self._tools: tuple[Sequence[ToolSpec], bytes] = ((), tools_digest(()))
         self._notes = Notes(self._nodes)
         self._turns: set[int] = set()
@@ -77,8 +81,9 @@ class Forest:
         Every assistant message on the way must mean what was sampled.
         """
         self._refuse_sealed("a request")
-        told, system = self._read(request.messages)
-        key = root_key(fingerprint, system, self._tools_digest(request.tools))
+        tools = self._tools_digest(request.tools)
+        told, system = self._read(request.messages, tools)
+        key = root_key(fingerprint, system, tools)
         base, start = deepest(self._nodes, self._names, key, told)
         rest = told.rest(start)
         echoes = self._names.echoed(rest.messages)
@@ -100,18 +105,28 @@ class Forest:
             self._tools = (tools, tools_digest(tools))
         return self._tools[1]
 
-    def _read(self, messages: Sequence[Message]) -> tuple[Conversation, bytes]:
+    def _reader(self, tools: bytes) -> Reader:
+        """Of requests that offer the tools last digested, `tools`."""
+        if tools not in self._readers:
+            if len(self._readers) >= MAX_READERS:
+                self._readers.clear()
+            self._readers[tools] = Reader(declared_defaults(self._tools[0]))
+        return self._readers[tools]
+
+    def _read(self, messages: Sequence[Message], tools: bytes) -> tuple[Conversation, bytes]:
         """The conversation after the leading system messages, and the digest of those."""
+        reader = self._reader(tools)
         if not isinstance(messages, History):
             lead = leading_system(messages)
-            return self._reader.conversation(messages[lead:]), system_digest(messages[:lead])
-        if messages.before is not None:
+            return reader.conversation(messages[lead:]), system_digest(messages[:lead])
+        if messages.before is not None and messages.before.tools == tools:
             lead, system = messages.before.lead, messages.before.system
+            told = reader.conversation(messages.after(lead))
         else:
             lead = leading_system(messages)
             system = system_digest(messages[:lead])
-        told = self._reader.conversation(messages.after(lead))
-        messages.memory.told = told.told(system, lead)
+            told = reader.conversation(messages[lead:])
+        messages.memory.told = told.told(system, tools, lead)
         return told, system
 
     def extend(self, plan: PromptPlan, delta: IntArray, diagnosis: Diagnosis | None = None) -> int:
@@ -156,6 +171,7 @@ class Forest:
             root_key=plan.root_key,
             ids=frozen_ids(delta),
             run=plan.told.run(),
+            reader=plan.told.reader,
             wire=wire,
             chained=chain(b"" if base is None else base.chained, delta),
             tools=plan.tools,
@@ -214,8 +230,8 @@ class Forest:
             top=context.top,
             turn=turn,
             generation=kept,
-            meaning=self._reader.meaning(reply),
-            parts=parts_of(reply),
+            meaning=context.reader.meaning(reply),
+            parts=context.reader.parts(reply),
             chained=chain(context.chained, kept.ids),
             synthetic=synthetic,
             labels=tuple(labels),
@@ -232,7 +248,8 @@ class Forest:
 
     def said(self, node: int, message: Message) -> bool:
         """Whether a sampled node was delivered as a message that means `message`."""
-        return self._nodes.sampled(node).meaning == self._reader.meaning(message)
+        turn = self._nodes.sampled(node)
+        return turn.meaning == self._nodes.context(turn.parent).reader.meaning(message)
 
     def turns_named(self, message: Message) -> int:
         """How many held turns a message names by call id or pointer."""

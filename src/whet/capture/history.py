@@ -20,6 +20,8 @@ class Told:
 
     system: bytes
     """Digest of the leading system messages."""
+    tools: bytes
+    """Digest of the offered tools: what arguments mean depends on their schemas."""
     lead: int
     """How many those are; the rest of this counts from there."""
     said: bytes = field(repr=False)

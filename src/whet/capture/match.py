@@ -59,7 +59,7 @@ class Run:
 class Conversation:
     """Meanings of the messages of one request."""
 
-    __slots__ = ("_echoes", "_reasoning", "_said", "_size", "messages")
+    __slots__ = ("_echoes", "_reasoning", "_said", "_size", "messages", "reader")
 
     def __init__(
         self,
@@ -67,7 +67,9 @@ class Conversation:
         said: bytes,
         reasoning: Mapping[int, bytes],
         echoes: Mapping[int, Message],
+        reader: Reader,
     ) -> None:
+        self.reader = reader
         self.messages = messages
         self._said = said
         self._size = len(said) // SIZE
@@ -90,12 +92,13 @@ class Conversation:
         at = range(start, start + len(messages))
         reasoning = {i - start: self._reasoning[i] for i in at if i in self._reasoning}
         echoes = {i - start: self._echoes[i] for i in at if i in self._echoes}
-        return Conversation(messages, self._said[start * SIZE :], reasoning, echoes)
+        return Conversation(messages, self._said[start * SIZE :], reasoning, echoes, self.reader)
 
-    def told(self, system: bytes, lead: int) -> Told:
+    def told(self, system: bytes, tools: bytes, lead: int) -> Told:
         """What a later request that begins with these messages need not read again."""
         return Told(
             system=system,
+            tools=tools,
             lead=lead,
             said=self._said,
             reasoning=tuple(self._reasoning.items()),
@@ -190,22 +193,36 @@ def canonical_json(value: object) -> str:
     return _WRITE.encode(value)
 
 
-def canonical_arguments(text: str) -> str:
-    """One spelling for all JSON texts of the same value; text that is not JSON stands for itself."""
+Defaults = Mapping[str, str]
+"""Argument -> canonical JSON of the value that the tool's own schema declares for its absence."""
+
+
+def declared_defaults(tools: Sequence[ToolSpec]) -> Mapping[str, Defaults]:
+    """By tool; tools without any are left out. Agents validate calls and echo these values filled in."""
+    found = {tool.name: _defaults_of(tool.parameters) for tool in tools}
+    return {name: defaults for name, defaults in found.items() if defaults}
+
+
+def _defaults_of(schema: str) -> Defaults:
     try:
-        return "json:" + canonical_json(read_arguments(text))
+        shape = _READ.decode(schema)
+        fields = shape.get("properties") if isinstance(shape, dict) else None
+        shown = fields.items() if isinstance(fields, dict) else ()
+        return {n: canonical_json(f["default"]) for n, f in shown if isinstance(f, dict) and "default" in f}
+    except (ValueError, RecursionError):
+        return {}
+
+
+def canonical_arguments(text: str, defaults: Defaults | None = None) -> str:
+    """One spelling for all JSON texts of the same value, arguments at their default left out; text that is
+    not JSON stands for itself."""
+    try:
+        value = read_arguments(text)
+        if defaults and isinstance(value, dict):
+            value = {name: v for name, v in value.items() if defaults.get(name) != canonical_json(v)}
+        return "json:" + canonical_json(value)
     except (ValueError, RecursionError):  # malformed, over-long numbers, absurd depth
         return "text:" + text
-
-
-def parts_of(message: Message) -> Parts:
-    """Digests of an assistant message part by part."""
-    return Parts(
-        reasoning=digest(message.reasoning) if message.reasoning else b"",
-        text=digest(message.text),
-        names=tuple(sys.intern(call.name) for call in message.tool_calls),
-        arguments=tuple(digest(canonical_arguments(call.arguments)) for call in message.tool_calls),
-    )
 
 
 class Reader:
@@ -214,13 +231,27 @@ class Reader:
     _KEPT = 1 << 14
     """Spellings remembered; past that, all are forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, defaults: Mapping[str, Defaults] | None = None) -> None:
+        """`defaults` of the tools that these requests offer."""
+        self._defaults = defaults or {}
         self._spelled: dict[bytes, bytes] = {}
 
     def meaning(self, message: Message) -> Meaning:
         """Of one assistant message."""
         reasoning = digest(message.reasoning) if message.reasoning else b""
         return Meaning(self._assistant(message.text, message.tool_calls), reasoning)
+
+    def parts(self, message: Message) -> Parts:
+        """Of one assistant message."""
+        return Parts(
+            reasoning=digest(message.reasoning) if message.reasoning else b"",
+            text=digest(message.text),
+            names=tuple(sys.intern(call.name) for call in message.tool_calls),
+            arguments=tuple(digest(self._canonical(call)) for call in message.tool_calls),
+        )
+
+    def _canonical(self, call: ToolCall) -> str:
+        return canonical_arguments(call.arguments, self._defaults.get(call.name))
 
     def conversation(self, messages: Sequence[Message]) -> Conversation:
         """Meanings of `messages`; known ones of a History are taken from there. A tool message is tied to its
@@ -252,7 +283,7 @@ class Reader:
                 turn, ordinal = owner[message.tool_call_id]
                 head = f"tool {len(echoes) - turn}.{ordinal}"
             said.append(_hash(f"{head}\0{message.text}"))
-        return Conversation(messages, b"".join(said), reasoning, echoes)
+        return Conversation(messages, b"".join(said), reasoning, echoes, self)
 
     def _assistant(self, text: str, calls: Sequence[ToolCall]) -> bytes:
         if not calls:
@@ -261,7 +292,7 @@ class Reader:
         wire = _hash(f"calls\0{len(spelled)} {spelled}{text}")
         known = self._spelled.get(wire)
         if known is None:
-            named = [part for c in calls for part in (c.name, canonical_arguments(c.arguments))]
+            named = [part for c in calls for part in (c.name, self._canonical(c))]
             known = digest("calls", text, *named)
             if len(self._spelled) >= self._KEPT:
                 self._spelled.clear()

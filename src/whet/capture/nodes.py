@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from whet.capture.match import Meaning, Parts, Run, digest
+from whet.capture.match import Meaning, Parts, Reader, Run, digest
 from whet.errors import CaptureError
 from whet.types import Generation, IntArray, SegmentKind
 
@@ -32,6 +32,8 @@ class ContextNode:
     wire: bytes = field(repr=False)
     """`wire_digest` of the messages as they first came."""
     chained: bytes = field(repr=False)
+    reader: Reader = field(repr=False)
+    """Knows what the tools of this root make of arguments."""
     tools: bool
     """Whether the request offered tools."""
     echoes: frozenset[int]

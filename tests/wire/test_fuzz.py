@@ -10,6 +10,7 @@ import io
 import json
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -131,7 +132,7 @@ async def test_no_body_breaks_the_gateway(
 ) -> None:
     rng = random.Random(f"{name} {make.__name__}")
     limits = Limits(max_calls=1 << 30, max_session_tokens=1 << 30, max_context_tokens=100_000, wall_s=3600)
-    seen: set[int] = set()
+    seen: Counter[int] = Counter()
     async with Rig(family, [SAY, CALLS, THINK], limits=limits, config=GatewayConfig()) as rig:
         for start in range(0, COUNT // 2, BATCH):
             session = rig.gateway.open_session(f"fuzz/{start}", seed=start, limits=limits)
@@ -142,7 +143,7 @@ async def test_no_body_breaks_the_gateway(
                 sent = make(name, rng)
                 url = base + rng.choice(PATHS[name])
                 async with rig.http.post(url, data=sent, headers=auth, timeout=timeout) as response:
-                    seen.add(await check(response, name, sent))
+                    seen[await check(response, name, sent)] += 1
             url = base + PATHS[name][0]
             async with rig.http.post(url, json=BODIES[name](), headers=auth, timeout=timeout) as response:
                 assert response.status == 200
@@ -150,7 +151,7 @@ async def test_no_body_breaks_the_gateway(
             assert not session.stats.infra_error
         assert rig.gateway.counters.defects == 0
         assert rig.engine.in_flight == 0
-    assert {200, 400} <= seen
+    assert min(seen[200], seen[400]) > COUNT // 40  # both what is read and what is refused was reached
 
 
 @pytest.mark.case(47)

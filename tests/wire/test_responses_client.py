@@ -107,6 +107,19 @@ async def test_namespaces_and_free_form_tools_come_back_in_their_own_form(family
         assert "start: /.+/" in prompt
 
 
+async def test_of_two_tools_with_one_name_the_first_is_offered(family: TemplateFamily) -> None:
+    inner = {"type": "function", "name": "read", "description": "B.", "parameters": {}, "strict": False}
+    twins = [
+        {"type": "namespace", "name": "fs", "description": "", "tools": [inner]},
+        {**inner, "name": "fs__read", "description": "Second."},
+    ]
+    reply = Message(role="assistant", tool_calls=(call("fs__read", "{}"),))
+    async with Rig(family, [reply]) as rig, openai_client(rig) as api:
+        (one,) = (await ask(api, False, ASK, tools=twins)).output
+        assert (one.name, one.namespace) == ("read", "fs")
+        assert "Second." not in family.decode(rig.engine.sent[0].ids)
+
+
 async def test_items_of_several_agents_and_later_tools_are_told_to_the_model(family: TemplateFamily) -> None:
     reply = Message(role="assistant", tool_calls=(call("ns__late", "{}"),))
     late = {"type": "function", "name": "late", "description": "Late.", "parameters": {}, "strict": False}

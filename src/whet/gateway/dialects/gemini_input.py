@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from urllib.parse import parse_qs
@@ -40,7 +41,6 @@ _ADVISORY = (
 )
 
 _Json = Mapping[str, object]
-_CAPITAL = re.compile(r"[A-Z]")
 
 
 def parse(body: _Json, action: str) -> WireCall:
@@ -76,9 +76,12 @@ def parse(body: _Json, action: str) -> WireCall:
 def get(fields: _Json, name: str) -> object:
     """The field `name`, or what stands under its name in snake case."""
     value = fields.get(name)
-    if value is None:
-        value = fields.get(_CAPITAL.sub(lambda found: "_" + found[0].lower(), name))
-    return value
+    return fields.get(_snake(name)) if value is None else value
+
+
+@functools.cache
+def _snake(name: str) -> str:
+    return re.sub(r"[A-Z]", lambda found: "_" + found[0].lower(), name)
 
 
 def _refuse(body: _Json, config: _Json) -> None:

@@ -122,6 +122,8 @@ class _Tools:
     offered: list[ToolSpec] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     dropped: list[tuple[str, str]] = field(default_factory=list)
+    taken: set[str] = field(default_factory=set)
+    """Names under which the model knows a tool."""
 
 
 def _offer(tools: _Tools, body: Mapping[str, object]) -> None:
@@ -146,6 +148,10 @@ def _one(tools: _Tools, tool: Mapping[str, object], space: str, param: str) -> N
     if not name:
         raise WireError("invalid_request", f"'{param}.name' must not be empty.", f"{param}.name")
     flat = flat_name(space, name)
+    if flat in tools.taken:  # a call could not say which of the two it means
+        tools.dropped.append(("dropped_tool", flat))
+        return
+    tools.taken.add(flat)
     description = string(tool.get("description"), f"{param}.description")
     if kind == "custom":
         parameters = _FREE_FORM

@@ -59,7 +59,6 @@ HABITS = {
     "claude_code": Habits(
         arguments=frozenset({"spelled anew", "reordered", "default added"}),
         pointers="reasoning",
-        edits={"default added": 1},
     ),
     "codex": Habits(arguments=frozenset({"verbatim"}), pointers="reasoning"),
     "gemini_cli": Habits(

@@ -135,14 +135,14 @@ class EngineHttp:
                 raw = await self._read(response)
                 words = response.content_type.startswith("text/")
                 return self._decoded(path, response.status, b"" if words and response.ok else raw)
-        except aiohttp.ClientConnectorError as error:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             if again:
                 return None
-            raise EngineError(
-                f"{self.name} is not reachable for {path}: {error.strerror or error}"
-            ) from error
+            why = (isinstance(error, OSError) and error.strerror) or str(error)
+            raise EngineUnavailable(f"{self.name} is not reachable for {path}: {why}") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineError(f"{self.name} broke off {path}: {error or type(error).__name__}") from error
+            why = str(error) or type(error).__name__
+            raise EngineUnavailable(f"{self.name} broke off {path}: {why}") from error
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         raw = bytearray()

@@ -26,6 +26,14 @@ def test_a_few_sessions_for_a_few_seconds(capsys: pytest.CaptureFixture[str]) ->
     assert result["ledger"]["trained"] > 0
 
 
+@pytest.mark.full
+@pytest.mark.case(38, 41, 42, 43, 56)
+def test_two_hundred_sessions_for_most_of_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "--minutes", "0.75", "--sessions", "200")
+    assert isinstance(result["sessions"], int)
+    assert result["sessions"] >= 200
+
+
 def test_leaks_defects_and_growth_are_blamed() -> None:
     class Nobody:
         pass

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from whet.bench import _corpus
-from whet.bench._process import running
+from whet.bench._process import Process, running
 
 SIZES = {"50KB": 50_000, "400KB": 400_000}
 STEP = {"50KB": 600, "400KB": 2_600}
@@ -81,12 +81,23 @@ def shapes(quick: bool) -> list[Shape]:
     ]
 
 
+def warm(gateway: Process, size: str) -> None:
+    """One conversation of the size, held no longer: what a process needs once is not what a token costs."""
+    with running("whet.bench._load") as load:
+        load.say(Shape(size=size, concurrency=1, sessions=1, turns=1).job(gateway.ask({"open": 1})))
+        load.hear()
+        load.say("go")
+        load.hear()
+    gateway.ask({"seal": 1})
+
+
 def measure(model: Path, shape: Shape) -> dict[str, float]:
     """One round of one shape with a fresh gateway."""
     with (
         running("whet.bench._gateway_process", str(model)) as gateway,
         running("whet.bench._load") as load,
     ):
+        warm(gateway, shape.size)
         before = gateway.ask({"mark": 1, "collect": 1})
         load.say(shape.job(gateway.ask({"open": shape.sessions})))
         load.hear()

@@ -54,6 +54,7 @@ def calls_of(family: KnownFamily, count: int = 2) -> tuple[ToolCall, ...]:
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.case(13)
 def test_arguments_come_back_as_they_were_meant(family: KnownFamily, arguments: dict[str, object]) -> None:
     call = ToolCall(id="", name="edit", arguments=json.dumps(arguments))
     parsed = family.parse(family.render_reply(Message(role="assistant", tool_calls=(call,))), TOOLS)
@@ -61,6 +62,7 @@ def test_arguments_come_back_as_they_were_meant(family: KnownFamily, arguments: 
     assert not parsed.malformed
 
 
+@pytest.mark.case(6)
 def test_a_reply_cut_anywhere_has_whole_calls_only(family: KnownFamily) -> None:
     ids = family.render_reply(Message(role="assistant", tool_calls=calls_of(family)))
     whole = [(c.name, c.arguments) for c in family.parse(ids, TOOLS).calls]
@@ -142,12 +144,14 @@ def test_marker_text_in_ordinary_tokens_is_no_call(family: KnownFamily) -> None:
     assert parsed.text.strip() == family.decode(ids[:-1]).strip()
 
 
+@pytest.mark.case(8)
 def test_end_tokens_alone_and_nothing_at_all(family: KnownFamily) -> None:
     for ids in [[], *([stop] for stop in sorted(family.stop_ids))]:
         parsed = family.parse(np.array(ids, dtype=np.int32), TOOLS)
         assert (parsed.text, parsed.calls, parsed.malformed) == ("", (), False)
 
 
+@pytest.mark.case(2)
 def test_broken_bytes_at_the_end_do_not_break_the_reply(family: KnownFamily) -> None:
     half = family.codec.encode_content("\U000f0000")[:-1]
     scaffold = family.codec.encode("</think>" if family.in_reasoning else "")

@@ -63,6 +63,7 @@ def test_pieces_are_what_the_whole_rendering_has(family: KnownFamily) -> None:
     assert np.concatenate(pieces).tolist() == whole.token_ids
 
 
+@pytest.mark.case(51)
 def test_markers_from_outside_stay_text(family: KnownFamily) -> None:
     evil = " ".join(family.codec.control)
     tool = ToolSpec(name="t", description=evil, parameters=json.dumps({"properties": {evil: {"d": evil}}}))
@@ -97,6 +98,7 @@ def test_markers_do_not_even_change_how_they_are_spelled(family: KnownFamily) ->
     assert text in family.decode(family.append([Message(role="user", text=text)]))
 
 
+@pytest.mark.case(6)
 def test_a_cut_off_turn_is_closed(family: KnownFamily) -> None:
     scaffold = "</think>\n\n" if family.in_reasoning else ""
     cut = np.concatenate([family.codec.encode(scaffold), family.codec.encode_content("so far")])
@@ -105,6 +107,7 @@ def test_a_cut_off_turn_is_closed(family: KnownFamily) -> None:
     assert whole[len(whole) - len(tail) :].tolist() == tail.tolist()
 
 
+@pytest.mark.case(6)
 def test_reasoning_cut_off_is_closed_too(family: KnownFamily) -> None:
     if not family.caps.reasoning:
         return
@@ -116,6 +119,7 @@ def test_reasoning_cut_off_is_closed_too(family: KnownFamily) -> None:
     assert family.parse(cut).text == ""
 
 
+@pytest.mark.case(5)
 def test_an_opener_sampled_as_the_end_is_not_said_twice(family: KnownFamily) -> None:
     """GLM ends a turn with the opener it expects; what comes may begin with that one or with another."""
     if not family.caps.open_ended:

@@ -154,7 +154,6 @@ def sampled_reply(family: Coded, rng: random.Random, text: str) -> IntArray:
     return np.array([rng.randrange(family.vocab_size) for _ in range(rng.randint(1, 12))], dtype=np.int32)
 
 
-
 @pytest.mark.case(1, 2, 3, 4, 5, 6, 7, 8, 14)
 def test_the_engine_is_sent_the_exact_splice(family: Coded) -> None:
     @settings(max_examples=EXAMPLES, deadline=None, database=None)

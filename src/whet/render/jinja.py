@@ -10,13 +10,25 @@ import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from whet.errors import RenderError
 from whet.render.shown import Shown
-from whet.types import Message, ToolSpec
+from whet.types import Message, ToolCall, ToolSpec
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` ... `{% endgeneration %}` marks what a model says, for libraries that mask by it;
+    the text itself is what stands inside."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own attribute
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        parser.stream.expect("name:generation")
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
@@ -26,7 +38,7 @@ class ChatTemplate:
         """Raises RenderError when the template does not compile."""
         now = datetime.datetime.now()
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
@@ -35,11 +47,24 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise RenderError(f"chat template does not compile: {error}") from error
-        self._shown = Shown(shield)
         self.variables = dict(variables)
         day = now.date().isoformat() if "strftime_now" in source else ""
         self.identity = json.dumps([source, self.variables, day], sort_keys=True)
         """Everything that decides what the template writes."""
+        self._shown = self._taken(shield)
+
+    def _taken(self, shield: Callable[[str], str]) -> Shown:
+        """Call arguments as a mapping; as JSON text for a template that takes only that."""
+        call = ToolCall(id="call_a", name="look", arguments='{"a": 1}')
+        called = [Message(role="user", text="x"), Message(role="assistant", tool_calls=(call,))]
+        for shown in (Shown(shield), Shown(shield, arguments_as_text=True)):
+            self._shown = shown
+            try:
+                self.render(called)
+            except RenderError:
+                continue
+            return shown
+        return Shown(shield)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, generation_prompt: bool = False

@@ -6,7 +6,9 @@ The choice is made on ids and text, never on a model's name: fine-tunes often ca
 
 from __future__ import annotations
 
+import datetime
 import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from whet.errors import RenderError
@@ -31,14 +33,12 @@ def load_family(folder: Path, family: str = "auto") -> Coded:
     if family == "template":
         return template_family(files, codec)
     if family != "auto":
-        return _known(family, files, codec)
+        return _known(family, codec, files.family.template_arguments)
     refused = []
-    for name in KNOWN:
-        if not _looks_like(name, files):
-            continue
+    for name, settings in _candidates(files):
         try:
-            found = _known(name, files, codec)
-            _same_as_template(found, files)
+            found = _known(name, codec, {**settings, **files.family.template_arguments})
+            _same_as_template(found, files, settings)
         except RenderError as error:
             refused.append(f"{name}: {error}")
             continue
@@ -52,22 +52,29 @@ def load_family(folder: Path, family: str = "auto") -> Coded:
     return chosen
 
 
-def _known(name: str, files: ModelFiles, codec: Codec) -> KnownFamily:
-    found = known_family(name, codec, files.family.template_arguments)
+def _known(name: str, codec: Codec, arguments: Mapping[str, object]) -> KnownFamily:
+    found = known_family(name, codec, arguments)
     check_family(found)
     return found
 
 
-def _looks_like(name: str, files: ModelFiles) -> bool:
-    """Worth loading the package for: the folder's template has what is typical of these rules."""
-    return files.template is not None and KNOWN[name].telltale in files.template
+def _candidates(files: ModelFiles) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Rules worth loading the package for, and settings to try them with: the folder's template has what is
+    typical of them. A template that writes the date gets today's, frozen for as long as the family lives."""
+    for name, known in KNOWN.items():
+        if files.template is None or known.telltale not in files.template:
+            continue
+        yield name, dict(known.settings)
+        if name == "llama-3" and "strftime_now" in files.template:
+            today = datetime.datetime.now().strftime("%d %b %Y")
+            yield name, {**dict(known.settings), "date_string": today}
 
 
-def _same_as_template(family: KnownFamily, files: ModelFiles) -> None:
+def _same_as_template(family: KnownFamily, files: ModelFiles, settings: Mapping[str, object]) -> None:
     """The rules write what the folder's template writes. Raises RenderError where they do not."""
     if files.template is None:
         return
-    arguments = {**dict(KNOWN[family.caps.source].settings), **files.family.template_arguments}
+    arguments = {**settings, **files.family.template_arguments}
     template = ChatTemplate(files.template, {**files.special_tokens, **arguments}, family.codec.shield)
     user, system = Message(role="user", text="Question."), Message(role="system", text="Rules.")
     call = ToolCall(id="call_a", name="look", arguments='{"path": "a b", "n": 3}')

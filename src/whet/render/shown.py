@@ -21,6 +21,8 @@ class Shown:
     """Converts with one codec's shield."""
 
     outside: Callable[[str], str]
+    arguments_as_text: bool = False
+    """Call arguments as JSON text, where the taker cannot do with a mapping."""
 
     def shield(self, text: str) -> str:
         return text if text is SENTINEL else self.outside(text)
@@ -52,7 +54,9 @@ class Shown:
             value = json.loads(raw, parse_float=_finite, parse_constant=_finite)
         except (ValueError, RecursionError):
             return self.shield(raw)
-        return self.value(value) if isinstance(value, dict) else self.shield(raw)
+        if self.arguments_as_text or not isinstance(value, dict):
+            return self.shield(raw)
+        return self.value(value)
 
     def tool(self, tool: ToolSpec) -> dict[str, object]:
         return {

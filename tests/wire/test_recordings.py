@@ -31,9 +31,16 @@ def path(request: pytest.FixtureRequest) -> Path:
     return Path(request.param)
 
 
+@pytest.fixture(scope="session")
+def played() -> dict[Path, Replay]:
+    return {}
+
+
 @pytest.fixture
-async def replayed(path: Path, model: tuple[TemplateFamily, Splitter]) -> Replay:
-    return await replay(read(path), *model)
+async def replayed(path: Path, model: tuple[TemplateFamily, Splitter], played: dict[Path, Replay]) -> Replay:
+    if path not in played:
+        played[path] = await replay(read(path), *model)
+    return played[path]
 
 
 def test_there_is_one_of_every_agent_in_its_pinned_version() -> None:

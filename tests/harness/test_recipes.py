@@ -21,7 +21,7 @@ from whet.types import Task
 ACCESS = ModelAccess(
     public_id="pub", secret="secret-of-rollout", max_call_tokens=2048, max_context_tokens=48_000
 )
-REAL = "WHET_REAL_AGENTS"
+REAL = "WHET_FULL"
 
 
 def start(context_tokens: int) -> Start:

@@ -128,6 +128,7 @@ def test_agents_are_answered_in_their_own_forms(family: TemplateFamily, splitter
     assert replies[10].calls != replies[9].calls
     mini = Playing(family, splitter, "mini_swe")
     assert all(mini.ask(user(PROMPT)).calls for _ in range(4))
+    assert not mini.ask(user(PROMPT)).calls
     end = mini.ask(user(PROMPT))
     assert "COMPLETE_TASK" in end.calls[0].arguments
 

@@ -68,7 +68,8 @@ HABITS = {
         pointers="always",
         edits={"text": 1},
     ),
-    "mini_swe": Habits(arguments=frozenset({"verbatim"})),
+    # A reply without a call is left out of what follows.
+    "mini_swe": Habits(arguments=frozenset({"verbatim"}), edits={"missing": 1}),
     "opencode": Habits(arguments=frozenset({"spelled anew"})),
     "pi": Habits(arguments=frozenset({"spelled anew"})),
     "qwen_code": Habits(arguments=frozenset({"spelled anew"})),
@@ -109,6 +110,21 @@ def test_ids_of_calls_come_back_as_they_were_minted(recording: Recording) -> Non
     ]
     assert {tools for tools, _ in foreign} == ({0} if recording.agent == "gemini_cli" else set())
     assert {call.rpartition("__")[2] for _, call in foreign} <= minted
+
+
+@pytest.mark.case(23)
+def test_a_reply_that_its_agent_drops_is_kept_and_trained() -> None:
+    """mini-swe-agent puts a message of its own in the place of a reply without a call."""
+    recording = of("mini_swe")
+    replies = [said(call) for call in recording.calls]
+    (dropped,) = (turn for turn, reply in enumerate(replies) if not reply.tool_calls)
+    after = requests(recording)[dropped + 1]
+    assert replies[dropped].text not in [message.text for message in after.messages]
+    assert after.messages[-1].role == "user"
+    parents = recording.books["parents"]
+    assert parents[dropped + 1] == parents[dropped]
+    assert ["edited", "missing", dropped + 1, dropped] in recording.books["drifts"]
+    assert recording.books["excluded"] == []
 
 
 @pytest.mark.case(24)

@@ -122,6 +122,8 @@ class Director:
             Reply(text="Now the edit.", calls=[play.edit("app.py", WRONG, RIGHT)]),
             Reply(reasoning="Is it right?", calls=[play.run(CHECK)]),
         ]
+        if play.muses:
+            replies.append(Reply(text="That looks right."))
         if play.spawn is not None:
             asked = (f"[[part {n}]] Read notes.txt and say what it says." for n in range(1, PARTS + 1))
             replies.append(Reply(text="Two helpers.", calls=[play.spawn(prompt) for prompt in asked]))

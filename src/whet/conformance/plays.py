@@ -38,6 +38,8 @@ class Play:
     """Form in which the agent takes a summary."""
     review: str = ""
     """Pattern that asks for the same summary once more."""
+    muses: bool = False
+    """A reply without a call does not end the run."""
     repeats: int = 0
     """Same commands in a row that make the agent say something in the user's place."""
     compacts: bool = True
@@ -130,6 +132,7 @@ PLAYS: Mapping[str, Play] = {
         edit=lambda path, old, new: ("bash", {"command": _replace(path, old, new)}),
         run=lambda command: ("bash", {"command": command}),
         finish=("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
+        muses=True,
         summarise=r"(?!)",
         compacts=False,
     ),

@@ -1,4 +1,4 @@
-"""The verbs: demo, train, serve, replay, bench, show, conformance, doctor.
+"""The verbs: demo, train, serve, recover, replay, bench, show, conformance, doctor.
 
 Every failure a person can meet is one line on stderr beginning `whet:`. Exit codes: 0 done, 1 failed,
 2 wrong command line or configuration, 130 stopped by Ctrl-C (resumable). Each verb imports what it needs at
@@ -277,6 +277,14 @@ def _conformance(options: argparse.Namespace) -> int:
     return 0 if passed else EXIT_FAILED
 
 
+def _recover(options: argparse.Namespace) -> int:
+    from whet.serve.run import recover_run
+
+    if not recover_run(options.run, sys.stdout):
+        raise ConfigError(f"{options.run} holds no log of an unsealed session")
+    return 0
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from whet.doctor import doctor
 
@@ -318,6 +326,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(verbs)
     _add_train(verbs)
     _add_serve(verbs)
+    _add_recover(verbs)
     replay = verbs.add_parser("replay", help="repeat a stored run's training and compare it bit for bit")
     replay.add_argument("run", type=Path, metavar="RUN", help="run directory")
     _add_output(replay)
@@ -370,6 +379,12 @@ def _add_serve(verbs: Any) -> None:
     serve.add_argument("--json", action="store_true", help="one JSON object per line")
     serve.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key")
     serve.set_defaults(verb=_serve)
+
+
+def _add_recover(verbs: Any) -> None:
+    recover = verbs.add_parser("recover", help="export the sessions that a killed `whet serve` held")
+    recover.add_argument("run", type=Path, metavar="RUN", help="its run directory")
+    recover.set_defaults(verb=_recover)
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:

@@ -53,6 +53,7 @@ async def test_wall_time_ends_a_call_at_the_engine(family: TemplateFamily) -> No
         assert rig.session.stats.infra_error == ""
 
 
+@pytest.mark.case(16)
 async def test_limits_of_one_call(family: TemplateFamily) -> None:
     limits = Limits(max_call_tokens=6, max_session_tokens=15, max_context_tokens=60)
     async with Rig(family, [said("abc def ghi jkl mno pqr stu")], limits=limits) as rig:
@@ -65,6 +66,7 @@ async def test_limits_of_one_call(family: TemplateFamily) -> None:
         assert rig.session.stats.truncated
 
 
+@pytest.mark.case(16)
 async def test_a_prompt_at_the_limit_fits_with_one_token_and_one_more_does_not(
     family: TemplateFamily,
 ) -> None:

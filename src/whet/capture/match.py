@@ -233,7 +233,7 @@ class Reader:
 
     def __init__(self, defaults: Mapping[str, Defaults] | None = None) -> None:
         """`defaults` of the tools that these requests offer."""
-        self._defaults = defaults or {}
+        self.defaults = defaults or {}
         self._spelled: dict[bytes, bytes] = {}
 
     def meaning(self, message: Message) -> Meaning:
@@ -251,7 +251,7 @@ class Reader:
         )
 
     def _canonical(self, call: ToolCall) -> str:
-        return canonical_arguments(call.arguments, self._defaults.get(call.name))
+        return canonical_arguments(call.arguments, self.defaults.get(call.name))
 
     def conversation(self, messages: Sequence[Message]) -> Conversation:
         """Meanings of `messages`; known ones of a History are taken from there. A tool message is tied to its

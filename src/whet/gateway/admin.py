@@ -256,10 +256,14 @@ class Admin:
 
     async def _delete(self, name: str) -> web.Response:
         session = self._open.pop(name, None)
+        kept = self._sealed.pop(name, None)
         if session is not None:
             await session.abandon()
-        elif self._sealed.pop(name, None) is None:
+        elif kept is not None:
+            session = kept.session
+        else:
             _unknown()
+        session.drop_log()
         return _json({"status": "deleted"})
 
     async def _export(self, http: web.BaseRequest, kept: _Sealed) -> web.Response:

@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import orjson
 from aiohttp import web
@@ -47,6 +48,8 @@ class GatewayConfig:
     """Per session."""
     inline_chars: int = 100_000
     """Text up to this length is encoded on the event loop."""
+    log_dir: Path | None = None
+    """Folder in which each session keeps a log of its forest while it lives; None = no logs."""
     sealed_kept: int = 4096
     """How many sealed sessions are remembered, so that late calls are told so."""
 

@@ -114,6 +114,7 @@ class Gateway:
             on_sealed=self._retire,
             bodies=Bodies(self.config.max_json_depth, self.config.max_json_items),
             tools=ToolBox(tools),
+            log_dir=self.config.log_dir,
         )
         self._sessions[session.secret_digest] = session
         self._tool_keys[session.tool_digest] = session

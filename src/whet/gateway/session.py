@@ -26,6 +26,7 @@ from whet.gateway.bodies import Bodies, BodyName
 from whet.gateway.dialects.base import WireError
 from whet.gateway.host_tools import ToolBox
 from whet.gateway.turn import MAX_REFUSALS, Answer, SessionSpec, SessionStats, Turns
+from whet.record.session_log import LogFile, LoggedForest
 from whet.render.family import Family
 from whet.types import ModelRequest, Segment, Trajectory
 
@@ -71,6 +72,7 @@ class Session:
         on_sealed: Callable[[Session], None],
         bodies: Bodies,
         tools: ToolBox | None = None,
+        log_dir: Path | None = None,
     ) -> None:
         self.rollout_id = spec.rollout_id
         self.public_id = secrets.token_hex(8)
@@ -91,7 +93,11 @@ class Session:
         """`stats.infra_error` names a failure that an answered retry makes good."""
         self._failed_turn = -1
         # A key of its own: the agent knows the session's secret and could sign with it.
-        self._forest = Forest(spec.rollout_id, secrets.token_bytes(32))
+        key = secrets.token_bytes(32)
+        self._log = LogFile.create(log_dir / f"{self.public_id}.log", spec.rollout_id) if log_dir else None
+        self._forest = (
+            LoggedForest(spec.rollout_id, key, self._log) if self._log else Forest(spec.rollout_id, key)
+        )
         self.bodies = bodies
         self._turns = Turns(engine, family, self._forest, spec, self.tools)
         self._calls: list[Call] = []
@@ -222,11 +228,21 @@ class Session:
         try:
             await self._drain(deadline_s)
         finally:
-            self.state = "sealed"
-            self._on_sealed(self)
+            self._end()
         if self.failure is not None:
             raise self.failure
         return self._forest.trajectory()
+
+    def _end(self) -> None:
+        self.state = "sealed"
+        self._on_sealed(self)
+        if self._log is not None:
+            self._log.close()
+
+    def drop_log(self) -> None:
+        """The session is kept elsewhere, or nobody wants it."""
+        if self._log is not None:
+            self._log.path.unlink(missing_ok=True)
 
     def exported(self, form: Form) -> tuple[Segment, ...] | TokenTree:
         """The sealed session in one of the forest's shapes. Raises GatewayError before it is sealed."""
@@ -239,8 +255,7 @@ class Session:
         if self.state != "sealed":
             self.state = "draining"
             await self._drain(0.0)
-            self.state = "sealed"
-            self._on_sealed(self)
+            self._end()
 
     async def _drain(self, deadline_s: float) -> None:
         clock = asyncio.get_running_loop().time

@@ -28,16 +28,19 @@ from whet.gateway.admin import Admin, ToolBody
 from whet.gateway.export import export_json
 from whet.gateway.host_tools import HostTool, ToolBox
 from whet.gateway.passthrough import BlackBoxSession, open_passthrough
-from whet.gateway.server import CallReport, Gateway
+from whet.gateway.server import CallReport, Gateway, GatewayConfig
 from whet.gateway.session import Session
 from whet.gateway.text_record import TextCall
 from whet.record.run import RunDir, write_text
+from whet.record.session_log import recover
 from whet.render.family import Family
 from whet.render.template import load_family
 from whet.serve.agents import Access, names, setup
 from whet.serve.black_box import records_folder, told_of_call, told_of_session, upstream_options
 from whet.train.client import Learner, LearnerSpec
 
+SESSIONS = "sessions"
+"""Folder of a run directory with a log per live session and an export per sealed one."""
 SEAL_S = 1.0
 """Calls under way when the operator stops get so long to end."""
 ADMIN_SECRET = "WHET_ADMIN_SECRET"
@@ -137,7 +140,10 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
         async with AsyncExitStack() as stack:
             log = run.logs / "learner.log"
             engine = await stack.enter_async_context(_engine(config, family, log, voice.wait))
-            gateway = await stack.enter_async_context(Gateway(engine, family, on_call=voice.call))
+            folder = run.path / SESSIONS
+            folder.mkdir(exist_ok=True)
+            served = GatewayConfig(log_dir=folder)
+            gateway = await stack.enter_async_context(Gateway(engine, family, served, voice.call))
             listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
             sessions = [_open(gateway, config, options, number) for number in range(options.sessions)]
             _greet(voice, run, config, options, listener.origin, sessions)
@@ -269,6 +275,7 @@ async def _finish(voice: Voice, run: RunDir, sessions: list[Session]) -> None:
             continue
         name = f"{session.rollout_id}.json"
         write_text(folder / name, export_json("chains", trajectory.segments, trajectory).decode())
+        session.drop_log()
         ledger = trajectory.ledger
         ledgers[session.rollout_id] = {**asdict(ledger), "calls": session.stats.calls}
         excluded = ", ".join(f"{reason} {count}" for reason, count in ledger.excluded.items()) or "nothing"
@@ -282,3 +289,21 @@ async def _finish(voice: Voice, run: RunDir, sessions: list[Session]) -> None:
     voice.say("end", {"run_dir": str(run.path), "sessions": ledgers}, [f"written to {run.path}"])
     if broken is not None:
         raise broken
+
+
+def recover_run(path: Path, stream: TextIO) -> int:
+    """Export every session whose log is left because `whet serve` was killed; returns how many there were.
+    The logs stay. Raises RecordError."""
+    found = sorted((path / SESSIONS).glob("*.log"))
+    for file in found:
+        session = recover(file)
+        trajectory = session.forest.trajectory()
+        write_text(file.with_suffix(".json"), export_json("chains", trajectory.segments, trajectory).decode())
+        ledger = trajectory.ledger
+        end = ", torn at its end" if session.torn else ""
+        print(
+            f"{session.rollout_id}: {len(trajectory.turns)} turns, sampled {ledger.captured}, "
+            f"trainable {ledger.trained}{end} -> {file.with_suffix('.json')}",
+            file=stream,
+        )
+    return len(found)

@@ -113,7 +113,8 @@ def mended(raw: bytes) -> bytes:
 
     JavaScript agents cut texts within an emoji, and no strict reader takes what is left.
     """
-    if _LONE.search(raw) is None:
+    # Looking for a few bytes first: the expression takes 7 ms for 400 KB, which nearly no body needs.
+    if (b"\\ud" not in raw and b"\\uD" not in raw) or _LONE.search(raw) is None:
         return raw
     return _ESCAPE.sub(lambda found: found[0] if found[1] is None else b"\\ufffd", raw)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import lzma
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +13,12 @@ import pytest
 from whet.conformance import checks, command, run
 from whet.conformance.checks import Finding
 from whet.errors import ConfigError, SetupError
-from whet.harness.install import find_pi
 from whet.sandbox.local import LocalBackend
 from whet.types import Trajectory
 
 
 @pytest.fixture
-def backend() -> LocalBackend:
-    if os.environ.get("WHET_REQUIRE_PI") != "1" and find_pi() is None:
-        pytest.skip("Pi is not installed: python -m whet.harness.install pi (or set WHET_REQUIRE_PI=1)")
+def backend(needs_pi: None) -> LocalBackend:
     return LocalBackend("auto")
 
 

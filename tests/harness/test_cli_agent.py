@@ -10,11 +10,12 @@ from scripted_server import ScriptedServer
 
 from whet.config import Config, HarnessTable, load_config
 from whet.errors import ConfigError, HarnessError, SetupError
-from whet.harness import install, known
+from whet.harness import claude_code, install, known
 from whet.harness.base import ModelAccess
 from whet.harness.cli_agent import HOME, CliHarness, Recipe, Start
 from whet.harness.install import Installed, Package, PiInstall
 from whet.harness.pi import PiHarness
+from whet.sandbox.base import ExecResult
 from whet.sandbox.local import LocalBackend
 from whet.types import Limits, Task
 
@@ -69,7 +70,7 @@ async def test_an_agent_gets_its_files_prompt_and_secret(
 @pytest.mark.parametrize(
     ("text", "exit_", "detail"),
     [
-        ("echo oh $KEY >&2; exit 3", "failed", "exit code 3: oh ***"),
+        (r'printf "\033[91moh $KEY\033[0m" >&2; exit 3', "failed", "exit code 3: oh ***"),
         ("kill -9 $$", "failed", "exit code -9"),
         ("sleep 60 & sleep 60", "timeout", "stopped after 0.5 s"),
     ],
@@ -89,6 +90,22 @@ async def test_the_exit_is_the_authority(
     assert result.exit == exit_
     assert result.detail.startswith(detail)
     assert "app.py" in result.tree
+
+
+@pytest.mark.parametrize(
+    ("code", "stdout", "expected"),
+    [
+        (0, b'{"type":"result","is_error":false,"result":"Done."}\n', ("finished", "")),
+        (0, b'{"type":"result","is_error":true,"result":"No.\\nx"}', ("failed", "exit code 0: No.")),
+        (1, b'x\n{"type":"result","is_error":true,"subtype":"e"}', ("failed", "exit code 1: e")),
+        (1, b'{"type":"system"}', ("failed", "exit code 1: noise")),
+        (-9, b"{", ("failed", "exit code -9: noise")),
+        (0, b"", ("finished", "")),
+    ],
+)
+def test_claude_code_is_judged_by_its_last_line(code: int, stdout: bytes, expected: tuple[str, str]) -> None:
+    result = ExecResult(exit_code=code, stdout=stdout, stderr=b"noise\n")
+    assert claude_code.RECIPE.rule(result) == expected
 
 
 @pytest.mark.parametrize("name", sorted(known.RECIPES))

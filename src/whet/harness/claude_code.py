@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from whet.harness.cli_agent import Recipe, Start
+import orjson
+
+from whet.harness.base import AgentExit
+from whet.harness.cli_agent import Recipe, Start, exit_code_rule
 from whet.harness.install import Package
+from whet.sandbox.base import ExecResult
 
 PACKAGE = Package(
     registry="npm",
@@ -47,4 +51,19 @@ def _env(start: Start) -> Mapping[str, str]:
     }
 
 
-RECIPE = Recipe(name="claude_code", package=PACKAGE, argv=_argv, env=_env, dialect="anthropic")
+def _rule(result: ExecResult) -> tuple[AgentExit, str]:
+    """Its last line on stdout says how it went; what it complains of on stderr is mostly something else."""
+    last = result.stdout.rstrip().rpartition(b"\n")[2]
+    try:
+        said = orjson.loads(last)
+    except orjson.JSONDecodeError:
+        said = None
+    if not isinstance(said, dict) or said.get("type") != "result":
+        return exit_code_rule(result)
+    if result.exit_code == 0 and said.get("is_error") is False:
+        return "finished", ""
+    lines = str(said.get("result") or said.get("subtype") or "").strip().splitlines() or [""]
+    return "failed", f"exit code {result.exit_code}: {lines[0][:300]}"
+
+
+RECIPE = Recipe(name="claude_code", package=PACKAGE, argv=_argv, env=_env, rule=_rule, dialect="anthropic")

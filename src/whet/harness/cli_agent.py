@@ -9,6 +9,7 @@ one rollout, so nothing of an agent's home lasts. Recipes: one module each; call
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ AGENT_AT = "/opt/agent"
 """Where the package's `node_modules` or `site` lies in the box."""
 NODE_AT = "/opt/node/bin/node"
 LOG_BYTES = 1 << 20
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,8 @@ def exit_code_rule(result: ExecResult) -> tuple[AgentExit, str]:
     """Exit code 0 is finished; else failed with the last line the agent complained with."""
     if result.exit_code == 0:
         return "finished", ""
-    lines = (result.stderr.strip() or result.stdout.strip()).decode("utf-8", "replace").splitlines() or [""]
+    said = (result.stderr.strip() or result.stdout.strip()).decode("utf-8", "replace")
+    lines = _COLOURS.sub("", said).splitlines() or [""]
     return "failed", f"exit code {result.exit_code}: {lines[-1][:300]}"
 
 

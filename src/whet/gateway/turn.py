@@ -121,10 +121,11 @@ def _system(request: ModelRequest) -> list[Message]:
 
 def _fresh_texts(plan: PromptPlan, request: ModelRequest) -> list[str]:
     """Texts from outside that this request adds."""
-    texts = [message.text for message in plan.replace]
+    texts = [text for message in plan.replace for text in (message.text, message.reasoning)]
+    texts += [text for m in plan.replace for call in m.tool_calls for text in (call.name, call.arguments)]
     if plan.base is None:
         texts += [message.text for message in _system(request)]
-        texts += [tool.description for tool in request.tools]
+        texts += [text for tool in request.tools for text in (tool.name, tool.description, tool.parameters)]
     return texts
 
 

@@ -124,6 +124,7 @@ async def check(response: aiohttp.ClientResponse, name: str, sent: bytes) -> int
     return response.status
 
 
+@pytest.mark.fuzz
 @pytest.mark.case(47)
 @pytest.mark.parametrize("make", [structured, raw], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", BODIES)

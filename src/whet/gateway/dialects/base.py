@@ -10,6 +10,7 @@ would.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -179,7 +180,10 @@ def positive(value: object, param: str) -> int | None:
 
 def json_text(value: object) -> str:
     """Compact JSON, key order kept, nothing escaped that need not be."""
-    return orjson.dumps(value).decode()
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:  # an integer beyond 64 bits, from a reader that keeps them
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 UNPARSED = "unparsed_arguments"

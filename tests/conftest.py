@@ -22,7 +22,6 @@ KNOWN_SKIPS = (
     r"cannot mount a tmpfs: .*",
     r"no git in the box",
     # `make conformance` runs these agents; installing them takes gigabytes.
-    r"real agents are started with WHET_FULL=1 only",
     r"\w+ is not installed: python -m whet\.harness\.known \w+",
     # Too long for every change: `make test-full` and continuous integration run them.
     r"runs in make test-full",

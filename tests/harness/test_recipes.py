@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +20,6 @@ from whet.types import Task
 ACCESS = ModelAccess(
     public_id="pub", secret="secret-of-rollout", max_call_tokens=2048, max_context_tokens=48_000
 )
-REAL = "WHET_FULL"
 
 
 def start(context_tokens: int) -> Start:
@@ -81,8 +79,6 @@ def test_mini_swe_does_not_take_giving_up_for_an_end(code: int, said: str, outco
 
 
 async def run(recipe: Recipe, backend: LocalBackend, server: ScriptedServer, task: Task) -> AgentResult:
-    if os.environ.get(REAL) != "1":
-        pytest.skip(f"real agents are started with {REAL}=1 only")
     installed = find(recipe.package)
     if installed is None:
         pytest.skip(f"{recipe.name} is not installed: python -m whet.harness.known {recipe.name}")
@@ -90,6 +86,7 @@ async def run(recipe: Recipe, backend: LocalBackend, server: ScriptedServer, tas
         return await worker.run(task, ACCESS)
 
 
+@pytest.mark.full
 async def test_mini_swe_solves_and_shows_no_path_of_its_own(
     backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:
@@ -108,6 +105,7 @@ async def test_mini_swe_solves_and_shows_no_path_of_its_own(
     assert server.paths == ["/s/pub/v1/chat/completions"] * 3
 
 
+@pytest.mark.full
 async def test_mini_swe_gives_up_after_three_replies_without_a_call(
     backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:
@@ -118,6 +116,7 @@ async def test_mini_swe_gives_up_after_three_replies_without_a_call(
     assert not [m for m in server.requests[-1]["messages"] if m["role"] == "assistant"]
 
 
+@pytest.mark.full
 async def test_qwen_code_solves_and_keeps_to_its_files(
     backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:
@@ -140,6 +139,7 @@ async def test_qwen_code_solves_and_keeps_to_its_files(
 
 
 @pytest.mark.parametrize("recipe", [mini_swe.RECIPE, qwen_code.RECIPE], ids=lambda r: r.name)
+@pytest.mark.full
 async def test_a_refusing_model_ends_the_run(
     recipe: Recipe, backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:

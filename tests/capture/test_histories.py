@@ -33,7 +33,8 @@ from whet.capture.diagnosis import CAUSES
 from whet.capture.pointer import sign
 from whet.types import Message, ToolSpec, Trajectory
 
-HISTORIES = int(os.environ.get("WHET_FUZZ", "150"))
+# One history costs as much as ten bodies.
+HISTORIES = int(os.environ.get("WHET_FUZZ", "1500")) // 10
 KEY, FOREIGN = b"k" * 32, b"f" * 32
 SEARCH = replace(SHELL, name="search")
 

@@ -126,6 +126,7 @@ async def check(response: aiohttp.ClientResponse, name: str, sent: bytes) -> int
 
 @pytest.mark.fuzz
 @pytest.mark.case(47)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("make", [structured, raw], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", BODIES)
 async def test_no_body_breaks_the_gateway(

@@ -73,3 +73,31 @@ async def test_another_spelling_is_no_edit(family: TemplateFamily) -> None:
         trajectory = await rig.session.seal(5.0)
         assert trajectory.drifts == ()
         assert [turn.parent for turn in trajectory.turns] == [-1, 0]
+
+
+@pytest.mark.case(25)
+@pytest.mark.parametrize(
+    ("text", "spelled"),
+    [
+        ("", [None, "", [], [{"type": "text", "text": ""}], "left out"]),
+        ("I look.", ["I look.", [{"type": "text", "text": "I look."}]]),
+        ("I look.", [[{"type": "text", "text": "I "}, {"type": "text", "text": "look."}]]),
+    ],
+)
+async def test_content_means_the_same_however_it_is_spelled(
+    family: TemplateFamily, text: str, spelled: list[Any]
+) -> None:
+    reply = Message(role="assistant", text=text, tool_calls=SAMPLED.tool_calls)
+    for content in spelled:
+        async with Rig(family, [reply, said("Done.")]) as rig:
+            body: dict[str, Any] = {"messages": list(ASK), "tools": TOOLS}
+            _, first = await rig.post(body)
+            echo = {**first["choices"][0]["message"], "content": content}
+            if content == "left out":
+                del echo["content"]
+            result = {"role": "tool", "tool_call_id": echo["tool_calls"][0]["id"], "content": "x"}
+            status, _ = await rig.post({**body, "messages": [*ASK, echo, result]})
+            assert status == 200
+            trajectory = await rig.session.seal(5.0)
+            assert trajectory.drifts == ()
+            assert [turn.parent for turn in trajectory.turns] == [-1, 0]

@@ -285,6 +285,8 @@ def check_views(trajectory: Trajectory) -> None:
     wanted = _trained(trajectory.segments)
     rows = per_request(trajectory)
     assert _trained(rows) == wanted
+    label_of = {int(token): s.label for s in trajectory.segments for token in s.ids[s.mask]}
+    assert all({label_of[int(token)] for token in r.ids[r.mask]} == {r.label} for r in rows)
     kinds = [row.kind for row in rows for _ in range(int(row.mask.sum()))]
     assert kinds.count("sampled") == trajectory.ledger.trained
     assert kinds.count("demonstrated") == trajectory.ledger.excluded.get("demonstrated", 0)

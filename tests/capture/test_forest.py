@@ -341,3 +341,16 @@ def test_a_declared_default_that_the_agent_fills_in_is_no_edit_and_another_one_i
         assert (made.base is lab.calls[0]) is known
         assert [note.cause for note in lab.forest.drifts] == ([] if known else ["arguments"])
         check_exported(lab, lab.forest.trajectory())
+
+
+def test_what_is_known_of_a_request_with_other_tools_is_not_taken_over() -> None:
+    """Arguments mean what the schemas of their own request make of them."""
+    edit = ToolSpec(name="edit", description="", parameters='{"properties":{"all":{"default":false}}}')
+    filled = says("", call("c0", '{"all":false,"p":"a"}', name="edit"))
+    lab = Lab(splices=True)
+    history = [*START, filled, answer("c0")]
+    lab.turn(START, says("", call("c0", '{"p":"a"}', name="edit")), tools=(edit,))
+    assert lab.turn(history, says("on"), tools=(edit,)).base is lab.calls[0]
+    plain = replace(edit, parameters="{}")
+    lab.turn(START, says("", call("d0", '{"p":"a"}', name="edit")), tools=(plain,))
+    assert lab.turn([*history, user("go")], says("done"), tools=(plain,)).base is None

@@ -1,0 +1,72 @@
+"""Host tools inside a real agent that speaks MCP: it lists them, offers them to its model and calls them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+from gateway_rig import call, said
+from test_host_tools import SUBMIT, ToolRig
+
+from whet.errors import SetupError
+from whet.harness.cli_agent import Start
+from whet.harness.install import install
+from whet.harness.known import RECIPES
+from whet.render.template import TemplateFamily
+from whet.types import Message
+
+
+def installed_program(name: str) -> str:
+    try:
+        found = install(RECIPES[name].package)
+    except SetupError as error:
+        pytest.fail(str(error))
+    return str(found.folder / found.program)
+
+
+@pytest.mark.full
+async def test_claude_code_calls_a_host_tool_over_mcp(family: TemplateFamily, tmp_path: Path) -> None:
+    name = "mcp__whet__submit"
+    script = [Message(role="assistant", tool_calls=(call(name, '{"answer": "42"}'),)), said("All done.")]
+    recipe = RECIPES["claude_code"]
+    async with ToolRig(family, script) as rig:
+        start = Start(
+            address=f"{rig.origin}/s/{rig.session.public_id}",
+            secret=rig.session.secret,
+            model="policy",
+            prompt="Hand in 42.",
+            program=installed_program("claude_code"),
+            max_call_tokens=512,
+            context_tokens=100_000,
+        )
+        server = {"type": "http", "url": f"{start.address}/mcp", "headers": rig.tool_auth}
+        config = json.dumps({"mcpServers": {"whet": server}})
+        process = await asyncio.create_subprocess_exec(
+            *recipe.argv(start),
+            "--mcp-config",
+            config,
+            "--strict-mcp-config",
+            cwd=tmp_path,
+            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), **recipe.env(start)},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            out, _ = await asyncio.wait_for(process.communicate(start.prompt.encode()), 150)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        assert b"All done." in out, out[-2000:]
+        assert [(c.name, c.source, c.error) for c in rig.session.tools.calls] == [("submit", "agent", "")]
+        first = family.decode(rig.engine.sent[0].ids)
+        # It offers the tool under the server's name: it is not injected a second time.
+        assert first.count(SUBMIT.description) == 1
+        assert name in first
+        assert '"ok":true' in family.decode(rig.engine.sent[-1].ids)
+        trajectory = await rig.session.seal(1.0)
+        assert trajectory.ledger.balanced

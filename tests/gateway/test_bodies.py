@@ -169,3 +169,22 @@ async def test_a_text_cut_within_an_emoji_does_not_end_the_session(family: Templ
             async with rig.http.post(f"{rig.base}/chat/completions", data=raw, headers=rig.auth) as response:
                 assert response.status == 200
         assert "cut \ufffd" in family.decode(rig.engine.sent[0].ids)
+
+
+@pytest.mark.case(25)
+@pytest.mark.parametrize("content", [None, "", [], [{"type": "text", "text": ""}], "missing"])
+async def test_no_content_is_the_same_however_it_is_written(family: TemplateFamily, content: Any) -> None:
+    said = Message(role="assistant", tool_calls=(ToolCall(id="", name="read", arguments='{"path":"a"}'),))
+    async with Rig(family, [said]) as rig:
+        ask = [{"role": "user", "content": "Fix f."}]
+        _, reply = await rig.post({"model": "m", "messages": ask, "tools": TOOLS})
+        echo = {"role": "assistant", "tool_calls": reply["choices"][0]["message"]["tool_calls"]}
+        if content != "missing":
+            echo["content"] = content
+        result = {"role": "tool", "tool_call_id": echo["tool_calls"][0]["id"], "content": "done"}
+        status, _ = await rig.post({"model": "m", "messages": [*ask, echo, result], "tools": TOOLS})
+        assert status == 200
+        assert (rig.session.stats.edited, rig.session.stats.forks) == (0, 0)
+        first, second = rig.engine.sent
+        assert second.ids[: len(first.ids)].tolist() == first.ids.tolist()
+        assert len((await rig.session.seal(5.0)).segments) == 1

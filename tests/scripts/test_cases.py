@@ -1,0 +1,51 @@
+"""Every adversarial case of docs/cases.md has a test, and the script that says so reads marks right."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def cases() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("cases", ROOT / "scripts" / "cases.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_case_has_a_test(cases: ModuleType) -> None:
+    known, tests = cases.known_cases(), cases.covered(ROOT / "tests")
+    assert sorted(known) == list(range(1, 61))
+    assert sorted(set(known) - set(tests)) == []
+    assert sorted(set(tests) - set(known)) == [], "a test names a case that is not in docs/cases.md"
+
+
+def test_marks_are_read_wherever_pytest_reads_them(cases: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text(
+        "import pytest\n"
+        "pytestmark = [pytest.mark.case(1), pytest.mark.slow]\n"
+        "@pytest.mark.case(2, 3)\n"
+        "async def test_a(): ...\n"
+        "@pytest.mark.parametrize('x', [pytest.param(1, marks=pytest.mark.case(4))])\n"
+        "def test_b(x): ...\n"
+        "@pytest.mark.case(5)\n"
+        "class TestC:\n"
+        "    def test_d(self): ...\n"
+        "    def helper(self): ...\n"
+        "@pytest.mark.case(6)\n"
+        "def not_a_test(): ...\n"
+    )
+    found = cases.covered(tmp_path / "tests")
+    assert sorted(found) == [1, 2, 3, 4, 5]
+    assert found[5] == ["tests/test_one.py::TestC::test_d"]
+    assert found[4] == ["tests/test_one.py::test_b"]
+    assert len(found[1]) == 3

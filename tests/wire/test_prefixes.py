@@ -135,3 +135,13 @@ def test_real_bodies_keep_everything_the_model_should_see(name: str) -> None:
     assert request.messages[0].text == "You fix code."
     assert request.messages[-1].text == "And g?"
     assert request.hints or name == "chat"
+
+
+@pytest.mark.parametrize("name", ["chat", "anthropic", "responses", "gemini"])
+def test_what_an_agent_says_of_itself_is_bounded(name: str) -> None:
+    body = BODIES[name]()
+    said = {f"key {i} " + "k" * 5000: "v" * 5000 for i in range(500)}
+    body |= {"metadata": {**said, "user_id": "u" * 5000}, "client_metadata": said, "labels": said}
+    hints = DIALECTS[name].parse(body, ACTION.get(name, "")).request.hints
+    assert 0 < len(hints) <= 64
+    assert max(len(part) for hint in hints for part in hint) == 512

@@ -20,6 +20,7 @@ from whet.gateway.dialects.base import (
     arguments_text,
     join_assistants,
     json_text,
+    labels,
     mapping,
     positive,
     refuse,
@@ -89,7 +90,7 @@ class AnthropicDialect:
             max_tokens=positive(body.get("max_tokens"), "max_tokens"),
             stop=stop_strings(body.get("stop_sequences"), "stop_sequences"),
             advisory=wishes(body, _ADVISORY),
-            hints=hints,
+            hints=labels(hints),
         )
         return WireCall(request=request)
 

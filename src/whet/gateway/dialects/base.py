@@ -240,6 +240,14 @@ def stop_strings(value: object, param: str) -> tuple[str, ...]:
     return tuple(stop for stop in (string(one, param) for one in given) if stop)
 
 
+_LABELS, _LABEL_CHARS = 64, 512
+
+
+def labels(given: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """What an agent says of itself, within bounds: labels are kept, so they may not be of any size."""
+    return tuple((name[:_LABEL_CHARS], value[:_LABEL_CHARS]) for name, value in given[:_LABELS])
+
+
 def wishes(body: Mapping[str, object], names: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """The advisory fields among `names` that the body carries, as (name, JSON text)."""
     return tuple((name, json_text(body[name])) for name in names if body.get(name) is not None)

@@ -15,6 +15,7 @@ from whet.gateway.dialects.base import (
     WireCall,
     WireError,
     json_text,
+    labels,
     mapping,
     positive,
     sequence,
@@ -79,7 +80,7 @@ class ChatDialect:
             stream=bool(body.get("stream")),
             max_tokens=min((n for n in limits if n is not None), default=None),
             stop=stop_strings(body.get("stop"), "stop"),
-            hints=_hints(body),
+            hints=labels(_hints(body)),
             advisory=wishes(body, _ADVISORY),
         )
         options = body.get("stream_options")

@@ -19,6 +19,7 @@ from whet.gateway.dialects.base import (
     arguments_text,
     join_assistants,
     json_text,
+    labels,
     mapping,
     positive,
     refuse,
@@ -65,7 +66,7 @@ def parse(body: _Json, action: str) -> WireCall:
         max_tokens=positive(limit, "maxOutputTokens"),
         stop=stop_strings(get(config, "stopSequences"), "stopSequences"),
         advisory=(("model", json_text(model)), *_advisory(body, config)),
-        hints=(*_labels(body), *dropped),
+        hints=labels((*_labels(body), *dropped)),
     )
     as_events = not streamed or "sse" in parse_qs(query).get("alt", ())
     return WireCall(

@@ -11,6 +11,7 @@ from whet.gateway.dialects.base import (
     WireCall,
     WireError,
     json_text,
+    labels,
     mapping,
     positive,
     refuse,
@@ -76,7 +77,7 @@ def parse(body: Mapping[str, object]) -> WireCall:
         stream=bool(body.get("stream")),
         max_tokens=positive(body.get("max_output_tokens"), "max_output_tokens"),
         advisory=wishes(body, _ADVISORY),
-        hints=(*_hints(body), *tools.dropped),
+        hints=labels((*_hints(body), *tools.dropped)),
     )
     return WireCall(request=request, names=tools.names)
 

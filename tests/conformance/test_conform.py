@@ -13,6 +13,7 @@ import pytest
 from whet.conformance import checks, command, run
 from whet.conformance.checks import Finding
 from whet.errors import ConfigError, SetupError
+from whet.gateway.request import GatewayCounters
 from whet.sandbox.local import LocalBackend
 from whet.types import Trajectory
 
@@ -92,3 +93,10 @@ def test_agents_are_chosen_by_name() -> None:
 
 def test_the_task_is_done_only_when_the_check_was_run() -> None:
     assert not checks.task_done({})
+
+
+def test_defects_and_requests_without_the_secret_are_failures() -> None:
+    assert list(checks.traffic_failures(GatewayCounters(requests=9, refused=2, client_gone=1))) == []
+    words = list(checks.traffic_failures(GatewayCounters(defects=2, unauthorized=3)))
+    assert words[0].startswith("the gateway itself failed at 2")
+    assert words[1].startswith("3 requests came without")

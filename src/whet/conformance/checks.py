@@ -13,6 +13,7 @@ import numpy as np
 
 from whet.conformance.director import PARTS, RIGHT, Director
 from whet.conformance.plays import Play
+from whet.gateway.request import GatewayCounters
 from whet.gateway.session import Session
 from whet.harness.base import AgentResult
 from whet.testing.scripted_engine import ScriptedEngine, SentRequest
@@ -149,6 +150,14 @@ def _books(trajectory: Trajectory, ledger: Ledger, sampled: int, explained: int)
     if lost > (1 - LEAST_TRAINED) * lines:
         reasons = dict(ledger.excluded)
         yield f"{lost} of {lines} tokens of main line and sub-agents are not trainable: {reasons}"
+
+
+def traffic_failures(counters: GatewayCounters) -> Iterator[str]:
+    """Every request was the session's own and was understood as far as that is the gateway's part."""
+    if counters.defects:
+        yield f"the gateway itself failed at {counters.defects} requests"
+    if counters.unauthorized:
+        yield f"{counters.unauthorized} requests came without the session's secret"
 
 
 def _coverage(play: Play, director: Director, split: Sequence[bool]) -> Iterator[str]:

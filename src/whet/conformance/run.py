@@ -12,10 +12,10 @@ import asyncio
 import platform
 import tempfile
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from whet.conformance.checks import Finding, judge
+from whet.conformance.checks import Finding, judge, traffic_failures
 from whet.conformance.director import FILES, PROMPT, Director
 from whet.conformance.plays import PLAYS, Play
 from whet.conformance.recorder import Recorder
@@ -94,7 +94,8 @@ async def _run(harness: Harness, play: Play, folder: Path, record: Path | None) 
                 **{"seed": SEED, "limits": asdict(limits), "books": _books(trajectory)},
             }
             await asyncio.to_thread(recorder.write, path, head, hidden)
-    return judge(harness.version, play, director, engine, session, result, trajectory)
+    finding = judge(harness.version, play, director, engine, session, result, trajectory)
+    return replace(finding, failures=(*finding.failures, *traffic_failures(gateway.counters)))
 
 
 def _books(trajectory: Trajectory) -> dict[str, object]:

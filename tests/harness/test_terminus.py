@@ -8,7 +8,10 @@ from collections.abc import Sequence
 import pytest
 from scripted_server import ScriptedServer, play
 
+from whet.collect.agents import make_harness
+from whet.config import load_config
 from whet.harness.base import AgentResult, ModelAccess
+from whet.harness.pool import Sockets, WorkerPool
 from whet.harness.terminus import terminus
 from whet.harness.terminus_agent.terminal import ROWS, Screen
 from whet.sandbox.local import LocalBackend
@@ -94,6 +97,23 @@ async def test_a_refusal_ends_it_and_no_secret_is_left(
     assert result.exit == "failed"
     assert "the model answered 400" in result.detail
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("mode", ["fresh", "warm"])
+async def test_it_is_configured_like_any_agent_and_can_be_warm(
+    backend: LocalBackend, server: ScriptedServer, task: Task, mode: str
+) -> None:
+    harness = make_harness(load_config(None, ["harness.agent=terminus", f"harness.mode={mode}"]), backend)
+    assert (harness.name, len(harness.version)) == ("terminus", 12)
+    server.script = play([keys("ls -A ~ /tmp; touch ~/left /tmp/left /work/left\n"), keys(done=True)])
+    shown = []
+    async with WorkerPool(harness, 1, Sockets([server.path]), strict=mode == "fresh") as pool:
+        for _ in range(2):
+            server.requests.clear()
+            async with pool.lease() as worker:
+                assert (await worker.run(task, ACCESS)).exit == "finished"
+            shown.append([request["messages"] for request in server.requests])
+    assert shown[0] == shown[1]
 
 
 @pytest.mark.parametrize(

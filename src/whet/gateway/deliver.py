@@ -125,7 +125,7 @@ class Delivery:
         self.counters.replies += 1
 
     async def _write(self, response: web.StreamResponse, frames: bytes, *, last: bool = False) -> None:
-        """Headers, frames and end go out together where they can: each packet costs more than its bytes."""
+        """The last frames and the end go out together: each packet costs more than its bytes."""
         async with asyncio.timeout(self.config.write_timeout_s):
             if not response.prepared:
                 await response.prepare(self.http)

@@ -224,3 +224,17 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     write_family(tmp_path / "c", tool_format="yaml")
     with pytest.raises(RenderError, match="yaml"):
         load_family(tmp_path / "c")
+
+
+@pytest.mark.case(12)
+def test_a_date_in_the_template_is_frozen_at_load(tmp_path: Path) -> None:
+    dated = HERMES.replace("{{- '# Tools", "{{- strftime_now('%H:%M:%S.%f') + '# Tools", 1)
+    assert dated != HERMES
+    family = load_family(write_family(tmp_path, dated))
+    first = family.open([], [TOOL])
+    other = family.open([msg("system", "Rules.")], [TOOL])
+    stamp = family.decode(first).split("system\n")[1].split("#")[0]
+    assert len(stamp) == len("12:34:56.123456")
+    assert stamp in family.decode(other)
+    again = load_family(tmp_path)
+    assert stamp not in family.decode(again.open([], [TOOL])), "microseconds differ between two loads"

@@ -272,3 +272,18 @@ def test_a_list_is_found_by_its_key(text: str, count: int | None) -> None:
             [],
             [1],
         )
+
+
+def test_a_half_of_a_surrogate_pair_in_a_known_or_new_part_is_read_as_its_replacement() -> None:
+    lab = Lab(DIALECTS["chat"])
+    half, whole = b'"half \\ud83d"', '"half \ufffd"'.encode()
+    for turn in range(1, 6):
+        raw = dump(chat(turn, words)).replace(b'"Fix it."', half)
+        wire, name = lab.bodies.parse(lab.dialect, raw, lab.action)
+        lab.forest.plan(wire.request, "f")
+        meant = lab.dialect.parse(orjson.loads(raw.replace(half, whole)), lab.action)
+        assert tuple(wire.request.messages) == tuple(meant.request.messages)
+        assert name.canonical()
+    newest = orjson.dumps(chat(6, words)).replace(b'"Fix it."', half).replace(b"1005 says", b"\\udc00 says")
+    wire, _ = lab.bodies.parse(lab.dialect, newest, lab.action)
+    assert "\ufffd says" in wire.request.messages[-1].text

@@ -20,7 +20,7 @@ import orjson
 
 from whet.capture.history import History, Memory
 from whet.gateway.dialects.base import Dialect, WireCall, WireError, deeper
-from whet.gateway.request import decode
+from whet.gateway.request import decode, loads
 from whet.types import Message
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class BodyName:
     def canonical(self) -> bytes:
         """Digest that does not depend on the spelling; lets go of the body."""
         if not self._canonical:
-            plain = orjson.dumps(orjson.loads(self._raw), option=orjson.OPT_SORT_KEYS)
+            plain = orjson.dumps(loads(self._raw), option=orjson.OPT_SORT_KEYS)
             self._canonical = hashlib.sha256(self._place + b"\0" + plain).digest()
             self._raw = b""
         return self._canonical

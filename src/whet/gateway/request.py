@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -83,7 +84,7 @@ async def read_body(http: web.BaseRequest, config: GatewayConfig, max_bytes: int
     except TimeoutError as error:
         raise WireError("invalid_request", "The request body did not arrive in time.") from error
     raw = b"".join(chunks)
-    return mended(await _plain(http, raw, limit))
+    return await _plain(http, raw, limit)
 
 
 async def _plain(http: web.BaseRequest, raw: bytes, limit: int) -> bytes:
@@ -119,6 +120,14 @@ def mended(raw: bytes) -> bytes:
     return _ESCAPE.sub(lambda found: found[0] if found[1] is None else b"\\ufffd", raw)
 
 
+def loads(raw: bytes) -> Any:
+    """The JSON value. Raises orjson.JSONDecodeError; halves of surrogate pairs are looked for only then."""
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return orjson.loads(mended(raw))
+
+
 async def read_json(http: web.BaseRequest, config: GatewayConfig, max_bytes: int) -> Mapping[str, object]:
     """The body as a JSON object. Raises WireError."""
     return decode(await read_body(http, config, max_bytes), config.max_json_depth, config.max_json_items)
@@ -127,7 +136,7 @@ async def read_json(http: web.BaseRequest, config: GatewayConfig, max_bytes: int
 def decode(raw: bytes, max_depth: int, max_items: int) -> Mapping[str, object]:
     """The JSON object that `raw` is. Raises WireError for anything else or anything too large."""
     try:
-        body = orjson.loads(raw)
+        body = loads(raw)
     except orjson.JSONDecodeError as error:
         raise WireError("invalid_request", "The request body is not valid JSON.") from error
     if not isinstance(body, dict):

@@ -101,7 +101,7 @@ def measure(model: Path, shape: Shape) -> dict[str, float]:
         before = gateway.ask({"mark": 1, "collect": 1})
         load.say(shape.job(gateway.ask({"open": shape.sessions})))
         load.hear()
-        grown = gateway.ask({"mark": 1, "collect": 1})
+        grown = gateway.ask({"mark": 1})
         load.say("go")
         result = load.hear()
         after = gateway.ask({"mark": 1, "collect": 1})

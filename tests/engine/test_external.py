@@ -147,6 +147,19 @@ async def test_versions_do_not_go_back() -> None:
         engine.publish(Receipt(version=1, checksum="b"))
 
 
+async def test_weights_that_changed_since_the_request_was_taken() -> None:
+    engine = make()
+    first, second = asked(engine), asked(engine, 1)
+    one, two = await engine.take(2, wait_s=5)
+    engine.publish(Receipt(version=1, checksum="a"))
+    with pytest.raises(Refused, match="version 1 was published since"):
+        engine.deliver(one.name, **GOOD)
+    with pytest.raises(EngineError, match="must have version runs"):
+        await first
+    engine.deliver(two.name, **GOOD, version_runs=((0, 0), (1, 1)))
+    assert (await second).version_runs == ((0, 0), (1, 1))
+
+
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 async def test_pause_modes(mode: Any) -> None:
     engine = make()

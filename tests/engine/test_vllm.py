@@ -143,6 +143,7 @@ ANSWERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda a: {k: v for k, v in a.items() if k != "prompt_token_ids"},
         "prompt ids are missing",
     ),
+    "null prompt": (lambda a: {**a, "prompt_token_ids": None}, "prompt ids are missing"),
     "two choices": (lambda a: {**a, "choices": a["choices"] * 2}, "exactly one choice"),
     "no object": (lambda a: [a], "not an object"),
     "nan": (lambda a: b'{"choices": [{"logprobs": NaN}]}', "not JSON"),
@@ -158,6 +159,39 @@ async def test_an_answer_of_another_shape_is_an_engine_error(name: str) -> None:
         fake.corrupt = corrupt
         with pytest.raises(EngineError, match=line):
             await engine.generate(PROMPT, params(), KEY)
+
+
+def _without_prompt(choice: Choice) -> None:
+    choice["prompt_token_ids"] = None
+
+
+def _all_zero(choice: Choice) -> None:
+    choice["logprobs"]["token_logprobs"] = [0.0] * len(choice["token_ids"])
+
+
+@pytest.mark.case(45)
+@pytest.mark.parametrize(
+    ("spoil", "temperature", "line"),
+    [
+        (_without_prompt, 1.0, "prompt ids are missing"),
+        (_all_zero, 1.0, "all 32 logprobs are 0"),
+        (_all_zero, 0.1, ""),
+    ],
+)
+async def test_a_completion_that_says_too_little(
+    spoil: Callable[[Choice], None], temperature: float, line: str
+) -> None:
+    def corrupt(answer: dict[str, Any]) -> object:
+        spoil(answer["choices"][0])
+        return answer
+
+    async with serve_vllm(VOCAB, scale_out=False) as fake, open_vllm(options(fake)) as engine:
+        fake.corrupt = corrupt
+        if not line:  # so cold that honest logprobs can all round to 0
+            assert len((await engine.generate(PROMPT, params(32, temperature), KEY)).ids) == 32
+            return
+        with pytest.raises(EngineError, match=line):
+            await engine.generate(PROMPT, params(32, temperature), KEY)
 
 
 @pytest.mark.case(46)
@@ -339,3 +373,11 @@ async def test_without_control_routes_it_samples_and_takes_no_weights(tmp_path: 
         for attempt in (engine.pause(), engine.resume(), engine.load(weights(tmp_path / "a", b"a"), 1)):
             with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
                 await attempt
+
+
+async def test_a_server_that_can_never_say_its_version_is_refused() -> None:
+    async with serve_vllm(VOCAB, dev_mode=False, scale_out=False) as fake:
+        with pytest.raises(EngineError, match="cannot say which weights sampled") as caught:
+            async with open_vllm(options(fake)):
+                pass
+        assert "\n" not in str(caught.value)

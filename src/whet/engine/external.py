@@ -53,6 +53,8 @@ class ExternalRequest:
 class _Waiting:
     request: ExternalRequest
     answer: asyncio.Future[Generation]
+    version: int = -1
+    """Published when the trainer took it."""
 
 
 class ExternalEngine:
@@ -136,7 +138,9 @@ class ExternalEngine:
         taken = [self._queue.popleft() for _ in range(min(limit, len(self._queue)))]
         if not self._queue:
             self._arrived.clear()
-        self._taken |= {waiting.request.name: waiting for waiting in taken}
+        for waiting in taken:
+            waiting.version = self._receipt.version
+            self._taken[waiting.request.name] = waiting
         self._idle.clear()
         return [waiting.request for waiting in taken]
 
@@ -154,11 +158,17 @@ class ExternalEngine:
         version_runs: VersionRuns | None = None,
     ) -> None:
         """Answer a request: lists of ids and of one logprob each, and stop or length. Without version runs
-        all is of the published version. Raises Refused; a broken answer also fails the request."""
+        all is of the version published when it was taken, and refused when another has been published since.
+        Raises Refused; a broken answer also fails the request."""
         waiting = self._known(name)
-        runs = version_runs or ((0, self._receipt.version),)
+        runs = version_runs or ((0, waiting.version),)
         raw = RawReply(ids=ids, logprobs=logprobs, finish=finish, version_runs=runs)
         try:
+            if not version_runs and waiting.version != self._receipt.version:
+                raise EngineError(
+                    f"external: version {self._receipt.version} was published since the request was taken at "
+                    f"{waiting.version}, so the answer must have version runs"
+                )
             if any(version > self._receipt.version for _, version in runs):
                 raise EngineError(f"external: version runs {list(runs)} are newer than what was published")
             generation = checked(raw, waiting.request.ids, waiting.request.params, "external")

@@ -19,6 +19,9 @@ from whet.types import Finish, FloatArray, Generation, IntArray, SamplingParams,
 FLOOR = -9000.0
 """No float32 softmax gives a sampled token so little; vLLM writes -9999 where it has no logprob."""
 
+CONSTANT, WARM = 32, 0.5
+"""Tokens and temperature from which a reply whose logprobs are all equal is refused, see `_check_vary`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawReply:
@@ -45,6 +48,7 @@ def checked(raw: RawReply, sent: IntArray, params: SamplingParams, where: str) -
         raise EngineError(f"{where}: {len(ids)} tokens where 1 to {params.max_tokens} were asked for")
     _check_stop(ids, finish, params, where)
     logprobs = _logprobs(raw.logprobs, len(ids), where)
+    _check_vary(logprobs, params, where)
     _check_runs(raw.version_runs, len(ids), where)
     return Generation(ids=ids, logprobs=logprobs, finish=finish, version_runs=raw.version_runs)
 
@@ -96,6 +100,19 @@ def _logprobs(value: object, count: int, where: str) -> FloatArray:
         if not FLOOR < item <= 0:
             raise EngineError(f"{where}: logprob {index} is {item!r}, which no sampled token can have")
     return np.array(value, dtype=np.float32)
+
+
+def _check_vary(logprobs: FloatArray, params: SamplingParams, where: str) -> None:
+    """A long reply with one and the same logprob throughout, mostly 0.0, was filled in and not computed.
+
+    Honest float32 logprobs round to 0.0 above a probability of 1 - 6e-8. From a temperature of 0.5 that takes
+    a lead of 8 nats or more over all other ids, at each of the tokens: copied passages have such tokens, but
+    hardly a whole reply of CONSTANT of them. Colder or shorter replies may honestly be so, and pass.
+    """
+    if len(logprobs) >= CONSTANT and params.temperature >= WARM and bool((logprobs == logprobs[0]).all()):
+        raise EngineError(
+            f"{where}: all {len(logprobs)} logprobs are {float(logprobs[0]):g}: they are not those of the ids"
+        )
 
 
 def _check_runs(runs: VersionRuns, count: int, where: str) -> None:

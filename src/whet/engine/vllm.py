@@ -2,7 +2,7 @@
 
 Samples through `/inference/v1/generate` (server flag --enable-scale-out), else `/v1/completions` with
 `return_token_ids`. The control plane (pause, reload, versions, checksums) needs VLLM_SERVER_DEV_MODE=1 at the
-server; without it the engine samples and cannot be given weights. Logprobs are those of the sampled
+server; without it only the first route samples, and takes no weights. Logprobs are those of the sampled
 distribution only with --logprobs-mode processed_logprobs: `probe` refuses the rest. Invariant: a token is
 stamped with the version that the server says it was sampled by, and a label that nobody set (a server that
 was restarted and lost its weights) is refused. On a CPU, vLLM 0.32 needs --no-enable-chunked-prefill: it dies
@@ -103,7 +103,7 @@ class VllmEngine:
             logprobs=_paired(choice.get("logprobs"), new),
             finish=choice.get("finish_reason"),
             version_runs=runs_of_spans(choice.get("weight_versions"), self._labels, count, f"vllm {path}"),
-            prompt=answer.get("prompt_token_ids", "missing"),
+            prompt=_prompt(answer),
         )
         return checked(raw, ids, params, f"vllm {path}")
 
@@ -129,7 +129,7 @@ class VllmEngine:
             logprobs=logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None,
             finish=choice.get("finish_reason"),
             version_runs=await self._unchanged(before),
-            prompt=choice.get("prompt_token_ids", answer.get("prompt_token_ids", "missing")),
+            prompt=_prompt(choice, answer),
         )
         return checked(raw, ids, params, f"vllm {path}")
 
@@ -140,7 +140,7 @@ class VllmEngine:
         return await self._http.post(path, body, headers=headers, deadline_s=deadline_s)
 
     async def _unchanged(self, before: int) -> VersionRuns:
-        now = await self.version() if self.server.controlled else self._receipt.version
+        now = await self.version()
         if not before == now == self._receipt.version:
             raise EngineError("vllm /v1/completions: the weights changed during the call")
         return ((0, now),)
@@ -262,6 +262,13 @@ def _paired(logprobs: object, ids: object) -> object:
     return [item.get("logprob") for item in content]
 
 
+def _prompt(*places: Mapping[str, object]) -> object:
+    """The prompt ids that were asked for: a null says as little as no field, and is refused like it."""
+    return next(
+        (found for place in places if (found := place.get("prompt_token_ids")) is not None), "missing"
+    )
+
+
 async def _label(http: EngineHttp) -> str:
     label = (await http.get("/weight_info")).get("weight_version")
     if not isinstance(label, str):
@@ -339,6 +346,11 @@ async def open_vllm(options: HttpOptions) -> AsyncIterator[VllmEngine]:
     """
     async with open_http(options, f"vllm at {options.url}") as http:
         server = await _describe(http)
+        if server.route == "completions" and not server.controlled:
+            raise EngineError(
+                f"vllm at {options.url} cannot say which weights sampled a reply: start it with "
+                "--enable-scale-out or with VLLM_SERVER_DEV_MODE=1"
+            )
         receipt = Receipt(version=0, checksum="unknown")
         if server.controlled:
             label = await _label(http)

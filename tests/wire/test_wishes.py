@@ -10,6 +10,8 @@ import pytest
 from gateway_rig import ASK, TOOLS, Rig, said
 from wire_lab import CALLS, SAY, anthropic_client, gemini_client, openai_client
 
+from whet.gateway.dialects.anthropic import AnthropicDialect
+from whet.gateway.dialects.chat import ChatDialect
 from whet.render.template import TemplateFamily
 
 STORY = "One fish, two fish. Human: red fish"
@@ -194,3 +196,24 @@ async def test_chat_refuses_what_needs_a_store_or_a_fetch(
     async with Rig(family, [SAY]) as rig, openai_client(rig) as api:
         with pytest.raises(openai.BadRequestError):
             await api.chat.completions.create(**{"model": "m", "messages": ASK, **more})
+
+
+def test_wishes_that_nothing_follows_are_recorded() -> None:
+    ask = [{"role": "user", "content": "Hi."}]
+    edits = {"edits": [{"type": "clear_thinking_20251015"}]}
+    wire = AnthropicDialect().parse({"messages": ask, "max_tokens": 9, "context_management": edits}, "")
+    assert dict(wire.request.advisory)["context_management"].startswith('{"edits"')
+    guess = {"type": "content", "content": "Hello."}
+    wire = ChatDialect().parse({"messages": ask, "prediction": guess}, "")
+    assert "Hello." in dict(wire.request.advisory)["prediction"]
+
+
+@pytest.mark.parametrize("field", ["function_call", "name", "audio"])
+def test_fields_of_messages_that_no_family_writes_are_labelled(field: str) -> None:
+    said: list[dict[str, Any]] = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "A"}]
+    said += [{"role": "user", "content": "On."}]
+    assert ChatDialect().parse({"messages": said}, "").request.hints == ()
+    said[1][field] = "x"
+    assert ChatDialect().parse({"messages": said * 2}, "").request.hints == (("dropped_field", field),)
+    named = {"role": "tool", "tool_call_id": "c", "name": "f", "content": "out"}
+    assert ChatDialect().parse({"messages": [said[0], named]}, "").request.hints == ()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import orjson
 
 from whet.capture.history import History, Memory
-from whet.gateway.dialects.base import Dialect, WireCall, WireError, deeper
+from whet.gateway.dialects.base import Dialect, WireCall, WireError, deeper, labels
 from whet.gateway.request import decode, loads
 from whet.types import Message
 
@@ -161,6 +161,8 @@ class Bodies:
             parse=lambda: self._all(dialect, raw, action),
         )
         base = replace(record.wire, names={**record.wire.names, **said.names})
+        hints = labels((*base.request.hints, *said.request.hints)) if values else base.request.hints
+        base = replace(base, request=replace(base.request, hints=hints))
         wire = replace(base, request=replace(base.request, messages=history))
         later = replace(
             record,
@@ -211,7 +213,7 @@ class Bodies:
         self, dialect: Dialect, action: str, record: _Record, stretch: _Stretch, found: Elements
     ) -> None:
         """Keep where the body may be cut: after the last few elements of the user's side."""
-        ours = [i for i, value in enumerate(found.values) if _of_user(value)][-CUTS:]
+        ours = [i for i, value in enumerate(found.values) if _of_user(dialect, value)][-CUTS:]
         running, at = stretch.mark.copy(), stretch.start
         text = stretch.raw[at:].decode() if ours else ""
         cuts = list(record.cuts)
@@ -249,12 +251,15 @@ def _messages(dialect: Dialect, values: list[object], action: str) -> tuple[Mess
     return tuple(dialect.parse({dialect.grows: values}, action).request.messages) if values else ()
 
 
-def _of_user(value: object) -> bool:
-    """True for an element after which no dialect looks back."""
+def _of_user(dialect: Dialect, value: object) -> bool:
+    """True for an element after which the dialect does not look back. Judged by the field that it reads."""
     if not isinstance(value, dict):
         return False
-    outputs = ("function_call_output", "custom_tool_call_output")
-    return value.get("role") in ("user", "tool", "function") or value.get("type") in outputs
+    if dialect.grows == "input":  # items: the type decides, and `role` is read in messages only
+        kind = value.get("type", "message")
+        if kind != "message":
+            return kind in ("function_call_output", "custom_tool_call_output")
+    return value.get("role") in ("user", "tool")
 
 
 # --------------------------------------------------------------------------- JSON by place

@@ -39,6 +39,7 @@ _ADVISORY = (
     "top_k",
     "tool_choice",
     "thinking",
+    "context_management",
     "output_config",
     "service_tier",
     "speed",

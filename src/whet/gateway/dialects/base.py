@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, Protocol
 
 import orjson
@@ -244,8 +245,10 @@ _LABELS, _LABEL_CHARS = 64, 512
 
 
 def labels(given: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """What an agent says of itself, within bounds: labels are kept, so they may not be of any size."""
-    return tuple((name[:_LABEL_CHARS], value[:_LABEL_CHARS]) for name, value in given[:_LABELS])
+    """What an agent says of itself, each once and within bounds: labels are kept, so they may not be of any
+    size."""
+    cut = dict.fromkeys((name[:_LABEL_CHARS], value[:_LABEL_CHARS]) for name, value in given)
+    return tuple(islice(cut, _LABELS))
 
 
 def wishes(body: Mapping[str, object], names: Sequence[str]) -> tuple[tuple[str, str], ...]:

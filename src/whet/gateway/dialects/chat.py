@@ -6,7 +6,7 @@ anything between (clients split and merge them), others by a line break. `develo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from whet.gateway import sse
 from whet.gateway.dialects.base import (
@@ -47,9 +47,13 @@ _ADVISORY = (
     "reasoning_effort",
     "tool_choice",
     "parallel_tool_calls",
+    "prediction",
     "max_tokens",
     "max_completion_tokens",
 )
+
+_UNWRITTEN = ("function_call", "name", "audio")
+"""Fields of messages that are left out, with a label."""
 
 _TYPES: Mapping[str, str] = {
     "rate_limited": "rate_limit_error",
@@ -80,7 +84,7 @@ class ChatDialect:
             stream=bool(body.get("stream")),
             max_tokens=min((n for n in limits if n is not None), default=None),
             stop=stop_strings(body.get("stop"), "stop"),
-            hints=labels(_hints(body)),
+            hints=labels((*_hints(body), *_dropped(messages))),
             advisory=wishes(body, _ADVISORY),
         )
         options = body.get("stream_options")
@@ -172,6 +176,13 @@ def _hints(body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
         if isinstance(value, str):
             hints.append((f"metadata.{name}", value))
     return tuple(hints)
+
+
+def _dropped(messages: Sequence[object]) -> list[tuple[str, str]]:
+    """A label for each field of messages that no family can write."""
+    # Agents repeat a tool's name beside its answer; nothing is lost with it.
+    said = [m for m in messages if isinstance(m, dict) and m.get("role") != "tool"]
+    return [("dropped_field", name) for name in _UNWRITTEN if any(m.get(name) is not None for m in said)]
 
 
 def _message(raw: object, param: str) -> Message:

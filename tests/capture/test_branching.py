@@ -305,12 +305,12 @@ def test_four_samples_asked_for_on_purpose_are_four_samples() -> None:
 
 
 @pytest.mark.case(38)
-def test_the_sample_that_the_agent_goes_on_with_is_the_one_that_counts() -> None:
+def test_samples_asked_for_on_purpose_count_when_the_agent_goes_on_with_one() -> None:
     lab = Lab()
     twins = [lab.ask(START) for _ in range(4)]
     for made in twins:
         lab.deliver(lab.sample(made, says(f"way {made.turn}")))
     lab.turn([*START, says("way 2"), user("this one")], says("done"))
     trajectory = export(lab)
-    assert trained_turns(lab, trajectory) == [2, 4]
-    assert trajectory.ledger.excluded == {"retry_sibling": 9}
+    assert sorted(trained_turns(lab, trajectory)) == [0, 1, 2, 3, 4]
+    assert trajectory.ledger.excluded == {}

@@ -70,14 +70,27 @@ def test_four_twins_in_flight_all_count_when_none_is_continued() -> None:
     assert [s.label for s in trajectory.segments] == ["append", "append", "append", "final"]
 
 
-def test_of_twins_the_continued_one_wins() -> None:
+def test_twins_sent_on_purpose_count_when_one_of_them_is_continued() -> None:
     lab = Lab()
     for made in [lab.ask(START) for _ in range(3)]:
         lab.deliver(lab.sample(made, says(f"try {made.turn}")))
     lab.turn([*START, says("try 1"), user("go")], says("done"))
     trajectory = lab.forest.trajectory()
     check_exported(lab, trajectory)
-    assert reasons_of(trajectory) == {0: "retry_sibling", 1: "", 2: "retry_sibling", 3: ""}
+    assert not any(reasons_of(trajectory).values())
+
+
+def test_of_twins_and_a_retry_as_many_count_as_were_wanted_the_continued_one_first() -> None:
+    """Two were wanted; the first was lost and asked for again, and came all the same."""
+    lab = Lab()
+    lost, twin = lab.ask(START), lab.ask(START)
+    lab.deliver(lab.sample(twin, says("b")))
+    lab.abort(lab.sample(lost, says("a")))
+    again = lab.turn(START, says("c"))
+    lab.turn([*START, says("a"), user("go")], says("done"))
+    trajectory = lab.forest.trajectory()
+    check_exported(lab, trajectory)
+    assert reasons_of(trajectory) == {lost.turn: "", twin.turn: "retry_sibling", again.turn: "", 3: ""}
 
 
 def test_a_repeat_after_full_delivery_is_a_new_sample_on_purpose() -> None:

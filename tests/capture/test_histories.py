@@ -148,11 +148,9 @@ class World:
             heard = made.delivered or made.continued or made.echoed
             reasons[made.turn] = "synthetic" * made.synthetic or made.excluded or "undelivered" * (not heard)
         left = [made for made in siblings if not reasons[made.turn]]
-        if any(made.continued or made.echoed for made in siblings):
-            winners = [made for made in left if made.continued or made.echoed]
-        else:
-            left.sort(key=lambda made: made.delivered, reverse=True)
-            winners = left[: self.wanted[siblings[0].context]]
+        left.sort(key=lambda made: (made.continued or made.echoed, made.delivered), reverse=True)
+        wanted = self.wanted[siblings[0].context]
+        winners = [made for at, made in enumerate(left) if at < wanted or made.continued or made.echoed]
         reasons.update((made.turn, "retry_sibling") for made in left if made not in winners)
         return reasons
 

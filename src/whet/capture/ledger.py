@@ -77,16 +77,15 @@ def fates(nodes: Nodes, auxiliary: Set[int]) -> dict[int, str]:
 def _sibling_fates(nodes: Nodes, context: ContextNode) -> dict[int, str]:
     """Fates of the turns sampled from one prompt.
 
-    Only turns the client had count. If one was taken up, its siblings lost. If none was, as many count as
-    samples were `wanted`, those delivered last first: a retry repeats its want, a twin adds one.
+    Only turns the client had count. As many stay as samples were `wanted`: first those that were taken up,
+    then those delivered last. A retry of a lost sample repeats its want, a twin sent on purpose adds one; so
+    twins stay when the agent goes on with one of them, and of a retry and what it replaced one stays.
     """
     turns = [nodes.sampled(child) for child in context.children]
     reasons = {turn.id: _own_reason(turn) for turn in turns}
-    left = sorted((turn for turn in turns if not reasons[turn.id]), key=lambda turn: -turn.delivered)
-    if any(turn.taken_up for turn in turns):
-        losers = [turn for turn in left if not turn.taken_up]
-    else:
-        losers = left[context.wanted :]
+    left = [turn for turn in turns if not reasons[turn.id]]
+    left.sort(key=lambda turn: (turn.taken_up, turn.delivered), reverse=True)
+    losers = [turn for turn in left[context.wanted :] if not turn.taken_up]
     reasons.update((turn.id, "retry_sibling") for turn in losers)
     return reasons
 

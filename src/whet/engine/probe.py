@@ -3,7 +3,9 @@
 It knows nothing but `Engine.generate`. Whether logprobs are those of the sampled distribution shows only at
 two temperatures: with p(T) = softmax(logits / T), the difference of two ids' logprobs times T is the same at
 every T, while logprobs taken before the temperature ("raw") do not change with T at all. At T = 1 the two are
-equal, so the probe always looks at other temperatures too. Raises EngineError with one line. Callers: open,
+equal, so the probe always looks at other temperatures too. Whether the ids are drawn from what is reported
+shows only in counts: of ids and logprobs that some draws showed, later draws must hold their share. Raises
+EngineError with one line. Callers: open,
 whoever starts a run.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +29,17 @@ TOLERANCE = 0.1
 CLEAR = 0.1
 """Nats by which raw and processed logprobs must differ before a comparison counts."""
 DRAWS = 8
+LEARNT, COUNTED, AT_ONCE = 64, 128, 16
+"""First tokens at a temperature: drawn to learn ids and probabilities, drawn to count them, and at once."""
+SURE = 24.0
+"""Nats against a count before it is no accident. An honest engine passes this with a probability of
+2 * exp(-24) < 1e-10 per comparison at most (Chernoff, for every count), and there are at most 65 at each of
+two temperatures for each prompt: less than 1e-7 in all."""
+PROMPTS = 3
+"""Prompts tried for a first token that is not certain."""
+TINY = 1e-6
+VARIED = 0.3
+"""Nats per token below which a prompt's first token is too certain to show much."""
 ROUNDS = 12
 
 
@@ -84,10 +98,10 @@ class _Probe:
         _check_one(said, params, self._vocab, self._engine.receipt.version)
         return said
 
-    async def many(self, prompt: IntArray, temperature: float) -> list[Generation]:
+    async def many(self, prompt: IntArray, temperature: float, count: int = DRAWS) -> list[Generation]:
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self.sample(prompt, 1, temperature)) for _ in range(DRAWS)]
+                tasks = [group.create_task(self.sample(prompt, 1, temperature)) for _ in range(count)]
         except ExceptionGroup as error:
             raise first_error(error) from error
         return [task.result() for task in tasks]
@@ -129,6 +143,22 @@ class _Probe:
                 return
         if not self.pairs:
             raise _refusal("too few ids to tell of which distribution its logprobs are")
+
+    async def sampling(self, wanted: float) -> None:
+        """The ids follow the logprobs, at the temperature of the rollouts and at a colder or hotter one."""
+        for prompt in itertools.islice(self._prompts(), PROMPTS):
+            varied = 0
+            for temperature in (wanted, 0.4 if wanted > 0.5 else 1.0):
+                draws: list[Generation] = []
+                while len(draws) < LEARNT + COUNTED:
+                    draws += await self.many(prompt, temperature, AT_ONCE)
+                reported = _first_tokens(draws[:LEARNT], temperature)
+                _first_tokens(draws, temperature)
+                check_counts(reported, [int(said.ids[0]) for said in draws[LEARNT:]], temperature)
+                surprise = -math.fsum(float(_logprobs(said)[0]) for said in draws) / len(draws)
+                varied += surprise > VARIED
+            if varied:
+                return
 
     def _prompts(self) -> Iterator[IntArray]:
         """The given prompt, then ends of it with chance ids: a model is less sure how those go on."""
@@ -202,6 +232,33 @@ def _first_tokens(draws: Sequence[Generation], temperature: float) -> dict[int, 
     return found
 
 
+def check_counts(reported: Mapping[int, float], drawn: Sequence[int], temperature: float) -> None:
+    """Raises EngineError when `drawn` is no sample of a distribution with the `reported` id -> logprob.
+
+    `reported` must not have been learnt from `drawn`: then each count is binomial, and so is that of all
+    the ids together, which finds an engine that draws from fewer ids than it reports.
+    """
+    counts = Counter(drawn)
+    groups = [({token}, math.exp(value)) for token, value in reported.items()]
+    groups.append((set(reported), math.fsum(share for _, share in groups)))
+    for ids, share in groups:
+        seen = sum(counts[token] for token in ids) / len(drawn)
+        if len(drawn) * _apart(seen, min(share, 1.0)) > SURE:
+            what = f"id {min(ids)}" if len(ids) == 1 else f"{len(ids)} ids"
+            raise _refusal(
+                f"{what} with a reported probability of {share:.3g} at temperature {temperature:g} made up "
+                f"{seen:.3g} of {len(drawn)} draws: it does not sample from what it reports"
+            )
+
+
+def _apart(seen: float, share: float) -> float:
+    """Kullback-Leibler divergence of two biased coins, in nats. Shares keep TINY from 0 and 1, where rounded
+    logprobs would make one stray draw impossible."""
+    share = min(max(share, TINY), 1 - TINY)
+    parts = ((seen, share), (1 - seen, 1 - share))
+    return math.fsum(p * math.log(p / q) for p, q in parts if p > 0)
+
+
 def _logprobs(said: Generation) -> FloatArray:
     if said.logprobs is None:
         raise _refusal("no logprobs")
@@ -222,7 +279,7 @@ def _raw(low: float, high: float) -> EngineError:
 async def probe_engine(
     engine: Engine, prompt: IntArray, *, vocab_size: int, temperature: float = 1.0, deadline_s: float = 120.0
 ) -> ProbeReport:
-    """Sample a few hundred tokens after `prompt` and check what can be checked.
+    """Sample some hundred tokens after `prompt` and check what can be checked.
 
     `temperature` is the one rollouts will use; `deadline_s` bounds each request. Raises EngineError.
     """
@@ -232,6 +289,7 @@ async def probe_engine(
     repeatable = await probe.lengths()
     await probe.stop_kept()
     await probe.temperatures(temperature)
+    await probe.sampling(temperature)
     return ProbeReport(
         version=engine.receipt.version,
         tokens=probe.tokens,

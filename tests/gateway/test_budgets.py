@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
 
 from whet.gateway.turn import mint_call_id
 from whet.render.template import TemplateFamily
-from whet.types import Limits, Message
+from whet.types import Limits, Message, RequestKey
 
 LOOP = Message(role="assistant", tool_calls=(call("read", "{}"),))
 
@@ -51,6 +53,30 @@ async def test_wall_time_ends_a_call_at_the_engine(family: TemplateFamily) -> No
         assert rig.session.stats.budget_stop == "wall"
         assert len(rig.engine.aborted) == 1
         assert rig.session.stats.infra_error == ""
+
+
+async def test_tokens_held_back_for_a_parallel_call_are_waited_for(family: TemplateFamily) -> None:
+    """A call may take all that is left, but it comes back short: the other one is no budget stop."""
+    release = asyncio.Event()
+
+    async def hold(key: RequestKey) -> None:
+        if key.turn == 0:
+            await release.wait()
+
+    limits = Limits(max_call_tokens=100, max_session_tokens=100)
+    async with Rig(family, [said("x"), said("y")], limits=limits, before=hold) as rig:
+        first = asyncio.create_task(rig.post({"messages": ASK}))
+        async with asyncio.timeout(5.0):
+            while not rig.engine.in_flight:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            second = asyncio.create_task(rig.post({"messages": grown(1)}))
+            while rig.session.stats.calls < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            release.set()
+            texts = [(await task)[1]["choices"][0]["message"]["content"] for task in (first, second)]
+        assert texts == ["x", "y"]
+        assert rig.session.stats.budget_stop == ""
+        assert rig.engine.sent[1].params.max_tokens == 100 - len(family.render_reply(said("x")))
 
 
 @pytest.mark.case(16)

@@ -330,6 +330,29 @@ async def test_one_agent_that_never_backs_off_is_stopped(family: TemplateFamily)
         assert (await running)[0] == 409
 
 
+@pytest.mark.case(56)
+async def test_calls_turned_away_now_and_then_do_not_add_up(family: TemplateFamily) -> None:
+    release = asyncio.Event()
+
+    async def hold(key: RequestKey) -> None:
+        await release.wait()
+
+    some = MAX_REFUSALS * 2 // 3
+    config = GatewayConfig(max_concurrent_calls=1)
+    async with Rig(family, [LOOP], config=config, before=hold) as rig:
+        for number in range(2):
+            release.clear()
+            running = asyncio.create_task(rig.post({"messages": ASK, "seed": -number}))
+            while not rig.engine.in_flight:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            statuses = {(await rig.post({"messages": ASK, "seed": i}))[0] for i in range(some)}
+            assert statuses == {429}
+            release.set()
+            assert (await running)[0] == 200
+        assert rig.session.stats.budget_stop == ""
+        assert rig.session.stats.refusals == 2 * some
+
+
 # ------------------------------------------------------------------------------- 57: late commits
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from gateway_rig import ASK, Rig, said
 
-from whet.errors import CaptureError, EngineError, GatewayError
+from whet.errors import CaptureError, EngineError, EngineUnavailable, GatewayError
 from whet.gateway.server import GatewayConfig
 from whet.render.template import TemplateFamily
 from whet.types import Generation, IntArray, Limits, RequestKey, SamplingParams
@@ -158,6 +159,80 @@ async def test_too_many_at_a_time_is_a_rate_limit(family: TemplateFamily) -> Non
     async with Rig(family, [said("x")], config=config, delay_s=0.1) as rig:
         answers = await asyncio.gather(*(rig.post({"messages": ASK}) for _ in range(3)))
         assert sorted(status for status, _ in answers) == [200, 200, 429]
+
+
+async def test_a_client_that_sends_and_leaves_cannot_pile_up_calls(family: TemplateFamily) -> None:
+    release = asyncio.Event()
+
+    async def hold(key: RequestKey) -> None:
+        await release.wait()
+
+    config = GatewayConfig(max_concurrent_calls=2, disconnect_grace_s=30.0)
+    async with Rig(family, [said("x")], config=config, before=hold) as rig:
+        for number in range(2):
+            _, writer = await send_raw(rig, {"messages": ASK, "user": str(number)})
+            await until(lambda number=number: rig.engine.in_flight == number + 1)
+            writer.close()
+        await until(lambda: rig.gateway.counters.client_gone == 2)
+        assert (await rig.post({"messages": ASK, "user": "2"}))[0] == 429
+        retry = asyncio.create_task(rig.post({"messages": ASK, "user": "0"}))
+        await until(lambda: rig.session.stats.replays)
+        release.set()
+        assert (await retry)[0] == 200
+        assert len(rig.engine.sent) == 2
+        # Both calls are over, so there is room again.
+        assert (await rig.post({"messages": ASK, "user": "2"}))[0] == 200
+
+
+async def test_one_outage_under_parallel_calls_counts_once(family: TemplateFamily) -> None:
+    def fail(key: RequestKey) -> EngineError | None:
+        return EngineUnavailable("restarting") if key.turn < 5 or key.turn in (10, 11, 12) else None
+
+    def ask(number: int) -> dict[str, object]:
+        return {"messages": [{"role": "user", "content": f"Fix {number}."}]}
+
+    async with Rig(family, [said("x")], fail=fail, delay_s=0.05) as rig:
+        down = await asyncio.gather(*(rig.post(ask(i)) for i in range(5)))
+        assert {status for status, _ in down} == {500}
+        up = await asyncio.gather(*(rig.post(ask(i)) for i in range(5)))
+        assert {status for status, _ in up} == {200}
+        assert rig.session.stats.infra_error == ""
+        # Answered calls in between: three more failures in a row are not the fourth.
+        assert [(await rig.post(ask(9)))[0] for _ in range(4)] == [500, 500, 500, 200]
+        assert rig.session.stats.infra_error == ""
+        assert rig.session.stats.engine_failures == 8
+
+
+async def test_a_failed_call_is_made_good_by_its_own_retry_only(family: TemplateFamily) -> None:
+    def fail(key: RequestKey) -> EngineError | None:
+        return EngineUnavailable("restarting") if key.turn == 0 else None
+
+    async with Rig(family, [said("x")], fail=fail) as rig:
+        assert (await rig.post({"messages": ASK}))[0] == 500
+        other = {"messages": [{"role": "user", "content": "A title, please."}]}
+        assert (await rig.post(other))[0] == 200
+        assert rig.session.stats.infra_error == "restarting"
+        assert (await rig.post({"messages": ASK}))[0] == 200
+        assert rig.session.stats.infra_error == ""
+
+
+async def test_a_header_that_is_no_text_does_not_break_the_log(
+    family: TemplateFamily, tmp_path: Path
+) -> None:
+    config = GatewayConfig(log_dir=tmp_path)
+    async with Rig(family, [said("x")], config=config) as rig:
+        host, port = rig.origin.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        payload = json.dumps({"messages": ASK}).encode()
+        head = f"POST {rig.base.removeprefix(rig.origin)}/chat/completions HTTP/1.1\r\nHost: x\r\n"
+        auth = f"Authorization: {rig.auth['Authorization']}\r\nContent-Length: {len(payload)}\r\n"
+        writer.write(head.encode() + auth.encode() + b"x-session-id: a\xffb\r\n\r\n" + payload)
+        async with asyncio.timeout(5.0):
+            assert b" 200 " in await reader.readline()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        assert len((await rig.session.seal(1.0)).turns) == 1
 
 
 async def test_an_engine_failure_makes_the_session_unscorable(family: TemplateFamily) -> None:

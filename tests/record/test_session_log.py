@@ -132,6 +132,15 @@ def test_what_is_no_log(tmp_path: Path, raw: bytes) -> None:
         recover(file)
 
 
+def test_text_that_no_file_can_hold_is_kept_as_far_as_it_can_be(tmp_path: Path) -> None:
+    log = LogFile.create(tmp_path / "a.log", "r/0")
+    log.write({"op": "x", "messages": (Message(role="user", text="cut \ud83d"),), "names": {"a\udcff": "b"}})
+    log.close()
+    _, (event, _, _) = _sized((tmp_path / "a.log").read_bytes())
+    assert event["messages"][0]["text"] == "cut ?"
+    assert event["names"] == {"a?": "b"}
+
+
 def test_a_log_is_never_overwritten(tmp_path: Path) -> None:
     LogFile.create(tmp_path / "c.log", "r").close()
     with pytest.raises(RecordError, match="cannot create"):

@@ -186,5 +186,10 @@ _HINT_CHARS = 128
 
 
 def hints_of(http: web.BaseRequest) -> tuple[tuple[str, str], ...]:
-    """What the agent says of itself in its headers: labels, never keys."""
-    return tuple((name, http.headers[name][:_HINT_CHARS]) for name in _HINTS if name in http.headers)
+    """What the agent says of itself in its headers: labels, never keys. Bytes that are no UTF-8 reach us as
+    lone surrogates, which no file can hold."""
+    return tuple((name, _plain_text(http.headers[name])) for name in _HINTS if name in http.headers)
+
+
+def _plain_text(value: str) -> str:
+    return value[:_HINT_CHARS].encode("utf-8", "replace").decode()

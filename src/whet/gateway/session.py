@@ -30,8 +30,9 @@ from whet.record.session_log import LogFile, LoggedForest
 from whet.render.family import Family
 from whet.types import ModelRequest, Segment, Trajectory
 
-MAX_ENGINE_FAILURES = 4
-"""Calls that the engine may leave unanswered before the session has failed for good."""
+MAX_OUTAGES = 4
+"""Failures of the engine in a row before the session has failed for good; calls under way at the same time
+fail as one."""
 State = Literal["open", "live", "draining", "sealed"]
 
 
@@ -91,7 +92,10 @@ class Session:
         """What `seal` will raise: a broken invariant or a defect. Engine failures: `stats.infra_error`."""
         self._recoverable = False
         """`stats.infra_error` names a failure that an answered retry makes good."""
-        self._failed_turn = -1
+        self._outages = 0
+        """Failures since the last answered call."""
+        self._outage_ends = 0
+        """Calls before this turn were under way when the engine last failed: theirs is the same failure."""
         # A key of its own: the agent knows the session's secret and could sign with it.
         key = secrets.token_bytes(32)
         self._log = LogFile.create(log_dir / f"{self.public_id}.log", spec.rollout_id) if log_dir else None
@@ -127,15 +131,20 @@ class Session:
             if not call.attached and not call.task.cancelling() and call.name.same(name):
                 self._adopt(call)
                 return call
-        if sum(call.attached for call in self._calls) >= self._max_concurrent:
+        if self._busy() >= self._max_concurrent:
             self.stats.refusals += 1
-            if self.stats.refusals < MAX_REFUSALS:
+            self._turns.refused += 1
+            if self._turns.refused < MAX_REFUSALS:
                 raise WireError("rate_limited", "Too many calls at a time in this session.")
         turn, self._ordinal = self._ordinal, self._ordinal + 1
         call = Call(name=name, turn=turn, task=asyncio.create_task(self._run(request, turn)))
         call.task.add_done_callback(lambda _: self._settled(call))
         self._calls.append(call)
         return call
+
+    def _busy(self) -> int:
+        """Calls under way, whether or not their clients are still there."""
+        return sum(call.attached or not call.task.done() for call in self._calls)
 
     def _refuse_closed(self) -> None:
         if self.left or self.state not in ("open", "live"):
@@ -168,16 +177,23 @@ class Session:
         except RenderError as error:
             raise _unrenderable(error) from error
         except EngineError as error:
-            self.stats.engine_failures += 1
-            again = isinstance(error, EngineUnavailable) and self.stats.engine_failures < MAX_ENGINE_FAILURES
-            self._recoverable = again and (self._recoverable or not self.stats.infra_error)
-            self._failed_turn = turn
-            self.stats.infra_error = self.stats.infra_error or str(error)
+            self._engine_failed(error, turn)
             raise WireError("engine_failed", "The model server failed.") from error
-        if self._recoverable and answer.node is not None and turn > self._failed_turn:
-            # The agent asked again and was answered: nothing is missing from what it saw.
-            self._recoverable, self.stats.infra_error = False, ""
+        if answer.node is not None:
+            self._outages = 0
+            if self._recoverable and self.failure is None and not self._turns.unanswered:
+                # The agent asked again and was answered: nothing is missing from what it saw.
+                self._recoverable, self.stats.infra_error = False, ""
         return answer
+
+    def _engine_failed(self, error: EngineError, turn: int) -> None:
+        self.stats.engine_failures += 1
+        if turn >= self._outage_ends:
+            self._outages += 1
+            self._outage_ends = self._ordinal
+        again = isinstance(error, EngineUnavailable) and self._outages < MAX_OUTAGES
+        self._recoverable = again and (self._recoverable or not self.stats.infra_error)
+        self.stats.infra_error = self.stats.infra_error or str(error)
 
     def _settled(self, call: Call) -> None:
         """Keep what a call's end means for the session; every exception of a turn passes here."""

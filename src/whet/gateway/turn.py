@@ -39,7 +39,7 @@ from whet.types import (
 MAX_STOPS = 16
 """Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
 MAX_REFUSALS = 256
-"""Calls turned away as too many before the session is stopped: a storm of retries ends."""
+"""Calls turned away in a row as too many before the session is stopped: a storm of retries ends."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +141,13 @@ class Turns:
         self._family = family
         self._forest = forest
         self._spec = spec
+        self.unanswered: dict[int, int] = {}
+        """Context node -> turn of its latest call that the engine failed and no later call made good."""
+        self.refused = 0
+        """Calls turned away as too many since the last answered one."""
         self._reserved = 0
+        self._freed = asyncio.Event()
+        """Set when tokens held back for a call are free again."""
         self._wall_ends = asyncio.get_running_loop().time() + spec.limits.wall_s
         limit = spec.limits.max_context_tokens
         self._max_context = min(limit, engine.info.max_context_tokens)
@@ -161,26 +167,57 @@ class Turns:
             generation = await self._sample(prompt, request, turn)
             if generation is not None:
                 answer = self._commit(node, prompt, generation, request, turn)
+        except EngineError:
+            self.unanswered[node] = turn
+            raise
         finally:
             if answer is None:
                 self._forest.mark_aborted(node)
         if answer is None:
             self._spend("wall")
             return self._synthetic(turn)
+        self.refused = 0
+        if self.unanswered.get(node, turn) < turn:
+            del self.unanswered[node]
         self._tools.sampled(answer.reply.tool_calls, injected)
         return replace(answer, drift=f"{plan.drift.kind} {plan.drift.cause}", fresh=len(delta))
 
     async def _sample(self, prompt: IntArray, request: ModelRequest, turn: int) -> Generation | None:
-        """`_generate` within the budgets, its share held back from parallel calls meanwhile."""
-        max_tokens = self._room(request, len(prompt))
-        self._reserved += max_tokens
+        """`_generate` within the budgets, its share held back from parallel calls meanwhile. None when a
+        budget ran out first; `budget_stop` names it unless it is the wall time."""
+        max_tokens = 0
         try:
+            if not await self._tokens_left():
+                return None
+            max_tokens = self._room(request, len(prompt))
+            self._reserved += max_tokens
             return await self._generate(prompt, max_tokens, turn)
         except asyncio.CancelledError:
             self.stats.aborted += 1
             raise
         finally:
             self._reserved -= max_tokens
+            self._freed.set()
+
+    async def _tokens_left(self) -> bool:
+        """Waits while all that is left is held back for parallel calls: most of it comes back. False when the
+        tokens or the wall time ran out. Raises WireError after the engine's deadline."""
+        limit = self._spec.limits.max_session_tokens
+        clock = asyncio.get_running_loop().time
+        ends = clock() + self._spec.engine_deadline_s
+        while self.stats.sampled_tokens + self._reserved >= limit:
+            if self.stats.sampled_tokens >= limit:
+                self._spend("tokens")
+                return False
+            self._freed.clear()
+            try:
+                async with asyncio.timeout_at(min(ends, self._wall_ends)):
+                    await self._freed.wait()
+            except TimeoutError:
+                if ends < self._wall_ends:
+                    raise WireError("rate_limited", "Too many calls at a time in this session.") from None
+                return False
+        return True
 
     async def count(self, request: ModelRequest) -> int:
         """Prompt tokens of this request, as a call would send them; changes nothing. Raises RenderError."""
@@ -318,13 +355,13 @@ class Turns:
         limits = self._spec.limits
         if self.stats.calls >= limits.max_calls:
             self._spend("calls")
-        elif self.stats.sampled_tokens + self._reserved >= limits.max_session_tokens:
+        elif self.stats.sampled_tokens >= limits.max_session_tokens:
             self._spend("tokens")
         elif 0 < limits.max_prompt_tokens <= self.stats.prompt_tokens:
             self._spend("prompt_tokens")
         elif len(self._forest) + 2 > limits.max_nodes:
             self._spend("nodes")
-        elif self.stats.refusals >= MAX_REFUSALS:
+        elif self.refused >= MAX_REFUSALS:
             self._spend("refusals")
         elif asyncio.get_running_loop().time() >= self._wall_ends:
             self._spend("wall")

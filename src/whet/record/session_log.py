@@ -9,6 +9,7 @@ Callers: gateway.session, serve.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import struct
 import zlib
@@ -51,7 +52,7 @@ class LogFile:
 
     def write(self, event: dict[str, Any], *arrays: npt.NDArray[Any] | None) -> None:
         """One frame. Raises RecordError."""
-        told = orjson.dumps(event)
+        told = _json(event)
         raw = b"".join(a.astype(a.dtype.newbyteorder("<")).tobytes() for a in arrays if a is not None)
         frame = _HEAD.pack(len(told), len(raw), zlib.crc32(raw, zlib.crc32(told))) + told + raw
         with boundary(RecordError, f"cannot write {self.path}"):
@@ -62,6 +63,26 @@ class LogFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _json(event: dict[str, Any]) -> bytes:
+    """Lone surrogates, which JSON in UTF-8 cannot hold, become question marks."""
+    try:
+        return orjson.dumps(event)
+    except TypeError:
+        return orjson.dumps(_clean(event))
+
+
+def _clean(value: object) -> object:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_clean(key): _clean(held) for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(held) for held in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _clean(value.__getattribute__(field.name)) for field in dataclasses.fields(value)}
+    return value
 
 
 class LoggedForest(Forest):

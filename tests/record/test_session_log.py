@@ -112,6 +112,22 @@ async def test_killed_at_every_step_and_at_every_byte(family: TemplateFamily, tm
     assert captured[-1] == trajectory.ledger.captured
 
 
+async def test_a_repeated_prompt_with_other_call_ids_comes_back(
+    family: TemplateFamily, tmp_path: Path
+) -> None:
+    async with Rig(family, SCRIPT, config=GatewayConfig(log_dir=tmp_path)) as rig:
+        _, body = await rig.post({"messages": ASK, "tools": TOOLS})
+        echo: dict[str, Any] = body["choices"][0]["message"]
+        for name in (echo["tool_calls"][0]["id"], "own"):
+            echo["tool_calls"][0]["id"] = name
+            result = {"role": "tool", "tool_call_id": name, "content": "x = 1"}
+            await rig.post({"messages": [*ASK, echo, result], "tools": TOOLS})
+        trajectory = await rig.session.seal(1.0)
+        assert trajectory.turns[1].parent == trajectory.turns[2].parent == 0
+        found = recover(tmp_path / f"{rig.session.public_id}.log")
+    same(found.forest.trajectory(), trajectory)
+
+
 def test_a_changed_byte_ends_the_log_there(family: TemplateFamily, tmp_path: Path) -> None:
     file = tmp_path / "a.log"
     log = LogFile.create(file, "r")

@@ -25,11 +25,11 @@ import orjson
 from whet.capture.diagnosis import Diagnosis
 from whet.capture.drift import Drift, PromptPlan, held_context
 from whet.capture.forest import Forest
-from whet.capture.match import Reader
+from whet.capture.match import Conversation, Reader
 from whet.errors import CaptureError, RecordError, boundary
 from whet.types import Generation, IntArray, Message, ToolCall
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _HEAD = struct.Struct("<III")  # bytes of JSON, bytes of arrays, CRC of both
 _MAX_FRAME = 1 << 30
 
@@ -94,12 +94,16 @@ class LoggedForest(Forest):
 
     def extend(self, plan: PromptPlan, delta: IntArray, diagnosis: Diagnosis | None = None) -> int:
         node = super().extend(plan, delta, diagnosis)
+        run = plan.told.run()
         event = {
             "op": "extend",
             "node": node,
             "root_key": plan.root_key,
             "base": plan.base,
             "messages": plan.replace,
+            # What they mean hangs on the call ids before them, which may not be those that were held.
+            "said": run.said.hex(),
+            "reasoning": [(index, digest.hex()) for index, digest in (run.reasoning or {}).items()],
             "defaults": plan.told.reader.defaults,
             "tools": plan.tools,
             "echoes": sorted(plan.echoes),
@@ -199,11 +203,10 @@ def _sized(raw: bytes) -> Iterator[tuple[dict[str, Any], bytes, int]]:
 
 
 class _Replay(Forest):
-    """Makes logged changes again; holds the messages while it does."""
+    """Makes logged changes again."""
 
     def __init__(self, rollout_id: str) -> None:
         super().__init__(rollout_id)
-        self._messages: dict[int, tuple[Message, ...]] = {}
         self._by_defaults: dict[bytes, Reader] = {}
 
     def _reader_of(self, defaults: dict[str, dict[str, str]]) -> Reader:
@@ -228,11 +231,13 @@ class _Replay(Forest):
     def _extend(self, event: dict[str, Any], delta: IntArray) -> None:
         base = event["base"]
         replaced = tuple(_message(told) for told in event["messages"])
-        before: list[Message] = []
-        if base is not None:
-            for node in self._nodes.path(base):
-                before += self._messages[node.id]
-        told = self._reader_of(event["defaults"]).conversation([*before, *replaced]).rest(len(before))
+        told = Conversation(
+            replaced,
+            bytes.fromhex(event["said"]),
+            {index: bytes.fromhex(digest) for index, digest in event["reasoning"]},
+            {},  # read only while planning
+            self._reader_of(event["defaults"]),
+        )
         plan = PromptPlan(
             root_key=event["root_key"],
             base=base,
@@ -246,7 +251,6 @@ class _Replay(Forest):
         )
         diagnosis = None if event["diagnosis"] is None else Diagnosis(**event["diagnosis"])
         self._expect(event, self.extend(plan, delta, diagnosis))
-        self._messages.setdefault(event["node"], replaced)
 
     def _commit(self, event: dict[str, Any], arrays: bytes) -> None:
         count = event["count"]
@@ -270,7 +274,6 @@ class _Replay(Forest):
             labels=event["labels"],
         )
         self._expect(event, node)
-        self._messages[node] = (reply,)
 
     def _expect(self, event: dict[str, Any], node: int) -> None:
         if node != event["node"]:

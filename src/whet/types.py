@@ -296,6 +296,7 @@ EXCLUSIONS = frozenset(
         "synthetic",
         "unused",
         "zero_advantage",
+        "after_stop",
     }
 )
 """Closed set of reasons for which a captured token is not trained."""

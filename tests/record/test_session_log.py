@@ -47,7 +47,7 @@ def same(a: Trajectory, b: Trajectory) -> None:
 
 
 async def history(rig: Rig) -> None:
-    """Two turns with a call, a twin, an edit, a sub-agent's root and a lost reply."""
+    """Two turns with a call, a twin, an edit, and a sub-agent's root with a reply cut at a stop string."""
     auth = {"x-claude-code-agent-id": "a1"}
     _, body = await rig.post({"messages": ASK, "tools": TOOLS}, **auth)
     echo: dict[str, Any] = body["choices"][0]["message"]
@@ -58,7 +58,7 @@ async def history(rig: Rig) -> None:
     changed = json.loads(json.dumps(echo))
     changed["tool_calls"][0]["function"]["arguments"] = '{"path": "other"}'
     await rig.post({"messages": [*ASK, changed, result], "tools": TOOLS})
-    await rig.post({"messages": [{"role": "user", "content": "A title, please: é\u0000"}]})
+    await rig.post({"messages": [{"role": "user", "content": "A title, please: é\u0000"}], "stop": "tit"})
 
 
 SCRIPT = [
@@ -80,6 +80,7 @@ async def test_killed_at_every_step_and_at_every_byte(family: TemplateFamily, tm
         whole = file.read_bytes()
         trajectory = await rig.session.seal(1.0)
         assert file.read_bytes() == whole
+    assert trajectory.ledger.excluded["after_stop"] > 0
     found = recover(file)
     assert (found.rollout_id, found.torn) == ("r/0", False)
     same(found.forest.trajectory(), trajectory)

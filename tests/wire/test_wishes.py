@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import anthropic
+import numpy as np
 import openai
 import pytest
-from gateway_rig import ASK, TOOLS, Rig, said
+from gateway_rig import ASK, TOOLS, Rig, call, said
 from wire_lab import CALLS, SAY, anthropic_client, gemini_client, openai_client
 
 from whet.gateway.dialects.anthropic import AnthropicDialect
 from whet.gateway.dialects.chat import ChatDialect
+from whet.gateway.stops import cut_at_stop
 from whet.render.template import TemplateFamily
+from whet.types import Generation, IntArray, Limits, Message
 
 STORY = "One fish, two fish. Human: red fish"
 
@@ -41,6 +44,81 @@ async def test_a_stop_string_cuts_text_and_tokens_alike(family: TemplateFamily, 
     assert len(turns[0].logprobs) == len(kept)
     assert [turn.parent for turn in turns] == [-1, 0]
     assert rig.session.stats.edited == 0
+
+
+def ends_twice(family: TemplateFamily, tail: str) -> IntArray:
+    """Ids of a reply whose call holds END in its arguments, with `tail` behind the call."""
+    looked = Message(
+        role="assistant", text="Look.", reasoning="END?", tool_calls=(call("read", '{"path": "END"}'),)
+    )
+    # Without the ids that end the turn: the text goes on.
+    body = family.render_reply(looked)[:-1]
+    return np.concatenate([body, family.render_reply(said(tail))]).astype(np.int32)
+
+
+@pytest.mark.case(17)
+@pytest.mark.parametrize(
+    "tail", ["\nEND of it", " Done. END, and much more text behind it. END END", "x" * 90 + "END."]
+)
+async def test_a_stop_string_never_cuts_a_call_or_reasoning(family: TemplateFamily, tail: str) -> None:
+    """The string in the call's arguments and in the reasoning is not the agent's to stop at."""
+    whole = ends_twice(family, tail)
+    ask = {"messages": ASK, "tools": TOOLS, "stop": ["END"]}
+    async with Rig(family, [whole]) as rig:
+        _, body = await rig.post(ask)
+        trajectory = await rig.session.seal(1.0)
+    message = body["choices"][0]["message"]
+    assert [made["function"]["arguments"] for made in message["tool_calls"]] == ['{"path": "END"}']
+    assert message["content"].startswith("Look.")
+    assert "END" not in message["content"]
+    assert "tool_call" not in message["content"]
+    kept = trajectory.turns[0].ids
+    assert kept.tolist() == whole[: len(kept)].tolist()
+    assert "END" in family.parse(kept).text
+    assert "END" not in family.parse(kept[:-1]).text
+    assert rig.session.stats.malformed == 0
+
+
+@pytest.mark.case(17)
+async def test_a_stop_string_before_a_call_ends_the_reply_there(family: TemplateFamily) -> None:
+    first = Message(role="assistant", text="Now END.", tool_calls=(call("read", '{"path": "END"}'),))
+    async with Rig(family, [first]) as rig:
+        _, body = await rig.post({"messages": ASK, "tools": TOOLS, "stop": ["END"]})
+    message = body["choices"][0]["message"]
+    assert (message["content"], message.get("tool_calls")) == ("Now ", None)
+
+
+async def test_an_open_call_that_spells_the_text_behind_it_is_not_cut(family: TemplateFamily) -> None:
+    """The marker typed with ordinary tokens is text, the control token is a call."""
+    made = '\n{"name": "read", "arguments": {"path": "END"}}'
+    opened = family.render_reply(Message(role="assistant", tool_calls=(call("read", '{"path": "END"}'),)))[
+        :-1
+    ]
+    ids = np.concatenate([opened, family.render_reply(said(f"<tool_call>{made} more"))]).astype(np.int32)
+    assert family.parse(ids).calls
+    done = Generation(ids=ids, logprobs=None, finish="stop", version_runs=((0, 0),))
+    kept, parsed, stop = cut_at_stop(family, done, ["END"])
+    assert (len(parsed.calls), parsed.malformed, stop) == (1, False, "END")
+    assert len(opened) < len(kept.ids) < len(ids)
+
+
+@pytest.mark.case(17)
+async def test_tokens_behind_a_stop_string_are_booked_and_budgeted(family: TemplateFamily) -> None:
+    whole = family.render_reply(said(STORY))
+    limits = Limits(max_context_tokens=100_000, max_session_tokens=len(whole))
+    async with Rig(family, [said(STORY)], limits=limits) as rig:
+        _, body = await rig.post({"messages": ASK, "stop": "two"})
+        _, again = await rig.post({"messages": ASK, "stop": "two"})
+        stats = rig.session.stats
+        trajectory = await rig.session.seal(1.0)
+    assert body["choices"][0]["message"]["content"] == "One fish, "
+    assert (stats.sampled_tokens, stats.budget_stop) == (len(whole), "tokens")
+    assert "budget" in again["choices"][0]["message"]["content"]
+    kept = len(trajectory.turns[0].ids)
+    assert body["usage"]["completion_tokens"] == kept < len(whole)
+    ledger = trajectory.ledger
+    assert (ledger.captured, ledger.trained) == (len(whole), kept)
+    assert ledger.excluded == {"after_stop": len(whole) - kept}
 
 
 @pytest.mark.case(17)

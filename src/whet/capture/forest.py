@@ -203,12 +203,14 @@ class Forest:
         *,
         turn: int,
         synthetic: bool = False,
+        discarded: int = 0,
         labels: Sequence[str] = (),
     ) -> int:
         """Keep what the engine produced for context node `node`; returns the sampled node.
 
         `reply` is the message as delivered, with the gateway's minted call ids. A synthetic reply was not
-        sampled: it carries no logprobs and is never trained. `labels` join the turn's hints. Raises
+        sampled: it carries no logprobs and is never trained. `discarded` ids were sampled behind
+        a stop string: the ledger counts them, nothing else knows them. `labels` join the turn's hints. Raises
         CaptureError when ids, logprobs or version runs break invariant 1 or 2, and for a turn or call id that
         was used before.
         """
@@ -216,6 +218,8 @@ class Forest:
         where = f"rollout {self._rollout_id} turn {turn}"
         context = self._nodes.context(node)
         check_generation(where, generation, synthetic=synthetic)
+        if discarded < 0 or (synthetic and discarded):
+            raise CaptureError(f"{where}: {discarded} ids cannot have been sampled behind a stop string")
         minted = [call.id for call in reply.tool_calls if call.id]
         if turn < 0 or turn in self._turns:
             raise CaptureError(f"{where}: turn numbers are used once, from 0")
@@ -234,6 +238,7 @@ class Forest:
             parts=context.reader.parts(reply),
             chained=chain(context.chained, kept.ids),
             synthetic=synthetic,
+            discarded=discarded,
             labels=tuple(labels),
         )
         self._nodes.all.append(sampled)

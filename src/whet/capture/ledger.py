@@ -1,6 +1,6 @@
 """What a generation must be to be kept, and why a kept turn is not trained.
 
-Every committed token is captured; it is trained, or excluded for exactly one reason. `fates` decides per
+Every sampled token is captured; it is trained, or excluded for exactly one reason. `fates` decides per
 turn, from the forest alone, and nothing later turns an excluded turn back on.
 """
 
@@ -108,10 +108,12 @@ def account(nodes: Nodes, reasons: Mapping[int, str], trained: int) -> Ledger:
     excluded: dict[str, int] = {}
     captured = 0
     for turn in nodes.turns():
-        captured += len(turn.generation.ids)
+        captured += len(turn.generation.ids) + turn.discarded
         reason = final_reason(turn, reasons[turn.id])
         if reason and len(turn.generation.ids):
             excluded[reason] = excluded.get(reason, 0) + len(turn.generation.ids)
+        if turn.discarded:
+            excluded["after_stop"] = excluded.get("after_stop", 0) + turn.discarded
     ledger = Ledger(captured=captured, trained=trained, excluded=excluded)
     if not ledger.balanced or not EXCLUSIONS.issuperset(excluded):
         raise CaptureError(

@@ -60,6 +60,8 @@ class SampledNode:
     parts: Parts = field(repr=False)
     chained: bytes = field(repr=False)
     synthetic: bool
+    discarded: int = 0
+    """Ids sampled behind a stop string: counted, but not part of the path."""
     labels: tuple[str, ...] = ()
     """What the gateway did to the reply, a translated text for instance."""
     aborted: bool = False

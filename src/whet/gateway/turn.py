@@ -307,6 +307,7 @@ class Turns:
     def _commit(
         self, node: int, prompt: IntArray, generation: Generation, request: ModelRequest, turn: int
     ) -> Answer:
+        sampled_tokens = len(generation.ids)
         generation, parsed, stop = cut_at_stop(self._family, generation, request.stop, request.tools)
         parsed = self._translated(parsed, request, turn)
         reply = replace(self._reply(parsed, generation, len(prompt), turn), stop=stop)
@@ -314,9 +315,12 @@ class Turns:
             role="assistant", text=reply.text, reasoning=reply.reasoning, tool_calls=reply.tool_calls
         )
         labels = ("shim",) if self.stats.shimmed[-1:] == [turn] else ()
-        sampled = self._forest.commit(node, generation, message, turn=turn, labels=labels)
+        discarded = sampled_tokens - len(generation.ids)
+        sampled = self._forest.commit(
+            node, generation, message, turn=turn, discarded=discarded, labels=labels
+        )
         self.stats.prompt_tokens += len(prompt)
-        self.stats.sampled_tokens += len(generation.ids)
+        self.stats.sampled_tokens += sampled_tokens
         self.stats.malformed += parsed.malformed
         self.stats.truncated |= generation.finish == "length"
         return Answer(reply=replace(reply, pointer=self._forest.pointer(sampled)), turn=turn, node=sampled)

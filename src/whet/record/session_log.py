@@ -122,9 +122,12 @@ class LoggedForest(Forest):
         *,
         turn: int,
         synthetic: bool = False,
+        discarded: int = 0,
         labels: Sequence[str] = (),
     ) -> int:
-        sampled = super().commit(node, generation, reply, turn=turn, synthetic=synthetic, labels=labels)
+        sampled = super().commit(
+            node, generation, reply, turn=turn, synthetic=synthetic, discarded=discarded, labels=labels
+        )
         event = {
             "op": "commit",
             "node": sampled,
@@ -135,6 +138,7 @@ class LoggedForest(Forest):
             "count": len(generation.ids),
             "sampled": generation.logprobs is not None,
             "synthetic": synthetic,
+            "discarded": discarded,
             "labels": list(labels),
             "reply": reply,
         }
@@ -271,6 +275,7 @@ class _Replay(Forest):
             reply,
             turn=event["turn"],
             synthetic=event["synthetic"],
+            discarded=event.get("discarded", 0),  # Logs of earlier versions do not have it.
             labels=event["labels"],
         )
         self._expect(event, node)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
 
+from whet.gateway.dialects.base import WireError
+from whet.gateway.dialects.chat import ChatDialect
+from whet.gateway.server import GatewayConfig
 from whet.gateway.turn import mint_call_id
 from whet.render.template import TemplateFamily
 from whet.types import Limits, Message, RequestKey
@@ -125,3 +129,36 @@ async def test_call_ids_are_a_function_of_their_place(family: TemplateFamily) ->
             _, body = await rig.post({"messages": ASK, "tools": TOOLS})
             seen.append([c["id"] for c in body["choices"][0]["message"]["tool_calls"]])
     assert seen[0] == seen[1] == [mint_call_id(7, "r/0", 0, 0), mint_call_id(7, "r/0", 0, 1)]
+
+
+async def test_a_count_is_within_the_budgets_and_the_cap(family: TemplateFamily) -> None:
+    def counted(rig: Rig) -> Awaitable[int]:
+        return rig.session.count_tokens(ChatDialect().parse({"messages": ASK}, "").request)
+
+    config = GatewayConfig(max_concurrent_calls=1, inline_chars=0)
+    async with Rig(family, [said("a")], limits=Limits(max_calls=1), config=config) as rig:
+        first = asyncio.ensure_future(counted(rig))
+        await asyncio.sleep(0)
+        with pytest.raises(WireError) as refused:
+            await counted(rig)
+        assert refused.value.cause == "rate_limited"
+        assert await first > 0
+        await rig.post({"messages": ASK})
+        with pytest.raises(WireError) as refused:
+            await counted(rig)
+        assert refused.value.cause == "session_failed"
+        assert rig.session.stats.budget_stop == ""
+
+
+async def test_text_that_cannot_fit_is_not_encoded(family: TemplateFamily) -> None:
+    async with Rig(family, [said("a")], limits=Limits(max_context_tokens=1000)) as rig:
+        # Few tokens for its length, if it were encoded: what refuses it is its length.
+        body = {"messages": [{"role": "user", "content": "x" * 17_000}]}
+        with pytest.raises(WireError) as refused:
+            await rig.session.count_tokens(ChatDialect().parse(body, "").request)
+        assert (refused.value.cause, rig.session.stats.overflows) == ("context_length_exceeded", 0)
+        status, answer = await rig.post(body)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "1062 tokens" in answer["error"]["message"]
+        assert rig.session.stats.overflows == 1
+        assert (await rig.post({"messages": ASK}))[0] == 200

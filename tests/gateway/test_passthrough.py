@@ -316,3 +316,13 @@ def test_what_cannot_be_read_is_estimated_upwards() -> None:
         assert usage_of(b"x" * 300, reply).prompt_tokens == 100
         assert usage_of(b"x" * 300, reply).estimated
     assert Prices(input=2.0).cost(usage_of(b"", b'{"usage": {"prompt_tokens": 1000000}}')) == 2.0
+
+
+async def test_an_agent_that_says_it_is_done_does_not_seal_its_session(tmp_path: Path) -> None:
+    async with lab(tmp_path) as it:
+        exit_url = f"{it.base.replace('/s/', '/rollout/')}/exit"
+        for _ in range(2):
+            async with it.http.post(exit_url, headers=it.head) as answer:
+                assert answer.status == 200
+        assert (await it.post("v1/messages", {}))[0] == 409
+        assert (await it.session.seal(1)).ledger.balanced

@@ -74,16 +74,22 @@ def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
         assert told["event"] == "call"
         assert told["sampled_tokens"] == reply["usage"]["completion_tokens"]
         assert told["drift"] == "clean first"
+        status, opened = call(f"{admin['origin']}/sessions", {"rollout_id": "../mine"}, admin["secret"])
+        assert status < 300, opened
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         rest = [json.loads(line) for line in out.splitlines()]
-        assert [event["event"] for event in rest] == ["sealed", "sealed", "end"]
+        assert [event["event"] for event in rest] == ["sealed", "sealed", "sealed", "end"]
+        assert rest[2]["rollout_id"] == "../mine"
+        for event in rest[:3]:
+            assert Path(event["file"]).parent == run / "sessions"
+            assert Path(event["file"]).stat().st_mode & 0o777 == 0o600
         assert rest[0]["captured"] == rest[0]["trained"] == told["sampled_tokens"]
         assert rest[1]["captured"] == 0
         stored = json.loads((run / "sessions" / "serve-0.json").read_text())
         assert sum(stored["rows"][0]["mask"]) == told["sampled_tokens"]
-        assert json.loads((run / "summary.json").read_text())["sessions"].keys() == {"serve-0", "serve-1"}
+        assert json.loads((run / "summary.json").read_text())["sessions"].keys() > {"serve-0", "serve-1"}
 
 
 def test_what_a_person_gets_wrong(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ Caller: server.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
@@ -30,6 +31,8 @@ RECORDS = 8
 """Conversations known at a time: the main line and its sub-agents."""
 CUTS = 3
 """Ends per conversation: agents mark their newest messages and unmark them in the next request."""
+INLINE_BYTES = 1 << 20
+"""A longer body is parsed in a worker thread: the event loop serves other agents meanwhile."""
 PATIENCE = 8
 """Bodies parsed whole in a row before it is tried less often to learn from them."""
 
@@ -90,17 +93,25 @@ class _Record:
 
 
 class Bodies:
-    """Not thread-safe: one event loop owns it."""
+    """One event loop owns it; `read` lets one body in at a time."""
 
     def __init__(self, max_depth: int, max_items: int) -> None:
         self._max_depth, self._max_items = max_depth, max_items
         self._records: list[_Record] = []
         """Latest last."""
+        self._reading = asyncio.Lock()
         self._misses = 0
         self._pause = 0
         """Whole bodies that are still to be let pass without learning."""
         self.parsed_bytes = 0
         """Of JSON, since the session began."""
+
+    async def read(self, dialect: Dialect, raw: bytes, action: str) -> tuple[WireCall, BodyName]:
+        """`parse`, off the event loop when the body is long. Raises WireError."""
+        async with self._reading:
+            if len(raw) <= INLINE_BYTES:
+                return self.parse(dialect, raw, action)
+            return await asyncio.to_thread(self.parse, dialect, raw, action)
 
     def parse(self, dialect: Dialect, raw: bytes, action: str) -> tuple[WireCall, BodyName]:
         """The call that `raw` asks for, and the body's name. Raises WireError."""

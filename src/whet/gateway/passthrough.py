@@ -109,7 +109,10 @@ class BlackBoxSession:
         self.turns = 0
         """Calls admitted."""
         self.under_way: set[asyncio.Task[Any]] = set()
+        self.left = False
+        """The agent said that it is done."""
         self.closed = False
+        """Sealed, by the operator."""
 
     async def seal(self, deadline_s: float) -> Trajectory:
         """Refuse new calls, let those under way end within `deadline_s`, cut the rest. Holds no token: the
@@ -190,7 +193,7 @@ class Passthrough:
         if http.method not in route.methods:
             raise WireError("method_not_allowed", f"Not allowed: {http.method} {http.path}.")
         if route.kind == "exit":
-            session.closed = True
+            session.left = True
             return json_response({"status": "closed"})
         body = await read_body(http, self._config) if http.method == "POST" else b""
         turn = self._admit(session)
@@ -222,7 +225,7 @@ class Passthrough:
             raise WireError("unauthorized", "Incorrect API key provided.")
         if route.public_id not in (None, session.public_id, session.rollout_id):
             raise WireError("unauthorized", "Incorrect API key provided.")
-        if session.closed:
+        if session.closed or (session.left and route.kind != "exit"):
             raise WireError("session_closed", "This session is closed.")
         return session
 

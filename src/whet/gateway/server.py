@@ -122,6 +122,10 @@ class Gateway:
         self._by_name[rollout_id] = session
         return session
 
+    def open_sessions(self) -> list[Session]:
+        """In the order they were opened."""
+        return list(self._sessions.values())
+
     def _retire(self, session: Session) -> None:
         self._sessions.pop(session.secret_digest, None)
         for name in (session.public_id, session.rollout_id):
@@ -223,7 +227,7 @@ class Gateway:
         """A model call or a token count."""
         raw = await read_body(http, self.config)
         query = f"?{http.query_string}" if http.query_string else ""
-        wire, name = session.bodies.parse(dialect, raw, route.action + query)
+        wire, name = await session.bodies.read(dialect, raw, route.action + query)
         if route.kind == "count":
             return json_response(dialect.count(await session.count_tokens(wire.request)))
         request = replace(wire.request, hints=wire.request.hints + hints_of(http))

@@ -105,6 +105,8 @@ class Session:
         self.bodies = bodies
         self._turns = Turns(engine, family, self._forest, spec, self.tools)
         self._calls: list[Call] = []
+        self._counting = 0
+        """Token counts under way."""
         self._ordinal = 0
         self._max_concurrent = max_concurrent_calls
         self._grace_s = grace_s
@@ -144,7 +146,7 @@ class Session:
 
     def _busy(self) -> int:
         """Calls under way, whether or not their clients are still there."""
-        return sum(call.attached or not call.task.done() for call in self._calls)
+        return self._counting + sum(call.attached or not call.task.done() for call in self._calls)
 
     def _refuse_closed(self) -> None:
         if self.left or self.state not in ("open", "live"):
@@ -158,10 +160,17 @@ class Session:
     async def count_tokens(self, request: ModelRequest) -> int:
         """Prompt tokens a call with this request would have; changes nothing. Raises WireError."""
         self._refuse_closed()
+        if self._turns.out_of():
+            raise WireError("session_failed", "The budget of this session is used up.")
+        if self._busy() >= self._max_concurrent:
+            raise WireError("rate_limited", "Too many calls at a time in this session.")
+        self._counting += 1
         try:
             return await self._turns.count(request)
         except RenderError as error:
             raise _unrenderable(error) from error
+        finally:
+            self._counting -= 1
 
     def _adopt(self, call: Call) -> None:
         call.attached = True

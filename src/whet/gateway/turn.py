@@ -36,6 +36,8 @@ from whet.types import (
     ToolCall,
 )
 
+CHARS_PER_TOKEN = 16
+"""More text than this for each token of the context is refused without encoding it."""
 MAX_STOPS = 16
 """Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
 MAX_REFUSALS = 256
@@ -159,7 +161,11 @@ class Turns:
         self.stats.calls += 1
         request, injected = self._tools.prepare(request)
         plan = self._plan(request)
-        delta = await self._render(plan, request)
+        try:
+            delta = await self._render(plan, request)
+        except WireError:
+            self._overflowed()
+            raise
         node = self._forest.extend(plan, delta, explain(self._family, self._forest, plan))
         prompt = self._forest.path_ids(node)
         answer: Answer | None = None
@@ -220,7 +226,8 @@ class Turns:
         return True
 
     async def count(self, request: ModelRequest) -> int:
-        """Prompt tokens of this request, as a call would send them; changes nothing. Raises RenderError."""
+        """Prompt tokens of this request, as a call would send them; changes nothing. Raises RenderError and
+        WireError."""
         request, _ = self._tools.prepare(request)
         plan = self._forest.plan(request, self._family.fingerprint)
         if plan.parent is not None:
@@ -237,7 +244,11 @@ class Turns:
         return plan
 
     async def _render(self, plan: PromptPlan, request: ModelRequest) -> IntArray:
-        """The ids between what the plan continues and the reply: only what is new."""
+        """The ids between what the plan continues and the reply: only what is new. Raises WireError for text
+        that cannot fit."""
+        chars = sum(map(len, _fresh_texts(plan, request)))
+        if chars > CHARS_PER_TOKEN * self._max_context:
+            raise self._overflow(chars // CHARS_PER_TOKEN)
 
         def new_ids() -> IntArray:
             if plan.base is None:
@@ -249,22 +260,27 @@ class Turns:
             parts.append(self._family.generation_prompt(request.messages[-1].role))
             return np.concatenate(parts).astype(np.int32, copy=False)
 
-        long = sum(map(len, _fresh_texts(plan, request))) > self._spec.inline_chars
-        return await asyncio.to_thread(new_ids) if long else new_ids()
+        return await asyncio.to_thread(new_ids) if chars > self._spec.inline_chars else new_ids()
+
+    def _overflowed(self) -> None:
+        self.stats.overflows += 1
+        self.stats.truncated = True
+
+    def _overflow(self, prompt: int) -> WireError:
+        return WireError(
+            "context_length_exceeded",
+            f"This model's maximum context length is {self._max_context} tokens. However, your messages "
+            f"resulted in {prompt} tokens. Please reduce the length of the messages.",
+            "messages",
+            used=prompt,
+            limit=self._max_context,
+        )
 
     def _room(self, request: ModelRequest, prompt: int) -> int:
         """Tokens this call may sample; wishes of the agent only shorten. Raises WireError on overflow."""
         if prompt >= self._max_context:
-            self.stats.overflows += 1
-            self.stats.truncated = True
-            raise WireError(
-                "context_length_exceeded",
-                f"This model's maximum context length is {self._max_context} tokens. However, your messages "
-                f"resulted in {prompt} tokens. Please reduce the length of the messages.",
-                "messages",
-                used=prompt,
-                limit=self._max_context,
-            )
+            self._overflowed()
+            raise self._overflow(prompt)
         wished = self._spec.max_call_tokens if request.max_tokens is None else request.max_tokens
         left = self._spec.limits.max_session_tokens - self.stats.sampled_tokens - self._reserved
         return max(1, min(self._spec.max_call_tokens, wished, self._max_context - prompt, left))
@@ -354,21 +370,22 @@ class Turns:
             sampled_tokens=len(generation.ids),
         )
 
+    def out_of(self) -> str:
+        """The budget that is used up; empty when there is some of each."""
+        limits = self._spec.limits
+        used_up = {
+            "calls": self.stats.calls >= limits.max_calls,
+            "tokens": self.stats.sampled_tokens >= limits.max_session_tokens,
+            "prompt_tokens": 0 < limits.max_prompt_tokens <= self.stats.prompt_tokens,
+            "nodes": len(self._forest) + 2 > limits.max_nodes,
+            "refusals": self.refused >= MAX_REFUSALS,
+            "wall": asyncio.get_running_loop().time() >= self._wall_ends,
+        }
+        return self.stats.budget_stop or next((name for name, out in used_up.items() if out), "")
+
     def _spent(self) -> bool:
         """True when a budget is used up; remembers the first one."""
-        limits = self._spec.limits
-        if self.stats.calls >= limits.max_calls:
-            self._spend("calls")
-        elif self.stats.sampled_tokens >= limits.max_session_tokens:
-            self._spend("tokens")
-        elif 0 < limits.max_prompt_tokens <= self.stats.prompt_tokens:
-            self._spend("prompt_tokens")
-        elif len(self._forest) + 2 > limits.max_nodes:
-            self._spend("nodes")
-        elif self.refused >= MAX_REFUSALS:
-            self._spend("refusals")
-        elif asyncio.get_running_loop().time() >= self._wall_ends:
-            self._spend("wall")
+        self._spend(self.out_of())
         return bool(self.stats.budget_stop)
 
     def _spend(self, budget: str) -> None:

@@ -157,11 +157,14 @@ def read_summary(path: Path) -> Mapping[str, Any] | None:
     return summary
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a file atomically and durably. Raises RecordError, naming a full disk as such."""
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
+    """Replace a file atomically and durably; `private`: only its owner may read it. Raises
+    RecordError, naming a full disk as such."""
     beside = path.with_name(path.name + ".part")
     try:
         with beside.open("w", encoding="utf-8") as file:
+            if private:
+                os.fchmod(file.fileno(), 0o600)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

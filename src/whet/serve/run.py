@@ -152,7 +152,7 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
             try:
                 await asyncio.Event().wait()
             finally:
-                await _finish(voice, run, sessions)
+                await _finish(voice, run, sessions, gateway)
 
 
 async def _serve_upstream(config: Config, options: ServeOptions, voice: Voice) -> None:
@@ -259,13 +259,15 @@ async def _admin(
     voice.say("admin", told, [f"admin: {listener.origin}, key: {admin.secret}"])
 
 
-async def _finish(voice: Voice, run: RunDir, sessions: list[Session]) -> None:
-    """Seal, write, tell. A session whose capture is broken does not keep the others from being written."""
+async def _finish(voice: Voice, run: RunDir, sessions: list[Session], gateway: Gateway) -> None:
+    """Seal, write, tell. Sessions that the operator opened have names of their own choice, which need not be
+    file names: theirs is the public id. A session whose capture is broken does not keep the others from
+    being written."""
     ledgers: dict[str, Any] = {}
     broken: WhetError | None = None
     folder = run.path / "sessions"
     folder.mkdir(exist_ok=True)
-    for session in sessions:
+    for session in [*sessions, *(other for other in gateway.open_sessions() if other not in sessions)]:
         if session.state in ("draining", "sealed"):  # by the operator, who has the export
             continue
         try:
@@ -273,18 +275,19 @@ async def _finish(voice: Voice, run: RunDir, sessions: list[Session]) -> None:
         except WhetError as error:
             broken = broken or error
             continue
-        name = f"{session.rollout_id}.json"
-        write_text(folder / name, export_json("chains", trajectory.segments, trajectory).decode())
+        name = session.rollout_id if session in sessions else session.public_id
+        file = folder / f"{name}.json"
+        write_text(file, export_json("chains", trajectory.segments, trajectory).decode(), private=True)
         session.drop_log()
         ledger = trajectory.ledger
-        ledgers[session.rollout_id] = {**asdict(ledger), "calls": session.stats.calls}
+        ledgers[name] = {**asdict(ledger), "calls": session.stats.calls}
         excluded = ", ".join(f"{reason} {count}" for reason, count in ledger.excluded.items()) or "nothing"
         line = (
             f"{session.rollout_id}: {session.stats.calls} calls, sampled {ledger.captured}, "
             f"trainable {ledger.trained}, excluded {excluded}"
         )
-        told = {"rollout_id": session.rollout_id, **ledgers[session.rollout_id]}
-        voice.say("sealed", {**told, "file": str(folder / name)}, [line])
+        told = {"rollout_id": session.rollout_id, **ledgers[name]}
+        voice.say("sealed", {**told, "file": str(file)}, [line])
     run.write_summary({"kind": "serve", "sessions": ledgers})
     voice.say("end", {"run_dir": str(run.path), "sessions": ledgers}, [f"written to {run.path}"])
     if broken is not None:
@@ -298,7 +301,8 @@ def recover_run(path: Path, stream: TextIO) -> int:
     for file in found:
         session = recover(file)
         trajectory = session.forest.trajectory()
-        write_text(file.with_suffix(".json"), export_json("chains", trajectory.segments, trajectory).decode())
+        told = export_json("chains", trajectory.segments, trajectory).decode()
+        write_text(file.with_suffix(".json"), told, private=True)
         ledger = trajectory.ledger
         end = ", torn at its end" if session.torn else ""
         print(

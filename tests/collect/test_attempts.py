@@ -75,7 +75,7 @@ def family(tmp_path: Path) -> TemplateFamily:
 
 def scripted(family: TemplateFamily) -> ScriptedEngine:
     reply = Message(role="assistant", text="done")
-    return ScriptedEngine(family, lambda ids, key: reply, uniform_logprobs=True)
+    return ScriptedEngine(family, lambda ids, key: reply, sampled=True)
 
 
 @asynccontextmanager

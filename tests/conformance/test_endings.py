@@ -43,7 +43,7 @@ async def rollout(
         max_session_tokens=1 << 20,
         max_context_tokens=SMALL.get(name, 9000) if tight else PLAYS[name].window_tokens,
     )
-    engine = ScriptedEngine(family, Director(family, splitter, PLAYS[name]), uniform_logprobs=True)
+    engine = ScriptedEngine(family, Director(family, splitter, PLAYS[name]), sampled=True)
     if ending == "engine":
         engine.fail = lambda key: EngineError("gone") if key.turn >= 2 else None
     access = ModelAccess(

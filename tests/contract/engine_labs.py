@@ -59,7 +59,7 @@ async def scripted() -> AsyncIterator[Lab]:
         return np.random.default_rng([key.turn, len(key.rollout_id)]).integers(50, VOCAB, size=64)
 
     family = load_family(Path(WARM_START))
-    engine = ScriptedEngine(family, policy, uniform_logprobs=True, max_context_tokens=2048)
+    engine = ScriptedEngine(family, policy, sampled=True, max_context_tokens=2048)
     yield Lab(engine=engine, sampled=False)
 
 

@@ -50,7 +50,7 @@ class Stage:
             yield Attempts(agents.gateway, agents.workers, judge)
 
     async def run(self, script: list[Message], **changes: object) -> tuple[Rollout, ScriptedEngine]:
-        engine = ScriptedEngine(self.family, playing(script), uniform_logprobs=True)
+        engine = ScriptedEngine(self.family, playing(script), sampled=True)
         spec = AttemptSpec(rollout_id="train/00001/000/00", task=self.task, seed=1)
         async with self.attempts(engine) as attempts:
             return await attempts.run(replace(spec, **changes)), engine  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ async def test_an_engine_failure_is_unscorable_and_in_the_ledger(stage: Stage) -
     engine = ScriptedEngine(
         stage.family,
         playing([call("read", path=stage.problem.path)]),
-        uniform_logprobs=True,
+        sampled=True,
         fail=lambda key: EngineError("engine on fire") if key.turn == 1 else None,
     )
     async with stage.attempts(engine) as attempts:
@@ -156,7 +156,7 @@ async def test_the_secret_of_a_rollout_dies_with_it(stage: Stage) -> None:
     secrets: set[str] = set()
     p = stage.problem
     leak = call("bash", command="echo $OPENAI_API_KEY > key.txt")
-    engine = ScriptedEngine(stage.family, playing([leak, DONE]), uniform_logprobs=True)
+    engine = ScriptedEngine(stage.family, playing([leak, DONE]), sampled=True)
     async with stage.attempts(engine) as attempts:
         for slot in range(3):
             spec = AttemptSpec(rollout_id=f"train/00001/000/0{slot}", task=stage.task, seed=1)

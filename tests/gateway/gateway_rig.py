@@ -12,8 +12,9 @@ import aiohttp
 
 from whet.gateway.server import Gateway, GatewayConfig
 from whet.render.template import TemplateFamily
+from whet.testing.exactness import training_faults
 from whet.testing.scripted_engine import ScriptedEngine
-from whet.types import IntArray, Limits, Message, RequestKey, ToolCall
+from whet.types import IntArray, Limits, Message, RequestKey, ToolCall, Trajectory
 
 ASK = [{"role": "system", "content": "You fix code."}, {"role": "user", "content": "Fix f."}]
 TOOLS = [
@@ -56,7 +57,7 @@ class Rig:
         **engine: Any,
     ) -> None:
         self.script = list(script)
-        engine.setdefault("uniform_logprobs", True)
+        engine.setdefault("sampled", True)
         self._family, self._engine_options = family, engine
         self._unix, self._config = unix, config or GatewayConfig()
         self._limits = limits or Limits(max_context_tokens=100_000)
@@ -85,6 +86,13 @@ class Rig:
 
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
+
+    async def sealed(self) -> Trajectory:
+        """What the session gives to training, after a check that it is what the engine gave."""
+        trajectory = await self.session.seal(1.0)
+        answers = {key.turn: answer for key, answer in self.engine.answers.items()}
+        assert list(training_faults(trajectory, answers)) == []
+        return trajectory
 
     async def post(self, body: object, **headers: str) -> tuple[int, Any]:
         """(status, decoded JSON) of one chat completion."""

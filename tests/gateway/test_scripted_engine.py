@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from gateway_rig import ASK, TOOLS, Rig, call, said
 
 from whet.errors import EngineError
 from whet.render.template import TemplateFamily
+from whet.testing.exactness import training_faults
 from whet.testing.scripted_engine import ScriptedEngine
 from whet.types import Message, RequestKey, SamplingParams
 
@@ -23,14 +25,17 @@ def params(family: TemplateFamily, max_tokens: int = 100) -> SamplingParams:
 
 async def test_replies_are_whole_cut_or_ended_at_the_first_stop(family: TemplateFamily) -> None:
     whole = family.render_reply(said("abc"))
-    engine = ScriptedEngine(family, lambda ids, key: np.concatenate([whole, whole]), uniform_logprobs=True)
+    engine = ScriptedEngine(family, lambda ids, key: np.concatenate([whole, whole]), sampled=True)
     got = await engine.generate(PROMPT, params(family), KEY)
     assert (got.ids.tolist(), got.finish) == (whole.tolist(), "stop")
     assert got.logprobs is not None
-    assert np.allclose(np.exp(got.logprobs) * family.vocab_size, 1.0)
+    assert np.all((got.logprobs < 0) & np.isfinite(got.logprobs))
+    assert len(set(got.logprobs.tolist())) == len(whole)
+    again = await engine.generate(PROMPT, params(family), RequestKey(seed=0, rollout_id="r", turn=1))
+    assert not np.isin(again.logprobs, got.logprobs).any()
     got = await engine.generate(PROMPT, params(family, len(whole) - 1), KEY)
     assert (got.ids.tolist(), got.finish) == (whole[:-1].tolist(), "length")
-    assert [s.ids.tolist() for s in engine.sent] == [[1, 2], [1, 2]]
+    assert [s.ids.tolist() for s in engine.sent] == [[1, 2]] * 3
 
 
 async def test_pause_waits_for_what_is_in_flight_and_holds_new_requests(family: TemplateFamily) -> None:
@@ -59,13 +64,13 @@ async def test_failures_are_injected_by_key(family: TemplateFamily) -> None:
 async def test_a_demonstration_through_the_gateway_gives_the_rendered_ids(family: TemplateFamily) -> None:
     """What is recorded through the gateway equals what the family renders of the same conversation."""
     first = Message(role="assistant", text="I look.", tool_calls=(call("read", '{"path": "a"}'),))
-    async with Rig(family, [first, said("Done.")], uniform_logprobs=False) as rig:
+    async with Rig(family, [first, said("Done.")], sampled=False) as rig:
         _, body = await rig.post({"messages": ASK, "tools": TOOLS})
         echo = body["choices"][0]["message"]
         result = {"role": "tool", "tool_call_id": echo["tool_calls"][0]["id"], "content": "x = 1"}
         await rig.post({"messages": [*ASK, echo, result], "tools": TOOLS})
         sent = rig.engine.sent[1].ids
-        trajectory = await rig.session.seal(1.0)
+        trajectory = await rig.sealed()
     assert [s.kind for s in trajectory.segments] == ["demonstrated"]
     segment = trajectory.segments[0]
     sampled = [family.render_reply(m) for m in (first, said("Done."))]
@@ -83,6 +88,32 @@ async def test_a_demonstration_through_the_gateway_gives_the_rendered_ids(family
     assert trajectory.ledger.balanced
 
 
+@pytest.mark.parametrize("fault", ["none", "shifted", "sliced", "mask", "ids", "swapped"])
+async def test_rows_that_are_not_what_the_engine_gave_are_seen(family: TemplateFamily, fault: str) -> None:
+    async with Rig(family, [said("Long and equal."), said("Long and equal.")]) as rig:
+        for text in ("One", "Two"):
+            await rig.post({"messages": [*ASK, {"role": "user", "content": text}]})
+        trajectory = await rig.sealed()
+        answers = {key.turn: answer for key, answer in rig.engine.answers.items()}
+    row = trajectory.segments[0]
+    ids, mask, logprobs = row.ids.copy(), row.mask.copy(), row.logprobs.copy()
+    places = np.flatnonzero(mask)
+    if fault == "shifted":
+        logprobs[places] = np.roll(logprobs[places], 1)
+    elif fault == "sliced":
+        logprobs[places[-1]] = 0.0
+    elif fault == "mask":
+        mask[places[0]], logprobs[places[0]] = False, 0.0
+    elif fault == "ids":
+        ids[places[1]] += 1
+    elif fault == "swapped":
+        other = trajectory.segments[1]
+        logprobs[places] = other.logprobs[other.mask]
+    changed = replace(row, ids=ids, mask=mask, logprobs=logprobs)
+    told = list(training_faults(replace(trajectory, segments=(changed, trajectory.segments[1])), answers))
+    assert bool(told) == (fault != "none")
+
+
 async def test_an_edited_turn_is_counted_and_starts_a_branch(family: TemplateFamily) -> None:
     first = Message(role="assistant", tool_calls=(call("read", '{"path": "a"}'),))
     async with Rig(family, [first, said("Done.")]) as rig:
@@ -93,6 +124,6 @@ async def test_an_edited_turn_is_counted_and_starts_a_branch(family: TemplateFam
         await rig.post({"messages": [*ASK, echo, result], "tools": TOOLS})
         assert rig.session.stats.edited == 1
         assert '{"path": "b"}' in family.decode(rig.engine.sent[1].ids)
-        trajectory = await rig.session.seal(1.0)
+        trajectory = await rig.sealed()
         assert [t.parent for t in trajectory.turns] == [-1, -1]
         assert trajectory.ledger.balanced

@@ -55,7 +55,7 @@ async def run(
     family: TemplateFamily, backend: LocalBackend, task: Task, tmp_path: Path, keys: list[str]
 ) -> tuple[AgentResult, Trajectory, Policy, ScriptedEngine]:
     policy = Policy(family, keys)
-    engine = ScriptedEngine(family, policy, uniform_logprobs=True)
+    engine = ScriptedEngine(family, policy, sampled=True)
     limits = Limits(max_context_tokens=CONTEXT, max_call_tokens=CALL, max_session_tokens=1 << 20)
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(Gateway(engine, family))

@@ -60,7 +60,7 @@ class Lab:
     runs: list[list[Message]] = field(default_factory=list)
 
     async def talk(self, request: ModelRequest, steps: int, follow: random.Random) -> Turns:
-        self.engine = ScriptedEngine(self.family, lambda ids, key: next(self.said), uniform_logprobs=True)
+        self.engine = ScriptedEngine(self.family, lambda ids, key: next(self.said), sampled=True)
         limits = Limits(wall_s=600, max_calls=10_000, max_session_tokens=1 << 24, max_context_tokens=1 << 24)
         spec = SessionSpec(
             rollout_id="r",

@@ -249,7 +249,7 @@ async def replay(recording: Recording, family: TemplateFamily, splitter: Splitte
         spoken = sampled(family, answers[key.turn])
         return splitter.split(spoken) if key.turn % 2 else spoken
 
-    engine = ScriptedEngine(family, policy, uniform_logprobs=True)
+    engine = ScriptedEngine(family, policy, sampled=True)
     pointers: dict[str, str] = {}
     statuses, replies = [], []
     async with AsyncExitStack() as stack:

@@ -36,7 +36,7 @@ async def test_a_stop_string_cuts_text_and_tokens_alike(family: TemplateFamily, 
         echo = {"role": "assistant", "content": before}
         again = await api.messages.create(messages=[*first, echo, {"role": "user", "content": "On."}], **ask)
         assert again.stop_reason == "end_turn"
-        turns = (await rig.session.seal(1.0)).turns
+        turns = (await rig.sealed()).turns
     kept = turns[0].ids
     assert kept.tolist() == whole[: len(kept)].tolist()
     assert stop in family.parse(kept).text
@@ -66,7 +66,7 @@ async def test_a_stop_string_never_cuts_a_call_or_reasoning(family: TemplateFami
     ask = {"messages": ASK, "tools": TOOLS, "stop": ["END"]}
     async with Rig(family, [whole]) as rig:
         _, body = await rig.post(ask)
-        trajectory = await rig.session.seal(1.0)
+        trajectory = await rig.sealed()
     message = body["choices"][0]["message"]
     assert [made["function"]["arguments"] for made in message["tool_calls"]] == ['{"path": "END"}']
     assert message["content"].startswith("Look.")
@@ -110,7 +110,7 @@ async def test_tokens_behind_a_stop_string_are_booked_and_budgeted(family: Templ
         _, body = await rig.post({"messages": ASK, "stop": "two"})
         _, again = await rig.post({"messages": ASK, "stop": "two"})
         stats = rig.session.stats
-        trajectory = await rig.session.seal(1.0)
+        trajectory = await rig.sealed()
     assert body["choices"][0]["message"]["content"] == "One fish, "
     assert (stats.sampled_tokens, stats.budget_stop) == (len(whole), "tokens")
     assert "budget" in again["choices"][0]["message"]["content"]

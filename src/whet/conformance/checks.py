@@ -16,6 +16,7 @@ from whet.conformance.plays import Play
 from whet.gateway.request import GatewayCounters
 from whet.gateway.session import Session
 from whet.harness.base import AgentResult
+from whet.testing.exactness import training_faults
 from whet.testing.scripted_engine import ScriptedEngine, SentRequest
 from whet.types import EXCLUSIONS, IntArray, Ledger, Trajectory, Tree, Turn
 
@@ -78,6 +79,7 @@ def judge(
     failures = [
         *_agent_failures(result, session),
         *_exactness(trajectory.turns, engine.sent, director),
+        *training_faults(trajectory, {key.turn: answer for key, answer in engine.answers.items()}),
         *_books(trajectory, ledger, sampled, explained),
         *_coverage(play, director, split),
     ]

@@ -63,7 +63,7 @@ async def conform(name: str, backend: SandboxBackend, record: Path | None = None
 async def _run(harness: Harness, play: Play, folder: Path, record: Path | None) -> Finding:
     family = await asyncio.to_thread(open_family, folder / "model")
     director = Director(family, Splitter(folder / "model" / "tokenizer.json", seed=1), play)
-    engine = ScriptedEngine(family, director, uniform_logprobs=True)
+    engine = ScriptedEngine(family, director, sampled=True)
     limits = Limits(
         wall_s=WALL_S,
         max_calls=200,

@@ -1,14 +1,13 @@
 """An Engine without a model: a policy written in Python says what to answer. Shipped for tests and demos.
 
-Tokens are demonstrated (no logprobs) unless `uniform_logprobs`: then they are what a sampler would report
-that draws every id of the vocabulary with equal chance. `sent` keeps every prompt, so that a test can compare
-what the engine received with what the forest holds.
+Tokens are demonstrated (no logprobs) unless `sampled`: then each has a made-up logprob that tells its
+turn and its place, so that shifted or mis-sliced ones are seen. `sent` keeps every prompt and `answers` every
+reply, so that a test can compare what the engine received and gave with what the forest holds.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ import numpy as np
 from whet.engine.base import EngineInfo, Receipt
 from whet.errors import EngineError
 from whet.render.family import Family
-from whet.types import Generation, IntArray, Message, RequestKey, SamplingParams
+from whet.types import FloatArray, Generation, IntArray, Message, RequestKey, SamplingParams
 
 Policy = Callable[[IntArray, RequestKey], Message | IntArray]
 """(prompt ids, key) -> the reply as a message, or raw ids to be returned as they are (cut at max_tokens)."""
@@ -32,6 +31,12 @@ class SentRequest:
     key: RequestKey
 
 
+def made_up_logprobs(turn: int, count: int) -> FloatArray:
+    """Logprobs between -5 and 0 of a reply's ids; neighbours in a reply and in turns differ."""
+    places = np.arange(count, dtype=np.int64)
+    return (-((turn * 7919 + places * 104729) % 9973 + 1) / 2048).astype(np.float32)
+
+
 class ScriptedEngine:
     """Implements `whet.engine.base.Engine`."""
 
@@ -40,7 +45,7 @@ class ScriptedEngine:
         family: Family,
         policy: Policy,
         *,
-        uniform_logprobs: bool = False,
+        sampled: bool = False,
         delay_s: float = 0.0,
         fail: Callable[[RequestKey], EngineError | None] = lambda key: None,
         before: Callable[[RequestKey], Awaitable[None]] | None = None,
@@ -48,6 +53,8 @@ class ScriptedEngine:
         version: int = 0,
     ) -> None:
         self.sent: list[SentRequest] = []
+        self.answers: dict[RequestKey, Generation] = {}
+        """What was returned last for each key."""
         self.aborted: list[RequestKey] = []
         """Requests whose coroutine was cancelled."""
         self.in_flight = 0
@@ -59,7 +66,7 @@ class ScriptedEngine:
         self.version = version
         self._family = family
         self._policy = policy
-        self._uniform = uniform_logprobs
+        self._sampled = sampled
         self._max_context = max_context_tokens
         self._running = asyncio.Event()
         self._running.set()
@@ -68,7 +75,7 @@ class ScriptedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        kind = "sampled" if self._uniform else "demonstrated"
+        kind = "sampled" if self._sampled else "demonstrated"
         return EngineInfo(name="scripted", max_context_tokens=self._max_context, kind=kind)
 
     @property
@@ -105,14 +112,16 @@ class ScriptedEngine:
         cut = end > params.max_tokens
         new = new[: min(end, params.max_tokens)].astype(np.int32)
         logprobs = None
-        if self._uniform:
-            logprobs = np.full(len(new), -math.log(self._family.vocab_size), dtype=np.float32)
-        return Generation(
+        if self._sampled:
+            logprobs = made_up_logprobs(key.turn, len(new))
+        answer = Generation(
             ids=new,
             logprobs=logprobs,
             finish="length" if cut or not len(stops) else "stop",
             version_runs=((0, self.version),),
         )
+        self.answers[key] = answer
+        return answer
 
     async def pause(self) -> None:
         self._running.clear()

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from whet.errors import ConfigError, boundary
+from whet.types import MIN_TEMPERATURE
 
 WARM_START = Path(__file__).parent / "demo" / "warm_start"
 """The model folder that the package carries."""
@@ -128,7 +129,7 @@ class EngineTable(Table):
 
     kind: Literal["embedded", "vllm", "sglang", "external", "upstream"] = "embedded"
     """embedded = in the learner; vllm, sglang = a server; external = a trainer; upstream = a provider."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0
     """Of sampling in training and evaluation, and of the trainer's log-probabilities."""
     max_rows: Annotated[int, Field(ge=8, multiple_of=8)] = 32
     """embedded: requests decoded in one batch; a multiple of 8."""

@@ -193,6 +193,10 @@ VersionRuns = tuple[tuple[int, int], ...]
 """(start, version) pairs: from token offset `start` on, tokens were sampled by `version`."""
 
 
+MIN_TEMPERATURE = 0.05
+"""Of a session: vLLM changes colder ones without a word, and hardly anything is left there to be trained."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Neutral sampling: temperature as the trainer sets it, no top_p, no top_k, no penalties."""

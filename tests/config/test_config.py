@@ -35,6 +35,7 @@ REPOSITORY = Path(__file__).parents[2]
         ("limits.max_call_tokens=4096", "leaves no room for a prompt"),
         ("tasks.groups_per_step=1", "no step could train"),
         ('tasks.families=["nope"]', "tasks.families.0: input should be 'operator', "),
+        ("engine.temperature=0.04", "engine.temperature: input should be greater than or equal to 0.05"),
         ("engine.max_rows=10", "engine.max_rows: input should be a multiple of 8, got 10"),
     ],
 )

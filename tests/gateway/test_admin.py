@@ -54,6 +54,7 @@ async def test_a_session_from_opening_to_export(family: TemplateFamily) -> None:
         body = {
             "rollout_id": "task-1",
             "seed": 5,
+            "temperature": 0.6,
             "limits": {"max_calls": 2, "wall_s": 60.0},
             "tools": [SUBMIT],
         }
@@ -77,6 +78,7 @@ async def test_a_session_from_opening_to_export(family: TemplateFamily) -> None:
         _, exported = await rig.ask("GET", f"/sessions/{name}/export?form=chains&format=json")
         _, raw = await rig.ask("GET", f"/sessions/{name}/export?format=npz")
         arrays = np.load(io.BytesIO(raw))
+        assert exported["temperature"] == float(arrays["temperature"]) == 0.6
         row = exported["rows"][0]
         sent = rig.engine.sent[0]
         assert row["ids"][: len(sent.ids)] == sent.ids.tolist()
@@ -134,6 +136,7 @@ async def test_only_the_admin_secret_opens_it_and_it_opens_nothing_else(family: 
         ({"limit": {}}, 400, "limit"),
         ({"limits": {"max_calls": 0}}, 400, "limits.max_calls"),
         ({"temperature": 0.0}, 400, "temperature"),
+        ({"temperature": 0.04}, 400, "temperature: Input should be greater than or equal to 0.05"),
         ({"seed": "1"}, 400, "seed"),
         ({"tools": [{"name": "reset", "parameters": {"type": "object"}}]}, 400, "reset"),
         ({"tools": [SUBMIT, SUBMIT]}, 400, "different names"),

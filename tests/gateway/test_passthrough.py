@@ -41,7 +41,8 @@ class Lab:
         return {"Authorization": f"Bearer {self.session.secret}"}
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, bytes, Any]:
-        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        named = {"model": "big-model", **body} if isinstance(body, dict) and "v1beta" not in path else body
+        raw = body if isinstance(body, bytes) else json.dumps(named).encode()
         async with self.http.post(
             f"{self.base}/{path}", data=raw, headers={**self.head, **headers}
         ) as answer:
@@ -58,7 +59,9 @@ async def lab(
 ) -> AsyncIterator[Lab]:
     async with AsyncExitStack() as stack:
         fake = await stack.enter_async_context(serve_provider(**(provider or {})))
-        chosen = UpstreamOptions(**{"url": fake.url, "key": KEY, "prices": PRICES, **options})
+        chosen = UpstreamOptions(
+            **{"url": fake.url, "model": "big-model", "key": KEY, "prices": PRICES, **options}
+        )
         through = await stack.enter_async_context(open_passthrough(chosen, folder))
         listener = await stack.enter_async_context(through.listen_tcp())
         session = through.open_session("r/0", max_calls=max_calls)
@@ -125,7 +128,7 @@ async def test_gemini_streams_with_its_query_and_no_other(tmp_path: Path) -> Non
 async def test_a_stream_is_handed_on_as_it_comes(tmp_path: Path) -> None:
     async with lab(tmp_path, provider={"chunk_delay_s": 0.05}) as it:
         url = f"{it.base}/v1/messages"
-        async with it.http.post(url, json={"stream": True}, headers=it.head) as answer:
+        async with it.http.post(url, json={"model": "big-model", "stream": True}, headers=it.head) as answer:
             first = await answer.content.readany()
             assert first == frames("/v1/messages")[0]
             assert not it.session.record.path.exists()
@@ -190,7 +193,7 @@ async def test_a_stream_that_breaks_off_breaks_off_for_the_agent(tmp_path: Path)
 async def test_an_agent_that_leaves_ends_the_call_at_the_provider(tmp_path: Path) -> None:
     async with lab(tmp_path, provider={"chunk_delay_s": 0.05}) as it:
         url = f"{it.base}/v1/messages"
-        async with it.http.post(url, json={"stream": True}, headers=it.head) as answer:
+        async with it.http.post(url, json={"model": "big-model", "stream": True}, headers=it.head) as answer:
             await answer.content.readany()
             answer.close()
         await until(lambda: it.provider.left)
@@ -237,7 +240,8 @@ async def test_the_call_limit_is_per_session(tmp_path: Path) -> None:
         assert [(await it.post("v1/messages", {}))[0] for _ in range(3)] == [200, 200, 403]
         other = it.through.open_session("r/1", max_calls=2)
         url = it.base.replace(it.session.public_id, other.public_id)
-        async with it.http.post(f"{url}/v1/messages", json={}, headers={"x-api-key": other.secret}) as answer:
+        head = {"x-api-key": other.secret}
+        async with it.http.post(f"{url}/v1/messages", json={"model": "big-model"}, headers=head) as answer:
             assert answer.status == 200
 
 
@@ -253,6 +257,39 @@ async def test_requests_at_a_time(tmp_path: Path) -> None:
     async with lab(tmp_path, max_concurrent=2, provider={"chunk_delay_s": 0.05}) as it:
         answers = await asyncio.gather(*(it.post("v1/messages", {"stream": True}) for _ in range(5)))
         assert sorted(status for status, _, _ in answers) == [200, 200, 429, 429, 429]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("v1/messages", b'{"model": "dear-model"}', 404),
+        ("v1/messages/count_tokens", b'{"model": "dear-model"}', 404),
+        ("v1/chat/completions", b'{"model": "big-model", "models": ["dear-model"]}', 400),
+        ("v1/chat/completions", b'{"model": "dear-model", "model": "big-model"}', 400),
+        ("v1/chat/completions", b'{"model": "big-model", "Model": "dear-model"}', 400),
+        ("v1/chat/completions", b'{"\\u006dodel": "dear-model"}', 404),
+        ("v1/chat/completions", b'{"model": ["big-model"]}', 404),
+        ("v1/responses", b"{}", 400),
+        ("v1/responses", b'["model"]', 400),
+        ("v1/responses", b"{", 400),
+        ("v1/responses", b"\xff", 400),
+        ("v1beta/models/dear-model:generateContent", b"{}", 404),
+        ("v1beta/models/big-model:generateContent", b'{"model": "models/dear-model"}', 404),
+        ("v1beta/models/dear-model:x/models/big-model:generateContent", b"{}", 404),
+    ],
+)
+async def test_no_other_model_than_the_one_with_prices(
+    tmp_path: Path, path: str, body: bytes, status: int
+) -> None:
+    async with lab(tmp_path) as it:
+        got, reply, _ = await it.post(path, body)
+        assert got == status
+        assert json.loads(reply)["error"]["message"]
+        assert not it.provider.received
+        assert it.session.turns == 0
+        good = b'{"model": "models/big-model"}' if "v1beta" in path else b'{"model": "big-model"}'
+        way = "v1beta/models/big-model:generateContent" if "v1beta" in path else path
+        assert (await it.post(way, good))[0] == 200
 
 
 # --------------------------------------------------------------------------- who and where
@@ -298,7 +335,9 @@ async def test_nothing_but_model_routes_of_the_one_origin(tmp_path: Path, path: 
 async def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
     async with serve_provider() as elsewhere, lab(tmp_path, provider={"redirect": elsewhere.url}) as it:
         url = f"{it.base}/v1/messages"
-        async with it.http.post(url, json={}, headers=it.head, allow_redirects=False) as answer:
+        async with it.http.post(
+            url, json={"model": "big-model"}, headers=it.head, allow_redirects=False
+        ) as answer:
             assert answer.status == 307
             assert "Location" not in answer.headers
         assert not elsewhere.received
@@ -307,7 +346,7 @@ async def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["", "example.com", "file:///etc", "http://key@example.com", "http://x/?k=1"])
 async def test_a_base_url_that_is_none(tmp_path: Path, url: str) -> None:
     with pytest.raises(ConfigError, match="engine.url"):
-        async with open_passthrough(UpstreamOptions(url=url), tmp_path):
+        async with open_passthrough(UpstreamOptions(url=url, model="big-model"), tmp_path):
             pass
 
 

@@ -124,7 +124,9 @@ async def test_a_provider_as_black_box(tmp_path: Path) -> None:
             session = await serve.event("session")
             assert "big-model" in json.dumps(session["agents"])
             assert KEY not in json.dumps(session)
-            status, reply = await post(session, "v1/messages", ASK)
+            assert (await post(session, "v1/messages", {**ASK, "model": "dearer"}))[0] == 404
+            asked = {**ASK, "model": "big-model"}
+            status, reply = await post(session, "v1/messages", asked)
             assert (status, reply["content"][0]["text"]) == (200, "hello")
             told = await serve.event("call")
             assert (told["prompt_tokens"], told["sampled_tokens"]) == (100, 20)
@@ -132,7 +134,7 @@ async def test_a_provider_as_black_box(tmp_path: Path) -> None:
             sealed = await serve.event("sealed")
             assert sealed["cost"] == pytest.approx((100 * 1 + 20 * 2.5) / 1e6)
         (line,) = (tmp_path / "run" / "sessions" / "serve-0.jsonl").read_text().splitlines()
-        assert json.loads(line)["request"] == ASK
+        assert json.loads(line)["request"] == asked
 
 
 @pytest.mark.parametrize(

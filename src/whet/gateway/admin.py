@@ -37,7 +37,7 @@ from whet.gateway.request import read_json, secret_of
 from whet.gateway.server import Gateway
 from whet.gateway.session import Session, secret_digest
 from whet.gateway.shim import TextShim
-from whet.types import Limits, Trajectory
+from whet.types import MIN_TEMPERATURE, Limits, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class SessionBody(_Body):
 
     rollout_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0
     limits: LimitsBody = LimitsBody()
     tools: list[ToolBody] = []
     shim: ShimBody | None = None
@@ -272,7 +272,9 @@ class Admin:
         if form is None or kind not in ("json", "npz"):
             raise AdminError(400, f"form is one of {', '.join(FORMS)}; format is json or npz")
         dump = export_json if kind == "json" else export_npz
-        raw = await asyncio.to_thread(dump, form, kept.session.exported(form), kept.trajectory)
+        session = kept.session
+        shape = session.exported(form)
+        raw = await asyncio.to_thread(dump, form, shape, kept.trajectory, temperature=session.temperature)
         content_type = "application/json" if kind == "json" else "application/octet-stream"
         return web.Response(body=raw, content_type=content_type)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -23,10 +24,14 @@ FORMS: Mapping[str, Form] = {"chains": "chains", "tree": "tree", "per_request": 
 Shape = Sequence[Segment] | TokenTree
 
 
-def export_json(form: str, shape: Shape, trajectory: Trajectory) -> bytes:
-    """One object: form, rows or tree, turns, drifts, ledger."""
+def export_json(form: str, shape: Shape, trajectory: Trajectory, *, temperature: float | None) -> bytes:
+    """One object: form, temperature, rows or tree, turns, drifts, ledger.
+
+    The logprobs are those at `temperature`; None, where a log has not kept it, becomes null.
+    """
     told = {
         "form": form,
+        "temperature": temperature,
         "tree" if isinstance(shape, TokenTree) else "rows": shape,
         "turns": trajectory.turns,
         "drifts": trajectory.drifts,
@@ -35,10 +40,11 @@ def export_json(form: str, shape: Shape, trajectory: Trajectory) -> bytes:
     return orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
 
 
-def export_npz(form: str, shape: Shape, trajectory: Trajectory) -> bytes:
-    """Arrays `ids, mask, logprobs, versions` and what else the form has."""
+def export_npz(form: str, shape: Shape, trajectory: Trajectory, *, temperature: float | None) -> bytes:
+    """Arrays `ids, mask, logprobs, versions`, what else the form has, and the temperature, NaN for None."""
     arrays = _tree(shape) if isinstance(shape, TokenTree) else _rows(shape)
     arrays["form"] = np.array(form)
+    arrays["temperature"] = np.array(math.nan if temperature is None else temperature)
     out = io.BytesIO()
     np.savez(out, allow_pickle=False, **arrays)
     return out.getvalue()

@@ -3,7 +3,7 @@
     agent ──secret of ours──► Passthrough ──operator's key──► the one configured origin
 
 For teachers and baselines: calls are kept as text, nothing is ever trainable. Only model routes are
-forwarded, only to the configured base URL, without redirects and without headers that are not listed here.
+forwarded, only to the configured base URL and model, without redirects or unlisted headers.
 Calls, tokens and cost are counted; limits end in errors of the provider's shape. Caller: serve.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
+import json
 import logging
 import re
 import secrets
@@ -65,6 +66,8 @@ class UpstreamOptions:
 
     url: str
     """Base URL up to the version, e.g. https://api.example.com: /v1/messages and the like are added."""
+    model: str
+    """The only one that is asked for: the prices are its own, and another's could pass any cost limit."""
     key: str = field(default="", repr=False)
     call_deadline_s: float = 600.0
     connect_deadline_s: float = 10.0
@@ -196,6 +199,8 @@ class Passthrough:
             session.left = True
             return json_response({"status": "closed"})
         body = await read_body(http, self._config) if http.method == "POST" else b""
+        if route.kind in ("call", "count"):
+            _check_model(route, body, self._options.model)
         turn = self._admit(session)
         call = _Call(session=session, turn=turn, route=route, request=body)
         task = _current_task()
@@ -376,6 +381,36 @@ def _cut(call: _Call, message: str) -> Exception:
 def _plain(action: str) -> bool:
     """It can only name something below the version: no dot segment, no query, nothing to be decoded."""
     return _ACTION.fullmatch(action) is not None and not any(p in (".", "..") for p in action.split("/"))
+
+
+def _check_model(route: Route, body: bytes, ours: str) -> None:
+    """The request names the operator's model, once, and no other. Raises WireError.
+
+    Names of top-level fields are compared without case, and a doubled one is refused: readers differ in which
+    they take. `models` is what routers of providers call their list of other models to try.
+    """
+    if route.dialect == "gemini":
+        named: list[object] = [route.action.removeprefix("models/").rpartition(":")[0]]
+        named += [str(value).removeprefix("models/") for value in _named(body)]
+    else:
+        named = _named(body)
+        if len(named) != 1:
+            raise WireError("invalid_request", f"model must be named once, as {ours}.", "model")
+    if any(name != ours for name in named):
+        raise WireError("not_found", f"The model does not exist here; ask for {ours}.", "model")
+
+
+def _named(body: bytes) -> list[object]:
+    """Values of every top-level field that names a model. Raises WireError."""
+    try:
+        text = body.decode("utf-8")
+        pairs = json.loads(text, object_pairs_hook=list)
+    except (ValueError, RecursionError) as error:
+        raise WireError("invalid_request", "The body is not JSON.") from error
+    # An object became a list of pairs; only a body that is an object begins with a brace.
+    if not text.lstrip().startswith("{"):
+        raise WireError("invalid_request", "The body must be a JSON object.")
+    return [value for name, value in pairs if name.casefold() in ("model", "models")]
 
 
 def _dialect(http: web.BaseRequest, route: Route | None) -> Dialect:

@@ -18,6 +18,7 @@ def upstream_options(config: Config) -> UpstreamOptions:
     table = config.engine
     return UpstreamOptions(
         url=table.url,
+        model=table.model,
         key=secret_from_environment(table.key_env),
         call_deadline_s=table.call_timeout_s,
         requests_per_minute=table.requests_per_minute,

@@ -38,6 +38,7 @@ from whet.render.template import load_family
 from whet.serve.agents import Access, names, setup
 from whet.serve.black_box import records_folder, told_of_call, told_of_session, upstream_options
 from whet.train.client import Learner, LearnerSpec
+from whet.types import Trajectory
 
 SESSIONS = "sessions"
 """Folder of a run directory with a log per live session and an export per sealed one."""
@@ -277,7 +278,7 @@ async def _finish(voice: Voice, run: RunDir, sessions: list[Session], gateway: G
             continue
         name = session.rollout_id if session in sessions else session.public_id
         file = folder / f"{name}.json"
-        write_text(file, export_json("chains", trajectory.segments, trajectory).decode(), private=True)
+        write_text(file, _exported(trajectory, session.temperature), private=True)
         session.drop_log()
         ledger = trajectory.ledger
         ledgers[name] = {**asdict(ledger), "calls": session.stats.calls}
@@ -294,6 +295,10 @@ async def _finish(voice: Voice, run: RunDir, sessions: list[Session], gateway: G
         raise broken
 
 
+def _exported(trajectory: Trajectory, temperature: float | None) -> str:
+    return export_json("chains", trajectory.segments, trajectory, temperature=temperature).decode()
+
+
 def recover_run(path: Path, stream: TextIO) -> int:
     """Export every session whose log is left because `whet serve` was killed; returns how many there were.
     The logs stay. Raises RecordError."""
@@ -301,8 +306,8 @@ def recover_run(path: Path, stream: TextIO) -> int:
     for file in found:
         session = recover(file)
         trajectory = session.forest.trajectory()
-        told = export_json("chains", trajectory.segments, trajectory).decode()
-        write_text(file.with_suffix(".json"), told, private=True)
+        # The log keeps no temperature, and sessions that the operator opened may have one of their own.
+        write_text(file.with_suffix(".json"), _exported(trajectory, None), private=True)
         ledger = trajectory.ledger
         end = ", torn at its end" if session.torn else ""
         print(

@@ -8,7 +8,6 @@ time. Reported per shape, medians over the rounds:
 cpu_ms      CPU time of the gateway process per call, all bookkeeping on, without `family_ms`.
 family_ms   CPU time per call in the family: template, tokenizer, parsing of the reply.
 added_ms    wall time from the first byte sent to the last received; the engine takes none, so all is added.
-growth      one conversation from its second turn to 400 KB: cpu_ms of its first and its last turns.
 """
 
 from __future__ import annotations

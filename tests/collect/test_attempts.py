@@ -21,7 +21,8 @@ from whet.gateway.server import Gateway
 from whet.harness.base import AgentResult, ModelAccess
 from whet.harness.pool import Sockets, WorkerPool
 from whet.record.logs import AgentLogs
-from whet.render.template import TemplateFamily, load_family
+from whet.render.folder import read_folder
+from whet.render.template import TemplateFamily, template_family
 from whet.rollout import Attempts, AttemptSpec
 from whet.tasks.toy import ToySource
 from whet.testing.scripted_engine import ScriptedEngine
@@ -70,7 +71,7 @@ async def unresolved(task: Task, tree: Tree) -> Verdict:
 @pytest.fixture
 def family(tmp_path: Path) -> TemplateFamily:
     write_family(tmp_path / "family", "")
-    return load_family(tmp_path / "family")
+    return template_family(read_folder(tmp_path / "family"))
 
 
 def scripted(family: TemplateFamily) -> ScriptedEngine:

@@ -34,7 +34,7 @@ def keys_read(tree: ast.AST) -> Iterator[str]:
 
 def test_every_key_is_read() -> None:
     # A key that only its own validator looks at changes nothing.
-    files = [path for path in SOURCE.rglob("*.py") if path != SOURCE / "config.py"]
+    files = [path for path in SOURCE.rglob("*.py") if path.parent != SOURCE / "config"]
     read = {key for path in files for key in keys_read(ast.parse(path.read_text()))}
     assert set(dotted_keys()) - read - FIXED == set()
 

@@ -19,7 +19,8 @@ from whet.engine.external_http import serve_external
 from whet.engine.http import HttpOptions
 from whet.engine.sglang import open_sglang
 from whet.engine.vllm import open_vllm
-from whet.render.template import load_family
+from whet.render.folder import read_folder
+from whet.render.template import template_family
 from whet.testing.fake_sampler import FakeSampler, Job
 from whet.testing.fake_sglang import serve_sglang
 from whet.testing.fake_vllm import serve_vllm
@@ -58,7 +59,7 @@ async def scripted() -> AsyncIterator[Lab]:
     def policy(ids: IntArray, key: RequestKey) -> IntArray:
         return np.random.default_rng([key.turn, len(key.rollout_id)]).integers(50, VOCAB, size=64)
 
-    family = load_family(Path(WARM_START))
+    family = template_family(read_folder(Path(WARM_START)))
     engine = ScriptedEngine(family, policy, sampled=True, max_context_tokens=2048)
     yield Lab(engine=engine, sampled=False)
 

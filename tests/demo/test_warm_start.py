@@ -18,14 +18,15 @@ from whet.demo.synth import Demonstration, render
 from whet.demo.warm import RECORDED, constant_ids, record
 from whet.engine.embedded_model import load_model
 from whet.harness.install import find_pi
-from whet.render.template import TemplateFamily, load_family
+from whet.render.folder import read_folder
+from whet.render.template import TemplateFamily, template_family
 from whet.tasks.toy import ToyProblem, make_problem
 from whet.view.plain import PlainView
 
 
 @pytest.fixture(scope="module")
 def family() -> TemplateFamily:
-    return load_family(WARM_START)
+    return template_family(read_folder(WARM_START))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from whet.demo.policy import call, edit
 from whet.demo.warm import write_family
 from whet.errors import EngineError
 from whet.grade.clean import Grader
-from whet.render.template import TemplateFamily, load_family
+from whet.render.folder import read_folder
+from whet.render.template import TemplateFamily, template_family
 from whet.rollout import Attempts, AttemptSpec
 from whet.tasks.toy import ToyProblem, ToySource
 from whet.testing.scripted_engine import ScriptedEngine
@@ -75,7 +76,12 @@ def stage(tmp_path: Path) -> Stage:
     )
     write_family(tmp_path / "family", "")
     (tmp_path / "s").mkdir()
-    return Stage(config, load_family(tmp_path / "family"), ToySource(limits_of(config)), tmp_path / "s")
+    return Stage(
+        config,
+        template_family(read_folder(tmp_path / "family")),
+        ToySource(limits_of(config)),
+        tmp_path / "s",
+    )
 
 
 DONE = Message(role="assistant", text="done")

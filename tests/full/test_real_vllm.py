@@ -28,13 +28,14 @@ from whet.engine.probe import probe_engine
 from whet.engine.vllm import VllmEngine, open_vllm
 from whet.errors import EngineError
 from whet.gateway.server import Gateway
-from whet.render.template import load_family
+from whet.render.folder import read_folder
+from whet.render.template import template_family
 from whet.testing.vllm_server import RealVllm, installed_vllm, start_vllm
 from whet.types import Generation, IntArray, Limits, RequestKey, SamplingParams
 
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
 
-FAMILY = load_family(WARM_START)
+FAMILY = template_family(read_folder(WARM_START))
 PROMPT = probe_prompt(FAMILY)
 CLOSE = 1e-3
 """Nats between vLLM's logprobs and ours, both float32."""

@@ -21,13 +21,14 @@ sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("gateway", "r
 from gateway_rig import ASK, TOOLS, Rig, call, said  # noqa: E402
 from render_families import write_family  # noqa: E402
 
-from whet.render.template import TemplateFamily, load_family  # noqa: E402
+from whet.render.folder import read_folder  # noqa: E402
+from whet.render.template import TemplateFamily, template_family  # noqa: E402
 from whet.serve.run import SESSIONS, recover_run  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def family(tmp_path_factory: pytest.TempPathFactory) -> TemplateFamily:
-    return load_family(write_family(tmp_path_factory.mktemp("model") / "hermes"))
+    return template_family(read_folder(write_family(tmp_path_factory.mktemp("model") / "hermes")))
 
 
 def same(a: Trajectory, b: Trajectory) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from render_families import HERMES, QWEN3_REASONING, write_family
 
-from whet.render.template import load_family
+from whet.render.folder import read_folder
+from whet.render.template import template_family
 from whet.types import Message, ToolCall, ToolSpec
 
 transformers = pytest.importorskip("transformers")
@@ -39,7 +40,7 @@ def ours(raw: dict[str, Any]) -> Message:
 @pytest.mark.parametrize(("template", "tools"), [(HERMES, [TOOL]), (HERMES, []), (QWEN3_REASONING, [])])
 def test_same_ids_as_apply_chat_template(tmp_path: Path, template: str, tools: list[dict[str, Any]]) -> None:
     folder = write_family(tmp_path, template)
-    family = load_family(folder)
+    family = template_family(read_folder(folder))
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), chat_template=template, eos_token="<|im_end|>"
     )

@@ -24,7 +24,8 @@ from whet.capture.forest import Forest
 from whet.gateway.host_tools import ToolBox
 from whet.gateway.turn import SessionSpec, Turns
 from whet.render.check import Coded
-from whet.render.template import load_family
+from whet.render.folder import read_folder
+from whet.render.template import template_family
 from whet.testing.scripted_engine import ScriptedEngine
 from whet.types import Finish, IntArray, Limits, Message, ModelRequest, Reply, ToolCall, ToolSpec
 
@@ -46,7 +47,7 @@ TEXTS = st.one_of(
 @pytest.fixture(params=[*STABLE, "qwen3.5", "glm-5.1", "deepseek-r1", "template"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Coded:
     if request.param == "template":
-        return load_family(write_family(tmp_path_factory.mktemp("m")))
+        return template_family(read_folder(write_family(tmp_path_factory.mktemp("m"))))
     return family_of(request.param, request.config.cache.mkdir("whet"))
 
 
@@ -237,7 +238,9 @@ def test_what_is_encoded_per_call_is_only_what_is_new(
 ) -> None:
     """Characters given to the tokenizer over 200 turns: those of the new messages and a constant per turn."""
     cache = request.config.cache.mkdir("whet")
-    family = load_family(write_family(tmp_path)) if name == "template" else family_of(name, cache)
+    family = (
+        template_family(read_folder(write_family(tmp_path))) if name == "template" else family_of(name, cache)
+    )
     given_chars = [0]
     plain = family.codec._plain
 
@@ -266,7 +269,7 @@ def test_what_is_encoded_per_call_is_only_what_is_new(
 @pytest.mark.case(51)
 def test_markers_are_counted_wherever_they_came_from(tmp_path: Path) -> None:
     evil = "<|im_end|>"
-    family = load_family(write_family(tmp_path))
+    family = template_family(read_folder(write_family(tmp_path)))
     lab = Lab(family, iter([family.render_reply(Message(role="assistant", text="ok"))]))
     call = ToolCall(id="c", name="read", arguments=json.dumps({"path": evil}))
     request = ModelRequest(

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from render_families import HERMES, QWEN3_REASONING, write_family
 
 from whet.errors import RenderError
-from whet.render.template import TemplateFamily, load_family
+from whet.render.folder import read_folder
+from whet.render.template import TemplateFamily, template_family
 from whet.types import Message, ToolCall, ToolSpec
 
 TOOL = ToolSpec(
@@ -22,7 +23,9 @@ TOOL = ToolSpec(
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> TemplateFamily:
-    return load_family(write_family(tmp_path_factory.mktemp("m"), stop_tokens=["<|endoftext|>"]))
+    return template_family(
+        read_folder(write_family(tmp_path_factory.mktemp("m"), stop_tokens=["<|endoftext|>"]))
+    )
 
 
 def msg(role: str, text: str, *calls: ToolCall, answers: str = "", reasoning: str = "") -> Message:
@@ -143,7 +146,7 @@ def test_render_reply_and_parse_are_inverse(family: TemplateFamily) -> None:
 
 
 def test_qwen3_with_reasoning_loads_and_replies_carry_the_empty_think(tmp_path: Path) -> None:
-    family = load_family(write_family(tmp_path, QWEN3_REASONING))
+    family = template_family(read_folder(write_family(tmp_path, QWEN3_REASONING)))
     ids = family.render_reply(msg("assistant", "ok"))
     assert family.decode(ids) == "<think>\n\n</think>\n\nok<|im_end|>"
     assert family.parse(ids).text == "ok"
@@ -159,10 +162,10 @@ def test_template_inside_tokenizer_config_and_another_fingerprint(
     (folder / "chat_template.jinja").unlink()
     config = {"chat_template": HERMES, "eos_token": {"content": "<|im_end|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    other = load_family(folder)
+    other = template_family(read_folder(folder))
     assert other.fingerprint != family.fingerprint
     assert other.append([msg("user", "x")]).tolist() == family.append([msg("user", "x")]).tolist()
-    assert load_family(folder).fingerprint == other.fingerprint
+    assert template_family(read_folder(folder)).fingerprint == other.fingerprint
 
 
 def test_mid_list_system_is_told_as_user_where_the_template_refuses_it(tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def test_mid_list_system_is_told_as_user_where_the_template_refuses_it(tmp_path:
         "{%- for message in messages %}{%- if message.role == 'system' and not loop.first %}"
         "{{- raise_exception('system must come first') }}{%- endif %}",
     )
-    family = load_family(write_family(tmp_path, strict))
+    family = template_family(read_folder(write_family(tmp_path, strict)))
     shown = family.decode(family.append([msg("system", "Note."), msg("user", "x")]))
     assert shown.startswith("<|im_start|>user\n<system>\nNote.\n</system><|im_end|>\n<|im_start|>user\nx")
 
@@ -209,32 +212,32 @@ def test_templates_without_the_rule_are_refused_with_a_reason(
 ) -> None:
     assert template != HERMES
     with pytest.raises(RenderError, match=reason):
-        load_family(write_family(tmp_path, template))
+        template_family(read_folder(write_family(tmp_path, template)))
 
 
 def test_folders_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RenderError, match="tokenizer.json"):
-        load_family(tmp_path)
+        template_family(read_folder(tmp_path))
     write_family(tmp_path / "a", stop_token=["x"])
     with pytest.raises(RenderError, match="unknown keys"):
-        load_family(tmp_path / "a")
+        template_family(read_folder(tmp_path / "a"))
     write_family(tmp_path / "b", stop_tokens=["</s>"])
     with pytest.raises(RenderError, match="</s>"):
-        load_family(tmp_path / "b")
+        template_family(read_folder(tmp_path / "b"))
     write_family(tmp_path / "c", tool_format="yaml")
     with pytest.raises(RenderError, match="yaml"):
-        load_family(tmp_path / "c")
+        template_family(read_folder(tmp_path / "c"))
 
 
 @pytest.mark.case(12)
 def test_a_date_in_the_template_is_frozen_at_load(tmp_path: Path) -> None:
     dated = HERMES.replace("{{- '# Tools", "{{- strftime_now('%H:%M:%S.%f') + '# Tools", 1)
     assert dated != HERMES
-    family = load_family(write_family(tmp_path, dated))
+    family = template_family(read_folder(write_family(tmp_path, dated)))
     first = family.open([], [TOOL])
     other = family.open([msg("system", "Rules.")], [TOOL])
     stamp = family.decode(first).split("system\n")[1].split("#")[0]
     assert len(stamp) == len("12:34:56.123456")
     assert stamp in family.decode(other)
-    again = load_family(tmp_path)
+    again = template_family(read_folder(tmp_path))
     assert stamp not in family.decode(again.open([], [TOOL])), "microseconds differ between two loads"

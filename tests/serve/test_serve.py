@@ -111,3 +111,10 @@ def test_what_a_person_gets_wrong(tmp_path: Path) -> None:
         assert word in done.stderr
         assert done.stdout == ""
         assert done.stderr.count("\n") == 1
+
+
+def test_the_configured_family_is_the_one_that_is_served(tmp_path: Path) -> None:
+    with serving(f"run.dir={tmp_path / 'run'}", "model.family=nonesuch") as process:
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "nonesuch" in stderr

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from whet.render.template import TemplateFamily, load_family
+from whet.render.folder import read_folder
+from whet.render.template import TemplateFamily, template_family
 
 _TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(Path(__file__).parent), str(_TESTS / "gateway"), str(_TESTS / "render")]
@@ -17,4 +18,4 @@ sys.path[:0] = [str(Path(__file__).parent), str(_TESTS / "gateway"), str(_TESTS 
 def family(tmp_path_factory: pytest.TempPathFactory) -> TemplateFamily:
     from render_families import write_family
 
-    return load_family(write_family(tmp_path_factory.mktemp("model") / "hermes"))
+    return template_family(read_folder(write_family(tmp_path_factory.mktemp("model") / "hermes")))

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from whet.render.template import TemplateFamily, load_family
+from whet.render.folder import read_folder
+from whet.render.template import TemplateFamily, template_family
 
 CONTROL = (
     "<|endoftext|>",
@@ -70,4 +71,4 @@ def write_model(folder: Path) -> Path:
 
 
 def load(folder: Path) -> TemplateFamily:
-    return load_family(folder)
+    return template_family(read_folder(folder))

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from whet.types import WORKDIR
+
 Arguments = Mapping[str, object]
 Call = tuple[str, Arguments]
 """(tool, arguments)."""
@@ -17,7 +19,7 @@ Call = tuple[str, Arguments]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """One agent's tools. Paths are below the work folder, which is /work."""
+    """One agent's tools. Paths are relative to the work folder."""
 
     read: Callable[[str], Call]
     edit: Callable[[str, str, str], Call]
@@ -62,10 +64,10 @@ def _agent_ids(answers: str) -> list[str]:
 
 PLAYS: Mapping[str, Play] = {
     "claude_code": Play(
-        read=lambda path: ("Read", {"file_path": f"/work/{path}"}),
+        read=lambda path: ("Read", {"file_path": f"{WORKDIR}/{path}"}),
         edit=lambda path, old, new: (
             "Edit",
-            {"new_string": new, "old_string": old, "file_path": f"/work/{path}"},
+            {"new_string": new, "old_string": old, "file_path": f"{WORKDIR}/{path}"},
         ),
         run=lambda command: ("Bash", {"description": "Run it", "command": command}),
         spawn=lambda prompt: (
@@ -83,10 +85,10 @@ PLAYS: Mapping[str, Play] = {
         summarise=r"CONTEXT CHECKPOINT COMPACTION",
     ),
     "opencode": Play(
-        read=lambda path: ("read", {"filePath": f"/work/{path}"}),
+        read=lambda path: ("read", {"filePath": f"{WORKDIR}/{path}"}),
         edit=lambda path, old, new: (
             "edit",
-            {"newString": new, "oldString": old, "filePath": f"/work/{path}"},
+            {"newString": new, "oldString": old, "filePath": f"{WORKDIR}/{path}"},
         ),
         run=lambda command: ("bash", {"description": "Run it", "command": command}),
         summarise=r"Do not mention the summary process",
@@ -102,10 +104,10 @@ PLAYS: Mapping[str, Play] = {
         summarise=r"Only summarize information explicitly present above",
     ),
     "qwen_code": Play(
-        read=lambda path: ("read_file", {"file_path": f"/work/{path}"}),
+        read=lambda path: ("read_file", {"file_path": f"{WORKDIR}/{path}"}),
         edit=lambda path, old, new: (
             "edit",
-            {"new_string": new, "old_string": old, "file_path": f"/work/{path}"},
+            {"new_string": new, "old_string": old, "file_path": f"{WORKDIR}/{path}"},
         ),
         run=lambda command: ("run_shell_command", {"is_background": False, "command": command}),
         spawn=lambda prompt: ("agent", {"prompt": prompt, "description": "Look"}),
@@ -113,10 +115,15 @@ PLAYS: Mapping[str, Play] = {
         summary="<analysis>Short.</analysis>\n<state_snapshot>{}</state_snapshot>",
     ),
     "gemini_cli": Play(
-        read=lambda path: ("read_file", {"file_path": f"/work/{path}"}),
+        read=lambda path: ("read_file", {"file_path": f"{WORKDIR}/{path}"}),
         edit=lambda path, old, new: (
             "replace",
-            {"new_string": new, "old_string": old, "instruction": "Mend it.", "file_path": f"/work/{path}"},
+            {
+                "new_string": new,
+                "old_string": old,
+                "instruction": "Mend it.",
+                "file_path": f"{WORKDIR}/{path}",
+            },
         ),
         run=lambda command: ("run_shell_command", {"description": "Run it", "command": command}),
         spawn=lambda prompt: ("invoke_agent", {"prompt": prompt, "agent_name": "generalist"}),

@@ -80,7 +80,7 @@ class Grader:
         """The verdict on the tree that the agent left. A tree that equals the task's earns 0 unseen."""
         started = time.monotonic()
         runner = runner_for(task, oracle)
-        found = task_hash(task.prompt, task.files, task.grading)
+        found = task_hash(task.prompt, task.files, task.grading, task.setup)
         diff: Diff | None = None
         if found != task.content_hash:
             reason = "the task is not the one that was rolled out"
@@ -101,7 +101,7 @@ class Grader:
     async def validate(self, task: Task, oracle: Oracle, *, repeats: int = 3) -> None:
         """The row gate: the base must fail and the gold must pass, each `repeats` times. Raises TaskError."""
         runner = runner_for(task, oracle)
-        if task_hash(task.prompt, task.files, task.grading) != task.content_hash:
+        if task_hash(task.prompt, task.files, task.grading, task.setup) != task.content_hash:
             raise TaskError(f"task {task.id}: content_hash does not name its content")
         policy = DiffPolicy(protected=task.grading.protected)
         gold = compare(task.files, {**task.files, **oracle.gold}, policy)

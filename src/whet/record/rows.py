@@ -31,7 +31,7 @@ from whet.types import (
     Verdict,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -64,7 +64,8 @@ CREATE TABLE IF NOT EXISTS notes (
 CREATE TABLE IF NOT EXISTS verdicts (
   rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, outcome TEXT NOT NULL, reward REAL,
   strength TEXT NOT NULL, passed INTEGER NOT NULL, total INTEGER NOT NULL, dropped_paths TEXT NOT NULL,
-  reason TEXT NOT NULL, task_hash TEXT NOT NULL, diff_hash TEXT NOT NULL, duration_s REAL NOT NULL) STRICT;
+  reason TEXT NOT NULL, task_hash TEXT NOT NULL, diff_hash TEXT NOT NULL, duration_s REAL NOT NULL,
+  tests TEXT NOT NULL, controls TEXT NOT NULL, image TEXT NOT NULL, grader TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS steps (
   step INTEGER PRIMARY KEY, schema_version INTEGER NOT NULL, committed_s REAL NOT NULL,
   checkpoint TEXT NOT NULL, plan_hash TEXT NOT NULL, metrics TEXT NOT NULL) STRICT;
@@ -288,10 +289,15 @@ def _verdict_values(verdict: Verdict) -> dict[str, object]:
         "task_hash": verdict.task_hash,
         "diff_hash": verdict.diff_hash,
         "duration_s": verdict.duration_s,
+        "tests": dumps([verdict.fail_to_pass, verdict.pass_to_pass]),
+        "controls": verdict.controls,
+        "image": verdict.image,
+        "grader": verdict.grader,
     }
 
 
 def _verdict(row: Row) -> Verdict:
+    (fixed, to_fix), (kept, to_keep) = orjson.loads(row["tests"])
     return Verdict(
         outcome=Outcome(row["outcome"]),
         reward=row["reward"],
@@ -303,6 +309,11 @@ def _verdict(row: Row) -> Verdict:
         task_hash=row["task_hash"],
         diff_hash=row["diff_hash"],
         duration_s=row["duration_s"],
+        fail_to_pass=(fixed, to_fix),
+        pass_to_pass=(kept, to_keep),
+        controls=row["controls"],
+        image=row["image"],
+        grader=row["grader"],
     )
 
 

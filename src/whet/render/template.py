@@ -2,7 +2,7 @@
 
 The ids of a run of context messages are what the template writes for a conversation with the run minus what
 it writes without it. A sentinel inside the message before the run marks where to compare, so a template may
-restyle older messages; the tail it writes must not depend on them. `load_family` checks that on probe
+restyle older messages; the tail it writes must not depend on them. `template_family` checks that on probe
 conversations and refuses with a reason otherwise. Every piece begins with a control token, so that pieces
 encoded apart equal the whole encoded at once. Callers: whoever builds a gateway; tests.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from whet.errors import RenderError
 from whet.render.check import abilities, reads_back
 from whet.render.encode import Codec
 from whet.render.family import Capabilities, ParsedReply, demoted, joined
-from whet.render.folder import FamilyFile, ModelFiles, read_folder
+from whet.render.folder import FamilyFile, ModelFiles
 from whet.render.formats import FORMATS, is_open_reasoning, reasoning_close
 from whet.render.jinja import ChatTemplate
 from whet.render.roots import RootCache
@@ -33,7 +32,7 @@ _SAID = Message(role="assistant", text=SENTINEL)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TemplateFamily:
-    """Implements `whet.render.family.Family`; made by `load_family`, immutable."""
+    """Implements `whet.render.family.Family`; made by `template_family`, immutable."""
 
     fingerprint: str
     codec: Codec
@@ -150,11 +149,6 @@ def _opens(codec: Codec, text: str, role: str) -> str:
 
 
 # --------------------------------------------------------------------------- loading
-
-
-def load_family(folder: Path) -> TemplateFamily:
-    """The family of a model folder by its own chat template. Raises RenderError with the reason."""
-    return template_family(read_folder(folder))
 
 
 def template_family(files: ModelFiles, codec: Codec | None = None) -> TemplateFamily:

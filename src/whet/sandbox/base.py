@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
-from whet.types import Tree
+from whet.types import WORKDIR, Tree
 
 Network = Literal["none", "gateway_only", "allowlist", "public"]
 Capability = Literal[
@@ -22,6 +22,7 @@ Capability = Literal[
     "pid_isolation",
     "resource_limits",
     "snapshot",
+    "images",
     "stdin_pipe",
     "syscall_filter",
 ]
@@ -39,10 +40,12 @@ class Bind:
 class SandboxSpec:
     """What a box must be. Paths inside are constant, so that prompts do not depend on the host."""
 
-    workdir: str = "/work"
+    workdir: str = WORKDIR
     """Inside path of the only folder that survives until capture; starts with `files`."""
     files: Tree = field(default_factory=dict, repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    image: str = ""
+    """Image reference, for backends that have the capability `images`; empty = the backend's plain box."""
     binds: tuple[Bind, ...] = ()
     network: Network = "none"
     gateway_socket: Path | None = None

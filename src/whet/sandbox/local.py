@@ -158,6 +158,8 @@ class LocalBackend:
         return process, errors
 
     def _check(self, spec: SandboxSpec) -> None:
+        if spec.image:
+            raise PolicyUnsupported(f"the local sandbox has no images; {spec.image} needs backend docker")
         if spec.network not in ("none", "gateway_only"):
             raise PolicyUnsupported(f"the local sandbox offers no network `{spec.network}`")
         if spec.network == "gateway_only" and spec.gateway_socket is None:

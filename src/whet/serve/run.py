@@ -34,7 +34,7 @@ from whet.gateway.text_record import TextCall
 from whet.record.run import RunDir, write_text
 from whet.record.session_log import recover
 from whet.render.family import Family
-from whet.render.template import load_family
+from whet.render.load import load_family
 from whet.serve.agents import Access, names, setup
 from whet.serve.black_box import records_folder, told_of_call, told_of_session, upstream_options
 from whet.train.client import Learner, LearnerSpec
@@ -136,7 +136,7 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
     if config.engine.kind == "upstream":
         await _serve_upstream(config, options, voice)
         return
-    family = load_family(model_folder(config))
+    family = load_family(model_folder(config), config.model.family)
     with RunDir.create(config) as run:
         async with AsyncExitStack() as stack:
             log = run.logs / "learner.log"

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from whet.render.template import TemplateFamily, load_family
+from whet.render.folder import read_folder
+from whet.render.template import TemplateFamily, template_family
 from whet.types import IntArray
 
 CONTROL = (
@@ -68,7 +69,7 @@ def open_family(folder: Path) -> TemplateFamily:
     (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}), encoding="utf-8")
-    return load_family(folder)
+    return template_family(read_folder(folder))
 
 
 class Splitter:

@@ -1,0 +1,16 @@
+"""Typed configuration: TOML with one table per folder plus [run] and [model]."""
+
+from whet.config.load import WARM_START, demo_preset, dotted_keys, dump_toml, load_config, model_folder
+from whet.config.tables import Config, HarnessTable, ToyFamily
+
+__all__ = [
+    "WARM_START",
+    "Config",
+    "HarnessTable",
+    "ToyFamily",
+    "demo_preset",
+    "dotted_keys",
+    "dump_toml",
+    "load_config",
+    "model_folder",
+]

@@ -1,0 +1,161 @@
+"""Layers of values become a Config: defaults, then a base mapping (a preset or the config of a resumed run),
+then the file, then `a.b=c` overrides. An unknown key is an error with a suggestion. Errors are
+`ConfigError`, one line each.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from whet.config.tables import Config, Table
+from whet.errors import ConfigError, boundary
+
+WARM_START = Path(__file__).parents[1] / "demo" / "warm_start"
+"""The model folder that the package carries."""
+
+Raw = Mapping[str, Any]
+
+
+def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: Raw | None = None) -> Config:
+    """Defaults < `base` < file at `path` < `overrides` ("a.b=c"). Raises ConfigError, one line."""
+    layers: list[tuple[str, Raw]] = []
+    if base is not None:
+        layers.append(("base configuration", base))
+    if path is not None:
+        layers.append((str(path), read_toml(path)))
+    layers += [(f"override {text!r}", _parse_override(text)) for text in overrides]
+    merged: dict[str, dict[str, Any]] = {}
+    for origin, raw in layers:
+        _check_keys(raw, origin)
+        for table, values in raw.items():
+            merged.setdefault(table, {}).update(values)
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_describe(item) for item in error.errors())) from error
+
+
+def read_toml(path: Path) -> Raw:
+    """The file as a mapping. Raises ConfigError when it is missing or is not TOML."""
+    with boundary(ConfigError, f"cannot read {path}"):
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def demo_preset() -> Raw:
+    """The values of `whet demo`: the file examples/demo.toml, which the package carries."""
+    return read_toml(Path(__file__).parents[1] / "demo" / "preset.toml")
+
+
+def model_folder(config: Config) -> Path:
+    """Where the initial weights, the tokenizer and the template are. Raises ConfigError."""
+    folder = Path(config.model.path) if config.model.path else WARM_START
+    if not (folder / "tokenizer.json").exists():
+        raise ConfigError(f"model.path: {folder} is not a model folder: it has no tokenizer.json")
+    return folder
+
+
+def dump_toml(config: Config, *, comments: bool = True) -> str:
+    """The whole configuration as TOML; `load_config` of the text gives back an equal Config."""
+    lines: list[str] = []
+    for table, field in Config.model_fields.items():
+        values: Table = config.__dict__[table]
+        lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
+        kind = type(field.default)
+        for key, info in kind.model_fields.items():
+            text = f"{key} = {_toml(values.__dict__[key])}"
+            lines.append(f"{text}  # {info.description}" if comments and info.description else text)
+    return "\n".join(lines) + "\n"
+
+
+def dotted_keys() -> list[str]:
+    """Every key of the configuration as table.key."""
+    return [
+        f"{table}.{key}"
+        for table, field in Config.model_fields.items()
+        for key in type(field.default).model_fields
+    ]
+
+
+def _toml(value: bool | int | float | str | tuple[str, ...]) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ConfigError(f"{value} cannot be written to a configuration file")
+        return repr(value)
+    return str(value)
+
+
+def _parse_override(text: str) -> Raw:
+    name, equals, value = text.partition("=")
+    table, dot, key = name.strip().partition(".")
+    if not (equals and dot and table and key):
+        hint = _suggest(name.strip(), dotted_keys()) if equals else ""
+        raise ConfigError(f"override {text!r} is not of the form table.key=value{hint}")
+    return {table: {key: _override_value(table, key, value.strip())}}
+
+
+def _override_value(table: str, key: str, text: str) -> Any:
+    """The value as TOML; where the key holds text, anything but a quoted string is taken as it stands."""
+    try:
+        parsed = tomllib.loads(f"v = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = parsed["v"] if parsed.keys() == {"v"} else text
+    return text if isinstance(_default(table, key), str) and not isinstance(value, str) else value
+
+
+def _default(table: str, key: str) -> Any:
+    if table not in Config.model_fields:
+        return None
+    field = type(Config.model_fields[table].default).model_fields.get(key)
+    return field.default if field is not None else None
+
+
+def _check_keys(raw: Raw, origin: str) -> None:
+    known = dotted_keys()
+    for table, values in raw.items():
+        if table not in Config.model_fields:
+            raise ConfigError(f"{origin}: unknown {_unknown_table(table, values, known)}")
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{origin}: {table} must be a table [{table}]")
+        for key in values:
+            if f"{table}.{key}" not in known:
+                raise ConfigError(f"{origin}: unknown key {table}.{key}{_suggest(f'{table}.{key}', known)}")
+
+
+def _unknown_table(table: str, values: object, known: Sequence[str]) -> str:
+    if isinstance(values, Mapping) and len(values) == 1:
+        name = f"{table}.{next(iter(values))}"
+        return f"key {name}{_suggest(name, known)}"
+    if isinstance(values, Mapping):
+        return f"table [{table}]{_suggest(table, list(Config.model_fields))}"
+    return f"key {table}{_suggest(table, known)}"
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    """The right key in another table before a similar key anywhere."""
+    key = name.rpartition(".")[2]
+    same_key = [k for k in known if k.rpartition(".")[2] == key]
+    cutoff = 0.0 if same_key else 0.6
+    found = difflib.get_close_matches(name, same_key or known, n=1, cutoff=cutoff)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _describe(item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"])
+    message = str(item["msg"]).removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    return f"{where}: {message}, got {item['input']!r}" if where else message

@@ -1,0 +1,174 @@
+"""What is worked on: files, tasks, and the oracle that only the grader holds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+WORKDIR = "/work"
+"""Inside path of the work folder of a box whose task names none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One regular file of a tree. Links, devices and directories are not entries."""
+
+    content: bytes
+    executable: bool = False
+
+
+Tree = Mapping[str, FileEntry]
+"""Relative POSIX path -> file. Empty directories are not kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one rollout may use. Reaching a limit is the agent's own doing: it is graded."""
+
+    wall_s: float = 120.0
+    """Seconds from the agent's start to its forced stop."""
+    max_calls: int = 32
+    """Model calls per session."""
+    max_call_tokens: int = 512
+    """Sampled tokens per model call."""
+    max_session_tokens: int = 65536
+    """Sampled tokens per session."""
+    max_context_tokens: int = 4096
+    """Prompt plus sampled tokens of one call."""
+    max_prompt_tokens: int = 0
+    """Prompt tokens per session, summed over its calls; 0 = no limit."""
+    max_nodes: int = 1024
+    """Nodes of the session's forest: a call adds two at most."""
+
+
+RewardKind = Literal["binary", "fraction"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What every box of a task starts from, the agent's and the grader's alike."""
+
+    image: str = ""
+    """Image reference, pinned by digest where possible; empty = the backend's plain box."""
+    workdir: str = WORKDIR
+    """Inside path of the work folder. With an image and no files, what the image has there is the base."""
+    commands: tuple[str, ...] = ()
+    """Shell commands run in the work folder before the agent, or the candidate, is there."""
+    timeout_s: float = 120.0
+    """Seconds for all commands together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradingPlan:
+    """How a diff is judged. Holds no expected value: those are in the Oracle."""
+
+    runner: str = "json_io"
+    """Name of the runner in grade/runners."""
+    entry: str = ""
+    """For json_io: the module file under test, relative to the work folder."""
+    protected: tuple[str, ...] = ()
+    """Paths (fnmatch patterns) whose changes are dropped from the diff and recorded."""
+    timeout_s: float = 10.0
+    reward: RewardKind = "binary"
+    """binary = 1 when all that is required passes, else 0; fraction = the share that passes, by weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One immutable unit of work. Holds no secret of the solution."""
+
+    id: str
+    prompt: str
+    """What the agent is told."""
+    files: Tree = field(repr=False)
+    """The work folder at the start; for a task with an image, files laid over what the image has there."""
+    setup: Setup = Setup()
+    grading: GradingPlan = GradingPlan()
+    limits: Limits = Limits()
+    family: str = ""
+    """Free label for per-family statistics, e.g. the kind of fault."""
+    content_hash: str = ""
+    """Hex SHA-256 over prompt, files, setup and grading plan; see `task_hash`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One hidden check of json_io: call `function(*args)`, compare with `expected` as JSON values."""
+
+    function: str
+    args: tuple[object, ...]
+    expected: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One hidden command of runner `command`: it passes when it exits 0 and prints its markers."""
+
+    name: str
+    command: str
+    """Shell command, run in the work folder of the grading box."""
+    markers: tuple[str, ...] = ()
+    """Texts that must stand in its standard output."""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenTests:
+    """What the runners other than json_io hold against a candidate. Goes into the grading box only, late."""
+
+    files: Tree = field(default_factory=dict, repr=False)
+    """Files put over the candidate's work folder: hidden tests win against anything at their path."""
+    patch: str = field(default="", repr=False)
+    """Unified diff of the test files, applied to the base's version of them, never the candidate's."""
+    script: str = field(default="", repr=False)
+    """Shell script that runs the tests; empty where the runner knows how."""
+    parser: str = ""
+    """swebench_log: name of the log parser."""
+    fail_to_pass: tuple[str, ...] = ()
+    """Exact ids of tests that the base fails and a solution passes."""
+    pass_to_pass: tuple[str, ...] = ()
+    """Exact ids of tests that must not break."""
+    expected: tuple[tuple[str, str], ...] = ()
+    """Exact (id, status) map that the run must equal, for sets that grade by equality (R2E-Gym)."""
+    checks: tuple[Check, ...] = ()
+    """command: what is run, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Oracle:
+    """What only the grader may hold: hidden cases or tests, and the solution."""
+
+    task_id: str
+    cases: tuple[Case, ...] = field(default=(), repr=False)
+    """json_io."""
+    tests: HiddenTests = field(default=HiddenTests(), repr=False)
+    """Every other runner."""
+    gold: Tree = field(default_factory=dict, repr=False)
+    """Files of the solved work folder that differ from the task's."""
+    gold_patch: str = field(default="", repr=False)
+    """The solution as a unified diff, where the base is in an image; `gold` is empty then."""
+    gold_reversed: bool = False
+    """`gold_patch` is what broke the base (SWE-smith): the solution is its reverse."""
+
+
+def task_hash(prompt: str, files: Tree, grading: GradingPlan, setup: Setup = Setup()) -> str:
+    """Hex SHA-256 that names a task by content: the split and the grader's check rest on it.
+    What stands at its default is left out, so that a new field renames no task that does not use it."""
+    h = hashlib.sha256()
+    plan = (
+        f"GradingPlan(runner={grading.runner!r}, entry={grading.entry!r}, "
+        f"protected={grading.protected!r}, timeout_s={grading.timeout_s!r})"
+    )
+    parts: list[bytes] = [prompt.encode(), plan.encode()]
+    if grading.reward != "binary":
+        parts.append(f"reward={grading.reward}".encode())
+    if setup != Setup():
+        parts.append(repr(setup).encode())
+    for path in sorted(files):
+        parts += [path.encode(), b"x" if files[path].executable else b"-", files[path].content]
+    for part in parts:
+        h.update(len(part).to_bytes(8, "big"))
+        h.update(part)
+    return h.hexdigest()

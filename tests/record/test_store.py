@@ -234,7 +234,7 @@ def test_full_disk_is_one_clear_line_and_keeps_what_was_stored(tmp_path: Path) -
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     with Store(tmp_path / "s") as store:
         store.set_meta("schema_version", "99")
-    with pytest.raises(RecordError, match="schema version 99; this whet reads 2"):
+    with pytest.raises(RecordError, match="schema version 99; this whet reads 3"):
         Store(tmp_path / "s")
 
 

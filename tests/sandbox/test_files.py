@@ -119,3 +119,55 @@ async def test_a_full_disk_is_the_boxs_own(box: LocalSandbox) -> None:
     assert b"No space" in result.stderr
     await box.wipe()
     assert await out(box, "echo ok > /tmp/x && cat /tmp/x") == "ok"
+
+
+async def test_what_is_roots_no_process_of_the_box_can_change(backend: LocalBackend) -> None:
+    if "file_owner" not in backend.capabilities:
+        pytest.skip("only root can give files away")
+    async with await backend.create(SandboxSpec()) as box:
+        await box.put_tree(
+            {"t/a.py": FileEntry(content=b"a\n"), "b": FileEntry(content=b"b\n")}, owner="root"
+        )
+        tried = "echo x >> t/a.py; mv t u; rm -f b t/a.py; mv b c; chmod 777 t/a.py t .; echo mine > t/new"
+        await sh(box, tried)
+        tree = await box.get_tree()
+        assert {path: entry.content for path, entry in tree.items()} == {
+            "b": b"b\n", "t/a.py": b"a\n", "t/new": b"mine\n",
+        }  # fmt: skip
+        await box.put_tree({"d": FileEntry(content=b"")})
+        assert await out(box, "echo more >> d; echo e > e; cat d") == "more"
+
+
+async def test_laid_files_take_the_place_of_whatever_stands_in_their_way(backend: LocalBackend) -> None:
+    async with await backend.create(SandboxSpec(files=FILES)) as box:
+        await sh(
+            box, "ln -s /tmp links; mkdir -p dir/in/a; echo x > dir/in/a/f; ln -s /etc/passwd out; echo > f"
+        )
+        owner = await out(box, "echo kept > /tmp/x; stat -c %U /tmp/x")
+        laid = {name: FileEntry(content=b"laid") for name in ("links/x", "dir/in", "out", "f/g")}
+        await box.lay(laid, remove=("pkg", "links/x", "no/such", "a.py"), owner="root")
+        tree = await box.get_tree()
+        assert {path: tree[path].content for path in laid} == dict.fromkeys(laid, b"laid")
+        assert set(tree) == {*laid, "empty", "b\xe9 with space"}
+        assert await out(box, "cat /tmp/x; stat -c %U /tmp/x") == f"kept\n{owner}"
+        if "file_owner" in backend.capabilities:
+            await sh(box, "echo no > out; rm -rf links out f; mv dir e")
+            assert (await box.get_tree())["out"].content == b"laid"
+            assert (await box.get_tree())["dir/in"].content == b"laid"
+
+
+async def test_one_file_is_read_only_when_it_is_a_regular_one(backend: LocalBackend) -> None:
+    async with await backend.create(SandboxSpec(places=("/logs", "/tests"))) as box:
+        await box.put("/tests/t.sh", b"echo 1 > /logs/r\n")
+        await sh(
+            box, "sh /tests/t.sh; ln -s r /logs/l; mkfifo /logs/p; mkdir /logs/d; ln -s /logs /logs/d/up"
+        )
+        assert await box.get("/logs/r") == b"1\n"
+        for path in ("/logs/l", "/logs/p", "/logs/d", "/logs/d/up/r", "/logs/none", "/logs/r/x"):
+            assert await box.get(path) is None
+        with pytest.raises(TreeTooLarge):
+            await box.get("/logs/r", max_bytes=1)
+        with pytest.raises(SandboxError):
+            await box.get("/etc/passwd")
+        await box.wipe()
+        assert await box.get("/logs/r") is None

@@ -25,7 +25,12 @@ Capability = Literal[
     "images",
     "stdin_pipe",
     "syscall_filter",
+    "file_owner",
 ]
+Owner = Literal["box", "root"]
+"""Who owns files put into a box: the user all of its processes run as, or one that none of them is. What is
+root's no process of the box can change, rename or remove, while it may add files of its own beside it. Where
+`file_owner` is not among the capabilities, all is the box's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,8 @@ class SandboxSpec:
     """Private memory of one process."""
     max_processes: int | None = None
     """Processes and threads of the box."""
+    places: tuple[str, ...] = ()
+    """Inside paths of more writable folders, empty at the start."""
     label: str = ""
     """Run id, for the reaper of leaked boxes."""
 
@@ -116,10 +123,18 @@ class Sandbox(Protocol):
     ) -> Process: ...
 
     async def put(self, path: str, content: bytes, *, executable: bool = False) -> None:
-        """Write one file at an inside path under the work folder or the box's home."""
+        """Write one file at an inside path under the work folder, the box's home or another place of it."""
 
-    async def put_tree(self, files: Tree) -> None:
+    async def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
+        """Content of one regular file where `put` could write; None when there is none. No link is followed,
+        and a link, pipe or device is no file. Raises SandboxError over `max_bytes`."""
+
+    async def put_tree(self, files: Tree, *, owner: Owner = "box") -> None:
         """Replace the content of the work folder by `files`."""
+
+    async def lay(self, files: Tree, *, remove: Sequence[str] = (), owner: Owner = "box") -> None:
+        """Remove paths from the work folder, then put `files` over what is left. Whatever stands in the way
+        of a file or its folders, a link say, is replaced and never followed."""
 
     async def get_tree(self, *, max_bytes: int = 64 << 20, max_files: int = 10_000) -> Tree:
         """Regular files of the work folder. Links, devices and sockets are left out.

@@ -40,7 +40,7 @@ _ETC = (
 
 def writable(spec: SandboxSpec) -> tuple[str, ...]:
     """Every place of the box that can be written; the work folder first, the home second."""
-    return (spec.workdir, HOME, "/tmp", "/dev/shm")
+    return (spec.workdir, HOME, "/tmp", "/dev/shm", *spec.places)
 
 
 def python_inside() -> str:

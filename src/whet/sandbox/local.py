@@ -78,8 +78,16 @@ class LocalBackend:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        filtered: frozenset[Capability] = frozenset({"syscall_filter"} if self._refused else ())
-        return filtered | {"network_none", "gateway_only", "pid_isolation", "stdin_pipe", "resource_limits"}
+        some: set[Capability] = {"syscall_filter"} if self._refused else set()
+        if self._root:
+            some.add("file_owner")
+        return frozenset(some) | {
+            "network_none",
+            "gateway_only",
+            "pid_isolation",
+            "stdin_pipe",
+            "resource_limits",
+        }
 
     def _choose(self, wanted: Mode) -> Mode:
         reasons = []

@@ -16,7 +16,7 @@ from typing import BinaryIO, Self
 
 from whet.errors import SandboxError, SandboxLost, boundary
 from whet.sandbox import layout, local_bwrap, tree
-from whet.sandbox.base import ExecResult, SandboxSpec
+from whet.sandbox.base import ExecResult, Owner, SandboxSpec
 from whet.sandbox.control import Control, readable
 from whet.sandbox.forward import Forward
 from whet.sandbox.process import LINE_BYTES, STDERR_TAIL, LocalProcess, Output
@@ -159,9 +159,23 @@ class LocalSandbox:
         with boundary(SandboxError, f"put {path}"):
             tree.write_file(folder, name, FileEntry(content=content, executable=executable), self._owner)
 
-    async def put_tree(self, files: Tree) -> None:
+    async def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
+        self._work()
+        folder, name = self._place(path)
+        with boundary(SandboxError, f"get {path}"):
+            return await asyncio.to_thread(tree.read_one, folder, name, max_bytes)
+
+    async def put_tree(self, files: Tree, *, owner: Owner = "box") -> None:
         with boundary(SandboxError, "fill the work folder"):
-            await asyncio.to_thread(tree.write_tree, self._work(), files, self._owner)
+            await asyncio.to_thread(tree.write_tree, self._work(), files, self._owner_id(owner))
+
+    async def lay(self, files: Tree, *, remove: Sequence[str] = (), owner: Owner = "box") -> None:
+        with boundary(SandboxError, "lay files over the work folder"):
+            await asyncio.to_thread(tree.lay_tree, self._work(), files, remove, self._owner_id(owner))
+
+    def _owner_id(self, owner: Owner) -> int:
+        """Only root can give files away: for anyone else all is the box's."""
+        return tree.ROOT if owner == "root" and self._owner >= 0 else self._owner
 
     async def get_tree(self, *, max_bytes: int = 64 << 20, max_files: int = 10_000) -> Tree:
         with boundary(SandboxError, "read the work folder"):

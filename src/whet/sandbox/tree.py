@@ -10,13 +10,15 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from whet.errors import SandboxError
 from whet.types import FileEntry, Tree
 
 MAX_DEPTH = 64
+ROOT = 0
+"""Owner of files that nothing in a box may change."""
 _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -36,28 +38,49 @@ def parts_of(path: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _folder(root: int, parts: tuple[str, ...], owner: int) -> Iterator[int]:
-    """Descriptor of a folder below `root`, made where missing."""
+def _folder(root: int, parts: tuple[str, ...], owner: int, *, make_way: bool = False) -> Iterator[int]:
+    """Descriptor of a folder below `root`, made where missing; `make_way` replaces what is no folder."""
     fd = os.dup(root)
     try:
+        _seal(fd, owner)
         for name in parts:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o755, dir_fd=fd)
                 if owner >= 0:
                     os.chown(name, owner, owner, dir_fd=fd, follow_symlinks=False)
-            inner = os.open(name, _DIR, dir_fd=fd)
+            try:
+                inner = os.open(name, _DIR, dir_fd=fd)
+            except OSError as error:
+                if not make_way or error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                    raise
+                os.unlink(name, dir_fd=fd)
+                os.mkdir(name, 0o755, dir_fd=fd)
+                if owner >= 0:
+                    os.chown(name, owner, owner, dir_fd=fd, follow_symlinks=False)
+                inner = os.open(name, _DIR, dir_fd=fd)
             os.close(fd)
             fd = inner
+            _seal(fd, owner)
         yield fd
     finally:
         os.close(fd)
 
 
-def write_file(root: int, path: str, entry: FileEntry, owner: int) -> None:
-    """Put one file as a new inode, so that a reader sees the old content or the new. Owner -1 keeps ours."""
+def _seal(folder: int, owner: int) -> None:
+    """Of a folder on the way to a file of root: others may add names, but not take any of root's away."""
+    if owner == ROOT:
+        os.fchown(folder, ROOT, ROOT)
+        os.fchmod(folder, 0o1777)
+
+
+def write_file(root: int, path: str, entry: FileEntry, owner: int, *, make_way: bool = False) -> None:
+    """Put one file as a new inode, so that a reader sees the old content or the new. Owner -1 keeps ours,
+    ROOT seals the folders on the way too."""
     *folders, name = parts_of(path)
-    with _folder(root, tuple(folders), owner) as folder:
+    with _folder(root, tuple(folders), owner, make_way=make_way) as folder:
         fresh = f".{name[:100]}.whet"
+        if make_way:
+            _remove(folder, fresh)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(fresh, dir_fd=folder)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -67,13 +90,75 @@ def write_file(root: int, path: str, entry: FileEntry, owner: int) -> None:
             os.fchmod(fd, 0o755 if entry.executable else 0o644)
             if owner >= 0:
                 os.fchown(fd, owner, owner)
-        os.rename(fresh, name, src_dir_fd=folder, dst_dir_fd=folder)
+        try:
+            os.rename(fresh, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except IsADirectoryError:
+            if not make_way:
+                raise
+            _remove(folder, name)
+            os.rename(fresh, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def write_tree(root: int, files: Tree, owner: int) -> None:
     empty(root)
+    if owner >= 0:
+        os.fchown(root, owner, owner)
+    _seal(root, owner)
     for path, entry in files.items():
         write_file(root, path, entry, owner)
+
+
+def lay_tree(root: int, files: Tree, remove: Iterable[str], owner: int) -> None:
+    """Remove paths, then put files over what is left; nothing in the way is followed."""
+    for path in remove:
+        *folders, name = parts_of(path)
+        with contextlib.suppress(OSError), _existing(root, tuple(folders)) as folder:
+            _remove(folder, name)
+    for path, entry in files.items():
+        write_file(root, path, entry, owner, make_way=True)
+
+
+@contextlib.contextmanager
+def _existing(root: int, parts: tuple[str, ...]) -> Iterator[int]:
+    """Descriptor of a folder below `root`. Raises OSError when it is missing or reached over a link."""
+    fd = os.dup(root)
+    try:
+        for name in parts:
+            inner = _open(name, _DIR, fd)
+            os.close(fd)
+            fd = inner
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _remove(folder: int, name: str) -> None:
+    """Remove what has this name, of whatever kind, with all below it."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError):
+        inner = _open(name, _DIR, folder)
+        try:
+            empty(inner)
+        finally:
+            os.close(inner)
+        os.rmdir(name, dir_fd=folder)
+
+
+def read_one(root: int, path: str, max_bytes: int) -> bytes | None:
+    """Content of a regular file, None when there is none. Raises TreeTooLarge over `max_bytes`."""
+    *folders, name = parts_of(path)
+    found: dict[str, FileEntry] = {}
+    try:
+        with _existing(root, tuple(folders)) as folder:
+            if stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                _read_file(folder, name, "", found, [max_bytes, 1, 1])
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+    return found[name].content if name in found else None
 
 
 def _open_up(name: str, folder: int) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from scripted_server import ScriptedServer, play
@@ -13,7 +16,7 @@ from whet.config import load_config
 from whet.harness.base import AgentResult, ModelAccess
 from whet.harness.pool import Sockets, WorkerPool
 from whet.harness.terminus import terminus
-from whet.harness.terminus_agent.terminal import ROWS, Screen
+from whet.harness.terminus_agent.terminal import ROWS, Screen, Terminal
 from whet.sandbox.local import LocalBackend
 from whet.types import Task
 
@@ -52,6 +55,29 @@ async def test_it_solves_a_task_by_typing(backend: LocalBackend, server: Scripte
     assert "answer with" in shown[2]
     assert server.paths == ["/s/pub/v1/chat/completions"] * 3
     assert not [request for request in server.requests if request.get("tools")]
+
+
+async def test_a_slow_shell_is_waited_for(backend: LocalBackend, server: ScriptedServer, task: Task) -> None:
+    """A shell that computes has the terminal and is quiet, just like one that waits for a key."""
+    count = "for ((i = 0; i < 300000; i++)); do :; done"
+    steps = [keys(f"{count}; echo late\n", wait=60), keys(f"f() {{\n{count}\n}}\nf\necho $i\n", wait=60)]
+    _, shown = await play_out(backend, server, task, [*steps, keys(done=True), keys(done=True)])
+    assert shown[1].endswith("\nlate\n/work$")
+    assert shown[2].endswith("/work$ echo $i\n300000\n/work$")
+
+
+def test_the_first_screen_is_that_of_a_started_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    slow = tmp_path / "bash"
+    slow.write_text(f'#!/bin/sh\nsleep 0.3\nexec {shutil.which("bash")} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    terminal = Terminal()
+    try:
+        assert terminal.screen.news().splitlines()[-1] == ("~#" if os.geteuid() == 0 else "~$")
+    finally:
+        terminal.close()
 
 
 async def test_programs_can_be_steered_by_keys(

@@ -13,7 +13,13 @@ import time
 ROWS, COLUMNS = 40, 160
 SHOWN_CHARS = 10_000
 QUIET_S, FIRST_S = 0.05, 1.0
+START_S = 30.0
+"""Most that the shell may take until its first prompt."""
+PROMPT, RUNNING = "\x1b]133;B\x07", "\x1b]133;C\x07"
+"""What the shell writes, unseen, at the end of each prompt and before it runs a command: that it has the
+terminal does not say that it waits for a key."""
 KEYS = {"Enter": "\r", "Tab": "\t", "Escape": "\x1b", "BSpace": "\x7f", "Space": " "}
+ENDS_LINE = "\r\n\x03\x04"
 KEYS |= {"Up": "\x1b[A", "Down": "\x1b[B", "Right": "\x1b[C", "Left": "\x1b[D"}
 
 
@@ -32,6 +38,10 @@ class Screen:
         self.seen = 0
         """First line that was not shown yet."""
         self.redrawn = False
+        self.prompts = 0
+        """Prompts written so far."""
+        self.at_prompt = False
+        """A prompt was written and no command was run since."""
         self._rest = ""
 
     def feed(self, text: str) -> None:
@@ -45,6 +55,9 @@ class Screen:
                     return
                 if found is not None and found[3]:
                     self._control(found[1], found[2], found[3])
+                elif found is not None and found[0] in (PROMPT, RUNNING):
+                    self.at_prompt = found[0] == PROMPT
+                    self.prompts += self.at_prompt
                 at = found.end() if found else at + 1
             else:
                 self._put(text[at])
@@ -129,15 +142,20 @@ class Terminal:
         self.screen = Screen()
         self._shell, self._fd = pty.fork()
         if self._shell == 0:
-            os.environ |= {"TERM": "vt100", "PS1": r"\w\$ ", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
+            mark = rf"\[{PROMPT}\]"
+            os.environ |= {"PS1": rf"\w\$ {mark}", "PS2": f"> {mark}", "PS0": RUNNING}
+            os.environ |= {"TERM": "vt100", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
             os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-        self._read(FIRST_S)
+        self._awaited = 1
+        """Count of prompts that the shell must have written before it can have done what was typed."""
+        self._read(START_S)
 
     def type(self, keys: str, wait_s: float) -> None:
         named = KEYS.get(keys) or (
             chr(ord(keys[2].upper()) & 31) if re.fullmatch("C-[a-zA-Z]", keys) else keys
         )
+        self._awaited = self.screen.prompts + sum(named.count(key) for key in ENDS_LINE)
         data = named.encode("utf-8", "replace")
         while data:
             _, ready, _ = select.select([], [self._fd], [], 1.0)
@@ -166,6 +184,8 @@ class Terminal:
                 return
 
     def _idle(self) -> bool:
+        if not self.screen.at_prompt or self.screen.prompts < self._awaited:
+            return False
         try:
             return os.tcgetpgrp(self._fd) == self._shell
         except OSError:

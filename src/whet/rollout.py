@@ -10,17 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
 from whet.capture.ledger import reassign
 from whet.errors import CaptureError, WhetError
-from whet.gateway.server import Gateway
-from whet.gateway.session import Session
 from whet.gateway.turn import SessionStats
 from whet.grade.diff import DiffPolicy, compare
 from whet.harness.base import AgentResult, ModelAccess
 from whet.harness.pool import WorkerPool
 from whet.types import (
     Ledger,
+    Limits,
     Outcome,
     Rollout,
     Status,
@@ -33,6 +34,36 @@ from whet.types import (
 
 Judge = Callable[[Task, Tree], Awaitable[Verdict]]
 """The grading side, with the oracle inside it: the rollout side never holds one."""
+
+
+class AttemptSession(Protocol):
+    """The gateway's side of one attempt: gateway.session.Session, or one before a provider without tokens."""
+
+    @property
+    def public_id(self) -> str: ...
+
+    @property
+    def secret(self) -> str: ...
+
+    @property
+    def stats(self) -> SessionStats: ...
+
+    async def seal(self, deadline_s: float) -> Trajectory: ...
+
+
+class Sessions(Protocol):
+    """Who opens them: gateway.server.Gateway, or collect.upstream.UpstreamGateway."""
+
+    def open_session(
+        self,
+        rollout_id: str,
+        *,
+        seed: int,
+        limits: Limits,
+        temperature: float,
+        max_call_tokens: int,
+        listener: Path,
+    ) -> AttemptSession: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +80,8 @@ class AttemptSpec:
 
 
 NOTHING_SAMPLED = Trajectory(segments=(), turns=(), ledger=Ledger())
+WAITED_SHARE = 0.1
+"""Of the wall limit: more waiting for a provider's rate limits than that, and a time-out is not graded."""
 KeepLog = Callable[[Rollout, bytes], None]
 """Gets the redacted output of an agent whose try did not end `ok`; must not raise."""
 
@@ -71,15 +104,17 @@ class Attempts:
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: Sessions,
         workers: WorkerPool,
         judge: Judge,
         *,
         seal_s: float = 10.0,
         keep_log: KeepLog = lambda rollout, log: None,
+        model: str = "policy",
     ) -> None:
+        """`model`: what agents are told to ask for."""
         self._gateway, self._workers, self._judge = gateway, workers, judge
-        self._seal_s, self._keep_log = seal_s, keep_log
+        self._seal_s, self._keep_log, self._model = seal_s, keep_log, model
 
     async def run(self, spec: AttemptSpec, began: Callable[[], None] = lambda: None) -> Rollout:
         """Decide one slot. `began` is called when a worker is at hand and the agent starts."""
@@ -109,14 +144,15 @@ class Attempts:
                 listener=worker.gateway_socket,
             )
             try:
-                result = await worker.run(spec.task, _access(session, spec.task))
+                result = await worker.run(spec.task, self._access(session, spec.task.limits))
             finally:
                 under.trajectory = await session.seal(self._seal_s)
                 under.agent = time.monotonic() - under.leased
         under.log = result.log
         stats = session.stats
-        if stats.infra_error:
-            return _unscorable(spec, under, stats.infra_error)
+        trouble = stats.infra_error or _waited_away(result, stats, spec.task.limits)
+        if trouble:
+            return _unscorable(spec, under, trouble)
         graded = time.monotonic()
         verdict = await self._judge(spec.task, result.tree)
         under.graded = time.monotonic() - graded
@@ -124,14 +160,21 @@ class Attempts:
             return _unscorable(spec, under, verdict.reason)
         return _decided(spec, under, result, verdict, stats)
 
+    def _access(self, session: AttemptSession, limits: Limits) -> ModelAccess:
+        return ModelAccess(
+            public_id=session.public_id,
+            secret=session.secret,
+            model=self._model,
+            max_call_tokens=limits.max_call_tokens,
+            max_context_tokens=limits.max_context_tokens,
+        )
 
-def _access(session: Session, task: Task) -> ModelAccess:
-    return ModelAccess(
-        public_id=session.public_id,
-        secret=session.secret,
-        max_call_tokens=task.limits.max_call_tokens,
-        max_context_tokens=task.limits.max_context_tokens,
-    )
+
+def _waited_away(result: AgentResult, stats: SessionStats, limits: Limits) -> str:
+    """Why a time-out is not the agent's: it waited for a provider's rate limits for much of its time."""
+    if result.exit != "timeout" or stats.waited_s < WAITED_SHARE * limits.wall_s:
+        return ""
+    return f"the agent ran out of time; {stats.waited_s:.0f} s of it went by waiting for the provider"
 
 
 def _status(result: AgentResult, stats: SessionStats) -> Status:

@@ -13,7 +13,8 @@ import aiohttp
 import pytest
 
 from whet.errors import ConfigError, GatewayError
-from whet.gateway.passthrough import BlackBoxSession, Passthrough, UpstreamOptions, open_passthrough
+from whet.gateway.black_box import BlackBoxSession, Budgets, UpstreamOptions
+from whet.gateway.passthrough import Passthrough, open_passthrough
 from whet.gateway.usage import Prices, usage_of
 from whet.testing.fake_provider import KEY, FakeProvider, frames, serve_provider, whole
 
@@ -64,7 +65,7 @@ async def lab(
         )
         through = await stack.enter_async_context(open_passthrough(chosen, folder))
         listener = await stack.enter_async_context(through.listen_tcp())
-        session = through.open_session("r/0", max_calls=max_calls)
+        session = through.open_session("r/0", budgets=Budgets(max_calls=max_calls))
         made = Lab(fake, through, session, f"{listener.origin}/s/{session.public_id}")
         made.http = await stack.enter_async_context(aiohttp.ClientSession())
         yield made
@@ -238,7 +239,7 @@ async def test_a_stream_without_usage_costs_what_its_bytes_say(tmp_path: Path) -
 async def test_the_call_limit_is_per_session(tmp_path: Path) -> None:
     async with lab(tmp_path, max_calls=2) as it:
         assert [(await it.post("v1/messages", {}))[0] for _ in range(3)] == [200, 200, 403]
-        other = it.through.open_session("r/1", max_calls=2)
+        other = it.through.open_session("r/1", budgets=Budgets(max_calls=2))
         url = it.base.replace(it.session.public_id, other.public_id)
         head = {"x-api-key": other.secret}
         async with it.http.post(f"{url}/v1/messages", json={"model": "big-model"}, headers=head) as answer:
@@ -297,7 +298,7 @@ async def test_no_other_model_than_the_one_with_prices(
 
 async def test_only_the_right_key_opens_a_session(tmp_path: Path) -> None:
     async with lab(tmp_path) as it:
-        other = it.through.open_session("r/1", max_calls=2)
+        other = it.through.open_session("r/1", budgets=Budgets(max_calls=2))
         for secret in ("", "wrong", KEY, other.secret):
             url, head = f"{it.base}/v1/messages", {"x-api-key": secret}
             async with it.http.post(url, json={}, headers=head) as answer:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from whet.config import Config
 from whet.engine.base import Engine
+from whet.gateway.listen import Listener
 from whet.gateway.server import Gateway
 from whet.harness.base import Harness, ModelAccess
 from whet.harness.cli_agent import CliHarness
@@ -33,6 +35,23 @@ SCRIPT_AGENT = Path(__file__).parent.parent / "demo" / "script_agent.py"
 """The agent of `harness.agent = "script"`: one file, standard library only."""
 
 
+class Listening(Protocol):
+    """A gateway as far as boxes need it: gateway.server.Gateway, or collect.upstream.UpstreamGateway."""
+
+    def listen_unix(self, path: Path) -> AbstractAsyncContextManager[Listener]: ...
+
+    def listen_tcp(self, host: str = "127.0.0.1", port: int = 0) -> AbstractAsyncContextManager[Listener]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """Where agents run: workers whose boxes reach one gateway."""
+
+    workers: WorkerPool
+    harness: Harness
+    backend: SandboxBackend
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agents:
     """The agent's side of the path: where rollouts run and whom they talk to."""
@@ -41,6 +60,11 @@ class Agents:
     workers: WorkerPool
     harness: Harness
     backend: SandboxBackend
+
+
+def model_name(config: Config) -> str:
+    """What agents are told to ask for."""
+    return config.engine.model or "policy"
 
 
 def limits_of(config: Config) -> Limits:
@@ -74,6 +98,7 @@ def make_harness(config: Config, backend: SandboxBackend) -> Harness:
     access = ModelAccess(
         public_id="",
         secret="",
+        model=model_name(config),
         max_call_tokens=config.limits.max_call_tokens,
         max_context_tokens=config.model.max_context_tokens,
     )
@@ -90,11 +115,17 @@ def make_harness(config: Config, backend: SandboxBackend) -> Harness:
 @asynccontextmanager
 async def open_agents(config: Config, family: Family, engine: Engine, sockets: Path) -> AsyncIterator[Agents]:
     """Gateway, workers and their sockets, for as long as the context lasts."""
+    async with Gateway(engine, family) as gateway, open_crew(config, gateway, sockets) as crew:
+        yield Agents(gateway=gateway, workers=crew.workers, harness=crew.harness, backend=crew.backend)
+
+
+@asynccontextmanager
+async def open_crew(config: Config, gateway: Listening, sockets: Path) -> AsyncIterator[Crew]:
+    """The workers of a gateway that there is, each on a socket of its own below `sockets`."""
     backend = LocalBackend(config.sandbox.mode)
     harness = make_harness(config, backend)
     size = config.harness.workers
     async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(Gateway(engine, family))
         paths = [sockets / f"g{i}" for i in range(size)]
         for path in paths:
             await stack.enter_async_context(gateway.listen_unix(path))
@@ -104,4 +135,4 @@ async def open_agents(config: Config, family: Family, engine: Engine, sockets: P
         workers = await stack.enter_async_context(WorkerPool(harness, size, Sockets(paths), strict=strict))
         if not strict:
             await workers.warm()
-        yield Agents(gateway=gateway, workers=workers, harness=harness, backend=backend)
+        yield Crew(workers=workers, harness=harness, backend=backend)

@@ -19,7 +19,8 @@ from whet.errors import first_error
 from whet.rollout import AttemptSpec
 from whet.types import Group, Rollout, Status, Task
 
-Phase = Literal["train", "eval_before", "eval_during", "eval_after"]
+Phase = Literal["train", "eval_before", "eval_during", "eval_after", "rollout"]
+"""rollout = attempts of `whet rollout`, without training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

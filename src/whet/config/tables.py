@@ -142,6 +142,8 @@ class EngineTable(Table):
     """upstream: most requests of all sessions in one minute; 0 = no limit."""
     max_concurrent: Count = 16
     """upstream: most requests under way."""
+    patience_s: Annotated[float, Field(ge=0)] = 120.0
+    """upstream: seconds one call may wait for its turn and for a busy provider; 0 = it is told at once."""
     max_cost: Annotated[float, Field(ge=0)] = 0.0
     """upstream: cost, in the unit of the prices, after which every call is refused; 0 = no limit."""
     input_price: Annotated[float, Field(ge=0)] = 0.0
@@ -181,6 +183,7 @@ ENGINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "model": _UPSTREAM,
     "requests_per_minute": _UPSTREAM,
     "max_concurrent": _UPSTREAM,
+    "patience_s": _UPSTREAM,
     "max_cost": _UPSTREAM,
     "input_price": _UPSTREAM,
     "cached_price": _UPSTREAM,

@@ -4,7 +4,7 @@
 
 For teachers and baselines: calls are kept as text, nothing is ever trainable. Only model routes are
 forwarded, only to the configured base URL and model, without redirects or unlisted headers.
-Calls, tokens and cost are counted; limits end in errors of the provider's shape. Caller: serve.
+Calls, tokens and cost are counted; limits end in errors of the provider's shape. Callers: serve, collect.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
-import json
 import logging
 import re
-import secrets
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -29,16 +26,18 @@ from aiohttp import web
 
 from whet.engine.http import checked_url
 from whet.errors import GatewayError
+from whet.gateway.black_box import BlackBoxSession, Budgets, Spent, UpstreamOptions, record_name
 from whet.gateway.deliver import json_response
 from whet.gateway.dialects.base import Dialect, WireError
 from whet.gateway.listen import Listener, listen_tcp, listen_unix
+from whet.gateway.one_model import check_model, plain
+from whet.gateway.pace import BUSY, Pace, pause_s
 from whet.gateway.request import GatewayConfig, read_body, secret_of
 from whet.gateway.routes import Route, dialect_of, take_apart
 from whet.gateway.server import DIALECTS
 from whet.gateway.session import secret_digest
 from whet.gateway.text_record import TextCall, TextRecord
-from whet.gateway.usage import Prices, Usage, usage_of
-from whet.types import Ledger, Trajectory
+from whet.gateway.usage import Usage, usage_of
 
 log = logging.getLogger(__name__)
 
@@ -54,82 +53,8 @@ SENT_ON = (
 SENT_BACK = re.compile(
     r"content-type|retry-after|(x-)?request-id|x-should-retry|(anthropic|x)-ratelimit-.*", re.I
 )
-_ACTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 KEPT_BYTES = 16 << 20
 """Of one reply, for the record; the agent gets all of it."""
-MINUTE = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpstreamOptions:
-    """The provider and the operator's limits, over all sessions."""
-
-    url: str
-    """Base URL up to the version, e.g. https://api.example.com: /v1/messages and the like are added."""
-    model: str
-    """The only one that is asked for: the prices are its own, and another's could pass any cost limit."""
-    key: str = field(default="", repr=False)
-    call_deadline_s: float = 600.0
-    connect_deadline_s: float = 10.0
-    requests_per_minute: int = 0
-    """0 = no limit."""
-    max_concurrent: int = 16
-    max_cost: float = 0.0
-    """In the unit of the prices; 0 = no limit. Checked before a call, so calls under way may pass it."""
-    prices: Prices = field(default_factory=Prices)
-
-
-@dataclass(slots=True, kw_only=True)
-class Spent:
-    """What calls used so far; they only grow."""
-
-    calls: int = 0
-    prompt_tokens: int = 0
-    sampled_tokens: int = 0
-    estimated_calls: int = 0
-    """Calls whose tokens the provider did not name."""
-    cost: float = 0.0
-
-    def add(self, usage: Usage, cost: float) -> None:
-        self.calls += 1
-        self.prompt_tokens += usage.prompt_tokens
-        self.sampled_tokens += usage.sampled_tokens
-        self.estimated_calls += usage.estimated
-        self.cost += cost
-
-
-class BlackBoxSession:
-    """Gateway-side life of one rollout without tokens. Made by `Passthrough.open_session`."""
-
-    def __init__(self, rollout_id: str, record: TextRecord, max_calls: int, listener: Path | None) -> None:
-        self.rollout_id, self.record, self.max_calls, self.listener = rollout_id, record, max_calls, listener
-        self.public_id = secrets.token_hex(8)
-        self.secret = secrets.token_urlsafe(32)
-        self.tool_secret = ""
-        """There are no host tools: the body goes on as it is."""
-        self.digest = secret_digest(self.secret)
-        self.spent = Spent()
-        self.turns = 0
-        """Calls admitted."""
-        self.under_way: set[asyncio.Task[Any]] = set()
-        self.left = False
-        """The agent said that it is done."""
-        self.closed = False
-        """Sealed, by the operator."""
-
-    async def seal(self, deadline_s: float) -> Trajectory:
-        """Refuse new calls, let those under way end within `deadline_s`, cut the rest. Holds no token: the
-        trajectory is empty, so nothing of it can be trained. Raises GatewayError when sealed before."""
-        if self.closed:
-            raise GatewayError(f"session of rollout {self.rollout_id} is already sealed")
-        self.closed = True
-        if self.under_way:
-            _, late = await asyncio.wait(self.under_way, timeout=deadline_s)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late, timeout=max(1.0, deadline_s))
-        return Trajectory(segments=(), turns=(), ledger=Ledger())
 
 
 class Passthrough:
@@ -144,20 +69,29 @@ class Passthrough:
         on_call: Callable[[str, TextCall], None] | None,
     ) -> None:
         self.spent = Spent()
+        """Over all sessions."""
         self._on_call = on_call
         self._client, self._options, self._records, self._config = client, options, records, config
         self._base = checked_url(options.url, "engine.url").removesuffix("/v1")
         self._sessions: dict[bytes, BlackBoxSession] = {}
-        self._under_way = 0
-        self._begun: deque[float] = deque()
+        self._pace = Pace(
+            requests_per_minute=options.requests_per_minute,
+            max_concurrent=options.max_concurrent,
+            patience_s=options.patience_s,
+        )
+
+    @property
+    def cost_reached(self) -> bool:
+        """Every call is refused from now on."""
+        return bool(self._options.max_cost) and self.spent.cost >= self._options.max_cost
 
     def open_session(
-        self, rollout_id: str, *, max_calls: int, listener: Path | None = None
+        self, rollout_id: str, *, budgets: Budgets, listener: Path | None = None, name: str = ""
     ) -> BlackBoxSession:
-        """A new session with its own secret. With `listener`, only requests through that socket count."""
-        name = re.sub(r"[^A-Za-z0-9._-]", "-", rollout_id).lstrip(".") or "session"
-        record = TextRecord(self._records / f"{name}.jsonl", rollout_id)
-        session = BlackBoxSession(rollout_id, record, max_calls, listener)
+        """A new session with its own secret. With `listener`, only requests through that socket count.
+        `name`: of its record's file; empty = as the rollout."""
+        record = TextRecord(self._records / f"{name or record_name(rollout_id)}.jsonl", rollout_id)
+        session = BlackBoxSession(rollout_id, record, budgets, listener)
         self._sessions[session.digest] = session
         return session
 
@@ -190,7 +124,7 @@ class Passthrough:
     ) -> web.StreamResponse:
         if http.path == "/health" or (route is not None and route.kind == "hello"):
             return json_response({"status": "ok"})
-        if route is None or route.scope != "agent" or not _plain(route.action):
+        if route is None or route.scope != "agent" or not plain(route.action):
             raise WireError("not_found", f"Unknown request URL: {http.method} {http.path}.")
         session = self._authorise(route, http, listener)
         if http.method not in route.methods:
@@ -200,16 +134,15 @@ class Passthrough:
             return json_response({"status": "closed"})
         body = await read_body(http, self._config) if http.method == "POST" else b""
         if route.kind in ("call", "count"):
-            _check_model(route, body, self._options.model)
-        turn = self._admit(session)
-        call = _Call(session=session, turn=turn, route=route, request=body)
+            check_model(route, body, self._options.model)
+        ends = time.monotonic() + self._options.patience_s
+        call = _Call(session=session, turn=await self._admit(session, ends), route=route, request=body)
         task = _current_task()
         session.under_way.add(task)
-        self._under_way += 1
         try:
-            return await self._forward(http, call)
+            return await self._until_answered(http, call, ends)
         finally:
-            self._under_way -= 1
+            session.trouble = "" if call.answered else call.trouble or session.trouble
             # Also when the agent left: what was sampled until then was paid for.
             try:
                 await asyncio.shield(self._account(call))
@@ -234,25 +167,56 @@ class Passthrough:
             raise WireError("session_closed", "This session is closed.")
         return session
 
-    def _admit(self, session: BlackBoxSession) -> int:
-        """The call's ordinal in its session. Raises WireError at a limit."""
-        limits, now = self._options, time.monotonic()
-        if limits.max_cost and self.spent.cost >= limits.max_cost:
-            raise WireError("session_failed", "The cost limit of this run is reached. Stop here.")
-        if session.turns >= session.max_calls:
-            raise WireError("session_failed", "The call limit of this session is reached. Stop here.")
-        if self._under_way >= limits.max_concurrent:
-            raise WireError("rate_limited", "Too many requests at a time.")
-        while self._begun and self._begun[0] <= now - MINUTE:
-            self._begun.popleft()
-        if limits.requests_per_minute and len(self._begun) >= limits.requests_per_minute:
-            wait_s = max(1, round(self._begun[0] + MINUTE - now))
-            raise WireError("rate_limited", f"Too many requests per minute. Try again in {wait_s} s.")
-        self._begun.append(now)
+    async def _admit(self, session: BlackBoxSession, ends: float) -> int:
+        """The call's ordinal in its session; it holds a place of the pace. Raises WireError at a limit."""
+        self._check_limits(session)
+        began = time.monotonic()
+        try:
+            await self._pace.enter(ends)
+        except WireError as error:
+            session.trouble = str(error)
+            raise
+        finally:
+            session.waited_s += time.monotonic() - began
+        try:
+            self._check_limits(session)
+        except WireError:
+            self._pace.leave()
+            raise
         session.turns += 1
         return session.turns - 1
 
-    async def _forward(self, http: web.BaseRequest, call: _Call) -> web.StreamResponse:
+    def _check_limits(self, session: BlackBoxSession) -> None:
+        if session.closed:
+            raise WireError("session_closed", "This session is closed.")
+        if self.cost_reached:
+            session.trouble = "the cost limit of this run is reached"
+            raise WireError("session_failed", "The cost limit of this run is reached. Stop here.")
+        stop = session.budgets.spent_by(session.turns, session.spent)
+        if stop:
+            session.budget_stop = session.budget_stop or stop
+            what = "call" if stop == "calls" else "token"
+            raise WireError("session_failed", f"The {what} limit of this session is reached. Stop here.")
+
+    async def _until_answered(self, http: web.BaseRequest, call: _Call, ends: float) -> web.StreamResponse:
+        """Send it, again where the provider is busy and there is patience left. The place is held on entry
+        and given back."""
+        while True:
+            try:
+                return await self._forward(http, call, ends)
+            except _Busy as busy:
+                self._pace.hold(busy.pause_s)
+            finally:
+                self._pace.leave()
+            began = time.monotonic()
+            try:
+                await self._pace.enter(ends)
+            finally:
+                call.session.waited_s += time.monotonic() - began
+
+    async def _forward(self, http: web.BaseRequest, call: _Call, ends: float) -> web.StreamResponse:
+        """Raises _Busy when it is worth while to ask again, and the agent has not heard anything yet."""
+        call.sent += 1
         try:
             async with (
                 asyncio.timeout(self._options.call_deadline_s),
@@ -265,11 +229,21 @@ class Passthrough:
                 ) as answer,
             ):
                 call.status = answer.status
+                if answer.status in BUSY:
+                    call.trouble = f"the provider answered HTTP {answer.status}"
+                    _raise_busy(pause_s(answer.headers, call.sent), ends)
+                elif answer.status in (401, 402, 403):
+                    call.trouble = f"the provider refused the key: HTTP {answer.status}"
                 return await self._stream_back(http, answer, call)
         except TimeoutError as error:
+            call.trouble = "the provider did not answer in time"
             raise _cut(call, "The provider did not answer in time.") from error
         except aiohttp.ClientError as error:
             log.warning("provider failed path=%s error=%s", call.path, type(error).__name__)
+            call.trouble = "the provider could not be reached"
+            if not call.begun:
+                call.status = 0
+                _raise_busy(pause_s({}, call.sent), ends)
             raise _cut(call, "The provider could not be reached.") from error
 
     async def _stream_back(
@@ -347,12 +321,20 @@ class _Call:
     route: Route
     request: bytes
     started: float = field(default_factory=time.monotonic)
+    sent: int = 0
+    """Times that the provider was asked."""
     status: int = 0
+    trouble: str = ""
+    """What kept the provider from answering."""
     begun: bool = False
     """The agent has a status line."""
     complete: bool = False
     truncated: bool = False
     reply: bytearray = field(default_factory=bytearray)
+
+    @property
+    def answered(self) -> bool:
+        return self.complete and not (self.status in BUSY or self.status in (401, 402, 403))
 
     @property
     def path(self) -> str:
@@ -366,6 +348,20 @@ class _Call:
             del self.reply[KEPT_BYTES // 2 : len(self.reply) - KEPT_BYTES // 2]
 
 
+class _Busy(Exception):
+    """The provider would answer the same request later."""
+
+    def __init__(self, pause_s: float) -> None:
+        super().__init__(pause_s)
+        self.pause_s = pause_s
+
+
+def _raise_busy(pause_s: float, ends: float) -> None:
+    """Unless the pause is longer than there is patience."""
+    if time.monotonic() + pause_s < ends:
+        raise _Busy(pause_s)
+
+
 def _current_task() -> asyncio.Task[Any]:
     task = asyncio.current_task()
     if task is None:
@@ -376,41 +372,6 @@ def _current_task() -> asyncio.Task[Any]:
 def _cut(call: _Call, message: str) -> Exception:
     """A refusal, or a broken connection for an agent that already has half an answer."""
     return ConnectionResetError(message) if call.begun else WireError("engine_failed", message)
-
-
-def _plain(action: str) -> bool:
-    """It can only name something below the version: no dot segment, no query, nothing to be decoded."""
-    return _ACTION.fullmatch(action) is not None and not any(p in (".", "..") for p in action.split("/"))
-
-
-def _check_model(route: Route, body: bytes, ours: str) -> None:
-    """The request names the operator's model, once, and no other. Raises WireError.
-
-    Names of top-level fields are compared without case, and a doubled one is refused: readers differ in which
-    they take. `models` is what routers of providers call their list of other models to try.
-    """
-    if route.dialect == "gemini":
-        named: list[object] = [route.action.removeprefix("models/").rpartition(":")[0]]
-        named += [str(value).removeprefix("models/") for value in _named(body)]
-    else:
-        named = _named(body)
-        if len(named) != 1:
-            raise WireError("invalid_request", f"model must be named once, as {ours}.", "model")
-    if any(name != ours for name in named):
-        raise WireError("not_found", f"The model does not exist here; ask for {ours}.", "model")
-
-
-def _named(body: bytes) -> list[object]:
-    """Values of every top-level field that names a model. Raises WireError."""
-    try:
-        text = body.decode("utf-8")
-        pairs = json.loads(text, object_pairs_hook=list)
-    except (ValueError, RecursionError) as error:
-        raise WireError("invalid_request", "The body is not JSON.") from error
-    # An object became a list of pairs; only a body that is an object begins with a brace.
-    if not text.lstrip().startswith("{"):
-        raise WireError("invalid_request", "The body must be a JSON object.")
-    return [value for name, value in pairs if name.casefold() in ("model", "models")]
 
 
 def _dialect(http: web.BaseRequest, route: Route | None) -> Dialect:

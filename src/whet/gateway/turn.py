@@ -53,6 +53,8 @@ class SessionStats:
     sampled_tokens: int = 0
     prompt_tokens: int = 0
     engine_s: float = 0.0
+    waited_s: float = 0.0
+    """Seconds that calls waited for a provider's rate limits; nothing of ours waits."""
     engine_failures: int = 0
     """Calls that the engine left unanswered."""
     budget_stop: str = ""

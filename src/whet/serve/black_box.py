@@ -6,26 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from whet.config import Config
-from whet.engine.open import secret_from_environment
-from whet.gateway.passthrough import BlackBoxSession, Spent, UpstreamOptions
+from whet.gateway.black_box import BlackBoxSession, Spent
 from whet.gateway.text_record import TextCall
-from whet.gateway.usage import Prices
-
-
-def upstream_options(config: Config) -> UpstreamOptions:
-    """Raises ConfigError when the key is not in the environment."""
-    table = config.engine
-    return UpstreamOptions(
-        url=table.url,
-        model=table.model,
-        key=secret_from_environment(table.key_env),
-        call_deadline_s=table.call_timeout_s,
-        requests_per_minute=table.requests_per_minute,
-        max_concurrent=table.max_concurrent,
-        max_cost=table.max_cost,
-        prices=Prices(input=table.input_price, cached=table.cached_price, output=table.output_price),
-    )
 
 
 def told_of_call(rollout_id: str, call: TextCall) -> tuple[dict[str, Any], str]:

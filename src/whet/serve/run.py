@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,24 +20,23 @@ import orjson
 from pydantic import ValidationError
 
 from whet.collect.agents import limits_of
+from whet.collect.upstream import upstream_options
 from whet.config import Config, model_folder
-from whet.engine.base import Engine
-from whet.engine.open import open_engine
 from whet.errors import ConfigError, WhetError, boundary
 from whet.gateway.admin import Admin, ToolBody
+from whet.gateway.black_box import BlackBoxSession, Budgets
 from whet.gateway.export import export_json
 from whet.gateway.host_tools import HostTool, ToolBox
-from whet.gateway.passthrough import BlackBoxSession, open_passthrough
+from whet.gateway.passthrough import open_passthrough
 from whet.gateway.server import CallReport, Gateway, GatewayConfig
 from whet.gateway.session import Session
 from whet.gateway.text_record import TextCall
 from whet.record.run import RunDir, write_text
 from whet.record.session_log import recover
-from whet.render.family import Family
 from whet.render.load import load_family
 from whet.serve.agents import Access, names, setup
-from whet.serve.black_box import records_folder, told_of_call, told_of_session, upstream_options
-from whet.train.client import Learner, LearnerSpec
+from whet.serve.black_box import records_folder, told_of_call, told_of_session
+from whet.train.sampler import open_sampler
 from whet.types import Trajectory
 
 SESSIONS = "sessions"
@@ -114,20 +113,6 @@ class Voice:
         self.say("call", asdict(report), [line])
 
 
-@asynccontextmanager
-async def _engine(
-    config: Config, family: Family, log: Path, announce: Callable[[str], None]
-) -> AsyncIterator[Engine]:
-    """The configured sampler: in a learner process of ours, or a server."""
-    if config.engine.kind == "embedded":
-        spec = LearnerSpec.of(config, model=model_folder(config), log=log)
-        async with Learner.start(spec) as learner:
-            yield learner.engine
-    else:
-        async with open_engine(config, family, announce=announce) as engine:
-            yield engine
-
-
 async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
     """Until cancelled. Raises WhetError when it cannot begin."""
     voice = Voice(stream, json=options.json)
@@ -140,7 +125,7 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
     with RunDir.create(config) as run:
         async with AsyncExitStack() as stack:
             log = run.logs / "learner.log"
-            engine = await stack.enter_async_context(_engine(config, family, log, voice.wait))
+            engine = await stack.enter_async_context(open_sampler(config, family, log, voice.wait))
             folder = run.path / SESSIONS
             folder.mkdir(exist_ok=True)
             served = GatewayConfig(log_dir=folder)
@@ -174,7 +159,7 @@ async def _serve_upstream(config: Config, options: ServeOptions, voice: Voice) -
             through.listen_tcp(port=config.gateway.port) as listener,
         ):
             sessions = [
-                through.open_session(f"serve-{number}", max_calls=config.limits.max_calls)
+                through.open_session(f"serve-{number}", budgets=Budgets(max_calls=config.limits.max_calls))
                 for number in range(options.sessions)
             ]
             _greet(voice, run, config, options, listener.origin, sessions)

@@ -6,7 +6,7 @@ It knows one key, looks for it where each provider does, and keeps what it recei
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,10 @@ class FakeProvider:
     def __init__(self, *, chunk_delay_s: float = 0.0, status: int = 200, redirect: str = "") -> None:
         self.chunk_delay_s, self.status, self.redirect = chunk_delay_s, status, redirect
         self.received: list[Received] = []
+        self.busy: list[tuple[int, str]] = []
+        """(status, Retry-After) of the next answers; an empty header is left out."""
+        self.replies: Callable[[Any], str] | None = None
+        """Body of a chat completion -> the text of its answer; None = a word."""
         self.left = 0
         """Clients that were gone before the end of their stream."""
         self.breaks_after = 0
@@ -56,6 +60,12 @@ class FakeProvider:
             raise web.HTTPTemporaryRedirect(self.redirect)
         if _key_of(http) != KEY:
             return _json({"error": {"message": "invalid key"}}, 401)
+        if self.busy:
+            status, after = self.busy.pop(0)
+            answer = _json({"error": {"message": "busy", "type": "rate_limit_error"}}, status)
+            if after:
+                answer.headers["Retry-After"] = after
+            return answer
         if self.status != 200:
             answer = _json({"error": {"message": "overloaded", "type": "overloaded_error"}}, self.status)
             answer.headers["Retry-After"] = "7"
@@ -65,7 +75,11 @@ class FakeProvider:
         asked: dict[str, Any] = orjson.loads(body)
         if asked.get("stream") or "streamGenerateContent" in http.path:
             return await self._stream(http)
-        answer = _json(whole(http.path))
+        said = whole(http.path)
+        if self.replies is not None and http.path.endswith("/chat/completions"):
+            message = {"role": "assistant", "content": self.replies(asked)}
+            said["choices"] = [{"index": 0, "finish_reason": "stop", "message": message}]
+        answer = _json(said)
         answer.headers["Request-Id"] = "req_1"
         answer.headers["Set-Cookie"] = "spy=1"
         return answer

@@ -1,0 +1,157 @@
+"""Rollouts before a provider: agents in boxes as ever, but their calls are passed on and kept as text.
+
+    box -> unix socket -> UpstreamGateway -> Passthrough -> provider
+
+A rollout of it holds no token, so nothing of it can be trained; it is graded like any other. What keeps the
+provider from answering (rate limits past all patience, an outage, a refused key, the operator's own cost
+limit) is nothing the agent did: the attempt is unscorable, not a zero. Callers: evaluate, serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from whet.config import Config
+from whet.engine.open import secret_from_environment
+from whet.errors import RecordError, boundary
+from whet.gateway.black_box import BlackBoxSession, Budgets, Spent, UpstreamOptions, record_name
+from whet.gateway.listen import Listener
+from whet.gateway.passthrough import Passthrough, open_passthrough
+from whet.gateway.turn import SessionStats
+from whet.gateway.usage import Prices, Usage
+from whet.types import Limits, Trajectory
+
+
+def upstream_options(config: Config) -> UpstreamOptions:
+    """Raises ConfigError when the key is not in the environment."""
+    table = config.engine
+    return UpstreamOptions(
+        url=table.url,
+        model=table.model,
+        key=secret_from_environment(table.key_env),
+        call_deadline_s=table.call_timeout_s,
+        requests_per_minute=table.requests_per_minute,
+        max_concurrent=table.max_concurrent,
+        patience_s=table.patience_s,
+        max_cost=table.max_cost,
+        prices=Prices(input=table.input_price, cached=table.cached_price, output=table.output_price),
+    )
+
+
+class UpstreamSession:
+    """Implements rollout.AttemptSession."""
+
+    def __init__(self, inner: BlackBoxSession) -> None:
+        self._inner = inner
+        self.public_id, self.secret = inner.public_id, inner.secret
+
+    @property
+    def stats(self) -> SessionStats:
+        held = self._inner
+        return SessionStats(
+            calls=held.spent.calls,
+            sampled_tokens=held.spent.sampled_tokens,
+            prompt_tokens=held.spent.prompt_tokens,
+            budget_stop=held.budget_stop,
+            infra_error=held.trouble,
+            waited_s=held.waited_s,
+        )
+
+    async def seal(self, deadline_s: float) -> Trajectory:
+        return await self._inner.seal(deadline_s)
+
+
+class UpstreamGateway:
+    """Implements rollout.Sessions and listens for boxes."""
+
+    def __init__(self, through: Passthrough, records: Path) -> None:
+        self._through, self._records = through, records
+
+    @property
+    def cost_reached(self) -> bool:
+        return self._through.cost_reached
+
+    def open_session(
+        self,
+        rollout_id: str,
+        *,
+        seed: int,
+        limits: Limits,
+        temperature: float,
+        max_call_tokens: int,
+        listener: Path,
+    ) -> UpstreamSession:
+        """No seed, temperature or call limit goes to the provider: bodies go on as the agent wrote them."""
+        budgets = Budgets(
+            max_calls=limits.max_calls,
+            max_sampled_tokens=limits.max_session_tokens,
+            max_prompt_tokens=limits.max_prompt_tokens,
+        )
+        name = free_name(self._records, rollout_id)
+        return UpstreamSession(
+            self._through.open_session(rollout_id, budgets=budgets, listener=listener, name=name)
+        )
+
+    def listen_unix(self, path: Path) -> AbstractAsyncContextManager[Listener]:
+        return self._through.listen_unix(path)
+
+    def listen_tcp(self, host: str = "127.0.0.1", port: int = 0) -> AbstractAsyncContextManager[Listener]:
+        return self._through.listen_tcp(host, port)
+
+
+def free_name(records: Path, rollout_id: str) -> str:
+    """Every try at a rollout has a record of its own; the highest number is the last try."""
+    base, number = record_name(rollout_id), 1
+    while (records / f"{base}.{number}.jsonl").exists():
+        number += 1
+    return f"{base}.{number}"
+
+
+@asynccontextmanager
+async def open_upstream(config: Config, records: Path) -> AsyncIterator[UpstreamGateway]:
+    """The provider of the configuration. What earlier processes of this run spent counts towards the cost
+    limit. Raises ConfigError, RecordError."""
+    async with open_passthrough(upstream_options(config), records) as through:
+        for call in read_calls(records):
+            through.spent.add(call.usage, call.cost)
+        yield UpstreamGateway(through, records)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadCall:
+    """One line of a record, without its text."""
+
+    rollout_id: str
+    usage: Usage
+    cost: float
+    status: int
+
+
+def read_calls(records: Path) -> Iterator[ReadCall]:
+    """Every recorded call of a run, failed tries included. A line that a kill cut short is left out.
+    Raises RecordError."""
+    for file in sorted(records.glob("*.jsonl")):
+        with boundary(RecordError, f"read {file}"), file.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    continue
+                held = orjson.loads(line)
+                yield ReadCall(
+                    rollout_id=held["rollout_id"],
+                    usage=Usage(**held["usage"]),
+                    cost=held["cost"],
+                    status=held["status"],
+                )
+
+
+def spent_in(records: Path) -> Spent:
+    """Sum over a run's records."""
+    spent = Spent()
+    for call in read_calls(records):
+        spent.add(call.usage, call.cost)
+    return spent

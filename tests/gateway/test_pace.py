@@ -19,7 +19,6 @@ from whet.gateway.pace import LONGEST_PAUSE_S, Pace, pause_s
 from whet.gateway.passthrough import open_passthrough
 from whet.testing.fake_provider import KEY, FakeProvider, serve_provider
 
-
 PLENTY = Budgets(max_calls=100)
 
 

@@ -12,7 +12,7 @@ from whet.config import Config, dotted_keys
 SOURCE = Path(whet.__file__).parent
 TABLES = set(Config.model_fields)
 
-FIXED = {"tasks.source", "sandbox.backend"}
+FIXED = {"sandbox.backend"}
 """Keys with one possible value so far, which nothing needs to look at."""
 
 

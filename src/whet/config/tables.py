@@ -22,6 +22,25 @@ ToyFamily = Literal["operator", "constant", "swapped", "variable", "comparison",
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
+Source = Literal[
+    "toy",
+    "jsonl",
+    "folder",
+    "humaneval",
+    "unit_tests",
+]
+DATA_SET_KEYS = (
+    "path",
+    "eval_share",
+    "bad_rows",
+    "assets",
+    "images",
+    "gate",
+    "transform_sample",
+    "evaluate_response",
+)
+
+
 class Table(BaseModel):
     """One table of the file. Frozen; unknown keys and values of another type are refused."""
 
@@ -63,12 +82,42 @@ class ModelTable(Table):
 class TasksTable(Table):
     """What the agent works on."""
 
-    source: Literal["toy"] = "toy"
-    """Task source."""
+    source: Source = "toy"
+    """Generated bug-fix tasks, or the format of the data set at `path`; see docs/tasks.md."""
+    path: str = ""
+    """File or folder of the data set; not for toy."""
     groups_per_step: Count = 12
     """Tasks per optimizer step."""
     families: Annotated[tuple[ToyFamily, ...], Field(strict=False)] = ()
-    """Task families to use; empty = all."""
+    """toy: task families to use; empty = all."""
+    eval_share: Fraction = 0.25
+    """Share of a data set that is held out, by content hash; 1 = all of it, 0 = none. Not for toy."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """A row that cannot be graded: refuse the data set, or leave the row out. Not for toy."""
+    assets: str = ""
+    """swe_pro, slime: folder with the set's run scripts."""
+    images: str = ""
+    """JSON file, image name or task id -> the reference to use: pins by digest, mirrors; empty = as it is."""
+    gate: str = ""
+    """File that `whet tasks validate` wrote: only tasks that passed are used; empty = all."""
+    transform_sample: str = ""
+    """Dotted path of a function row -> row or None, called before anything else; empty = none."""
+    build_action: str = ""
+    """Dotted path of a function (reply, task) -> files, for single_turn; empty = the last code block."""
+    evaluate_response: str = ""
+    """Dotted path of a function (row, answer, verdict) -> reward from 0 to 1; empty = the verdict's own."""
+
+    @model_validator(mode="after")
+    def _fits_source(self) -> Self:
+        if self.source == "toy":
+            for key in DATA_SET_KEYS:
+                if self.__dict__[key] != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} means nothing with source = 'toy'")
+        elif not self.path:
+            raise ValueError(f"source = {self.source!r} needs path: the file or folder of the data set")
+        elif self.families:
+            raise ValueError(f"families means nothing with source = {self.source!r}, only with toy")
+        return self
 
 
 class SandboxTable(Table):

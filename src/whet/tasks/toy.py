@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from whet.errors import TaskError
 from whet.tasks.base import Split
-from whet.types import Case, FileEntry, GradingPlan, Limits, Oracle, Task, Tree, task_hash
+from whet.types import Case, FileEntry, GradingPlan, Limits, Oracle, Task, Tree, Verdict, task_hash
 
 VARIABLES = (
     "width height depth price count rate weight score limit start stop size speed time cost load "
@@ -257,7 +257,7 @@ def to_oracle(problem: ToyProblem) -> Oracle:
 
 
 def split_of(content_hash: str) -> Split:
-    """Which split a task belongs to, by content alone."""
+    """Which split a toy task belongs to, by content alone."""
     return "eval" if int(content_hash[:8], 16) % EVAL_SHARE == 0 else "train"
 
 
@@ -277,6 +277,9 @@ class ToySource:
     def name(self) -> str:
         return "toy"
 
+    def size(self, split: Split) -> int | None:
+        return None
+
     def tasks(self, split: Split, start: int, count: int) -> Sequence[Task]:
         made = self._made[split]
         while len(made) < start + count:
@@ -289,6 +292,9 @@ class ToySource:
 
     def oracle(self, task: Task) -> Oracle:
         return to_oracle(self.problem(task))
+
+    def scored(self, task: Task, after: Tree, verdict: Verdict) -> Verdict:
+        return verdict
 
     def problem(self, task: Task) -> ToyProblem:
         """The generated problem behind a task, for the oracle and for scripted demonstrators."""

@@ -23,7 +23,8 @@ from whet.record.store import Store
 from whet.render.load import load_family
 from whet.rollout import Judge
 from whet.sandbox.base import SandboxBackend
-from whet.tasks.toy import ToySource
+from whet.tasks.base import TaskSource
+from whet.tasks.open import open_source
 from whet.train.client import Learner, LearnerSpec
 from whet.train.plan import PlanConfig
 from whet.train.start_model import keep_start_model
@@ -34,7 +35,7 @@ from whet.types import Task, Tree, Verdict
 class Parts:
     """Everything a run needs, live."""
 
-    source: ToySource
+    source: TaskSource
     harness: Harness
     workers: WorkerPool
     gateway: Gateway
@@ -43,12 +44,13 @@ class Parts:
     plan_config: PlanConfig
 
 
-def make_judge(config: Config, backend: SandboxBackend, source: ToySource) -> Judge:
+def make_judge(config: Config, backend: SandboxBackend, source: TaskSource) -> Judge:
     """The grading side. The oracle is made inside and never leaves."""
     grader = Grader(backend, GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers))
 
     async def judge(task: Task, tree: Tree) -> Verdict:
-        return await grader.grade(task, source.oracle(task), tree)
+        verdict = await grader.grade(task, source.oracle(task), tree)
+        return source.scored(task, tree, verdict)
 
     return judge
 
@@ -66,7 +68,7 @@ async def assemble(run: RunDir, store: Store) -> AsyncIterator[Parts]:
     folder = model_folder(config)
     family = load_family(folder, config.model.family)
     last = store.last_step()
-    source = ToySource(limits_of(config), seed=config.run.seed, families=config.tasks.families)
+    source = open_source(config, limits_of(config))
     async with AsyncExitStack() as stack:
         spec = LearnerSpec.of(config, model=folder, log=run.logs / "learner.log")
         learner = await stack.enter_async_context(Learner.start(spec))

@@ -155,7 +155,7 @@ class Loop:
         left = c.run.steps - first + 1
         per_step = c.tasks.groups_per_step * c.collect.group_size
         title = f"{c.harness.agent} {self._parts.harness.version}, seed {c.run.seed}"
-        self._view.begin(title, left * per_step + (2 + self._evals_left(first)) * c.run.eval_tasks)
+        self._view.begin(title, left * per_step + (2 + self._evals_left(first)) * self._eval_tasks())
         before = await self._evaluate("eval_before", 0)
         for step in range(first, c.run.steps + 1):
             # Before a step, not after one: an evaluation that a kill cut short is finished first.
@@ -172,8 +172,14 @@ class Loop:
     def _evals_left(self, first: int) -> int:
         return sum(self._evaluated_after(step) for step in range(first - 1, self._run.config.run.steps))
 
+    def _eval_tasks(self) -> int:
+        """As configured, but no more than there are."""
+        size = self._parts.source.size("eval")
+        wanted = self._run.config.run.eval_tasks
+        return wanted if size is None else min(wanted, size)
+
     async def _evaluate(self, phase: Phase, step: int) -> Sequence[Group]:
-        count = self._run.config.run.eval_tasks
+        count = self._eval_tasks()
         tasks = self._parts.source.tasks("eval", 0, count)
         self._view.stage(_EVAL_NAMES[phase].format(step=step), len(tasks))
         groups = await self._dispatcher.collect(phase, step, tasks, group_size=1)

@@ -100,6 +100,8 @@ class Case:
     function: str
     args: tuple[object, ...]
     expected: object
+    exact: bool = True
+    """False: numbers compare as Python's == does, so that 1, 1.0 and true are equal; as an assert would."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +153,9 @@ class Oracle:
     """The solution as a unified diff, where the base is in an image; `gold` is empty then."""
     gold_reversed: bool = False
     """`gold_patch` is what broke the base (SWE-smith): the solution is its reverse."""
+    solve: Tree = field(default_factory=dict, repr=False)
+    """The solution as a program (Harbor): files put at /solution, of which solve.sh solves the task when it
+    is run in the work folder of a box."""
 
 
 def task_hash(prompt: str, files: Tree, grading: GradingPlan, setup: Setup = Setup()) -> str:

@@ -118,7 +118,7 @@ def judge(cases: Sequence[Case], ids: Sequence[str], result: ExecResult, cpu_s: 
         claims = read_claims(result.stdout.split(b"\n", 1)[1], ids)
     except Tampered as found:
         return RunReport(outcome=Outcome.TAMPERED, passed=0, total=total, reason=str(found))
-    right = [c.ok and same(c.value, case.expected) for c, case in zip(claims, cases, strict=False)]
+    right = [c.ok and equal(c.value, case) for c, case in zip(claims, cases, strict=False)]
     passed = sum(right)
     if result.timed_out or _out_of_cpu(result, cpu_s):
         what = "time" if result.timed_out else "CPU time"
@@ -186,6 +186,10 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(found) != len(pairs):
         raise ValueError("duplicate key")
     return found
+
+
+def equal(claimed: object, case: Case) -> bool:
+    return same(claimed, case.expected) if case.exact else claimed == case.expected
 
 
 def same(claimed: object, expected: object) -> bool:

@@ -1,0 +1,131 @@
+"""Turns a `check(candidate)` of asserts into json_io cases, where that says exactly the same.
+
+Exactly: every assert is `candidate(values) == value`, all of them JSON values (a tuple is none), compared as
+Python compares. Anything else (a loop, a tolerance, a helper, mere truth) stays a test that pytest runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Sequence
+
+from whet.types import Case
+
+MAX_POWER = 64
+MAX_ITEMS = 10_000
+
+
+class NotPlain(Exception):
+    """The test says more than calls and values."""
+
+
+def cases_of(test: str, function: str) -> tuple[Case, ...]:
+    """The cases of a test, or () when they would not say the same. `test` has a function check(candidate)."""
+    checks = [n for n in ast.parse(test).body if isinstance(n, ast.FunctionDef) and n.name == "check"]
+    others = [n for n in ast.parse(test).body if not _harmless(n) and not isinstance(n, ast.FunctionDef)]
+    if len(checks) != 1 or others or len(checks[0].args.args) != 1:
+        return ()
+    name = checks[0].args.args[0].arg
+    try:
+        found = [_case(statement, name, function) for statement in checks[0].body]
+    except NotPlain:
+        return ()
+    return tuple(case for case in found if case is not None)
+
+
+def _harmless(node: ast.stmt) -> bool:
+    """A constant assigned to a name, or a text that stands alone."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)
+    try:
+        return isinstance(node, ast.Assign) and ast.literal_eval(node.value) is not NotPlain
+    except ValueError:
+        return False
+
+
+def _case(node: ast.stmt, candidate: str, function: str) -> Case | None:
+    if isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+        return None
+    if not isinstance(node, ast.Assert):
+        raise NotPlain
+    test = node.test
+    if isinstance(test, ast.Constant) and test.value:
+        return None
+    if not (isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq)):
+        raise NotPlain
+    call = test.left
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == candidate):
+        raise NotPlain
+    if call.keywords:
+        raise NotPlain
+    args = tuple(_value(arg) for arg in call.args)
+    return Case(function=function, args=args, expected=_value(test.comparators[0]), exact=False)
+
+
+def _value(node: ast.expr) -> object:
+    """The JSON value of an expression of literals. Raises NotPlain."""
+    if isinstance(node, ast.Constant):
+        return _scalar(node.value)
+    if isinstance(node, ast.List):
+        return [_value(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [_value(key) if key is not None else None for key in node.keys]
+        if not all(isinstance(key, str) for key in keys):
+            raise NotPlain
+        return dict(zip(keys, map(_value, node.values), strict=True))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _value(node.operand)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return -value
+    if isinstance(node, ast.BinOp):
+        return _scalar(_folded(node.op, _value(node.left), _value(node.right)))
+    raise NotPlain
+
+
+def _scalar(value: object) -> object:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    raise NotPlain
+
+
+def _folded(op: ast.operator, left: object, right: object) -> object:
+    """Arithmetic on literals as Python does it, bounded."""
+    if isinstance(op, ast.Add) and isinstance(left, str) and isinstance(right, str):
+        return left + right
+    if not _number(left) or not _number(right):
+        raise NotPlain
+    a, b = left, right
+    if isinstance(op, ast.Add):
+        return a + b  # type: ignore[operator]
+    if isinstance(op, ast.Sub):
+        return a - b  # type: ignore[operator]
+    if isinstance(op, ast.Mult) and _small(a, b):
+        return a * b  # type: ignore[operator]
+    if isinstance(op, ast.Pow) and _small(a, b) and isinstance(b, int) and 0 <= b <= MAX_POWER:
+        return a**b  # type: ignore[operator]
+    raise NotPlain
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _small(*values: object) -> bool:
+    return all(not isinstance(value, int) or abs(value) < 2**64 for value in values)
+
+
+def test_ids(test: str, path: str) -> Sequence[str]:
+    """Ids of the plain test functions of a pytest file. Raises ValueError when ids cannot be read off:
+    classes, parameters or tests made at run time."""
+    names = []
+    for node in ast.parse(test).body:
+        if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+            raise ValueError("the tests are in a class: the row must name them in fail_to_pass")
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+            if any("parametrize" in ast.unparse(mark) for mark in node.decorator_list):
+                raise ValueError("a test has parameters: the row must name the ids in fail_to_pass")
+            names.append(node.name)
+    return [f"{path}::{name}" for name in dict.fromkeys(names)]

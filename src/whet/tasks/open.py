@@ -1,0 +1,71 @@
+"""The task source that the configuration names: the one place where sources are made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from whet.config import Config
+from whet.errors import ConfigError, boundary
+from whet.tasks.base import TaskSource
+from whet.tasks.dataset import Format, LoadOptions, RowSource
+from whet.tasks.functions import load_function
+from whet.tasks.gate import read_gate
+from whet.tasks.plain import PlainFolder, PlainJsonl
+from whet.tasks.toy import ToySource
+from whet.tasks.unit_tests import HumanEval, UnitTests
+from whet.types import Limits
+
+FORMATS: Mapping[str, Format] = {
+    "jsonl": PlainJsonl(),
+    "folder": PlainFolder(),
+    "humaneval": HumanEval(),
+    "unit_tests": UnitTests(),
+}
+
+
+def open_source(config: Config, limits: Limits) -> TaskSource:
+    """The configured source; a data set is read and checked whole. Raises TaskError, ConfigError."""
+    if config.tasks.source == "toy":
+        return ToySource(limits, seed=config.run.seed, families=config.tasks.families)
+    return open_rows(config, limits)
+
+
+def open_rows(config: Config, limits: Limits) -> RowSource:
+    """As open_source, for a data set on disk."""
+    table = config.tasks
+    options = LoadOptions(
+        limits=limits,
+        assets=Path(table.assets) if table.assets else None,
+        images=_images(Path(table.images)) if table.images else {},
+    )
+    source = RowSource(
+        table.source,
+        FORMATS[table.source],
+        Path(table.path),
+        options,
+        eval_share=table.eval_share,
+        seed=config.run.seed,
+        bad_rows=table.bad_rows,
+        transform=load_function(table.transform_sample) if table.transform_sample else None,
+        evaluate=load_function(table.evaluate_response) if table.evaluate_response else None,
+    )
+    if table.gate:
+        source.keep(read_gate(Path(table.gate)).passed())
+    return source
+
+
+def action_of(config: Config) -> Callable[..., Any] | None:
+    """The user's function from a reply to files, if one is named. Raises ConfigError."""
+    return load_function(config.tasks.build_action) if config.tasks.build_action else None
+
+
+def _images(path: Path) -> dict[str, str]:
+    """The file of tasks.images. Raises ConfigError."""
+    with boundary(ConfigError, f"tasks.images: cannot read {path}"):
+        value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise ConfigError(f"tasks.images: {path} is not a JSON object of image references")
+    return value

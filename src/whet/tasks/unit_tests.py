@@ -1,0 +1,177 @@
+"""Formats `humaneval` and `unit_tests`: one file to write, judged by hidden tests or cases.
+
+HumanEval's asserts become json_io cases where these say exactly the same (tasks/asserts.py), else a hidden
+pytest file. Rows of `unit_tests` bring cases, or test code in Python (pytest) or Julia (a script that must
+exit 0; not tried on a machine with Julia).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AliasChoices, Field, model_validator
+
+from whet.errors import TaskError
+from whet.tasks.asserts import cases_of, test_ids
+from whet.tasks.base import Item
+from whet.tasks.dataset import LoadOptions
+from whet.tasks.plain import CaseRow
+from whet.tasks.rows import Place, RawRow, Row, Text, parse_ids, read_places
+from whet.tasks.shared import LimitsRow, make_item, text_tree
+from whet.types import Case, Check, FileEntry, GradingPlan, HiddenTests, Oracle, Tree
+
+ENTRY = {"python": "solution.py", "julia": "solution.jl"}
+TEST_FILE = {"python": "test_solution.py", "julia": "hidden_tests.jl"}
+JULIA_DONE = "whet: all tests passed"
+
+
+class HumanEvalRow(Row):
+    """The five columns of the set."""
+
+    task_id: Text
+    prompt: Text
+    entry_point: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+    canonical_solution: Text
+    test: Text
+
+    @model_validator(mode="after")
+    def _parses(self) -> Self:
+        _parse(self.prompt + "    pass\n", "prompt")
+        _parse(self.prompt + self.canonical_solution, "canonical_solution")
+        names = [n.name for n in _parse(self.test, "test").body if isinstance(n, ast.FunctionDef)]
+        if "check" not in names:
+            raise ValueError("test has no function check: nothing can be graded")
+        return self
+
+
+class HumanEval:
+    """Format `humaneval`."""
+
+    def places(self, path: Path) -> Iterator[Place]:
+        return read_places(path)
+
+    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+        parsed = HumanEvalRow.model_validate(row)
+        entry = ENTRY["python"]
+        cases = cases_of(parsed.test, parsed.entry_point)
+        return make_item(
+            id=parsed.task_id,
+            prompt=f"Complete the function {parsed.entry_point} in {entry}. Keep its name and its parameters."
+            f"\n\n{parsed.prompt.strip()}\n",
+            files=text_tree({entry: parsed.prompt + "    pass\n"}, "prompt"),
+            grading=GradingPlan(runner="json_io" if cases else "pytest", entry=entry),
+            limits=options.limits,
+            family="humaneval",
+            oracle=Oracle(
+                task_id=parsed.task_id,
+                cases=cases,
+                tests=HiddenTests() if cases else _checked_by(parsed),
+                gold=text_tree({entry: parsed.prompt + parsed.canonical_solution}, "canonical_solution"),
+            ),
+        )
+
+
+def _checked_by(row: HumanEvalRow) -> HiddenTests:
+    """The set's own test, run as it is meant: with all names of the module at hand."""
+    text = (
+        "from solution import *\n"
+        f"from solution import {row.entry_point}\n\n"
+        f"{row.test}\n\n\n"
+        f"def test_check():\n    check({row.entry_point})\n"
+    )
+    path = TEST_FILE["python"]
+    return HiddenTests(files={path: FileEntry(content=text.encode())}, fail_to_pass=(f"{path}::test_check",))
+
+
+class UnitTestRow(Row):
+    """A single file to write. Column names of HumanEval and of code sets with hidden test_code are taken."""
+
+    id: str = Field(validation_alias=AliasChoices("id", "task_id"), min_length=1)
+    prompt: Text
+    language: Literal["python", "julia"] = "python"
+    entry: str = ""
+    starter: str = ""
+    """The file at the start; empty = it is not there yet."""
+    test: str = Field(default="", validation_alias=AliasChoices("test", "test_code"))
+    cases: list[CaseRow] = Field(default_factory=list)
+    fail_to_pass: Any = ()
+    solution: str = ""
+    """The whole solved file."""
+    files: dict[str, str] = Field(default_factory=dict)
+    timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    limits: LimitsRow = LimitsRow()
+    family: str = ""
+
+    @model_validator(mode="after")
+    def _gradable(self) -> Self:
+        if bool(self.cases) == bool(self.test.strip()):
+            raise ValueError("needs either cases or test (test_code): nothing can be graded")
+        if self.cases and self.language != "python":
+            raise ValueError("cases are for python")
+        if self.test and self.language == "python":
+            _parse(self.test, "test")
+        return self
+
+
+class UnitTests:
+    """Format `unit_tests`."""
+
+    def places(self, path: Path) -> Iterator[Place]:
+        return read_places(path)
+
+    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+        parsed = UnitTestRow.model_validate(row)
+        entry = parsed.entry or ENTRY[parsed.language]
+        files: dict[str, FileEntry] = dict(text_tree(parsed.files, "files"))
+        # A work folder with nothing in it would have no base to fail.
+        files |= text_tree({entry: parsed.starter or "\n"}, "starter")
+        runner, tests, cases = _judged_by(parsed, entry)
+        return make_item(
+            id=parsed.id,
+            prompt=parsed.prompt,
+            files=files,
+            grading=GradingPlan(runner=runner, entry=entry, timeout_s=parsed.timeout_s),
+            limits=parsed.limits.over(options.limits),
+            family=parsed.family or parsed.language,
+            oracle=Oracle(
+                task_id=parsed.id,
+                cases=cases,
+                tests=tests,
+                gold=text_tree({entry: parsed.solution}, "solution") if parsed.solution else {},
+            ),
+        )
+
+
+def _judged_by(row: UnitTestRow, entry: str) -> tuple[str, HiddenTests, tuple[Case, ...]]:
+    if row.cases:
+        cases = [
+            Case(function=c.function, args=tuple(c.args), expected=c.expected, exact=c.exact)
+            for c in row.cases
+        ]
+        return "json_io", HiddenTests(), tuple(cases)
+    path = TEST_FILE[row.language]
+    if row.language == "julia":
+        text = f'using Test\ninclude("{entry}")\n{row.test}\nprintln("{JULIA_DONE}")\n'
+        check = Check(name=path, command=f"julia --startup-file=no {path}", markers=(JULIA_DONE,))
+        return "command", HiddenTests(files=_one(path, text), checks=(check,)), ()
+    try:
+        ids = parse_ids(row.fail_to_pass) if row.fail_to_pass else tuple(test_ids(row.test, path))
+    except ValueError as error:
+        raise TaskError(str(error)) from None
+    if not ids:
+        raise TaskError("the test code holds no function test_...: nothing can be graded")
+    return "pytest", HiddenTests(files=_one(path, row.test), fail_to_pass=ids), ()
+
+
+def _one(path: str, text: str) -> Tree:
+    return {path: FileEntry(content=text.encode())}
+
+
+def _parse(text: str, what: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{what} is not Python: {' '.join(str(error).split())[:100]}") from None

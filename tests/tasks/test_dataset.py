@@ -1,0 +1,339 @@
+"""Data sets on disk: reading, ids, splits, refusals, the user's functions."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from whet.config import load_config
+from whet.errors import ConfigError, TaskError
+from whet.tasks.base import split_of
+from whet.tasks.dataset import RowSource
+from whet.tasks.functions import load_function
+from whet.tasks.gate import Finding, read_gate, write_gate
+from whet.tasks.open import action_of, open_rows, open_source
+from whet.tasks.plain import PlainJsonl
+from whet.tasks.rows import TestIds as IdList
+from whet.types import FileEntry, Limits, Outcome, Verdict
+
+
+def row(name: str, **more: Any) -> dict[str, Any]:
+    return {
+        "id": name,
+        "prompt": f"Fix {name}.",
+        "files": {"m.py": "def f(x):\n    return x\n"},
+        "entry": "m.py",
+        "cases": [{"function": "f", "args": [1], "expected": 2}],
+        "gold": {"m.py": "def f(x):\n    return x + 1\n"},
+    } | more
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("value", "ids"),
+    [
+        (["a", "b"], ("a", "b")),
+        ('["a", "b"]', ("a", "b")),
+        ("['a', \"b's\"]", ("a", "b's")),
+        ("('a',)", ("a",)),
+        (["a", "b", "a"], ("a", "b")),
+        ([], ()),
+    ],
+)
+def test_ids_in_every_spelling(value: object, ids: tuple[str, ...]) -> None:
+    assert TypeAdapter(IdList).validate_python(value) == ids
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "test_a",
+        '"test_a"',
+        "'test_a'",
+        "[test_a]",
+        '{"a": 1}',
+        "{'a'}",
+        [1],
+        ["a", None],
+        [""],
+        None,
+        3,
+        "",
+        "[",
+    ],
+)
+def test_a_string_is_never_taken_apart(value: object) -> None:
+    with pytest.raises(ValidationError):
+        TypeAdapter(IdList).validate_python(value)
+
+
+def test_ids_are_not_code() -> None:
+    with pytest.raises(ValidationError, match="neither a list nor JSON nor a Python literal"):
+        TypeAdapter(IdList).validate_python("[__import__('os').getpid()]")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json"])
+def test_files_of_each_kind_give_the_same_tasks(tmp_path: Path, name: str) -> None:
+    rows = [row(f"t{n}") for n in range(9)]
+    path = tmp_path / name
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress("".join(json.dumps(r) + "\n\n" for r in rows).encode()))
+    elif name.endswith(".json"):
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        write(path, rows)
+    source = RowSource("jsonl", PlainJsonl(), path)
+    assert [item.task.id for item in source.every()] == [f"t{n}" for n in range(9)]
+    task = next(source.every()).task
+    assert source.oracle(task).cases[0].expected == 2
+    assert source.oracle(task).gold["m.py"].content.endswith(b"x + 1\n")
+
+
+def test_the_gold_is_in_the_oracle_only(tmp_path: Path) -> None:
+    source = RowSource(
+        "jsonl", PlainJsonl(), write(tmp_path / "a.jsonl", [row("t", gold={"m.py": "SECRET\n"})])
+    )
+    task = next(source.every()).task
+    assert "SECRET" not in repr(task) + task.prompt + str([e.content for e in task.files.values()])
+
+
+def test_splits_are_made_by_content_and_share_nothing(tmp_path: Path) -> None:
+    rows = [row(f"t{n}") for n in range(200)]
+    source = RowSource("jsonl", PlainJsonl(), write(tmp_path / "a.jsonl", rows))
+    counts = {"train": source.size("train"), "eval": source.size("eval")}
+    assert counts["train"] is not None
+    assert counts["eval"] is not None
+    assert counts["train"] + counts["eval"] == 200
+    assert 25 < counts["eval"] < 75
+    held = {t.id for t in source.tasks("eval", 0, counts["eval"])}
+    train = {t.id for t in source.tasks("train", 0, counts["train"])}
+    assert held | train == {f"t{n}" for n in range(200)}
+    # Order and company do not matter.
+    other = RowSource("jsonl", PlainJsonl(), write(tmp_path / "b.jsonl", list(reversed(rows))[:150]), seed=3)
+    assert {t.id for t in other.tasks("eval", 0, other.size("eval") or 0)} <= held
+    assert split_of("00000000" + "0" * 56, 0.0) == "train"
+    assert split_of("ffffffff" + "0" * 56, 1.0) == "eval"
+
+
+def test_the_train_split_goes_round_in_new_orders(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [row(f"t{n}") for n in range(12)])
+    source = RowSource("jsonl", PlainJsonl(), path, eval_share=0.0, seed=1)
+    asked = [t.id for t in source.tasks("train", 0, 24)]
+    assert sorted(asked[:12]) == sorted(asked[12:]) == sorted(f"t{n}" for n in range(12))
+    assert asked[:12] != asked[12:]
+    assert [t.id for t in source.tasks("train", 7, 9)] == asked[7:16]
+    with pytest.raises(TaskError, match="the eval split of jsonl has 0 tasks"):
+        source.tasks("eval", 0, 1)
+    whole = RowSource("jsonl", PlainJsonl(), path, eval_share=1.0)
+    with pytest.raises(TaskError, match="has 12 tasks"):
+        whole.tasks("eval", 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("{not json", "a.jsonl:2: row (no id): "),
+        ("[1]", "not a JSON object"),
+        ('{"id": "x", "prompt": NaN}', "NaN is no JSON"),
+        (json.dumps(row("t1")), "row t1: the id is also that of"),
+        (json.dumps(row("u", prompt="Fix t1.")), "row u: the same task as t1"),
+        (
+            json.dumps(row("u", cases=[])),
+            "row u: needs exactly one of cases, fail_to_pass (with tests) and checks",
+        ),
+        (json.dumps(row("u", fail_to_pass=["a"])), "row u: needs exactly one of"),
+        (json.dumps(row("u", files={})), "there is nothing to work on"),
+        (json.dumps(row("u", files={"../x": "y"})), "is not a path inside the work folder"),
+        (json.dumps(row("u", files={"a": "y", "a/b": "z"})), "lies under a file"),
+        (json.dumps(row("u", gold={"m.py": "def f(x):\n    return x\n"})), "row u: the gold changes nothing"),
+        (json.dumps(row("u", promt="x")), "row u: promt: Extra inputs are not permitted"),
+        (json.dumps(row("u", prompt=3)), "row u: prompt: Input should be a valid string"),
+        (json.dumps(row("u", prompt=" ")), "the prompt is empty"),
+        (json.dumps(row("u", entry="")), "cases need entry"),
+        (json.dumps(row("u", limits={"wall_s": -1})), "row u: limits.wall_s: Input should be greater than 0"),
+    ],
+)
+def test_bad_rows_are_refused_with_their_id(tmp_path: Path, bad: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row("t1")) + "\n" + bad + "\n")
+    with pytest.raises(TaskError) as caught:
+        RowSource("jsonl", PlainJsonl(), path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    left = RowSource("jsonl", PlainJsonl(), path, bad_rows="skip")
+    assert [item.task.id for item in left.every()] == ["t1"]
+    assert len(left.refused) == 1
+
+
+def test_nothing_but_bad_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [row("t", cases=[])])
+    with pytest.raises(TaskError, match="holds no task; .*row t: needs exactly one"):
+        RowSource("jsonl", PlainJsonl(), path, bad_rows="skip")
+
+
+def test_a_row_that_changed_on_disk_is_noticed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [row("t")])
+    source = RowSource("jsonl", PlainJsonl(), path, eval_share=0.0)
+    write(path, [row("t", prompt="Other.")])
+    with pytest.raises(TaskError, match="task t changed on disk"):
+        source.tasks("train", 0, 1)
+
+
+def test_limits_of_a_row_win(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [row("t", limits={"wall_s": 7.0, "max_calls": 3})])
+    config = load_config(None, ["tasks.source=jsonl", f"tasks.path={path}", "tasks.eval_share=1"])
+    limits = (
+        open_source(config, Limits(wall_s=100, max_calls=9, max_call_tokens=5)).tasks("eval", 0, 1)[0].limits
+    )
+    assert (limits.wall_s, limits.max_calls, limits.max_call_tokens) == (7.0, 3, 5)
+
+
+# ------------------------------------------------------------------------- the user's functions
+
+
+def double(value: Mapping[str, Any]) -> dict[str, Any] | None:
+    return None if value["id"] == "t1" else {**value, "prompt": value["prompt"] * 2}
+
+
+def half(value: Mapping[str, Any], answer: Mapping[str, str], verdict: Verdict) -> float:
+    return 0.5 if value["id"] == "t0" and "m.py" in answer and verdict.reward == 1.0 else 0.0
+
+
+def wrong(*_: object) -> object:
+    return float("nan")
+
+
+@pytest.fixture
+def module() -> Iterator[str]:
+    made = ModuleType("user_functions_of_a_test")
+    vars(made).update(double=double, half=half, wrong=wrong, number=3)
+    sys.modules[made.__name__] = made
+    yield made.__name__
+    del sys.modules[made.__name__]
+
+
+def test_rows_are_transformed_and_left_out(tmp_path: Path, module: str) -> None:
+    path = write(tmp_path / "a.jsonl", [row("t0"), row("t1")])
+    config = load_config(
+        None, ["tasks.source=jsonl", f"tasks.path={path}", f"tasks.transform_sample={module}:double"]
+    )
+    source = open_rows(config, Limits())
+    assert [item.task.prompt for item in source.every()] == ["Fix t0.Fix t0."]
+    assert source.left_out == 1
+
+
+def test_the_users_reward_replaces_that_of_a_graded_verdict_only(tmp_path: Path, module: str) -> None:
+    path = write(tmp_path / "a.jsonl", [row("t0")])
+    base = ["tasks.source=jsonl", f"tasks.path={path}", "tasks.eval_share=1"]
+    source = open_source(load_config(None, [*base, f"tasks.evaluate_response={module}.half"]), Limits())
+    task = source.tasks("eval", 0, 1)[0]
+    after = {**task.files, "m.py": FileEntry(content=b"other")}
+    solved = Verdict(outcome=Outcome.RESOLVED, reward=1.0, strength="strong")
+    assert source.scored(task, after, solved).reward == 0.5
+    assert source.scored(task, task.files, solved).reward == 0.0
+    for outcome, reward in ((Outcome.TAMPERED, 0.0), (Outcome.INFRA, None)):
+        verdict = Verdict(outcome=outcome, reward=reward, strength="strong")
+        assert source.scored(task, after, verdict) == verdict
+    source = open_source(load_config(None, [*base, f"tasks.evaluate_response={module}:wrong"]), Limits())
+    with pytest.raises(TaskError, match="task t0: evaluate_response gave nan, not a number"):
+        source.scored(task, after, solved)
+
+
+@pytest.mark.parametrize(
+    ("dotted", "message"),
+    [
+        ("nowhere_at_all:f", "cannot import nowhere_at_all"),
+        ("json:nothing", "json has no function nothing"),
+        ("json:__name__", "json has no function __name__"),
+        ("json", "is no dotted path"),
+        (":f", "is no dotted path"),
+    ],
+)
+def test_functions_that_are_not_there(dotted: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_function(dotted)
+
+
+def test_a_build_action_is_found() -> None:
+    assert action_of(load_config(None, ["tasks.build_action=json:dumps"])) is json.dumps
+    assert action_of(load_config(None)) is None
+
+
+# ------------------------------------------------------------------------- the configuration, the gate
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["tasks.source=jsonl"], "source = 'jsonl' needs path"),
+        (["tasks.path=x"], "path means nothing with source = 'toy'"),
+        (["tasks.eval_share=0.5"], "eval_share means nothing with source = 'toy'"),
+        (["tasks.source=jsonl", "tasks.path=x", 'tasks.families=["swapped"]'], "families means nothing"),
+        (["tasks.source=nope"], "tasks.source: input should be 'toy', "),
+    ],
+)
+def test_keys_that_fit_no_source(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("no.jsonl", "is not a file"), ("x.parquet", "convert Parquet first")],
+)
+def test_paths_that_hold_no_rows(tmp_path: Path, name: str, message: str) -> None:
+    if name.startswith("x"):
+        (tmp_path / name).write_bytes(b"PAR1")
+    config = load_config(None, ["tasks.source=jsonl", f"tasks.path={tmp_path / name}"])
+    with pytest.raises(TaskError, match=message):
+        open_source(config, Limits())
+
+
+def test_only_tasks_that_passed_the_gate_are_used(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [row(f"t{n}") for n in range(4)])
+    base = ["tasks.source=jsonl", f"tasks.path={path}", "tasks.eval_share=1"]
+    tasks = {t.id: t for t in open_source(load_config(None, base), Limits()).tasks("eval", 0, 4)}
+    findings = {
+        "t0": Finding(status="passed", task_hash=tasks["t0"].content_hash, repeats=3),
+        "t1": Finding(status="failed", task_hash=tasks["t1"].content_hash, repeats=3, reason="x"),
+        "t2": Finding(status="passed", task_hash="0" * 64, repeats=3),
+    }
+    gate = tmp_path / "deep" / "gate.json"
+    write_gate(gate, findings)
+    assert read_gate(gate).findings == findings
+    source = open_source(load_config(None, [*base, f"tasks.gate={gate}"]), Limits())
+    assert source.size("eval") == 1
+    assert source.tasks("eval", 0, 1)[0].id == "t0"
+    write_gate(gate, {})
+    with pytest.raises(TaskError, match="none of the 4 tasks passed"):
+        open_source(load_config(None, [*base, f"tasks.gate={gate}"]), Limits())
+
+
+def test_what_a_gate_settles(tmp_path: Path) -> None:
+    path = tmp_path / "g.json"
+    found = Finding(status="passed", task_hash="a" * 64, repeats=2)
+    write_gate(path, {"t": found, "u": Finding(status="infra", task_hash="b" * 64)})
+    gate = read_gate(path)
+    assert gate.settled("t", "a" * 64, 2) == found
+    assert gate.settled("t", "a" * 64, 3) is None
+    assert gate.settled("t", "c" * 64, 1) is None
+    assert gate.settled("u", "b" * 64, 1) is None
+    path.write_text('{"schema": 1, "tasks": {"t": {"status": "great", "task_hash": "x"}}}')
+    with pytest.raises(TaskError, match=r"g\.json: t\.status"):
+        read_gate(path)
+    path.write_text("{}")
+    with pytest.raises(TaskError, match="is not a file of `whet tasks validate`"):
+        read_gate(path)

@@ -1,0 +1,201 @@
+"""HumanEval and unit-test rows: which become cases, which stay tests, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.errors import TaskError
+from whet.tasks.asserts import cases_of
+from whet.tasks.base import Item
+from whet.tasks.dataset import Format, RowSource
+from whet.tasks.unit_tests import HumanEval, UnitTests
+
+
+def load(tmp_path: Path, form: Format, *rows: dict[str, Any]) -> list[Item]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return list(RowSource("test", form, path).every())
+
+
+def humaneval(**more: Any) -> dict[str, Any]:
+    return {
+        "task_id": "Made/0",
+        "prompt": 'def triple(x: int) -> int:\n    """ Three times x. """\n',
+        "entry_point": "triple",
+        "canonical_solution": "    return 3 * x\n",
+        "test": "\nMETADATA = {'author': 'us'}\n\ndef check(candidate):\n    assert candidate(2) == 6\n"
+        '    assert candidate(-1) == -3, "sign"\n    assert True\n',
+    } | more
+
+
+def test_asserts_on_values_become_cases(tmp_path: Path) -> None:
+    (item,) = load(tmp_path, HumanEval(), humaneval())
+    assert item.task.grading.runner == "json_io"
+    assert [(c.args, c.expected, c.exact) for c in item.oracle.cases] == [
+        ((2,), 6, False),
+        ((-1,), -3, False),
+    ]
+    assert item.task.files["solution.py"].content.endswith(b'x. """\n    pass\n')
+    assert item.oracle.gold["solution.py"].content.endswith(b'x. """\n    return 3 * x\n')
+    assert "3 * x" not in item.task.prompt
+    assert item.oracle.tests.files == {}
+
+
+def body(*lines: str) -> str:
+    return "def check(candidate):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "args", "expected"),
+    [
+        ("assert candidate([1, [2.5]], 'a') == {'k': [None, True]}", ([1, [2.5]], "a"), {"k": [None, True]}),
+        ("assert candidate(3 * 19) == 2 ** 10 - 1", (57,), 1023),
+        ("assert candidate('a' + 'b') == -1.5, 'why'", ("ab",), -1.5),
+        ("assert candidate() == []", (), []),
+    ],
+)
+def test_values_that_are_json(line: str, args: tuple[object, ...], expected: object) -> None:
+    (case,) = cases_of(body(line), "f")
+    assert (case.function, case.args, case.expected) == ("f", args, expected)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert candidate(1) == (1, 2)",
+        "assert candidate((1, 2)) == 1",
+        "assert candidate({1: 2}) == 1",
+        "assert candidate({1, 2}) == 1",
+        "assert candidate(1)",
+        "assert not candidate(1)",
+        "assert candidate(1) != 2",
+        "assert candidate(1) is True",
+        "assert abs(candidate(1.5) - 0.5) < 1e-6",
+        "assert tuple(candidate([1])) == tuple([1])",
+        "assert candidate(1) == helper(1)",
+        "assert candidate(x=1) == 1",
+        "assert candidate(*[1]) == 1",
+        "assert candidate(1e999) == 1",
+        "assert candidate(1) == 10 ** 1000000",
+        "assert candidate(b'x') == 1",
+        "assert False",
+        "for i in range(3): assert candidate(i) == i",
+        "import math",
+        "x = 3",
+    ],
+)
+def test_whatever_says_more_stays_a_test(line: str) -> None:
+    assert cases_of(body("assert candidate(0) == 0", line), "f") == ()
+
+
+def test_code_beside_the_check_keeps_it_a_test() -> None:
+    assert cases_of("import math\n" + body("assert candidate(1) == 1"), "f") == ()
+    assert cases_of("X = set('a')\n" + body("assert candidate(1) == 1"), "f") == ()
+    assert cases_of("X = {'a': 1}\n" + body("assert candidate(1) == 1"), "f") != ()
+
+
+def test_other_tests_go_to_pytest_whole(tmp_path: Path) -> None:
+    (item,) = load(
+        tmp_path, HumanEval(), humaneval(test=body("for i in range(5):", "    assert candidate(i) == 3 * i"))
+    )
+    assert item.task.grading.runner == "pytest"
+    assert item.task.grading.entry == "solution.py"
+    assert item.oracle.tests.fail_to_pass == ("test_solution.py::test_check",)
+    text = item.oracle.tests.files["test_solution.py"].content.decode()
+    assert text.startswith("from solution import *\nfrom solution import triple\n")
+    assert text.endswith("def test_check():\n    check(triple)\n")
+    assert "test_solution.py" not in item.task.files
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"test": "x = 1\n"}, "row Made/0: test has no function check"),
+        ({"test": "def check(:\n"}, "row Made/0: test is not Python"),
+        ({"prompt": "def triple(x:\n"}, "prompt is not Python"),
+        ({"canonical_solution": "    return (\n"}, "canonical_solution is not Python"),
+        ({"canonical_solution": ""}, "canonical_solution: String should have at least 1"),
+        ({"canonical_solution": "    pass\n"}, "the gold changes nothing"),
+        ({"entry_point": "a b"}, "entry_point: String should match pattern"),
+        ({"task_id": 7}, "row 7: task_id: Input should be a valid string"),
+    ],
+)
+def test_humaneval_rows_that_cannot_be_graded(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        load(tmp_path, HumanEval(), humaneval(**more))
+    assert message in str(caught.value)
+
+
+def unit(**more: Any) -> dict[str, Any]:
+    return {"id": "u1", "prompt": "Write double(x)."} | more
+
+
+PYTEST = (
+    "from solution import double\n\ndef test_one():\n    assert double(1) == 2\n"
+    "\ndef test_two():\n    assert double(2) == 4\n"
+)
+
+
+def test_unit_rows_with_tests(tmp_path: Path) -> None:
+    (item,) = load(tmp_path, UnitTests(), unit(test=PYTEST, solution="def double(x):\n    return 2 * x\n"))
+    assert item.task.grading.runner == "pytest"
+    assert item.oracle.tests.fail_to_pass == ("test_solution.py::test_one", "test_solution.py::test_two")
+    assert item.oracle.gold["solution.py"].content == b"def double(x):\n    return 2 * x\n"
+    assert set(item.task.files) == {"solution.py"}
+
+
+def test_unit_rows_with_cases_and_other_column_names(tmp_path: Path) -> None:
+    cases = [{"function": "double", "args": [2], "expected": 4}]
+    given = {
+        "task_id": "u2",
+        "prompt": "p",
+        "cases": cases,
+        "starter": "# here\n",
+        "files": {"data.txt": "1"},
+    }
+    (one, two) = load(tmp_path, UnitTests(), given, unit(test_code=PYTEST))
+    assert one.task.grading.runner == "json_io"
+    assert one.oracle.cases[0].exact
+    assert set(one.task.files) == {"solution.py", "data.txt"}
+    assert two.task.grading.runner == "pytest"
+
+
+def test_julia_rows_run_a_script_that_must_come_to_its_end(tmp_path: Path) -> None:
+    (item,) = load(tmp_path, UnitTests(), unit(language="julia", test="@test double(1) == 2"))
+    (check,) = item.oracle.tests.checks
+    assert item.task.grading.runner == "command"
+    assert check.command == "julia --startup-file=no hidden_tests.jl"
+    text = item.oracle.tests.files["hidden_tests.jl"].content.decode()
+    assert text.splitlines()[:3] == ["using Test", 'include("solution.jl")', "@test double(1) == 2"]
+    assert text.rstrip().endswith(f'println("{check.markers[0]}")')
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({}, "row u1: needs either cases or test"),
+        ({"test": "x = 1"}, "holds no function test_...: nothing can be graded"),
+        ({"test": "def test_x(:"}, "test is not Python"),
+        ({"test": "class TestX:\n    def test_a(self): pass\n"}, "the row must name them in fail_to_pass"),
+        (
+            {"test": "import pytest\n@pytest.mark.parametrize('a', [1])\ndef test_a(a): pass\n"},
+            "has parameters",
+        ),
+        ({"test": PYTEST, "fail_to_pass": "test_one"}, "neither a list nor JSON"),
+        ({"language": "perl", "test": "x"}, "row u1: language: Input should be 'python' or 'julia'"),
+        (
+            {"language": "julia", "cases": [{"function": "f", "args": [], "expected": 1}]},
+            "cases are for python",
+        ),
+        ({"test": PYTEST, "timeout_s": 0}, "timeout_s: Input should be greater than 0"),
+        ({"test": PYTEST, "entry": "/etc/passwd"}, "is not a path inside the work folder"),
+    ],
+)
+def test_unit_rows_that_cannot_be_graded(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        load(tmp_path, UnitTests(), unit(**more))
+    assert message in str(caught.value)

@@ -8,8 +8,8 @@ itself is graded. Broken capture invariants are defects and are raised.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -48,6 +48,10 @@ class AttemptSession(Protocol):
     @property
     def stats(self) -> SessionStats: ...
 
+    @property
+    def left(self) -> bool:
+        """The agent said that it is done."""
+
     async def seal(self, deadline_s: float) -> Trajectory: ...
 
 
@@ -84,6 +88,8 @@ WAITED_SHARE = 0.1
 """Of the wall limit: more waiting for a provider's rate limits than that, and a time-out is not graded."""
 KeepLog = Callable[[Rollout, bytes], None]
 """Gets the redacted output of an agent whose try did not end `ok`; must not raise."""
+KeepArtifacts = Callable[[Rollout, Mapping[str, bytes]], None]
+"""Gets what was declared to be kept of a box, where there is any; must not raise."""
 
 
 @dataclass(slots=True)
@@ -97,6 +103,8 @@ class _Under:
     trajectory: Trajectory = NOTHING_SAMPLED
     """From the seal on; tokens of an attempt that fails later are still accounted for."""
     log: bytes = b""
+    egress: int | None = None
+    artifacts: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class Attempts:
@@ -110,11 +118,13 @@ class Attempts:
         *,
         seal_s: float = 10.0,
         keep_log: KeepLog = lambda rollout, log: None,
+        keep_artifacts: KeepArtifacts = lambda rollout, artifacts: None,
         model: str = "policy",
     ) -> None:
         """`model`: what agents are told to ask for."""
         self._gateway, self._workers, self._judge = gateway, workers, judge
-        self._seal_s, self._keep_log, self._model = seal_s, keep_log, model
+        self._seal_s, self._model = seal_s, model
+        self._keep_log, self._keep_artifacts = keep_log, keep_artifacts
 
     async def run(self, spec: AttemptSpec, began: Callable[[], None] = lambda: None) -> Rollout:
         """Decide one slot. `began` is called when a worker is at hand and the agent starts."""
@@ -129,10 +139,12 @@ class Attempts:
             rollout = _unscorable(spec, under, str(error))
         if rollout.status is not Status.OK:
             self._keep_log(rollout, under.log)
+        if under.artifacts:
+            self._keep_artifacts(rollout, under.artifacts)
         return rollout
 
     async def _run(self, spec: AttemptSpec, under: _Under, began: Callable[[], None]) -> Rollout:
-        async with self._workers.lease() as worker:
+        async with self._workers.lease(spec.task.setup) as worker:
             under.leased = time.monotonic()
             began()
             session = self._gateway.open_session(
@@ -144,11 +156,12 @@ class Attempts:
                 listener=worker.gateway_socket,
             )
             try:
-                result = await worker.run(spec.task, self._access(session, spec.task.limits))
+                access = self._access(session, spec.task.limits)
+                result = await worker.run(spec.task, access, lambda: session.left)
             finally:
                 under.trajectory = await session.seal(self._seal_s)
                 under.agent = time.monotonic() - under.leased
-        under.log = result.log
+        under.log, under.egress, under.artifacts = result.log, result.egress_attempts, result.artifacts
         stats = session.stats
         trouble = stats.infra_error or _waited_away(result, stats, spec.task.limits)
         if trouble:
@@ -215,6 +228,7 @@ def _decided(
         timings=_timings(under, stats.engine_s),
         attempt=spec.attempt,
         error="" if result.exit == "finished" else result.detail,
+        egress_attempts=under.egress,
     )
 
 
@@ -232,4 +246,5 @@ def _unscorable(spec: AttemptSpec, under: _Under, reason: str) -> Rollout:
         timings=_timings(under),
         attempt=spec.attempt,
         error=reason,
+        egress_attempts=under.egress,
     )

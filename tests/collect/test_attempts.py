@@ -18,7 +18,7 @@ from whet.config import load_config
 from whet.demo.warm import write_family
 from whet.errors import HarnessError, SandboxLost
 from whet.gateway.server import Gateway
-from whet.harness.base import AgentResult, ModelAccess
+from whet.harness.base import AgentResult, Left, ModelAccess
 from whet.harness.pool import Sockets, WorkerPool
 from whet.record.logs import AgentLogs
 from whet.render.folder import read_folder
@@ -26,7 +26,7 @@ from whet.render.template import TemplateFamily, template_family
 from whet.rollout import Attempts, AttemptSpec
 from whet.tasks.toy import ToySource
 from whet.testing.scripted_engine import ScriptedEngine
-from whet.types import FileEntry, Limits, Message, Outcome, Rollout, Status, Task, Tree, Verdict
+from whet.types import FileEntry, Limits, Message, Outcome, Rollout, Setup, Status, Task, Tree, Verdict
 
 TASK = ToySource(Limits()).tasks("train", 0, 1)[0]
 SPEC = AttemptSpec(rollout_id="train/00001/000/00", task=TASK, seed=1)
@@ -43,7 +43,7 @@ class Agent:
     version: str = "1"
     healthy: bool = True
 
-    def worker(self, gateway_socket: Path) -> Self:
+    def worker(self, gateway_socket: Path, setup: Setup) -> Self:
         return self
 
     async def __aenter__(self) -> Self:
@@ -53,7 +53,7 @@ class Agent:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    async def run(self, task: Task, access: ModelAccess) -> AgentResult:
+    async def run(self, task: Task, access: ModelAccess, left: Left) -> AgentResult:
         body = {"messages": [{"role": "user", "content": task.prompt}]}
         url = f"http://gateway/s/{access.public_id}/v1/chat/completions"
         connector = aiohttp.UnixConnector(str(self.gateway_socket))

@@ -63,6 +63,7 @@ def make_rollout(name: str, *, seed: int = 0, reward: float | None = 1.0, family
         id=name,
         task_id="toy-é-1",
         family=family,
+        egress_attempts=None if reward is None else 7,
         status=Status.OK if reward is not None else Status.INFRA_FAILED,
         reward=reward,
         trajectory=Trajectory(

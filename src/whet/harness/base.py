@@ -8,12 +8,16 @@ address and a secret.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
-from whet.types import Task, Tree
+from whet.types import Setup, Task, Tree
+
+PLAIN = Setup()
+"""Of a task that needs nothing but its files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +48,26 @@ class AgentResult:
     log: bytes = b""
     """Redacted agent output, bounded."""
     duration_s: float = 0.0
+    egress_attempts: int | None = None
+    """What the box's kernel refused to carry out of it, as sandbox/egress.py counts; None = not known."""
+    artifacts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """Redacted content of what was declared to be kept, by inside path."""
+
+
+Left = Callable[[], bool]
+"""Whether the agent has said, at the gateway, that it is done."""
+
+
+def never() -> bool:
+    return False
 
 
 class Worker(Protocol):
     """One box with the agent in it; an async context manager that starts it and removes everything."""
 
-    async def run(self, task: Task, access: ModelAccess) -> AgentResult:
+    async def run(self, task: Task, access: ModelAccess, left: Left = never) -> AgentResult:
         """Put the task's files, run the agent on `task.prompt` within `task.limits.wall_s`, stop it, capture.
+        An agent that has `left` and does not end is stopped early, which is no failure.
         Raises HarnessError or SandboxError for host-side causes only."""
 
     @property
@@ -80,5 +97,6 @@ class Harness(Protocol):
     @property
     def version(self) -> str: ...
 
-    def worker(self, gateway_socket: Path) -> Worker:
-        """A worker whose box reaches the gateway through this host unix socket only."""
+    def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> Worker:
+        """A worker for tasks of this setup, whose box reaches the gateway through this host unix socket
+        only."""

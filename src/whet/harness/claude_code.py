@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import orjson
 
 from whet.harness.base import AgentExit
-from whet.harness.cli_agent import Recipe, Start, exit_code_rule
+from whet.harness.cli_agent import Recipe, Start
+from whet.harness.command import exit_code_rule
 from whet.harness.install import Package
 from whet.sandbox.base import ExecResult
 

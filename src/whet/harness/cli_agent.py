@@ -9,27 +9,23 @@ one rollout, so nothing of an agent's home lasts. Recipes: one module each; call
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from whet.errors import HarnessError
-from whet.harness.base import AgentExit, AgentResult, ModelAccess
+from whet.harness.base import PLAIN, AgentExit, Left, ModelAccess
+from whet.harness.box_worker import BoxWorker, Ending, Place, lay_task, place
+from whet.harness.command import Command, exit_code_rule
 from whet.harness.install import Installed, Package, find_node
-from whet.harness.outcome import bounded, harvest
-from whet.sandbox.base import Bind, ExecResult, Sandbox, SandboxBackend, SandboxSpec
-from whet.types import Task
+from whet.harness.outcome import NOTHING, Artifacts
+from whet.sandbox.base import Bind, ExecResult, Sandbox, SandboxBackend
+from whet.types import Setup, Task
 
 HOME = "/home/agent"
 AGENT_AT = "/opt/agent"
 """Where the package's `node_modules` or `site` lies in the box."""
 NODE_AT = "/opt/node/bin/node"
 LOG_BYTES = 1 << 20
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +48,6 @@ class Start:
         """Prompt length from which the agent should compact: what its tools say next and the summary itself
         must still fit."""
         return max(1, min(3 * self.context_tokens // 4, self.context_tokens - 2 * self.max_call_tokens))
-
-
-def exit_code_rule(result: ExecResult) -> tuple[AgentExit, str]:
-    """Exit code 0 is finished; else failed with the last line the agent complained with."""
-    if result.exit_code == 0:
-        return "finished", ""
-    said = (result.stderr.strip() or result.stdout.strip()).decode("utf-8", "replace")
-    lines = _COLOURS.sub("", said).splitlines() or [""]
-    return "failed", f"exit code {result.exit_code}: {lines[-1][:300]}"
 
 
 def no_files(start: Start) -> Mapping[str, bytes]:
@@ -95,9 +82,17 @@ class Recipe:
 class CliHarness:
     """Implements whet.harness.base.Harness for any Recipe."""
 
-    def __init__(self, recipe: Recipe, installed: Installed, backend: SandboxBackend) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        installed: Installed,
+        backend: SandboxBackend,
+        *,
+        artifacts: Artifacts = NOTHING,
+    ) -> None:
         self._recipe = recipe
         self._backend = backend
+        self._artifacts = artifacts
         folder = "node_modules" if installed.package.registry == "npm" else "site"
         self._program = f"{AGENT_AT}/{installed.program}"
         self._version = installed.package.version
@@ -113,91 +108,45 @@ class CliHarness:
     def version(self) -> str:
         return self._version
 
-    def worker(self, gateway_socket: Path) -> CliWorker:
-        spec = SandboxSpec(
+    def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> CliWorker:
+        where = place(
+            self._backend,
+            gateway_socket,
+            setup,
             env={"PYTHONDONTWRITEBYTECODE": "1"},
             binds=tuple(self._binds),
-            network="gateway_only",
-            gateway_socket=gateway_socket,
+            memory_bytes=self._recipe.memory_bytes,
+            artifacts=self._artifacts,
         )
-        spec = bounded(spec, self._backend)
-        if spec.memory_bytes is not None and self._recipe.memory_bytes is not None:
-            spec = replace(spec, memory_bytes=self._recipe.memory_bytes)
-        return CliWorker(self._recipe, self._program, self._backend, spec, gateway_socket)
+        return CliWorker(self._recipe, self._program, where)
 
 
-class CliWorker:
-    """Implements whet.harness.base.Worker; serves one rollout."""
+class CliWorker(BoxWorker):
+    """Serves one rollout."""
 
-    def __init__(
-        self, recipe: Recipe, program: str, backend: SandboxBackend, spec: SandboxSpec, gateway_socket: Path
-    ) -> None:
+    def __init__(self, recipe: Recipe, program: str, where: Place) -> None:
+        super().__init__(recipe.name, where)
         self._recipe = recipe
         self._program = program
-        self._backend = backend
-        self._spec = spec
-        self._socket = gateway_socket
-        self._box: Sandbox | None = None
-        self._used = False
 
-    @property
-    def gateway_socket(self) -> Path:
-        return self._socket
-
-    @property
-    def healthy(self) -> bool:
-        return self._box is not None and not self._used
-
-    async def __aenter__(self) -> Self:
-        self._box = await self._backend.create(self._spec)
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        box, self._box = self._box, None
-        if box is not None:
-            await box.close()
-
-    async def run(self, task: Task, access: ModelAccess) -> AgentResult:
-        box = self._box
-        if box is None or self._used:
-            raise HarnessError(f"this {self._recipe.name} worker is used up")
-        begun = time.monotonic()
-        self._used = True
-        start = self._start(task, access)
-        for path, content in self._recipe.files(start).items():
+    async def _equip(self, box: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
+        for path, content in self._recipe.files(self._start(task, access)).items():
             await box.put(path, content)
-        await box.put_tree(task.files)
-        result = await box.exec(
-            self._recipe.argv(start),
-            timeout_s=task.limits.wall_s,
+        await lay_task(box, task)
+
+    async def _drive(self, box: Sandbox, task: Task, access: ModelAccess, left: Left) -> Ending:
+        start = self._start(task, access)
+        command = Command(
+            argv=self._recipe.argv(start),
             env=self._recipe.env(start),
             stdin=self._recipe.stdin(start),
-            max_output_bytes=LOG_BYTES,
+            log_bytes=LOG_BYTES,
         )
-        tree, why = await harvest(box, self._backend, self._spec)
-        outcome, detail = self._judge(result, task.limits.wall_s) if not why else ("failed", why)
-        secret = access.secret.encode()
-        return AgentResult(
-            exit=outcome,
-            tree=tree,
-            detail=detail.replace(access.secret, "***"),
-            log=(result.stdout + result.stderr).replace(secret, b"***"),
-            duration_s=time.monotonic() - begun,
-        )
-
-    def _judge(self, result: ExecResult, wall_s: float) -> tuple[AgentExit, str]:
-        if result.timed_out:
-            return "timeout", f"stopped after {wall_s:g} s"
-        return self._recipe.rule(result)
+        return await command.run(box, task.limits.wall_s, left, self._recipe.rule)
 
     def _start(self, task: Task, access: ModelAccess) -> Start:
         return Start(
-            address=f"http://127.0.0.1:{self._spec.gateway_port}/s/{access.public_id}",
+            address=f"http://127.0.0.1:{self._place.spec.gateway_port}/s/{access.public_id}",
             secret=access.secret,
             model=access.model,
             prompt=task.prompt,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from whet.harness.base import AgentExit
-from whet.harness.cli_agent import HOME, Recipe, Start, exit_code_rule
+from whet.harness.cli_agent import HOME, Recipe, Start
+from whet.harness.command import exit_code_rule
 from whet.harness.install import Package
 from whet.sandbox.base import ExecResult
 

@@ -8,7 +8,9 @@ all just now. Otherwise an agent could have its bad rollouts masked by breaking 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+import contextlib
+from dataclasses import dataclass, replace
+from typing import AnyStr
 
 from whet.errors import SandboxError, SandboxLost
 from whet.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
@@ -19,6 +21,58 @@ AGENT_MEMORY_BYTES = 1 << 30
 AGENT_PROCESSES = 256
 OVER_CAPS = "the work folder is over its caps"
 CONTROL_S = 30.0
+
+
+LIST_S = 20.0
+LIST_BYTES = 64 << 10
+
+
+def redact(text: AnyStr, secret: str) -> AnyStr:
+    """Whatever leaves a box to be kept passes here."""
+    if not secret:
+        return text
+    if isinstance(text, bytes):
+        return text.replace(secret.encode(), b"***")
+    return text.replace(secret, "***")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifacts:
+    """What of a box is kept beside the diff: declared places only, and only so much."""
+
+    paths: tuple[str, ...] = ()
+    """Files, or folders with all regular files below, inside the work folder or the home. One that does not
+    start with "/" is in the work folder."""
+    max_files: int = 64
+    max_bytes: int = 4 << 20
+    """Of all together; a file that does not fit into what is left is left out."""
+
+    async def collect(self, box: Sandbox) -> dict[str, bytes]:
+        """Content by inside path, no link followed. Raises SandboxError."""
+        found: dict[str, bytes] = {}
+        left = self.max_bytes
+        for path in await self._listed(box):
+            if len(found) == self.max_files:
+                break
+            content = None
+            with contextlib.suppress(SandboxError):  # too large, or in a place that is nobody's to read
+                content = await box.get(path, max_bytes=left)
+            if content is not None:
+                found[path] = content
+                left -= len(content)
+        return found
+
+    async def _listed(self, box: Sandbox) -> list[str]:
+        if not self.paths:
+            return []
+        places = [path if path.startswith("/") else f"{box.workdir}/{path}" for path in self.paths]
+        command = ["find", *places, "-xdev", "-type", "f", "-print0"]
+        done = await box.exec(command, timeout_s=LIST_S, max_output_bytes=LIST_BYTES)
+        names = done.stdout.split(b"\0")[:-1]
+        return sorted({name.decode("utf-8", "surrogateescape") for name in names})
+
+
+NOTHING = Artifacts()
 
 
 def bounded(spec: SandboxSpec, backend: SandboxBackend) -> SandboxSpec:

@@ -7,21 +7,22 @@ paths inside are constant, so Pi's system prompt is.
 
 from __future__ import annotations
 
-import time
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import orjson
 
 from whet.errors import HarnessError, SandboxError
-from whet.harness.base import AgentExit, AgentResult, ModelAccess
+from whet.harness.base import PLAIN, Left, ModelAccess
+from whet.harness.box_worker import BoxWorker, Ending, Place, lay_task, place
 from whet.harness.install import PI_PACKAGE, PiInstall, sealed_node
-from whet.harness.outcome import bounded, harvest
-from whet.harness.pi_rpc import PiRpc, PiRun
-from whet.sandbox.base import Bind, Process, Sandbox, SandboxBackend, SandboxSpec
-from whet.types import Task
+from whet.harness.outcome import NOTHING, Artifacts
+from whet.harness.pi_rpc import PiRpc
+from whet.harness.stop import GRACE_S, ask_to_stop
+from whet.sandbox.base import Bind, Process, Sandbox, SandboxBackend
+from whet.types import Setup, Task
 
 PROVIDER = "whet"
 NODE_AT = "/opt/node/bin/node"
@@ -103,11 +104,13 @@ class PiHarness:
         rollouts_per_process: int = 64,
         model: ModelAccess | None = None,
         compact: bool = False,
+        artifacts: Artifacts = NOTHING,
     ) -> None:
         """`compact`: Pi may compact its context, within `max_context_tokens` of `model`."""
         self._install = install
         self._node = sealed_node(install.node)
         self._backend = backend
+        self._artifacts = artifacts
         self._uses = rollouts_per_process if mode == "rpc" else 1
         self._model = _model_of(model, compact=compact) if model else _Model()
 
@@ -119,77 +122,37 @@ class PiHarness:
     def version(self) -> str:
         return self._install.version
 
-    def worker(self, gateway_socket: Path) -> PiWorker:
-        spec = SandboxSpec(
-            env=ENV,
-            binds=(
-                Bind(source=self._node, target=NODE_AT),
-                Bind(source=self._install.modules, target=MODULES_AT),
-            ),
-            network="gateway_only",
-            gateway_socket=gateway_socket,
+    def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> PiWorker:
+        binds = (
+            Bind(source=self._node, target=NODE_AT),
+            Bind(source=self._install.modules, target=MODULES_AT),
         )
-        return PiWorker(self._backend, bounded(spec, self._backend), gateway_socket, self._uses, self._model)
+        where = place(self._backend, gateway_socket, setup, env=ENV, binds=binds, artifacts=self._artifacts)
+        return PiWorker(where, self._uses, self._model)
 
 
-class PiWorker:
-    """Implements whet.harness.base.Worker."""
+class PiWorker(BoxWorker):
+    """Starts its Pi with its box."""
 
-    def __init__(
-        self, backend: SandboxBackend, spec: SandboxSpec, gateway_socket: Path, uses: int, model: _Model
-    ) -> None:
-        self._backend = backend
-        self._socket = gateway_socket
-        self._spec = spec
-        self._uses_left = uses
+    def __init__(self, where: Place, uses: int, model: _Model) -> None:
+        super().__init__("Pi", where, uses=uses)
         self._model = model
-        self._box: Sandbox | None = None
         self._process: Process | None = None
-        self._dirty = False
-        self._broken = False
+        self._rpc: PiRpc | None = None
 
-    @property
-    def gateway_socket(self) -> Path:
-        return self._socket
+    def _alive(self) -> bool:
+        return self._process is None or self._process.poll() is None
 
-    @property
-    def healthy(self) -> bool:
-        alive = self._process is None or self._process.poll() is None
-        return self._uses_left > 0 and alive and not self._broken and self._box is not None
-
-    async def __aenter__(self) -> Self:
-        await self._open()
-        return self
-
-    async def _open(self) -> None:
-        """A new box with a Pi that listens. Raises HarnessError and SandboxError: the host's doing."""
-        box = self._box = await self._backend.create(self._spec)
-        try:
-            await self._configure(box, secret="unset")
-            await self._start(box)
-        except BaseException:
-            await self._close()
-            raise
-        self._dirty = False
-
-    async def _close(self) -> None:
-        box, self._box, self._process = self._box, None, None
-        if box is not None:
-            await box.close()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._close()
+    async def _boot(self, box: Sandbox) -> None:
+        await self._configure(box, secret="unset")
+        self._rpc = await self._start(box)
 
     async def _configure(self, box: Sandbox, secret: str) -> None:
         """Pi's files. It looks at auth.json anew before every request, by inode and time."""
         # In a stored key "$" and a leading "!" have a meaning.
         key = secret.replace("$", "$$").replace("!", "$!", 1) if "$" in secret or "!" in secret else secret
-        await box.put(f"{AGENT_FOLDER}/models.json", self._model.config(self._spec.gateway_port))
+        port = self._place.spec.gateway_port
+        await box.put(f"{AGENT_FOLDER}/models.json", self._model.config(port))
         await box.put(f"{AGENT_FOLDER}/settings.json", self._model.settings())
         await box.put(f"{AGENT_FOLDER}/auth.json", orjson.dumps({PROVIDER: {"type": "api_key", "key": key}}))
 
@@ -200,70 +163,39 @@ class PiWorker:
         await rpc.command("get_state")
         return rpc
 
-    async def run(self, task: Task, access: ModelAccess) -> AgentResult:
-        if not self.healthy:
-            raise HarnessError("this Pi worker is used up")
-        begun = time.monotonic()
-        self._uses_left -= 1
-        try:
-            box, rpc = await self._ready(task, access)
-            outcome, detail, run = await self._attempt(rpc, task)
-            tree, why = await harvest(box, self._backend, self._spec)
-        except BaseException:
-            self._broken = True
-            raise
-        if outcome != "finished" or why or rpc.odd:
-            self._broken = True
-        return AgentResult(
-            exit="failed" if why else outcome,
-            tree=tree,
-            detail=(why or detail).replace(access.secret, "***"),
-            log=run.log.replace(access.secret.encode(), b"***") if run else b"",
-            duration_s=time.monotonic() - begun,
-        )
-
-    async def _ready(self, task: Task, access: ModelAccess) -> tuple[Sandbox, PiRpc]:
-        """Everything in place for the prompt. A used box that does not come clean was spoilt by the rollout
-        before, whose doing must not be laid on this one: it gets a new box."""
-        if self._box is not None and self._dirty:
-            try:
-                return self._box, await self._prepare(self._box, task, access)
-            except (HarnessError, SandboxError):
-                await self._close()
-                await self._open()
-        if self._box is None:
-            raise HarnessError("this Pi worker has no box")
-        return self._box, await self._prepare(self._box, task, access)
-
-    async def _prepare(self, box: Sandbox, task: Task, access: ModelAccess) -> PiRpc:
-        used, self._dirty = self._dirty, True
-        if used:
-            await box.wipe()
+    async def _equip(self, box: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
         model = _model_of(access, compact=self._model.compact_within > 0)
         changed, self._model = model != self._model, model
         await self._configure(box, access.secret)
-        await box.put_tree(task.files)
+        await lay_task(box, task)
         if self._process is None or changed:
             if self._process is not None:
                 await self._process.kill()
-            return await self._start(box)
-        rpc = PiRpc(self._process)
+            self._rpc = await self._start(box)
+            return
+        rpc = self._rpc = PiRpc(self._process)
         await rpc.command("new_session")
         if used and rpc.odd:
             raise HarnessError("something but Pi wrote to Pi's output")
-        return rpc
 
-    async def _attempt(self, rpc: PiRpc, task: Task) -> tuple[AgentExit, str, PiRun | None]:
+    async def _drive(self, box: Sandbox, task: Task, access: ModelAccess, left: Left) -> Ending:
         """A Pi that dies while it works on the task did so by the model's doing: no host failure."""
+        process, rpc = self._process, self._rpc
+        if process is None or rpc is None:
+            raise HarnessError("Pi was not started")
         try:
             run = await rpc.run(task.prompt, task.limits.wall_s)
         except TimeoutError:
-            return "timeout", f"stopped after {task.limits.wall_s:g} s", None
+            await ask_to_stop(box)
+            with contextlib.suppress(TimeoutError):
+                await process.wait(GRACE_S)
+            await process.kill()
+            return Ending(exit="timeout", detail=f"stopped after {task.limits.wall_s:g} s", reusable=False)
         except (HarnessError, SandboxError) as error:
-            return "failed", str(error)[:300], None
+            return Ending(exit="failed", detail=str(error)[:300], reusable=False)
         if run.error:
-            return "failed", run.error, run
-        return "finished", "", run
+            return Ending(exit="failed", detail=run.error, log=run.log, reusable=False)
+        return Ending(exit="finished", log=run.log, reusable=not rpc.odd)
 
 
 def _model_of(access: ModelAccess, *, compact: bool) -> _Model:

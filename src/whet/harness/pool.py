@@ -1,7 +1,7 @@
 """Workers of one harness, leased to one rollout at a time.
 
-A healthy worker goes back to the shelf; any other is closed and replaced at the next lease. In strict mode
-no worker serves twice.
+A healthy worker goes back to the shelf, and serves tasks of its own setup only; any other is closed and
+replaced at the next lease. In strict mode no worker serves twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Self
 
 from whet.errors import HarnessError
-from whet.harness.base import Harness, Worker
+from whet.harness.base import PLAIN, Harness, Worker
+from whet.types import Setup
 
 
 class Sockets:
@@ -43,28 +44,30 @@ class WorkerPool:
         self._sockets = sockets
         self._strict = strict
         self._permits = asyncio.Semaphore(size)
-        self._shelf: list[Worker] = []
+        self._shelf: list[tuple[Setup, Worker]] = []
+        """Idle workers, the longest idle first."""
+        self._leased = 0
         self._closed = False
 
     async def warm(self) -> None:
-        """Start all workers now, two at a time, so that no rollout waits for a start."""
+        """Start all workers for plain tasks now, two at a time, so that no rollout waits for a start."""
         gate = asyncio.Semaphore(2)
 
         async def one() -> Worker:
             async with gate:
-                return await self._new()
+                return await self._new(PLAIN)
 
         missing = 0 if self._strict else self._size - len(self._shelf)
         started = await asyncio.gather(*(one() for _ in range(missing)), return_exceptions=True)
-        self._shelf += [worker for worker in started if not isinstance(worker, BaseException)]
+        self._shelf += [(PLAIN, worker) for worker in started if not isinstance(worker, BaseException)]
         for error in started:
             if isinstance(error, BaseException):
                 raise error
 
-    async def _new(self) -> Worker:
+    async def _new(self, setup: Setup) -> Worker:
         path = self._sockets.take()
         try:
-            return await self._harness.worker(path).__aenter__()
+            return await self._harness.worker(path, setup).__aenter__()
         except BaseException:
             self._sockets.give_back(path)
             raise
@@ -76,35 +79,45 @@ class WorkerPool:
             self._sockets.give_back(worker.gateway_socket)
 
     @asynccontextmanager
-    async def lease(self) -> AsyncIterator[Worker]:
-        """A healthy worker for one rollout. Raises HarnessError or SandboxStartError when none starts."""
+    async def lease(self, setup: Setup = PLAIN) -> AsyncIterator[Worker]:
+        """A healthy worker for one rollout of a task with this setup. Raises HarnessError or
+        SandboxStartError when none starts."""
         async with self._permits:
             if self._closed:
                 raise HarnessError("the worker pool is closed")
-            worker = await self._take()
+            self._leased += 1
             kept = False
+            try:
+                worker = await self._take(setup)
+            except BaseException:
+                self._leased -= 1
+                raise
             try:
                 yield worker
                 kept = worker.healthy and not self._strict and not self._closed
             finally:
+                self._leased -= 1
                 if kept:
-                    self._shelf.append(worker)
+                    self._shelf.append((setup, worker))
                 else:
                     await self._end(worker)
 
-    async def _take(self) -> Worker:
-        while self._shelf:
-            worker = self._shelf.pop()
-            if worker.healthy:
-                return worker
-            await self._end(worker)
-        return await self._new()
+    async def _take(self, setup: Setup) -> Worker:
+        """The worker last used for this setup, or a new one in the place of the longest idle of another."""
+        for entry in reversed([entry for entry in self._shelf if entry[0] == setup]):
+            self._shelf.remove(entry)
+            if entry[1].healthy:
+                return entry[1]
+            await self._end(entry[1])
+        while self._shelf and self._leased + len(self._shelf) > self._size:
+            await self._end(self._shelf.pop(0)[1])
+        return await self._new(setup)
 
     async def close(self) -> None:
         """Ends the idle workers; leased ones end when they come back."""
         self._closed = True
         while self._shelf:
-            await self._end(self._shelf.pop())
+            await self._end(self._shelf.pop()[1])
 
     async def __aenter__(self) -> Self:
         return self

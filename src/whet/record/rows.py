@@ -39,11 +39,11 @@ CREATE TABLE IF NOT EXISTS rollouts (
   rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, ulid TEXT NOT NULL,
   phase TEXT NOT NULL, step INTEGER NOT NULL, group_no INTEGER NOT NULL, slot INTEGER NOT NULL,
   task_id TEXT NOT NULL, family TEXT NOT NULL, status TEXT NOT NULL, reward REAL, attempt INTEGER NOT NULL,
-  error TEXT NOT NULL, deleted TEXT NOT NULL, timings TEXT NOT NULL, ledger TEXT NOT NULL,
+  error TEXT NOT NULL, deleted TEXT NOT NULL, timings TEXT NOT NULL, ledger TEXT NOT NULL, egress INTEGER,
   UNIQUE (phase, step, group_no, slot)) STRICT;
 CREATE TABLE IF NOT EXISTS attempts (
   rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL, schema_version INTEGER NOT NULL,
-  status TEXT NOT NULL, error TEXT NOT NULL, timings TEXT NOT NULL, ledger TEXT NOT NULL,
+  status TEXT NOT NULL, error TEXT NOT NULL, timings TEXT NOT NULL, ledger TEXT NOT NULL, egress INTEGER,
   PRIMARY KEY (rollout_id, attempt)) STRICT;
 CREATE TABLE IF NOT EXISTS files (
   rollout_id TEXT NOT NULL, path TEXT NOT NULL, schema_version INTEGER NOT NULL,
@@ -143,6 +143,7 @@ def _attempt_values(rollout: Rollout) -> dict[str, object]:
         "error": rollout.error,
         "timings": dumps({name: getattr(rollout.timings, name) for name in Timings.__dataclass_fields__}),
         "ledger": dumps(account),
+        "egress": rollout.egress_attempts,
     }
 
 
@@ -173,6 +174,7 @@ def read_rollout(db: sqlite3.Connection, row: Row) -> Rollout:
         timings=Timings(**orjson.loads(row["timings"])),
         attempt=row["attempt"],
         error=row["error"],
+        egress_attempts=row["egress"],
     )
 
 

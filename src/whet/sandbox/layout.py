@@ -1,6 +1,6 @@
 """What a local box looks like inside, as a list of steps that both local modes carry out.
 
-An allow-list: system programs and libraries read-only, four made-up files of /etc, private writable folders
+An allow-list: system programs and libraries read-only, five made-up files of /etc, private writable folders
 in memory. No home, no run directory, no dataset, no whet. Nothing of a box ever lies on the host's disk, so
 a killed host leaves nothing to clean up.
 """
@@ -34,7 +34,9 @@ _ETC = (
     ("/etc/passwd", f"root:x:0:0:root:/:/bin/sh\nagent:x:{INSIDE_ID}:{INSIDE_ID}::{HOME}:/bin/bash\n"),
     ("/etc/group", f"root:x:0:\nagent:x:{INSIDE_ID}:\n"),
     ("/etc/hosts", "127.0.0.1 localhost box\n"),
-    ("/etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files\n"),
+    ("/etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files dns\n"),
+    # Nobody answers there, and nothing leads there: a name that is asked for is an attempt to get out.
+    ("/etc/resolv.conf", "nameserver 192.0.2.1\noptions timeout:1 attempts:1\n"),
 )
 
 

@@ -89,6 +89,8 @@ class Rollout:
     attempt: int = 1
     error: str = ""
     """One line, for INFRA_FAILED and AGENT_FAILED."""
+    egress_attempts: int | None = None
+    """What the agent's box tried to reach and could not, as its kernel counted; None = not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,15 @@ class SandboxStartError(SandboxError):
     """A box could not be created."""
 
 
+class ImageMissing(SandboxStartError):
+    """No such image: another try cannot help, and the backend is not to blame."""
+
+
+class SandboxTransient(SandboxError):
+    """The way to a box failed for a moment (a reset connection, say): the same call may succeed if made
+    again. Raised only where making it again is harmless."""
+
+
 class SandboxLost(SandboxError):
     """A live box vanished through no act of what ran in it."""
 

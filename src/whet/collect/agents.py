@@ -28,7 +28,9 @@ from whet.harness.script import AGENT_AT, ScriptHarness
 from whet.harness.terminus import terminus
 from whet.render.family import Family
 from whet.sandbox.base import SandboxBackend
+from whet.sandbox.circuit import CircuitOptions
 from whet.sandbox.local import LocalBackend
+from whet.sandbox.pool import Pool, PoolOptions
 from whet.types import FileEntry, Limits
 
 SCRIPT_AGENT = Path(__file__).parent.parent / "demo" / "script_agent.py"
@@ -79,6 +81,23 @@ def limits_of(config: Config) -> Limits:
     )
 
 
+def make_pool(config: Config) -> Pool:
+    """Where every box of a run comes from. Raises SetupError."""
+    circuit = CircuitOptions(
+        threshold=config.sandbox.breaker_failures,
+        window_s=config.sandbox.breaker_window_s,
+        cooldown_s=config.sandbox.breaker_cooldown_s,
+    )
+    options = PoolOptions(
+        permits=config.sandbox.permits,
+        warm=config.sandbox.warm,
+        boot_tries=config.sandbox.boot_tries,
+        boot_timeout_s=config.sandbox.boot_timeout_s,
+        circuit=circuit,
+    )
+    return Pool([LocalBackend(config.sandbox.mode)], options)
+
+
 def make_harness(config: Config, backend: SandboxBackend) -> Harness:
     """The configured agent, installed when it is missing. Raises SetupError."""
     if config.harness.agent == "script":
@@ -122,10 +141,11 @@ async def open_agents(config: Config, family: Family, engine: Engine, sockets: P
 @asynccontextmanager
 async def open_crew(config: Config, gateway: Listening, sockets: Path) -> AsyncIterator[Crew]:
     """The workers of a gateway that there is, each on a socket of its own below `sockets`."""
-    backend = LocalBackend(config.sandbox.mode)
-    harness = make_harness(config, backend)
+    pool = make_pool(config)
+    harness = make_harness(config, pool)
     size = config.harness.workers
     async with AsyncExitStack() as stack:
+        backend = await stack.enter_async_context(pool)
         paths = [sockets / f"g{i}" for i in range(size)]
         for path in paths:
             await stack.enter_async_context(gateway.listen_unix(path))

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 from whet.errors import SandboxError
+from whet.sandbox.circuit import Circuit, CircuitOptions
 
 
 class Breaker:
-    """Counts consecutive infrastructure failures; a success resets the count."""
+    """A circuit over the attempts of a run that is not tried again: once open, the run ends."""
 
     def __init__(self, limit: int = 20) -> None:
-        self._limit, self._failures = limit, 0
+        self._circuit = Circuit(CircuitOptions(threshold=limit, window_s=math.inf))
 
     def record(self, failed: bool, cause: str) -> None:
         """Raises SandboxError naming the last cause when `limit` attempts in a row have failed."""
-        self._failures = self._failures + 1 if failed else 0
-        if self._failures >= self._limit:
-            raise SandboxError(f"{self._failures} attempts in a row failed; the last: {cause}")
+        if not failed:
+            self._circuit.succeed()
+            return
+        self._circuit.fail(cause)
+        if self._circuit.state == "open":
+            count = self._circuit.failures
+            raise SandboxError(f"{count} attempts in a row failed; the last: {self._circuit.cause}")

@@ -127,6 +127,20 @@ class SandboxTable(Table):
     """Sandbox backend."""
     mode: Literal["auto", "bubblewrap", "namespaces"] = "auto"
     """How the local backend isolates; auto = bubblewrap, else namespaces."""
+    permits: Count = 128
+    """Boxes at once: agents', grading and spare ones."""
+    warm: CountOrZero = 1
+    """Spare boxes kept ready of a plain spec that is asked for again and again, as grading does."""
+    boot_tries: Count = 3
+    """Tries to start a box before the attempt fails."""
+    boot_timeout_s: Seconds = 120.0
+    """Of one try, image download included."""
+    breaker_failures: Count = 5
+    """Failed starts within the window after which a backend is left alone for a while."""
+    breaker_window_s: Seconds = 60.0
+    """Length of the window."""
+    breaker_cooldown_s: Seconds = 30.0
+    """How long it is first left alone; doubled by each trial that fails."""
 
 
 class HarnessTable(Table):

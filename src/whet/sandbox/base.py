@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, runtime_checkable
 
 from whet.types import WORKDIR, Tree
 
@@ -169,3 +169,11 @@ class SandboxBackend(Protocol):
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         """Raises PolicyUnsupported or SandboxStartError."""
+
+
+@runtime_checkable
+class Reaps(Protocol):
+    """A backend whose boxes can outlive the process that made them. The others' die with it."""
+
+    async def reap(self) -> int:
+        """Remove every box whose owner (sandbox/owner.py) is gone; how many there were."""

@@ -1,0 +1,298 @@
+"""The pool: one backend made of several, that bounds, prepares and retries boxes and avoids what is broken.
+
+    create(spec) -> permit -> spare of the same spec, else boot: the next sound backend, some tries
+    a circuit opens -> in the background: cool down, reap, boot a plain box -> it closes, or cools for longer
+
+Everything that runs boxes gets them here. Which failures count against a backend: boxes that do not start,
+and calls given up on; never the loss of a live box, which what ran in it can bring about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self
+
+from whet.errors import ImageMissing, PolicyUnsupported, SandboxError, SandboxStartError
+from whet.sandbox.base import Capability, Reaps, Sandbox, SandboxBackend, SandboxSpec
+from whet.sandbox.circuit import Circuit, CircuitOptions
+from whet.sandbox.pool_box import PooledSandbox
+
+log = logging.getLogger(__name__)
+
+ASKED_FOR: frozenset[Capability] = frozenset(
+    {"network_none", "gateway_only", "allowlist", "images", "resource_limits"}
+)
+"""Capabilities that a spec can ask for: one backend that has them is enough."""
+REMEMBERED = 16
+"""Specs whose repetition is noticed."""
+ALIVE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOptions:
+    """How a pool treats its backends."""
+
+    permits: int = 128
+    """Boxes at once, spare ones included."""
+    warm: int = 1
+    """Spare boxes kept ready of specs that are asked for again and again; see `Pool.create`."""
+    boot_tries: int = 3
+    boot_timeout_s: float = 120.0
+    """Of one try."""
+    pause_s: float = 0.5
+    """Before the second try; each further pause is twice as long."""
+    down_s: float = 30.0
+    """How long a box is waited for when every backend is down, before the best of them is tried anyway."""
+    circuit: CircuitOptions = field(default_factory=CircuitOptions)
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One backend of a pool."""
+
+    backend: SandboxBackend
+    circuit: Circuit
+    recovery: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spare:
+    spec: SandboxSpec
+    box: Sandbox
+    member: Member
+
+
+class Pool:
+    """Implements whet.sandbox.base.SandboxBackend over others; an async context manager."""
+
+    def __init__(self, backends: Sequence[SandboxBackend], options: PoolOptions | None = None) -> None:
+        self._options = options or PoolOptions()
+        self.members = [Member(backend=each, circuit=Circuit(self._options.circuit)) for each in backends]
+        self._turn = 0
+        self._permits = asyncio.Semaphore(self._options.permits)
+        self._spares: list[_Spare] = []
+        self._seen: list[SandboxSpec] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        """Set, and replaced, whenever a circuit closes."""
+        self._closed = False
+        self.live = 0
+        """Boxes handed out and not closed."""
+        self.reaped = 0
+        """Boxes of dead owners that were found at the start or during a recovery."""
+
+    @property
+    def name(self) -> str:
+        return "+".join(member.backend.name for member in self.members)
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What a spec can ask for, if one backend has it; what holds for every box, if all have it."""
+        each = [member.backend.capabilities for member in self.members]
+        return (frozenset.union(*each) & ASKED_FOR) | frozenset.intersection(*each)
+
+    async def create(self, spec: SandboxSpec) -> PooledSandbox:
+        """A box; waits for a permit. Of a spec with neither network nor files that was asked for before, a
+        spare is kept ready. Raises PolicyUnsupported, SandboxStartError."""
+        if self._closed:
+            raise SandboxStartError("the pool of boxes is closed")
+        spare = await self._take_spare(spec)
+        if spare is None:
+            if self._permits.locked() and self._spares:
+                await self._discard(self._spares.pop(0))
+            await self._permits.acquire()
+            try:
+                member, box = await self._boot(spec)
+            except BaseException:
+                self._permits.release()
+                raise
+        else:
+            member, box = spare.member, spare.box
+        self._foresee(spec)
+        self.live += 1
+        return PooledSandbox(box, self._gave_back, lambda cause: self._count(member, cause))
+
+    def _gave_back(self) -> None:
+        self.live -= 1
+        self._permits.release()
+
+    async def _boot(self, spec: SandboxSpec) -> tuple[Member, Sandbox]:
+        fit = list(self.members)
+        until = time.monotonic() + self._options.down_s
+        tried = 0
+        while True:
+            member = await self._choose(fit, until)
+            try:
+                return member, await self._start(member, spec)
+            except PolicyUnsupported:
+                fit.remove(member)
+                if not fit:
+                    raise
+            except ImageMissing:
+                raise
+            except SandboxError as error:
+                self._count(member, str(error))
+                tried += 1
+                log.warning("boot backend=%s tried=%d cause=%s", member.backend.name, tried, error)
+                if tried >= self._options.boot_tries:
+                    raise
+                await asyncio.sleep(self._options.pause_s * 2 ** (tried - 1))
+
+    async def _start(self, member: Member, spec: SandboxSpec) -> Sandbox:
+        limit = self._options.boot_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                box = await member.backend.create(spec)
+        except TimeoutError as error:
+            raise SandboxStartError(
+                f"{member.backend.name}: a box was not ready within {limit:g} s"
+            ) from error
+        if member.circuit.state != "closed":
+            self._recovered(member)
+        member.circuit.succeed()
+        return box
+
+    async def _choose(self, fit: Sequence[Member], until: float) -> Member:
+        """The next backend that is not known to be broken. When all are, wait until one recovers or `until`,
+        then take the one whose cool-down ends first: to be refused is worse than to fail."""
+        while True:
+            sound = [member for member in fit if member.circuit.state == "closed"]
+            if sound:
+                self._turn += 1
+                return sound[self._turn % len(sound)]
+            left = until - time.monotonic()
+            if left <= 0:
+                return min(fit, key=lambda member: member.circuit.cooled_in_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
+
+    def _count(self, member: Member, cause: str) -> None:
+        member.circuit.fail(cause)
+        if member.circuit.state == "open" and member.recovery is None and not self._closed:
+            wait = member.circuit.cooled_in_s
+            log.error("down backend=%s for_s=%.1f cause=%s", member.backend.name, wait, cause)
+            member.recovery = self._background(self._recover(member))
+
+    def _recovered(self, member: Member) -> None:
+        log.warning("up backend=%s", member.backend.name)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _recover(self, member: Member) -> None:
+        """Until the circuit is closed: cool down, remove leaked boxes, boot a plain one."""
+        try:
+            while member.circuit.state != "closed":
+                await asyncio.sleep(member.circuit.cooled_in_s)
+                if not member.circuit.try_again():
+                    continue
+                try:
+                    await self._reap(member)
+                    box = await self._start(member, SandboxSpec(label="probe"))
+                except PolicyUnsupported:  # it answered
+                    self._recovered(member)
+                    member.circuit.succeed()
+                except SandboxError as error:
+                    member.circuit.fail(str(error))
+                    wait = member.circuit.cooled_in_s
+                    log.error("still_down backend=%s for_s=%.1f cause=%s", member.backend.name, wait, error)
+                else:
+                    await box.close()
+        finally:
+            member.recovery = None
+
+    async def _reap(self, member: Member) -> None:
+        if isinstance(member.backend, Reaps):
+            found = await member.backend.reap()
+            self.reaped += found
+            if found:
+                log.warning("reaped backend=%s boxes=%d", member.backend.name, found)
+
+    async def _take_spare(self, spec: SandboxSpec) -> _Spare | None:
+        """A spare that is still alive: a box found dead later would be held against what ran in it."""
+        wanted = replace(spec, label="")
+        while match := next((spare for spare in self._spares if spare.spec == wanted), None):
+            self._spares.remove(match)
+            alive = False
+            try:
+                with contextlib.suppress(SandboxError):
+                    alive = (await match.box.exec(["true"], timeout_s=ALIVE_S)).exit_code == 0
+            finally:
+                if not alive:
+                    await self._discard(match)
+            if alive:
+                return match
+        return None
+
+    def _foresee(self, spec: SandboxSpec) -> None:
+        """Boot a spare in the background for a spec that comes again."""
+        if spec.network != "none" or spec.files or not self._options.warm:
+            return
+        wanted = replace(spec, label="")
+        known = wanted in self._seen
+        if known:
+            self._seen.remove(wanted)
+            self._background(self._refill(wanted))
+        self._seen = [*self._seen[1 - REMEMBERED :], wanted]
+
+    async def _refill(self, spec: SandboxSpec) -> None:
+        if self._permits.locked() or sum(s.spec == spec for s in self._spares) >= self._options.warm:
+            return
+        await self._permits.acquire()
+        try:
+            member, box = await self._boot(replace(spec, label="spare"))
+        except SandboxError:  # told and counted by _boot; whoever needs the box tries again
+            self._permits.release()
+            return
+        except BaseException:
+            self._permits.release()
+            raise
+        self._spares.append(_Spare(spec=spec, box=box, member=member))
+        # Whoever waits for a permit comes before any spare.
+        while len(self._spares) > self._options.warm or (self._permits.locked() and self._spares):
+            await self._discard(self._spares.pop(0))
+
+    async def _discard(self, spare: _Spare) -> None:
+        try:
+            await spare.box.close()
+        finally:
+            self._permits.release()
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def __aenter__(self) -> Self:
+        """Removes what owners that were killed have left. A backend that is down says so when it is used."""
+        for member in self.members:
+            try:
+                async with asyncio.timeout(self._options.boot_timeout_s):
+                    await self._reap(member)
+            except (SandboxError, TimeoutError) as error:
+                log.warning("reap backend=%s cause=%s", member.backend.name, error)
+        return self
+
+    async def close(self) -> None:
+        """Ends background work and spare boxes; boxes handed out end when they are closed."""
+        self._closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._spares:
+            await self._discard(self._spares.pop())
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from whet.errors import SandboxTransient
-from whet.sandbox.base import ExecResult, Process, Sandbox
+from whet.sandbox.base import ExecResult, Owner, Process, Sandbox
 from whet.types import Tree
 
 log = logging.getLogger(__name__)
@@ -70,8 +70,14 @@ class PooledSandbox:
     async def put(self, path: str, content: bytes, *, executable: bool = False) -> None:
         await self._again("put", lambda: self._inner.put(path, content, executable=executable))
 
-    async def put_tree(self, files: Tree) -> None:
-        await self._again("put_tree", lambda: self._inner.put_tree(files))
+    async def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
+        return await self._again("get", lambda: self._inner.get(path, max_bytes=max_bytes))
+
+    async def put_tree(self, files: Tree, *, owner: Owner = "box") -> None:
+        await self._again("put_tree", lambda: self._inner.put_tree(files, owner=owner))
+
+    async def lay(self, files: Tree, *, remove: Sequence[str] = (), owner: Owner = "box") -> None:
+        await self._again("lay", lambda: self._inner.lay(files, remove=remove, owner=owner))
 
     async def get_tree(self, *, max_bytes: int = 64 << 20, max_files: int = 10_000) -> Tree:
         return await self._again(

@@ -1,0 +1,273 @@
+"""The pool over fake backends: permits, spares, retries, circuits and the choice between backends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from whet.errors import (
+    ImageMissing,
+    PolicyUnsupported,
+    SandboxError,
+    SandboxLost,
+    SandboxStartError,
+    SandboxTransient,
+)
+from whet.sandbox.base import SandboxSpec
+from whet.sandbox.circuit import CircuitOptions
+from whet.sandbox.pool import Pool, PoolOptions
+from whet.testing.fake_sandbox import FakeBackend
+from whet.types import FileEntry
+
+PLAIN = SandboxSpec()
+
+
+def options(**more: float) -> PoolOptions:
+    circuit = CircuitOptions(threshold=3, window_s=60, cooldown_s=more.pop("cooldown_s", 0.01))
+    known = {"permits": 4, "warm": 0, "boot_tries": 3, "pause_s": 0.0, "down_s": 5.0}
+    return PoolOptions(circuit=circuit, **{**known, **more})
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not true():  # noqa: ASYNC110 - what is awaited has no event
+            await asyncio.sleep(0.002)
+
+
+class Reaping(FakeBackend):
+    leaked = 0
+
+    async def reap(self) -> int:
+        found, self.leaked = self.leaked, 0
+        return found
+
+
+async def test_a_permit_is_held_until_the_box_is_closed() -> None:
+    backend = FakeBackend()
+    async with Pool([backend], options(permits=2)) as pool:
+        first, second = await pool.create(PLAIN), await pool.create(PLAIN)
+        third = asyncio.ensure_future(pool.create(PLAIN))
+        await asyncio.sleep(0.01)
+        assert len(backend.boxes) == 2
+        await first.close()
+        await first.close()
+        box = await asyncio.wait_for(third, 5)
+        fourth = asyncio.ensure_future(pool.create(PLAIN))
+        await asyncio.sleep(0.01)
+        assert not fourth.done(), "closing twice gave two permits"
+        await box.close()
+        await second.close()
+        await (await fourth).close()
+        assert pool.live == 0
+
+
+async def test_a_start_that_fails_is_tried_again_boundedly() -> None:
+    backend = FakeBackend()
+    backend.boot_errors = [SandboxStartError("one"), SandboxLost("two"), None]
+    async with Pool([backend], options()) as pool:
+        async with await pool.create(PLAIN):
+            assert len(backend.asked) == 3
+        backend.boot_errors = [SandboxStartError(str(n)) for n in range(9)]
+        with pytest.raises(SandboxStartError, match="^2$"):
+            await pool.create(PLAIN)
+        assert len(backend.boot_errors) == 6
+        backend.boot_errors = []
+        boxes = [await pool.create(PLAIN) for _ in range(4)]
+        assert len(boxes) == 4, "the failed start kept its permit"
+
+
+@pytest.mark.parametrize("error", [PolicyUnsupported("no"), ImageMissing("no such image")])
+async def test_what_no_try_can_help_is_raised_at_once_and_blames_nobody(error: SandboxError) -> None:
+    backend = FakeBackend()
+    async with Pool([backend], options()) as pool:
+        for _ in range(10):
+            backend.boot_errors = [error]
+            with pytest.raises(type(error)):
+                await pool.create(PLAIN)
+        assert len(backend.asked) == 10
+        assert pool.members[0].circuit.failures == 0
+
+
+async def test_a_hanging_start_ends_at_its_limit() -> None:
+    backend = FakeBackend()
+    backend.boot_s = 60
+    async with Pool([backend], options(boot_timeout_s=0.01, boot_tries=2)) as pool:
+        with pytest.raises(SandboxStartError, match=r"fake: a box was not ready within 0\.01 s"):
+            await pool.create(PLAIN)
+
+
+async def test_only_idempotent_calls_are_made_again() -> None:
+    backend = FakeBackend()
+    async with Pool([backend], options()) as pool, await pool.create(PLAIN) as box:
+        backend.call_errors = [SandboxTransient("reset"), SandboxTransient("reset")]
+        await box.put(f"{box.workdir}/a", b"x")
+        assert (await box.get_tree())["a"].content == b"x"
+        backend.call_errors = [SandboxError("broken"), None]
+        with pytest.raises(SandboxError, match="broken"):
+            await box.put_tree({"b": FileEntry(content=b"")})
+        assert backend.call_errors == [None]
+        backend.call_errors = [SandboxTransient("reset")] * 9
+        with pytest.raises(SandboxTransient):
+            await box.kill_all()
+        assert len(backend.call_errors) == 6
+        assert pool.members[0].circuit.failures == 1
+        backend.call_errors = []
+        runs = 0
+
+        async def stumbling(run: object) -> int:
+            nonlocal runs
+            runs += 1
+            raise SandboxTransient("reset")
+
+        backend.programs["stumble"] = stumbling
+        with pytest.raises(SandboxTransient):
+            await box.exec(["stumble"], timeout_s=5)
+        assert runs == 1
+
+
+async def test_a_box_lost_to_what_ran_in_it_is_no_mark_against_the_backend() -> None:
+    backend = FakeBackend()
+    async with Pool([backend], options()) as pool:
+        for _ in range(5):
+            async with await pool.create(PLAIN) as box:
+                await backend.boxes[-1].lose()
+                with pytest.raises(SandboxLost):
+                    await box.get_tree()
+        assert pool.members[0].circuit.state == "closed"
+        assert pool.members[0].circuit.failures == 0
+
+
+async def test_a_broken_backend_is_left_alone_until_its_probe_succeeds() -> None:
+    good, bad = FakeBackend(name="good"), Reaping(name="bad")
+    bad.boot_errors = [SandboxStartError("daemon gone")] * 5
+    async with Pool([good, bad], options(boot_tries=9)) as pool:
+        boxes = [await pool.create(PLAIN) for _ in range(4)]
+        assert len(good.open) == 4
+        circuit = pool.members[1].circuit
+        while len(bad.boot_errors) > 2:
+            for box in boxes:
+                await box.close()
+            boxes = [await pool.create(PLAIN) for _ in range(4)]
+        assert circuit.trips >= 1
+        bad.leaked = 3
+        # Two trials of the five errors are left: the cool-down doubles, then the third works.
+        await until(lambda: circuit.state == "closed")
+        assert circuit.trips == 3
+        assert pool.reaped == 3
+        assert bad.open == []
+        for box in boxes:
+            await box.close()
+        boxes = [await pool.create(PLAIN) for _ in range(4)]
+        assert (len(good.open), len(bad.open)) == (2, 2)
+        for box in boxes:
+            await box.close()
+
+
+async def test_when_all_are_down_a_box_waits_for_the_first_to_recover() -> None:
+    backend = FakeBackend()
+    backend.boot_errors = [SandboxStartError("down")] * 4
+    async with Pool([backend], options(boot_tries=4)) as pool:
+        async with await pool.create(PLAIN):
+            assert pool.members[0].circuit.state == "closed"
+        # Three failed starts, one failed trial; then the trial that worked, then the box.
+        assert [spec.label for spec in backend.asked] == ["", "", "", "probe", "probe", ""]
+
+
+async def test_when_all_stay_down_the_best_is_tried_and_the_cause_told() -> None:
+    backend = FakeBackend()
+    backend.boot_errors = [SandboxStartError("down")] * 100
+    async with Pool([backend], options(boot_tries=4, cooldown_s=60, down_s=0.01)) as pool:
+        with pytest.raises(SandboxStartError, match="^down$"):
+            await pool.create(PLAIN)
+        with pytest.raises(SandboxStartError, match="^down$"):
+            await pool.create(PLAIN)
+        assert pool.members[0].circuit.state == "open"
+        backend.boot_errors = []
+        await (await pool.create(PLAIN)).close()
+        assert pool.members[0].circuit.state == "closed"
+
+
+async def test_a_spec_goes_to_a_backend_that_offers_it() -> None:
+    plain = FakeBackend(name="plain", capabilities=frozenset({"network_none", "syscall_filter"}))
+    images = FakeBackend(name="images", capabilities=frozenset({"network_none", "images"}))
+    async with Pool([plain, images], options()) as pool:
+        assert pool.capabilities == {"network_none", "images"}
+        assert pool.name == "plain+images"
+        for _ in range(3):
+            async with await pool.create(SandboxSpec(image="python:3.12")):
+                assert len(images.open) == 1
+        with pytest.raises(PolicyUnsupported):
+            await pool.create(SandboxSpec(network="public"))
+
+
+async def test_a_spec_that_comes_again_finds_a_box_ready() -> None:
+    backend = FakeBackend()
+    async with Pool([backend], options(warm=1)) as pool:
+        for number in range(2):
+            await (await pool.create(SandboxSpec(label=f"grade/{number}"))).close()
+        await until(lambda: len(backend.boxes) == 3)
+        async with await pool.create(SandboxSpec(label="grade/2")) as box:
+            await box.put(f"{box.workdir}/mine", b"")
+            assert backend.boxes[2].files, "the spare was not used"
+            await until(lambda: len(backend.boxes) == 4)
+        # Another spec is another box; one with files or a way out is never kept ready.
+        await (await pool.create(SandboxSpec(max_processes=3))).close()
+        assert backend.boxes[-1].spec.max_processes == 3
+        filled = SandboxSpec(files={"a": FileEntry(content=b"")})
+        for _ in range(3):
+            await (await pool.create(filled)).close()
+        await asyncio.sleep(0.01)
+        assert len(backend.open) == 1
+    assert backend.open == []
+
+
+async def test_a_spare_that_died_is_not_given_out() -> None:
+    backend = FakeBackend()
+    async with Pool([backend], options(warm=1)) as pool:
+        for _ in range(2):
+            await (await pool.create(PLAIN)).close()
+        await until(lambda: len(backend.open) == 1)
+        await backend.open[0].lose()
+        async with await pool.create(PLAIN) as box:
+            assert (await box.exec(["echo", "alive"], timeout_s=5)).stdout == b"alive\n"
+        assert pool.live == 0
+
+
+async def test_spares_give_way_to_whoever_waits_for_a_permit() -> None:
+    backend = FakeBackend()
+    async with Pool([backend], options(warm=1, permits=2)) as pool:
+        for _ in range(2):
+            await (await pool.create(PLAIN)).close()
+        await until(lambda: len(backend.open) == 1)
+        other = SandboxSpec(max_processes=3)
+        async with await pool.create(other), await pool.create(other):
+            assert pool.live == 2
+
+
+async def test_a_cancelled_start_gives_its_permit_back() -> None:
+    backend = FakeBackend()
+    backend.boot_s = 60
+    async with Pool([backend], options(permits=1)) as pool:
+        waiting = asyncio.ensure_future(pool.create(PLAIN))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        backend.boot_s = 0
+        async with asyncio.timeout(5):
+            await (await pool.create(PLAIN)).close()
+
+
+async def test_leaked_boxes_are_reaped_at_the_start_and_a_dead_daemon_is_no_reason_to_fail() -> None:
+    class Down(FakeBackend):
+        async def reap(self) -> int:
+            raise SandboxError("no daemon")
+
+    leaky = Reaping()
+    leaky.leaked = 7
+    async with Pool([leaky, Down()], options()) as pool:
+        assert pool.reaped == 7
+    with pytest.raises(SandboxStartError, match="closed"):
+        await pool.create(PLAIN)

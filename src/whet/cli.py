@@ -1,4 +1,4 @@
-"""The verbs: demo, train, serve, recover, replay, bench, show, conformance, doctor.
+"""The verbs: demo, train, serve, recover, replay, bench, show, conformance, attack, doctor.
 
 Every failure a person can meet is one line on stderr beginning `whet:`. Exit codes: 0 done, 1 failed,
 2 wrong command line or configuration, 130 stopped by Ctrl-C (resumable). Each verb imports what it needs at
@@ -277,6 +277,13 @@ def _conformance(options: argparse.Namespace) -> int:
     return 0 if passed else EXIT_FAILED
 
 
+def _attack(options: argparse.Namespace) -> int:
+    from whet.attack.command import run
+
+    held = run(runner=options.runner, only=options.only, json=options.json, markdown=options.markdown)
+    return 0 if held else EXIT_FAILED
+
+
 def _recover(options: argparse.Namespace) -> int:
     from whet.serve.run import recover_run
 
@@ -346,6 +353,7 @@ def _parser() -> argparse.ArgumentParser:
     conformance.add_argument("--json", action="store_true", help="print the result as JSON, last on stdout")
     conformance.add_argument("--record", type=Path, metavar="DIR", help="keep what went over the wire here")
     conformance.set_defaults(verb=_conformance)
+    _add_attack(verbs)
     doctor = verbs.add_parser("doctor", help="say what this machine has of what whet needs")
     doctor.set_defaults(verb=_doctor)
     return parser
@@ -385,6 +393,17 @@ def _add_recover(verbs: Any) -> None:
     recover = verbs.add_parser("recover", help="export the sessions that a killed `whet serve` held")
     recover.add_argument("run", type=Path, metavar="RUN", help="its run directory")
     recover.set_defaults(verb=_recover)
+
+
+def _add_attack(verbs: Any) -> None:
+    attack = verbs.add_parser(
+        "attack", help="try to cheat the grader in fifty ways, each with an honest twin"
+    )
+    attack.add_argument("--runner", default="", metavar="A,B", help="grading runners; without it: all")
+    attack.add_argument("--only", default="", metavar="N,M-K", help="attacks by number; without it: all")
+    attack.add_argument("--json", action="store_true", help="print the result as JSON, last on stdout")
+    attack.add_argument("--markdown", action="store_true", help="print what each cell must be, and stop")
+    attack.set_defaults(verb=_attack)
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:

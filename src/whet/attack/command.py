@@ -1,0 +1,92 @@
+"""The verb: the attacks, a table of their cells, the JSON line, and what is not as required in words."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from whet.attack.lab import NAIVE_WORK_BYTES, Cell
+from whet.attack.matrix import ATTACKS, RESIDUAL, as_markdown, required, runners
+from whet.attack.model import Attack
+from whet.attack.run import Report, run_matrix
+from whet.errors import ConfigError
+from whet.sandbox.local import LocalBackend
+from whet.stop import run_interruptible
+
+WIDTH = 150
+"""Of the table where it goes to no terminal."""
+
+
+def chosen_attacks(text: str) -> tuple[Attack, ...]:
+    """Attacks from `1,4,10-12`; all of them from an empty text. Raises ConfigError."""
+    wanted: set[int] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
+        if found is None:
+            raise ConfigError(f"--only takes numbers of attacks, like 1,4,10-12; got {part!r}")
+        wanted |= set(range(int(found[1]), int(found[2] or found[1]) + 1))
+    unknown = sorted(wanted - {attack.id for attack in ATTACKS})
+    if unknown:
+        raise ConfigError(f"no attack {unknown[0]}; there are 1 to {len(ATTACKS)}")
+    return tuple(attack for attack in ATTACKS if not wanted or attack.id in wanted)
+
+
+def chosen_runners(text: str) -> tuple[str, ...]:
+    """Runners from `a,b`; all of them from an empty text. Raises ConfigError."""
+    known = runners()
+    names = [name.strip() for name in text.split(",") if name.strip()] or list(known)
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise ConfigError(f"no runner {unknown[0]} in the matrix; there are: {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
+
+
+def run(*, runner: str, only: str, json: bool, markdown: bool) -> bool:
+    """True when every cell is as required. Raises ConfigError and SetupError."""
+    if markdown:
+        print(as_markdown(), end="")
+        return True
+    attacks, names = chosen_attacks(only), chosen_runners(runner)
+    shown = sys.stderr if json else sys.stdout
+    backend, careless = LocalBackend(), LocalBackend(work_bytes=NAIVE_WORK_BYTES)
+    report = run_interruptible(run_matrix(attacks, names, backend, careless, _tell))
+    print_report(report, attacks, names, Console(file=shown, width=None if shown.isatty() else WIDTH))
+    if json:
+        print(orjson.dumps(report.as_json()).decode())
+    return not report.failures
+
+
+def _tell(cell: Cell) -> None:
+    print(f"{cell.runner} {cell.id} {'FAILED' if cell.failures else 'ok'}", file=sys.stderr)
+
+
+def print_report(report: Report, attacks: Sequence[Attack], names: Sequence[str], console: Console) -> None:
+    """What each cell came to; a residual one says so beside what the cheat got."""
+    found = {(cell.id, cell.runner): cell for cell in report.cells}
+    table = Table("#", "attack", *names, "twins", box=None, pad_edge=False)
+    for attack in attacks:
+        cells = [found[attack.id, name] for name in names if (attack.id, name) in found]
+        twins = f"{sum(cell.twins_ok for cell in cells)}/{sum(cell.twins for cell in cells)}"
+        table.add_row(str(attack.id), attack.title, *(_word(attack, cell) for cell in cells), twins)
+    console.print(table)
+    for name in names:
+        for number, reason in RESIDUAL[name].items():
+            if any(attack.id == number for attack in attacks):
+                console.print(f"{name} {number} is residual: {reason}", markup=False, highlight=False)
+    for failure in report.failures:
+        line = f"{failure.runner} {failure.id}: expected {failure.expected}; got {failure.got}"
+        console.print(line, markup=False, highlight=False)
+    counts = report.as_json()
+    summary = f"{counts['defeated']} of {counts['attacks']} attacks defeated, "
+    console.print(summary + f"{counts['twins_ok']} of {counts['twins']} honest twins keep their reward")
+
+
+def _word(attack: Attack, cell: Cell) -> str:
+    if cell.residual:
+        return f"residual ({cell.got})"
+    return f"FAILED {cell.got[:40]}" if cell.failures else required(attack, cell.runner)

@@ -1,0 +1,68 @@
+"""Every attack, and what each cell of attack x runner must be. docs/attacks.md is made from here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from whet.attack.by_files import FILES_ATTACKS
+from whet.attack.by_leaks import LEAKS
+from whet.attack.by_life import LIFE
+from whet.attack.by_tests import TESTS
+from whet.attack.by_verdict import VERDICT
+from whet.attack.model import Attack
+from whet.attack.subject import RUNNERS
+from whet.types import Outcome
+
+ATTACKS: tuple[Attack, ...] = (*TESTS, *VERDICT, *FILES_ATTACKS, *LEAKS, *LIFE)
+
+_PROCESS = "the tests and the candidate share a process"
+_BOX = "the tests are in the candidate's box"
+RESIDUAL: Mapping[str, Mapping[int, str]] = {
+    "json_io": {},
+    "pytest": {
+        16: f"{_PROCESS}: expected values are in the frames that call it",
+        17: f"{_BOX} while they run: what they say can be read and hard-coded",
+        19: f"{_PROCESS}: it can see that pytest runs",
+    },
+}
+"""Runner -> attack -> why a determined candidate may win there. Shown, never hidden."""
+
+_WORDS = {
+    Outcome.UNRESOLVED: "R0",
+    Outcome.TAMPERED: "TAMPER",
+    Outcome.REFUSED: "REFUSED",
+    Outcome.TEST_TIMEOUT: "TIMEOUT",
+}
+
+
+def runners() -> tuple[str, ...]:
+    """Those that the grader has, in the order of the matrix."""
+    from whet.grade.clean import RUNNERS as KNOWN
+
+    return tuple(name for name in RUNNERS if name in KNOWN and name in RESIDUAL)
+
+
+def required(attack: Attack, runner: str) -> str:
+    """The cell in words: outcomes by variant, each once, or residual."""
+    if attack.id in RESIDUAL[runner]:
+        return "residual"
+    if attack.play is not None:
+        return "SAFE" if attack.id != 50 else "TAMPER"
+    said = ("/".join(_WORDS[outcome] for outcome in v.allowed(runner)) for v in attack.variants)
+    return ", ".join(dict.fromkeys(said))
+
+
+def as_markdown() -> str:
+    """The matrix as a table, and the reasons of its residual cells."""
+    names = runners()
+    lines = ["| # | attack | asked for | " + " | ".join(names) + " | fools |"]
+    lines.append("|" + "---|" * (len(names) + 4))
+    for attack in ATTACKS:
+        fooled = ", ".join(dict.fromkeys(v.naive for v in attack.variants if v.naive is not None))
+        cells = [required(attack, name) for name in names]
+        row = [str(attack.id), attack.title, attack.expect, *cells, fooled or "its careless counterpart"]
+        lines.append("| " + " | ".join(row) + " |")
+    lines.append("")
+    for name in names:
+        lines += [f"- {name}, {number}: {reason}." for number, reason in RESIDUAL[name].items()]
+    return "\n".join(lines) + "\n"

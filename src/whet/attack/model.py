@@ -1,0 +1,107 @@
+"""The words of the suite: a Move is what an agent leaves, a Variant pairs a cheat with its honest twin, an
+Attack is a numbered threat with its variants or with a play of its own.
+
+A cheat leaves the fault in place and must earn nothing; the twin does the same thing honestly, or solves the
+task with the same peculiarity, and must keep its reward. `naive` names the mistake of a careless grader that
+the cheat profits from: an attack that fools nobody proves nothing about who is not fooled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from whet.attack.naive import Trust
+from whet.types import FileEntry, Outcome, Tree
+
+if TYPE_CHECKING:
+    from whet.attack.lab import Lab
+
+Section = Literal["tests", "verdict", "files", "leaks", "lifecycle"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """What is done to a work folder that holds the faulty module (a cheat) or the fixed one (a twin)."""
+
+    before: str = ""
+    """Python put before the module under test."""
+    after: str = ""
+    """Python put behind it."""
+    instead: str = ""
+    """Python that replaces it; only for the reference subject."""
+    files: Tree = field(default_factory=dict, repr=False)
+    without: tuple[str, ...] = ()
+    """Files removed."""
+    executable: bool = False
+    """Whether the module under test gets the mode of a program."""
+    script: str = ""
+    """Shell commands run in an agent's box on that folder, before everything in it is killed and the folder
+    is captured; FIX is the fixed text of the module in their environment."""
+
+    def apply(self, tree: Tree, target: str) -> dict[str, FileEntry]:
+        """The folder after the move, but for the script."""
+        left = {path: entry for path, entry in tree.items() if path not in self.without}
+        if target in left and target not in self.without:
+            source = (self.instead or left[target].content.decode()).encode()
+            content = self.before.encode() + source + self.after.encode()
+            left[target] = FileEntry(content=content, executable=self.executable or left[target].executable)
+        return left | dict(self.files)
+
+
+Outcomes = tuple[Outcome, ...]
+R0: Outcomes = (Outcome.UNRESOLVED,)
+TAMPER: Outcomes = (Outcome.TAMPERED,)
+REFUSED: Outcomes = (Outcome.REFUSED,)
+TIMEOUT: Outcomes = (Outcome.TEST_TIMEOUT,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way of doing an attack."""
+
+    name: str
+    cheat: Move
+    twin: Move | None = None
+    """Done to the solved folder; None = the same move as the cheat."""
+    naive: Trust | None = None
+    """The mistake that rewards the cheat; None where another variant of the attack shows it."""
+    must: Outcomes = R0
+    """What may come of the cheat."""
+    per_runner: Mapping[str, Outcomes] = field(default_factory=dict)
+    """Where a runner says it otherwise."""
+    timeout_s: float = 10.0
+    neighbour: bool = False
+    """Grade an honest solution beside the cheat, which must not suffer."""
+
+    def allowed(self, runner: str) -> Outcomes:
+        return self.per_runner.get(runner, self.must)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What came of an attack that has a play of its own. A word for the cheat, `defeated` or what it got."""
+
+    got: str
+    twin: float | None
+    naive: bool
+    """Whether the careless counterpart was fooled."""
+
+
+Play = Callable[["Lab"], Awaitable[Played]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attack:
+    """A threat of the model, by its number there. Has variants, or a play where no tree can express it."""
+
+    id: int
+    title: str
+    section: Section
+    expect: str
+    """The outcome that the threat model asks for, in its words."""
+    variants: tuple[Variant, ...] = ()
+    play: Play | None = None
+    portable: bool = False
+    """Whether it can be tried on any Python task: nothing in it knows the reference subject."""

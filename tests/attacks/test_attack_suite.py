@@ -1,0 +1,145 @@
+"""The suite itself: its attacks are real, its verdicts can fail, and its table is the one in the docs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from whet.attack.command import chosen_attacks, chosen_runners
+from whet.attack.lab import NAIVE_WORK_BYTES, Lab, try_play, try_variants
+from whet.attack.matrix import ATTACKS, RESIDUAL, as_markdown, runners
+from whet.attack.model import Move, Variant
+from whet.attack.naive import Trust
+from whet.attack.run import Report, run_matrix
+from whet.attack.subject import FAULTY, subject
+from whet.cli import main
+from whet.errors import ConfigError
+from whet.sandbox.local import LocalBackend
+from whet.types import Oracle, Outcome, Task, Tree, Verdict
+
+QUICK = "10,22,28,38,45,50"
+"""One attack of every class."""
+
+
+@pytest.fixture(scope="module")
+def careless() -> LocalBackend:
+    return LocalBackend(work_bytes=NAIVE_WORK_BYTES)
+
+
+def test_there_are_fifty_attacks_in_order_and_each_claims_to_fool_somebody() -> None:
+    assert [attack.id for attack in ATTACKS] == list(range(1, 51))
+    for attack in ATTACKS:
+        assert (attack.play is None) == bool(attack.variants), attack.id
+        assert attack.play or any(variant.naive for variant in attack.variants), attack.id
+
+
+def test_nothing_is_residual_where_the_cases_stay_on_the_host() -> None:
+    assert RESIDUAL["json_io"] == {}
+    for runner in runners():
+        assert set(RESIDUAL[runner]) <= set(range(1, 51))
+        assert all(RESIDUAL[runner].values())
+
+
+SOME: tuple[Trust, ...] = ("exit code", "late reward", "judge")
+
+
+@pytest.mark.parametrize(
+    "trust", [t if t in SOME else pytest.param(t, marks=pytest.mark.full) for t in get_args(Trust)]
+)
+async def test_a_mistake_pays_the_honest_and_not_the_idle(
+    backend: LocalBackend, careless: LocalBackend, trust: Trust
+) -> None:
+    lab = Lab(backend, careless, subject("json_io"))
+    assert await lab.naive_reward(Move(), trust, solved=True) == 1.0
+    assert await lab.naive_reward(Move(), trust) == 0.0
+
+
+@pytest.mark.parametrize("runner", runners())
+async def test_one_attack_of_each_class(backend: LocalBackend, careless: LocalBackend, runner: str) -> None:
+    report = await run_matrix(chosen_attacks(QUICK), (runner,), backend, careless)
+    assert report.failures == ()
+    counts = report.as_json()
+    assert counts["defeated"] == counts["attacks"] == len(QUICK.split(","))
+    assert counts["twins_ok"] == counts["twins"]
+
+
+class Believer:
+    """A grader that takes everybody's word."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+
+    async def grade(self, task: Task, oracle: Oracle, after: Tree) -> Verdict:
+        reward = {Outcome.RESOLVED: 1.0, Outcome.INFRA: None}.get(self.outcome, 0.0)
+        return Verdict(outcome=self.outcome, reward=reward, strength="weak")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "failing"),
+    [(Outcome.RESOLVED, "cheat"), (Outcome.UNRESOLVED, "twin"), (Outcome.INFRA, "cheat and twin")],
+)
+async def test_a_grader_that_errs_fails_the_suite(
+    backend: LocalBackend, careless: LocalBackend, outcome: Outcome, failing: str
+) -> None:
+    lab = Lab(backend, careless, subject("json_io"))
+    lab.grader = Believer(outcome)  # type: ignore[assignment]
+    (attack,) = chosen_attacks("47")
+    cell = await try_variants(lab, attack, "json_io", "")
+    assert [("twin" in failure.expected) for failure in cell.failures] == [
+        "twin" in part for part in failing.split(" and ")
+    ]
+    (leak,) = chosen_attacks("50")
+    played, _ = await try_play(lab, leak, "json_io")
+    assert played.failures
+    assert Report(cells=(cell, played), naive=()).as_json()["defeated"] == 0
+
+
+async def test_a_residual_cell_may_lose_to_the_cheat_but_is_never_masked(
+    backend: LocalBackend, careless: LocalBackend
+) -> None:
+    lab = Lab(backend, careless, subject("json_io"))
+    (attack,) = chosen_attacks("47")
+    lab.grader = Believer(Outcome.RESOLVED)  # type: ignore[assignment]
+    cell = await try_variants(lab, attack, "json_io", "because")
+    assert (cell.failures, cell.defeated) == ((), False)
+    lab.grader = Believer(Outcome.INFRA)  # type: ignore[assignment]
+    assert (await try_variants(lab, attack, "json_io", "because")).failures
+
+
+async def test_a_dummy_is_found(backend: LocalBackend, careless: LocalBackend) -> None:
+    lab = Lab(backend, careless, subject("json_io"))
+    dummy = Variant(name="nothing", naive="exit code", cheat=Move(instead=FAULTY + "# hello\n"))
+    assert dummy.naive is not None
+    assert not await lab.fools(dummy.cheat, dummy.naive)
+
+
+def test_the_command_prints_the_json_line_last(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["attack", "--only", "49,46", "--runner", "json_io", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said == {"attacks": 2, "defeated": 2, "twins": 2, "twins_ok": 2, "failed": []}
+
+
+@pytest.mark.parametrize("text", ["51", "0", "a", "1-", "3-99"])
+def test_an_unknown_attack_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        chosen_attacks(text)
+
+
+def test_an_unknown_runner_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no runner nose"):
+        chosen_runners("nose")
+
+
+def test_the_table_in_the_docs_is_what_the_code_says() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "attacks.md").read_text()
+    assert docs.partition("<!-- matrix -->\n")[2].partition("<!-- end -->")[0] == as_markdown()
+
+
+@pytest.mark.full
+async def test_the_whole_matrix(backend: LocalBackend, careless: LocalBackend) -> None:
+    report = await run_matrix(ATTACKS, runners(), backend, careless)
+    assert report.failures == ()
+    assert report.as_json()["defeated"] == 50

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from whet.errors import SetupError
 from whet.harness.cli_agent import Recipe
-from whet.harness.install import PI_VERSION, cache_folder, find, find_node, find_pi
+from whet.harness.install import PI_VERSION, find, find_node, find_pi
 from whet.harness.known import RECIPES
+from whet.record.scratch import cache_folder
 from whet.sandbox import layout
 from whet.sandbox.advice import advise
 

@@ -29,7 +29,7 @@ from whet.demo.synth import Demonstration
 from whet.demo.vocabulary import CONTROL, build_tokenizer
 from whet.errors import TrainError, first_error
 from whet.harness.base import ModelAccess
-from whet.harness.install import cache_folder
+from whet.record.scratch import cache_folder
 from whet.render.family import Family
 from whet.render.load import load_family
 from whet.tasks.toy import ToyProblem, ToySource

@@ -24,17 +24,19 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from whet.errors import GradeError, PolicyUnsupported, SandboxError, SandboxLost, TaskError, boundary
+from whet.grade.candidate import Candidate
 from whet.grade.diff import Diff, DiffPolicy, apply, compare
 from whet.grade.permits import Permits
 from whet.grade.runners.base import RunLimits, Runner, RunReport
 from whet.grade.runners.json_io import JsonIo
+from whet.grade.runners.pytest import Pytest
 from whet.grade.verdict import make_verdict
 from whet.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec
 from whet.types import Oracle, Outcome, Task, Tree, Verdict, task_hash
 
 log = logging.getLogger(__name__)
 
-RUNNERS: Mapping[str, Runner] = {"json_io": JsonIo()}
+RUNNERS: Mapping[str, Runner] = {"json_io": JsonIo(), "pytest": Pytest()}
 NEEDED: frozenset[Capability] = frozenset({"network_none", "pid_isolation"})
 WALL_PER_CPU = 1.5
 """Wall time of a first run, in CPU limits: what computes all the time meets the CPU limit first."""
@@ -84,7 +86,7 @@ class Grader:
         diff: Diff | None = None
         if found != task.content_hash:
             reason = "the task is not the one that was rolled out"
-            report = RunReport(outcome=Outcome.TAMPERED, passed=0, total=len(oracle.cases), reason=reason)
+            report = RunReport(outcome=Outcome.TAMPERED, passed=0, total=total_of(oracle), reason=reason)
         else:
             diff = compare(task.files, after, DiffPolicy(protected=task.grading.protected))
             report = await self._finding(runner, task, oracle, diff)
@@ -96,6 +98,7 @@ class Grader:
             task_hash=found,
             diff=diff,
             duration_s=time.monotonic() - started,
+            kind=task.grading.reward,
         )
 
     async def validate(self, task: Task, oracle: Oracle, *, repeats: int = 3) -> None:
@@ -119,14 +122,14 @@ class Grader:
                 raise TaskError(f"task {task.id}: the gold fails ({solved.outcome}): {solved.reason}")
 
     async def _finding(self, runner: Runner, task: Task, oracle: Oracle, diff: Diff) -> RunReport:
-        total = len(oracle.cases)
+        total = total_of(oracle)
         if diff.refused:
             return RunReport(outcome=Outcome.REFUSED, passed=0, total=total, reason=diff.refused)
         tree = apply(task.files, diff)
         why = "nothing changed" if diff.empty else runner.hopeless(task, tree)
         if why:
             return RunReport(outcome=Outcome.UNRESOLVED, passed=0, total=total, reason=why)
-        key = (task.content_hash, hashlib.sha256(ascii(oracle.cases).encode()).hexdigest(), diff.digest)
+        key = (task.content_hash, _digest(oracle), diff.digest)
         known = self._known.get(key)
         if known is not None:
             self._known.move_to_end(key)
@@ -163,7 +166,7 @@ class Grader:
             await asyncio.sleep(0.2 * attempt)
             async with nullcontext() if alone else self._permits.one():
                 try:
-                    box = await self._boot(task.id)
+                    box = await self._boot(task.id, runner)
                 except SandboxError as failed:
                     error = failed
                     continue
@@ -172,7 +175,7 @@ class Grader:
                 except (SandboxError, GradeError) as failed:
                     error = failed
                     lost += 1
-        total = len(oracle.cases)
+        total = total_of(oracle)
         if lost == self._config.attempts and await self._control_works(runner, alone=alone):
             reason = f"every box ({lost}) was lost under this change, a control box was not: {error}"
             return RunReport(outcome=Outcome.UNRESOLVED, passed=0, total=total, reason=reason)
@@ -182,18 +185,19 @@ class Grader:
         task, oracle = runner.control()
         async with nullcontext() if alone else self._permits.one():
             try:
-                box = await self._boot(task.id)
+                box = await self._boot(task.id, runner)
                 report = await self._run(box, runner, task, oracle, task.files)
             except (SandboxError, GradeError):
                 return False
         return report.outcome is Outcome.RESOLVED
 
-    async def _boot(self, label: str) -> Sandbox:
+    async def _boot(self, label: str, runner: Runner) -> Sandbox:
         """An empty box: nothing of the agent is in it yet, so that a failure here is the host's.
         Raises SandboxError."""
         limited = "resource_limits" in self._backend.capabilities
         spec = SandboxSpec(
             network="none",
+            binds=runner.needs(),
             memory_bytes=self._config.memory_bytes if limited else None,
             max_processes=self._config.max_processes if limited else None,
             label=f"grade/{label}",
@@ -216,9 +220,10 @@ class Grader:
         )
         try:
             with boundary(SandboxLost, "grade"):
-                async with asyncio.timeout(wall_s + self._config.boot_timeout_s):
-                    await box.put_tree(tree)
-                    return await runner.run(box, task, oracle, limits)
+                count = runner.processes(task, oracle)
+                async with asyncio.timeout(count * wall_s + self._config.boot_timeout_s):
+                    candidate = Candidate(base=task.files, tree=tree)
+                    return await runner.run(box, task, oracle, candidate, limits)
         finally:
             await box.close()
 
@@ -235,6 +240,20 @@ def runner_for(task: Task, oracle: Oracle) -> Runner:
         raise TaskError(f"task {task.id} has no content_hash")
     runner.check(task, oracle)
     return runner
+
+
+def total_of(oracle: Oracle) -> int:
+    tests = oracle.tests
+    required = len(tests.fail_to_pass) + len(tests.pass_to_pass)
+    return len(oracle.cases) + len(tests.checks) + (required or len(tests.expected))
+
+
+def _digest(oracle: Oracle) -> str:
+    """Names what a finding depends on besides task and diff."""
+    tests = oracle.tests
+    files = {path: (entry.executable, entry.content) for path, entry in tests.files.items()}
+    whole = (oracle.cases, tests, sorted(files.items()), tests.patch, tests.script)
+    return hashlib.sha256(ascii(whole).encode()).hexdigest()
 
 
 def _raise_infra(task: Task, report: RunReport) -> None:

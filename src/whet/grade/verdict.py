@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from whet import __version__
 from whet.grade.diff import Diff
 from whet.grade.runners.base import RunReport
-from whet.types import Outcome, Strength, Verdict
+from whet.types import Outcome, RewardKind, Strength, Verdict
+
+GRADER = 2
+"""Raised with every change that can change a verdict."""
 
 MAX_REASON_CHARS = 300
 
 
 def make_verdict(
-    report: RunReport, *, strength: Strength, task_hash: str, diff: Diff | None, duration_s: float
+    report: RunReport,
+    *,
+    strength: Strength,
+    task_hash: str,
+    diff: Diff | None,
+    duration_s: float,
+    kind: RewardKind = "binary",
+    image: str = "",
 ) -> Verdict:
-    """Reward is 1.0 when resolved, None when infra, else 0.0: there is no partial credit."""
+    """Reward is 1.0 when resolved, None when infra, else 0.0; of kind `fraction`, honest failures keep their
+    score."""
     reward = 1.0 if report.outcome is Outcome.RESOLVED else 0.0
+    if kind == "fraction" and report.outcome in (Outcome.UNRESOLVED, Outcome.TEST_TIMEOUT):
+        share = report.passed / report.total if report.total else 0.0
+        reward = share if report.score is None else report.score
     reason = report.reason
     if diff is not None and diff.suspicious:
         reason += "; shadows the standard library: " + ", ".join(diff.suspicious)
@@ -23,6 +38,11 @@ def make_verdict(
         strength=strength,
         passed=report.passed,
         total=report.total,
+        fail_to_pass=report.fail_to_pass,
+        pass_to_pass=report.pass_to_pass,
+        controls=report.controls,
+        image=image,
+        grader=f"whet {__version__}/{GRADER}",
         dropped_paths=() if diff is None else diff.dropped,
         reason=reason[:MAX_REASON_CHARS],
         task_hash=task_hash,

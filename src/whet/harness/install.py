@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from whet.errors import SetupError
+from whet.record.scratch import cache_folder
 from whet.sandbox import layout
 
 PI_PACKAGE = "@earendil-works/pi-coding-agent"
@@ -68,17 +69,6 @@ class Installed:
     folder: Path
     program: str
     """Path of its program below the folder."""
-
-
-def cache_folder() -> Path:
-    """Raises SetupError for a user without a home folder."""
-    named = os.environ.get("WHET_CACHE", "")
-    try:
-        return Path(named).expanduser() if named else Path.home() / ".cache" / "whet"
-    except RuntimeError as error:
-        raise SetupError(
-            "this user has no home folder: set WHET_CACHE to a folder for whet's cache"
-        ) from error
 
 
 def _node_version(node: Path) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Short-lived folders of a run under the system's temporary folder: sockets, whose paths must be short.
+"""Where whet keeps what is not a run: its cache, and short-lived folders for sockets (short paths).
 
 A folder is named after its process and locked by it, so that what a killed run left is known for what it is
 and removed at the next start.
@@ -14,6 +14,8 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from whet.errors import SetupError
 
 _NAME = re.compile(r"whet-(\d+)-\w+")
 
@@ -45,3 +47,14 @@ def remove_stale_scratch() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)
+
+
+def cache_folder() -> Path:
+    """Raises SetupError for a user without a home folder."""
+    named = os.environ.get("WHET_CACHE", "")
+    try:
+        return Path(named).expanduser() if named else Path.home() / ".cache" / "whet"
+    except RuntimeError as error:
+        raise SetupError(
+            "this user has no home folder: set WHET_CACHE to a folder for whet's cache"
+        ) from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from whet.sandbox.base import Sandbox
+from whet.grade.candidate import Candidate
+from whet.sandbox.base import Bind, Sandbox
 from whet.types import Oracle, Outcome, Strength, Task, Tree
 
 
@@ -35,6 +36,11 @@ class RunReport:
     complete: bool = False
     """True when the finding does not depend on the load of the host: every case was answered and the process
     ended by itself, or it used up its CPU time."""
+    fail_to_pass: tuple[int, int] = (0, 0)
+    pass_to_pass: tuple[int, int] = (0, 0)
+    controls: str = ""
+    score: float | None = None
+    """What a task with reward `fraction` earns when it is not resolved, 0..1; None = passed / total."""
 
 
 class Runner(Protocol):
@@ -55,6 +61,14 @@ class Runner(Protocol):
     def control(self) -> tuple[Task, Oracle]:
         """A task that is solved as it stands: if it fails in a box, the host is at fault."""
 
-    async def run(self, box: Sandbox, task: Task, oracle: Oracle, limits: RunLimits) -> RunReport:
-        """Judge the work folder of `box`. Raises SandboxError when the box failed, GradeError when the
-        runner's own first line never came."""
+    def needs(self) -> tuple[Bind, ...]:
+        """What a grading box must show. Raises SetupError when this machine lacks it."""
+
+    def processes(self, task: Task, oracle: Oracle) -> int:
+        """Processes that `run` starts one after the other, each with its own time."""
+
+    async def run(
+        self, box: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
+    ) -> RunReport:
+        """Lay the candidate into `box` and judge it there. Raises SandboxError when the box failed and
+        GradeError when the runner's own first line never came."""

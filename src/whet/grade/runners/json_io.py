@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.errors import GradeError, SandboxLost, TaskError, boundary
+from whet.grade.candidate import Candidate
 from whet.grade.diff import DEFAULT_POLICY, bad_path
 from whet.grade.runners.base import RunLimits, RunReport
 from whet.grade.runners.json_io_worker import MAX_NODES, encode
-from whet.sandbox.base import ExecResult, Sandbox
+from whet.sandbox.base import Bind, ExecResult, Sandbox
 from whet.types import Case, FileEntry, GradingPlan, Oracle, Outcome, Strength, Task, Tree, task_hash
 
 WORKER = Path(__file__).with_name("json_io_worker.py").read_text()
@@ -76,7 +77,16 @@ class JsonIo:
         )
         return task, Oracle(task_id="control", cases=(Case(function="one", args=(), expected=1),), gold={})
 
-    async def run(self, box: Sandbox, task: Task, oracle: Oracle, limits: RunLimits) -> RunReport:
+    def needs(self) -> tuple[Bind, ...]:
+        return ()
+
+    def processes(self, task: Task, oracle: Oracle) -> int:
+        return 1
+
+    async def run(
+        self, box: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
+    ) -> RunReport:
+        await candidate.lay(box)
         nonce = secrets.token_hex(8)
         ids = [f"{nonce}-{number}" for number in range(len(oracle.cases))]
         with boundary(SandboxLost, "run the candidate"):

@@ -1,0 +1,50 @@
+"""What a runner judges: the tree an agent left, after the filter, and how it is laid into a grading box."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from whet.sandbox.base import Owner, Sandbox
+from whet.types import Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A tree to judge. Over an image only the difference is moved: the rest is in the box already."""
+
+    base: Tree = field(repr=False)
+    """The host's own copy of what the agent was given."""
+    tree: Tree = field(repr=False)
+    """`base` with the filtered diff."""
+    over_image: bool = False
+
+    async def lay(self, box: Sandbox, hidden: Tree | None = None, *, owner: Owner = "box") -> None:
+        """Put the candidate into the work folder of `box`, and hidden files over it."""
+        files = overlay(self.tree, hidden or {})
+        if not self.over_image:
+            await box.put_tree(files, owner=owner)
+            return
+        changed = {path: entry for path, entry in files.items() if self.base.get(path) != entry}
+        await box.lay(changed, remove=[path for path in self.base if path not in files], owner=owner)
+
+
+def overlay(tree: Tree, hidden: Tree) -> Tree:
+    """`tree` with the hidden files. They win: what would be a folder on their way, or below them, goes."""
+    if not hidden:
+        return tree
+    ways = {
+        "/".join(parts[:n]) for path in hidden for parts in (path.split("/"),) for n in range(1, len(parts))
+    }
+    kept = {path: tree[path] for path in tree if path not in ways and not _below(path, hidden)}
+    return {**kept, **hidden}
+
+
+def _below(path: str, hidden: Tree) -> bool:
+    parts = path.split("/")
+    return any("/".join(parts[:n]) in hidden for n in range(1, len(parts)))
+
+
+def restored(base: Tree, paths: Sequence[str]) -> Tree:
+    """The base's own version of `paths`, where it has one."""
+    return {path: base[path] for path in paths if path in base}

@@ -1,0 +1,266 @@
+"""pytest: hidden test files run in the box, one process each, with tests among them that must fail.
+
+Candidate and tests share a process, so what that process says is checked rather than believed: every required
+id exactly once, every control as the host knows it, numbered records with a nonce, an exit code that fits.
+A file is run a second time with some assertions turned round (see controls.py): a test that passes both ways
+was not run. Who reads the hidden tests in that process and forges each by its content gets through; only
+json_io, where the tests never enter the box, is beyond that.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from whet.errors import GradeError, SandboxLost, TaskError, boundary
+from whet.grade.candidate import Candidate, restored
+from whet.grade.controls import Controlled, inverted, with_controls
+from whet.grade.diff import DEFAULT_POLICY, bad_path
+from whet.grade.runners.base import RunLimits, RunReport
+from whet.grade.runners.pytest_files import pytest_folder
+from whet.grade.runners.pytest_records import FileRun, Tampered, read_run
+from whet.record.scratch import cache_folder
+from whet.sandbox.base import Bind, Sandbox
+from whet.types import (
+    FileEntry,
+    GradingPlan,
+    HiddenTests,
+    Oracle,
+    Outcome,
+    Strength,
+    Task,
+    Tree,
+    task_hash,
+)
+
+WORKER = Path(__file__).with_name("pytest_worker.py").read_text()
+BUNDLE = "/opt/whet/pytest"
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+MAX_RECORD_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What one test file came to."""
+
+    outcomes: Mapping[str, str]
+    """Of the file's real tests."""
+    controls: tuple[int, int, int] = (0, 0, 0)
+    """Controls that failed as they must, passed as they must, and turned tests that failed as they must."""
+    trouble: str = ""
+    """Why the file cannot be solved whatever its outcomes say."""
+    timed_out: bool = False
+    cpu: bool = False
+    """Its time was CPU time."""
+
+
+class Pytest:
+    """Runner `pytest`; strength standard."""
+
+    name = "pytest"
+    strength: Strength = "standard"
+
+    def check(self, task: Task, oracle: Oracle) -> None:
+        tests = oracle.tests
+        if not tests.fail_to_pass:
+            raise TaskError(f"task {task.id}: no test that must change from failing to passing")
+        required = (*tests.fail_to_pass, *tests.pass_to_pass)
+        for name in required:
+            path, _, rest = name.partition("::")
+            if not rest or not path.endswith(".py") or bad_path(path, DEFAULT_POLICY):
+                raise TaskError(f"task {task.id}: {name!a} is no pytest id (file.py::test)")
+        if len(set(required)) != len(required):
+            raise TaskError(f"task {task.id}: a test id is required twice")
+
+    def hopeless(self, task: Task, tree: Tree) -> str:
+        return ""
+
+    def needs(self) -> tuple[Bind, ...]:
+        return (Bind(source=pytest_folder(cache_folder()), target=BUNDLE),)
+
+    def processes(self, task: Task, oracle: Oracle) -> int:
+        return 2 * len(_files(oracle.tests))
+
+    def control(self) -> tuple[Task, Oracle]:
+        files = {"control.py": FileEntry(content=b"def one():\n    return 1\n")}
+        source = b"from control import one\n\n\ndef test_one():\n    assert one() == 1\n"
+        plan = GradingPlan(runner=self.name)
+        tests = HiddenTests(
+            files={"test_control.py": FileEntry(content=source)}, fail_to_pass=("test_control.py::test_one",)
+        )
+        name = task_hash("", files, plan)
+        return (
+            Task(id="control", prompt="", files=files, grading=plan, content_hash=name),
+            Oracle(task_id="control", tests=tests),
+        )
+
+    async def run(
+        self, box: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
+    ) -> RunReport:
+        session = _Session(box, task, oracle, candidate, limits)
+        ran: list[Ran] = []
+        for path in _files(oracle.tests):
+            try:
+                ran.append(await session.judge(path))
+            except Tampered as found:
+                reason = f"{path}: {found}"
+                return replace(
+                    report(oracle.tests, ran), outcome=Outcome.TAMPERED, reason=reason, complete=False
+                )
+        return report(oracle.tests, ran)
+
+
+def _files(tests: HiddenTests) -> list[str]:
+    """Test files in the order in which required ids name them."""
+    return list(dict.fromkeys(name.partition("::")[0] for name in (*tests.fail_to_pass, *tests.pass_to_pass)))
+
+
+class _Session:
+    """One grading run: judges one test file after the other, each in its own processes."""
+
+    def __init__(
+        self, box: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
+    ) -> None:
+        self._box, self._candidate, self._limits = box, candidate, limits
+        self._tests = oracle.tests
+        files = _files(oracle.tests)
+        self._hidden: Tree = {**restored(candidate.base, files), **oracle.tests.files}
+        self._task_id = task.id
+        self._rng = random.SystemRandom()
+
+    async def judge(self, path: str) -> Ran:
+        """Both runs of one file. Raises Tampered."""
+        entry = self._hidden.get(path)
+        if entry is None:
+            raise TaskError(f"task {self._task_id}: {path} is neither hidden nor in the base")
+        required = [
+            name
+            for name in (*self._tests.fail_to_pass, *self._tests.pass_to_pass)
+            if name.startswith(path + "::")
+        ]
+        try:
+            controlled = with_controls(entry.content, self._rng)
+        except ValueError as error:
+            raise TaskError(f"task {self._task_id}: {path}: {error}") from None
+        run = await self._run(path, controlled)
+        ran = _checked(run, path, controlled, required)
+        if ran.trouble or any(ran.outcomes.get(name) != "passed" for name in required):
+            return ran
+        wanted = [name.removeprefix(path + "::") for name in required]
+        return await self._turn_round(path, entry, ran, wanted)
+
+    async def _turn_round(self, path: str, entry: FileEntry, ran: Ran, wanted: Sequence[str]) -> Ran:
+        turned = inverted(entry.content, [name.partition("[")[0] for name in wanted], self._rng)
+        if not turned.inverted:
+            return ran
+        second = await self._run(path, turned)
+        again = _checked(second, path, turned, ())
+        failed = 0
+        for name in wanted:
+            if name.partition("[")[0] in turned.inverted:
+                if second.outcomes.get(f"{path}::{name}") == "passed":
+                    raise Tampered("a test passes whichever way its assertion is turned")
+                failed += 1
+        trouble = again.trouble or ("" if second.ended else "the second run did not end")
+        a, b, _ = (x + y for x, y in zip(ran.controls, again.controls, strict=True))
+        return replace(
+            ran, controls=(a, b, failed), trouble=trouble, timed_out=again.timed_out, cpu=again.cpu
+        )
+
+    async def _run(self, path: str, controlled: Controlled) -> FileRun:
+        """One process in a box as empty as a fresh one: nothing an earlier process left can tell this one
+        what it is."""
+        hidden = {**self._hidden, path: FileEntry(content=controlled.source)}
+        await self._box.kill_all()
+        if not self._candidate.over_image:
+            await self._box.wipe()
+        await self._candidate.lay(self._box, hidden, owner="root")
+        nonce = secrets.token_hex(8)
+        known = {**self._candidate.tree, **hidden}
+        job = {
+            "root": self._box.workdir,
+            "bundle": BUNDLE,
+            "target": path,
+            "conftests": [name for name in known if name.split("/")[-1] == "conftest.py"],
+            "nonce": nonce,
+            "address_space": 4 * self._limits.memory_bytes,
+            "cpu_s": self._limits.cpu_s,
+        }
+        with boundary(SandboxLost, "run the tests"):
+            result = await self._box.exec(
+                [self._limits.python, "-s", "-B", "-c", WORKER],
+                cwd="/",
+                env=ENVIRONMENT,
+                timeout_s=self._limits.wall_s,
+                stdin=ascii(job).encode(),
+                max_output_bytes=MAX_RECORD_BYTES,
+            )
+        if result.exit_code is None and not result.timed_out:
+            raise SandboxLost("the box died while the tests ran")
+        run = read_run(result, nonce, self._limits.cpu_s)
+        if not run.started:
+            tail = ascii(result.stderr[-200:].decode("utf-8", "replace"))
+            raise GradeError(f"pytest did not start (exit {result.exit_code}): {run.unusable or tail}")
+        return run
+
+
+def _checked(run: FileRun, path: str, controlled: Controlled, required: Sequence[str]) -> Ran:
+    """The controls of one run held against what the host knows. Raises Tampered."""
+    said = {name: run.outcomes.get(f"{path}::{name}", "") for name in controlled.must_fail}
+    if any(outcome in ("passed", "xpassed") for outcome in said.values()):
+        raise Tampered("a test that must fail was reported as passed")
+    failed = sum(outcome in ("failed", "error") for outcome in said.values())
+    good = sum(run.outcomes.get(f"{path}::{name}") == "passed" for name in controlled.must_pass)
+    names = controlled.must_fail | controlled.must_pass
+    real = {name: outcome for name, outcome in run.outcomes.items() if name.split("::")[-1] not in names}
+    solved = run.ended and all(real.get(name) == "passed" for name in required)
+    trouble = ""
+    if run.uncollected:
+        trouble = "the test file could not be imported"
+    elif not run.ended:
+        trouble = "the process ended before its tests"
+    elif solved and (failed < len(said) or run.exit_code != 1):
+        raise Tampered("the run is not the one that was asked for")
+    elif good < len(controlled.must_pass):
+        trouble = "a test that must pass did not"
+    return Ran(
+        outcomes=real,
+        controls=(failed, good, 0),
+        trouble=trouble,
+        timed_out=run.timed_out,
+        cpu=run.out_of_cpu,
+    )
+
+
+def report(tests: HiddenTests, ran: Sequence[Ran]) -> RunReport:
+    """The finding over all files. Pure."""
+    outcomes = {name: outcome for one in ran for name, outcome in one.outcomes.items()}
+    f2p = sum(outcomes.get(name) == "passed" for name in tests.fail_to_pass)
+    p2p = sum(outcomes.get(name) == "passed" for name in tests.pass_to_pass)
+    total = len(tests.fail_to_pass) + len(tests.pass_to_pass)
+    trouble = next((one.trouble for one in ran if one.trouble), "")
+    late = any(one.timed_out or one.cpu for one in ran)
+    resolved = f2p + p2p == total and not trouble and not late
+    outcome = Outcome.RESOLVED if resolved else Outcome.UNRESOLVED
+    if late:
+        outcome, trouble = Outcome.TEST_TIMEOUT, "out of time"
+    missing = sum(name not in outcomes for name in (*tests.fail_to_pass, *tests.pass_to_pass))
+    reason = f"{f2p + p2p} of {total} tests pass" + (f", {missing} are missing" if missing else "")
+    failed, good, turned = (sum(one.controls[n] for one in ran) for n in range(3))
+    share = f2p / max(1, len(tests.fail_to_pass))
+    if tests.pass_to_pass:
+        share *= p2p / len(tests.pass_to_pass)
+    return RunReport(
+        outcome=outcome,
+        passed=f2p + p2p,
+        total=total,
+        reason=reason + (f"; {trouble}" if trouble else ""),
+        complete=not any(one.timed_out for one in ran) and (not trouble or late),
+        fail_to_pass=(f2p, len(tests.fail_to_pass)),
+        pass_to_pass=(p2p, len(tests.pass_to_pass)),
+        controls=f"{failed} failed as they must, {good} passed as they must, {turned} turned tests failed",
+        score=share,
+    )

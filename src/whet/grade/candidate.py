@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from whet.sandbox.base import Owner, Sandbox
-from whet.types import Tree
+from whet.tasks.patch import apply_patch
+from whet.types import HiddenTests, Tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,14 @@ class Candidate:
     tree: Tree = field(repr=False)
     """`base` with the filtered diff."""
     over_image: bool = False
+
+    def hidden(self, tests: HiddenTests) -> Tree:
+        """The hidden files: those given, and those a patch makes of the base's own. Raises TaskError."""
+        if not tests.patch:
+            return tests.files
+        patched = apply_patch(self.base, tests.patch)
+        changed = {path: entry for path, entry in patched.items() if self.base.get(path) != entry}
+        return {**changed, **tests.files}
 
     async def lay(self, box: Sandbox, hidden: Tree | None = None, *, owner: Owner = "box") -> None:
         """Put the candidate into the work folder of `box`, and hidden files over it."""

@@ -28,15 +28,20 @@ from whet.grade.candidate import Candidate
 from whet.grade.diff import Diff, DiffPolicy, apply, compare
 from whet.grade.permits import Permits
 from whet.grade.runners.base import RunLimits, Runner, RunReport
+from whet.grade.runners.command import Command
+from whet.grade.runners.harbor import Harbor
 from whet.grade.runners.json_io import JsonIo
 from whet.grade.runners.pytest import Pytest
+from whet.grade.runners.swebench_log import SwebenchLog
 from whet.grade.verdict import make_verdict
 from whet.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec
 from whet.types import Oracle, Outcome, Task, Tree, Verdict, task_hash
 
 log = logging.getLogger(__name__)
 
-RUNNERS: Mapping[str, Runner] = {"json_io": JsonIo(), "pytest": Pytest()}
+RUNNERS: Mapping[str, Runner] = {
+    runner.name: runner for runner in (JsonIo(), Pytest(), Command(), SwebenchLog(), Harbor())
+}
 NEEDED: frozenset[Capability] = frozenset({"network_none", "pid_isolation"})
 WALL_PER_CPU = 1.5
 """Wall time of a first run, in CPU limits: what computes all the time meets the CPU limit first."""
@@ -198,6 +203,7 @@ class Grader:
         spec = SandboxSpec(
             network="none",
             binds=runner.needs(),
+            places=runner.places,
             memory_bytes=self._config.memory_bytes if limited else None,
             max_processes=self._config.max_processes if limited else None,
             label=f"grade/{label}",

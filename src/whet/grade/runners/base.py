@@ -52,6 +52,10 @@ class Runner(Protocol):
     @property
     def strength(self) -> Strength: ...
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """More writable folders of its boxes."""
+
     def check(self, task: Task, oracle: Oracle) -> None:
         """Raises TaskError when this task cannot be judged this way."""
 

@@ -52,6 +52,7 @@ class JsonIo:
 
     name = "json_io"
     strength: Strength = "strong"
+    places: tuple[str, ...] = ()
 
     def check(self, task: Task, oracle: Oracle) -> None:
         entry = task.grading.entry

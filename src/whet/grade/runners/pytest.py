@@ -62,6 +62,7 @@ class Pytest:
 
     name = "pytest"
     strength: Strength = "standard"
+    places: tuple[str, ...] = ()
 
     def check(self, task: Task, oracle: Oracle) -> None:
         tests = oracle.tests
@@ -127,7 +128,7 @@ class _Session:
         self._box, self._candidate, self._limits = box, candidate, limits
         self._tests = oracle.tests
         files = _files(oracle.tests)
-        self._hidden: Tree = {**restored(candidate.base, files), **oracle.tests.files}
+        self._hidden: Tree = {**restored(candidate.base, files), **candidate.hidden(oracle.tests)}
         self._task_id = task.id
         self._rng = random.SystemRandom()
 

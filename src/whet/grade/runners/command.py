@@ -1,0 +1,132 @@
+"""command: shell commands in the grading box; each passes when it exits 0 and prints its markers.
+
+Weak: the candidate's code runs in the very process whose word is taken. Hidden files are put over the
+candidate's and belong to another user, and nothing of one command lives on into the next.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from dataclasses import dataclass
+
+from whet.errors import SandboxLost, TaskError, boundary
+from whet.grade.candidate import Candidate
+from whet.grade.runners.base import RunLimits, RunReport
+from whet.sandbox.base import Bind, ExecResult, Sandbox
+from whet.types import (
+    Check,
+    FileEntry,
+    GradingPlan,
+    HiddenTests,
+    Oracle,
+    Outcome,
+    Strength,
+    Task,
+    Tree,
+    task_hash,
+)
+
+LIMITED = 'ulimit -t "$1" && exec sh -c "$2"'
+SHELL_XCPU = 128 + signal.SIGXCPU
+"""What a shell makes of a child that ran out of CPU time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What became of one check."""
+
+    passed: bool
+    timed_out: bool = False
+    cpu: bool = False
+
+
+class Command:
+    """Runner `command`; strength weak."""
+
+    name = "command"
+    strength: Strength = "weak"
+    places: tuple[str, ...] = ()
+
+    def check(self, task: Task, oracle: Oracle) -> None:
+        checks = oracle.tests.checks
+        if not checks:
+            raise TaskError(f"task {task.id}: no command to check it with")
+        for one in checks:
+            if not one.command.strip() or "\0" in one.command:
+                raise TaskError(f"task {task.id}: check {one.name!r} has no command")
+            if not (math.isfinite(one.weight) and one.weight >= 0) or any(not text for text in one.markers):
+                raise TaskError(f"task {task.id}: check {one.name!r} has a bad weight or an empty marker")
+        if not any(one.weight > 0 for one in checks):
+            raise TaskError(f"task {task.id}: no check has a weight")
+
+    def hopeless(self, task: Task, tree: Tree) -> str:
+        return ""
+
+    def needs(self) -> tuple[Bind, ...]:
+        return ()
+
+    def processes(self, task: Task, oracle: Oracle) -> int:
+        return len(oracle.tests.checks)
+
+    def control(self) -> tuple[Task, Oracle]:
+        plan = GradingPlan(runner=self.name)
+        task = Task(
+            id="control",
+            prompt="",
+            files={"one": FileEntry(content=b"1\n")},
+            grading=plan,
+            content_hash=task_hash("", {"one": FileEntry(content=b"1\n")}, plan),
+        )
+        check = Check(name="one", command="cat one", markers=("1",))
+        return task, Oracle(task_id="control", tests=HiddenTests(checks=(check,)))
+
+    async def run(
+        self, box: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
+    ) -> RunReport:
+        await candidate.lay(box, candidate.hidden(oracle.tests), owner="root")
+        done: list[Done] = []
+        for check in oracle.tests.checks:
+            done.append(await _done(box, check, limits))
+            await box.kill_all()
+        return report(oracle.tests.checks, done)
+
+
+async def _done(box: Sandbox, check: Check, limits: RunLimits) -> Done:
+    with boundary(SandboxLost, f"run check {check.name}"):
+        result = await box.exec(
+            ["sh", "-c", LIMITED, "check", str(limits.cpu_s), check.command],
+            timeout_s=limits.wall_s,
+            max_output_bytes=limits.max_output_bytes,
+        )
+    if result.exit_code is None and not result.timed_out:
+        raise SandboxLost("the box died while a check ran")
+    found = all(marker.encode() in result.stdout for marker in check.markers)
+    passed = result.exit_code == 0 and found and not result.timed_out
+    return Done(passed=passed, timed_out=result.timed_out, cpu=out_of_cpu(result, limits.cpu_s))
+
+
+def out_of_cpu(result: ExecResult, cpu_s: int) -> bool:
+    late = result.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) and result.duration_s > cpu_s
+    return result.exit_code in (-signal.SIGXCPU, SHELL_XCPU) or late
+
+
+def report(checks: tuple[Check, ...], done: list[Done]) -> RunReport:
+    """The finding over all checks. Checks of weight 0 must pass as well; they earn nothing. Pure."""
+    passed = sum(one.passed for one in done)
+    weight = sum(check.weight for check in checks)
+    score = sum(check.weight for check, one in zip(checks, done, strict=False) if one.passed) / weight
+    late = any(one.timed_out or (one.cpu and not one.passed) for one in done)
+    outcome = Outcome.RESOLVED if passed == len(checks) else Outcome.UNRESOLVED
+    if late and outcome is not Outcome.RESOLVED:
+        outcome = Outcome.TEST_TIMEOUT
+    failed = [check.name for check, one in zip(checks, done, strict=False) if not one.passed]
+    reason = f"{passed} of {len(checks)} checks pass" + (f"; {failed[0]} does not" if failed else "")
+    return RunReport(
+        outcome=outcome,
+        passed=passed,
+        total=len(checks),
+        reason=reason,
+        complete=not any(one.timed_out for one in done),
+        score=score,
+    )

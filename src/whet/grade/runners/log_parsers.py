@@ -1,0 +1,274 @@
+"""Parsers of test logs: from a log's text to what it says of each test, in the log's own ids.
+
+One function per format, a generator of (id, outcome); `read_log` makes a map of it in which an id that was
+given two outcomes has failed. Outcomes are PASSED, FAILED, ERROR, SKIPPED, XFAIL, XPASS. All are pure; none
+knows what is required.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+PASSED, FAILED, ERROR, SKIPPED, XFAIL, XPASS = "PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"
+Said = Iterator[tuple[str, str]]
+Parser = Callable[[list[str]], Said]
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
+_TIME = re.compile(r"\s*[\[(]\s*\d+(\.\d+)?\s*(m?s|ms|sec|seconds)\s*[\])]$", re.IGNORECASE)
+_BARE_TIME = re.compile(r"\s+\d+(\.\d+)?\s*m?s$")
+
+
+def read_log(parser: str, log: str) -> dict[str, str]:
+    """id -> outcome. Escape codes and the time that a test took belong to no id."""
+    found: dict[str, str] = {}
+    lines = _ANSI.sub("", log).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    for name, outcome in PARSERS[parser](lines):
+        before = found.setdefault(name, outcome)
+        if before != outcome:
+            found[name] = ERROR if ERROR in (before, outcome) else FAILED
+    return found
+
+
+def _untimed(name: str) -> str:
+    return _TIME.sub("", name.strip()).strip()
+
+
+_SUMMARY = re.compile(r"(PASSED|FAILED|ERROR|XFAIL|XPASS) (\S.*)")
+_VERBOSE = re.compile(r"(\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: \(.*\))?(?:\s+\[\s*\d+%\])?\s*")
+
+
+def pytest_summary(lines: list[str]) -> Said:
+    """The short test summary, `-rA`. A reason follows ` - `; skipped tests are listed without their ids."""
+    for line in lines:
+        match = _SUMMARY.fullmatch(line.rstrip())
+        if match:
+            yield (match[2] if match[1] == PASSED else _unreasoned(match[2])).strip(), match[1]
+
+
+def _unreasoned(text: str) -> str:
+    """An id without the reason behind it; a parameter may hold what parts the two."""
+    bracket, cut = text.find("["), text.find(" - ")
+    if -1 < bracket < cut:
+        end = text.find("] - ", bracket)
+        return text[: end + 1] if end >= 0 else text
+    return text[:cut] if cut >= 0 else text
+
+
+def pytest_verbose(lines: list[str]) -> Said:
+    """`-v`, with the short summary where there is one."""
+    for line in lines:
+        match = _VERBOSE.fullmatch(line)
+        if match and "::" in match[1] and not match[1].startswith((PASSED, FAILED, ERROR)):
+            yield match[1], match[2]
+    yield from pytest_summary(lines)
+
+
+def pytest_options(lines: list[str]) -> Said:
+    """As pytest, where a path in a parameter goes by its last part: it differs from machine to machine."""
+    for name, outcome in pytest_summary(lines):
+        head, bracket, rest = name.partition("[")
+        option = rest.removesuffix("]")
+        if bracket and option.startswith("/") and not option.startswith("//") and "*" not in option:
+            name = f"{head}[/{option.rsplit('/', 1)[-1]}]"
+        yield name, outcome
+
+
+def pytest_r2e(lines: list[str]) -> Said:
+    """As pytest, with ids that leave out the file: Class.test."""
+    for name, outcome in pytest_summary(lines):
+        yield ".".join(name.split("::")[1:]) or name, outcome
+
+
+_DJANGO = re.compile(r"(.*?) \.\.\. ?(.*)")
+_DJANGO_WORDS = {
+    "ok": PASSED, "OK": PASSED, "FAIL": FAILED, "ERROR": ERROR,
+    "expected failure": XFAIL, "unexpected success": XPASS,
+}  # fmt: skip
+
+
+def django(lines: list[str]) -> Said:
+    """unittest's verbose lines, `test (module.Class) ... ok`; what a test prints may push the word to a later
+    line of its own. The lists of failures at the end count too."""
+    waiting = ""
+    for line in lines:
+        text = line.strip()
+        match = _DJANGO.fullmatch(text)
+        head = re.fullmatch(r"(FAIL|ERROR): (\S.*)", text)
+        if head:
+            yield head[2], _DJANGO_WORDS[head[1]]
+        elif match and match[1]:
+            outcome = _django_word(match[2])
+            waiting = "" if outcome else match[1]
+            if outcome:
+                yield match[1], outcome
+        elif waiting and _django_word(text):
+            yield waiting, _django_word(text)
+            waiting = ""
+
+
+def _django_word(text: str) -> str:
+    return SKIPPED if text.startswith("skipped") else _DJANGO_WORDS.get(text, "")
+
+
+_SYMPY = {"ok": PASSED, "F": FAILED, "E": ERROR, "f": XFAIL, "X": XPASS, "s": SKIPPED}
+
+
+def sympy(lines: list[str]) -> Said:
+    """`test_name ok`, and a line of underscores around each failure's `file.py:test_name`."""
+    for line in lines:
+        match = re.fullmatch(r"(test_\w+)\s+(ok|F|E|f|X|s)(\s+\[\w+\])?", line.strip())
+        failure = re.fullmatch(r"_+ \S+\.py:(test_\w+) _+", line.strip())
+        if match:
+            yield match[1], _SYMPY[match[2]]
+        elif failure:
+            yield failure[1], FAILED
+
+
+def go(lines: list[str]) -> Said:
+    """`go test -v`: `--- PASS: TestName (0.00s)`, subtests indented."""
+    for line in lines:
+        match = re.fullmatch(r"\s*--- (PASS|FAIL|SKIP): (\S.*)", line)
+        if match:
+            yield _untimed(match[2]), {"PASS": PASSED, "FAIL": FAILED, "SKIP": SKIPPED}[match[1]]
+
+
+def go_json(lines: list[str]) -> Said:
+    """`go test -json`; an id is package/test."""
+    words = {"pass": PASSED, "fail": FAILED, "skip": SKIPPED}
+    for event in _objects(lines):
+        test, action = event.get("Test"), event.get("Action")
+        if isinstance(test, str) and isinstance(action, str) and action in words:
+            yield f"{event.get('Package', '')}/{test}".lstrip("/"), words[action]
+
+
+def cargo(lines: list[str]) -> Said:
+    """`test path::name ... ok`."""
+    words = {"ok": PASSED, "FAILED": FAILED, "ignored": SKIPPED, "failed": FAILED}
+    for line in lines:
+        match = re.fullmatch(r"test (\S.*?) \.\.\. (ok|FAILED|failed|ignored)(,.*)?", _untimed(line))
+        if match:
+            yield match[1].removesuffix(" - should panic"), words[match[2]]
+
+
+_MARKS = {
+    "✓": PASSED, "✔": PASSED, "√": PASSED, "✕": FAILED, "✗": FAILED, "✖": FAILED, "\u00d7": FAILED,
+    "○": SKIPPED, "↓": SKIPPED, "✎": SKIPPED,
+}  # fmt: skip
+
+
+def jest(lines: list[str]) -> Said:
+    """`✓ name (3 ms)`, verbose; also vitest, whose names hold file and suites."""
+    for line in lines:
+        match = re.fullmatch(r"\s*([✓✔√✕✗✖\u00d7○↓✎]) (?:skipped |todo )?(\S.*)", line)
+        if match:
+            yield _BARE_TIME.sub("", _untimed(match[2])), _MARKS[match[1]]
+
+
+def jest_json(lines: list[str]) -> Said:
+    """`--json`: fullName of every assertion."""
+    words = {"passed": PASSED, "failed": FAILED, "pending": SKIPPED, "todo": SKIPPED, "skipped": SKIPPED}
+    for report in _objects(lines):
+        results = report.get("testResults")
+        for result in results if isinstance(results, list) else ():
+            checks = result.get("assertionResults") if isinstance(result, Mapping) else None
+            for check in checks if isinstance(checks, list) else ():
+                if isinstance(check, Mapping) and isinstance(check.get("fullName"), str):
+                    yield str(check["fullName"]), words.get(str(check.get("status")), FAILED)
+
+
+def mocha(lines: list[str]) -> Said:
+    """The spec reporter: `✔ name (3ms)`, `1) name`, `- name`, until its summary, which repeats failures."""
+    for line in lines:
+        if re.fullmatch(r"\s*\d+ (passing|failing|pending)\b.*", line):
+            return
+        match = re.fullmatch(r"\s+([✓✔√]|\d+\)|-) (\S.*)", line)
+        if match:
+            outcome = _MARKS.get(match[1]) or (SKIPPED if match[1] == "-" else FAILED)
+            yield _untimed(match[2]), outcome
+
+
+def tap(lines: list[str]) -> Said:
+    """`ok 1 - name`, `not ok 2 - name`, with the directives SKIP and TODO."""
+    for line in lines:
+        match = re.fullmatch(r"\s*(not )?ok\b\s*\d*\s*-?\s*([^#]*?)\s*(?:#\s*(\w+).*)?", line)
+        if match and match[2]:
+            word = (match[3] or "").upper()
+            outcome = FAILED if match[1] else PASSED
+            if word.startswith("SKIP"):
+                outcome = SKIPPED
+            elif word == "TODO":
+                outcome = XFAIL if match[1] else XPASS
+            yield _untimed(match[2]), outcome
+
+
+def gtest(lines: list[str]) -> Said:
+    """googletest: `[       OK ] Suite.Test (1 ms)`; its summary repeats the failures."""
+    words = {"OK": PASSED, "FAILED": FAILED, "SKIPPED": SKIPPED}
+    for line in lines:
+        match = re.fullmatch(r"\[ +(OK|FAILED|SKIPPED) +\] ([\w./]+\.[\w./]+).*", line.strip())
+        if match:
+            yield match[2], words[match[1]]
+
+
+def ctest(lines: list[str]) -> Said:
+    """CTest: `1/3 Test #1: name ....   Passed    0.01 sec`."""
+    for line in lines:
+        match = re.fullmatch(r"\s*\d+/\d+ +Test +#\d+: (\S+) \.*[ *]*(\w[\w ]*?) +[\d.]+ sec.*", line)
+        if match:
+            yield match[1], PASSED if match[2] == "Passed" else SKIPPED if "Not Run" in match[2] else FAILED
+
+
+def gradle(lines: list[str]) -> Said:
+    """Gradle with test logging: `Class > method() PASSED`."""
+    for line in lines:
+        match = re.fullmatch(r"(\S.* > \S.*) (PASSED|FAILED|SKIPPED)", line.strip())
+        if match:
+            yield match[1], match[2]
+
+
+def minitest(lines: list[str]) -> Said:
+    """minitest, verbose: `Class#test_name = 0.00 s = .`."""
+    words = {".": PASSED, "F": FAILED, "E": ERROR, "S": SKIPPED}
+    for line in lines:
+        match = re.fullmatch(r"(\S.*#\S.*?) = [\d.]+ s = ([.FES])", line.strip())
+        if match:
+            yield match[1], words[match[2]]
+
+
+def _objects(lines: list[str]) -> Iterator[Mapping[str, object]]:
+    """JSON objects that stand alone on a line; or all lines together as one."""
+    alone = [line for line in lines if line.startswith("{") and line.rstrip().endswith("}")]
+    for line in alone or ["\n".join(lines)]:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+PARSERS: Mapping[str, Parser] = {
+    "pytest": pytest_summary,
+    "pytest_v2": pytest_verbose,
+    "pytest_verbose": pytest_verbose,
+    "pytest_options": pytest_options,
+    "r2e": pytest_r2e,
+    "seaborn": pytest_verbose,
+    "django": django,
+    "unittest": django,
+    "sympy": sympy,
+    "go": go,
+    "go_json": go_json,
+    "cargo": cargo,
+    "jest": jest,
+    "jest_json": jest_json,
+    "vitest": jest,
+    "mocha": mocha,
+    "tap": tap,
+    "gtest": gtest,
+    "ctest": ctest,
+    "gradle": gradle,
+    "minitest": minitest,
+}

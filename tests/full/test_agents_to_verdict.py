@@ -1,0 +1,156 @@
+"""Whole attempts with real agents, task to verdict, in every kind of box; only the policy is scripted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from whet.conformance.director import FILES, PROMPT, RIGHT, Director
+from whet.conformance.plays import PLAYS, Play
+from whet.conformance.run import make_harness
+from whet.gateway.server import Gateway
+from whet.grade.clean import Grader
+from whet.harness.base import ModelAccess
+from whet.harness.pool import Sockets, WorkerPool
+from whet.render.template import TemplateFamily
+from whet.rollout import Attempts, AttemptSpec
+from whet.sandbox.base import SandboxBackend
+from whet.sandbox.local import LocalBackend
+from whet.testing.open_family import Splitter, open_family
+from whet.testing.scripted_engine import ScriptedEngine
+from whet.types import (
+    Case,
+    GradingPlan,
+    Limits,
+    Oracle,
+    Outcome,
+    Rollout,
+    Setup,
+    Status,
+    Task,
+    Tree,
+    Verdict,
+    task_hash,
+)
+
+pytestmark = pytest.mark.full
+
+AGENTS = ("pi", "claude_code", "codex")
+LIMITS = Limits(
+    wall_s=150.0,
+    max_calls=60,
+    max_call_tokens=2048,
+    max_session_tokens=1 << 20,
+    max_context_tokens=PLAYS["pi"].window_tokens,
+)
+CASES = tuple(Case(function="area", args=(w, h), expected=w * h) for w, h in ((3, 4), (2, 9), (0, 5)))
+KNOCK = "import socket; socket.socket().connect_ex(('192.0.2.7', 80))"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    open_family(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Lab:
+    backend: SandboxBackend
+    image: str = ""
+
+
+@pytest.fixture(params=["local"])
+def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Lab:
+    return Lab(LocalBackend("auto"))
+
+
+def task_for(setup: Setup) -> Task:
+    grading = GradingPlan(runner="json_io", entry="app.py")
+    return Task(
+        id="area",
+        prompt=PROMPT,
+        files=FILES,
+        setup=setup,
+        grading=grading,
+        limits=LIMITS,
+        content_hash=task_hash(PROMPT, FILES, grading, setup),
+    )
+
+
+@asynccontextmanager
+async def attempts(
+    lab: Lab, name: str, play: Play, model: Path, tmp_path: Path
+) -> AsyncIterator[tuple[Attempts, ScriptedEngine]]:
+    family: TemplateFamily = open_family(model)
+    director = Director(family, Splitter(model / "tokenizer.json", seed=5), play)
+    engine = ScriptedEngine(family, director, sampled=True)
+    told = ModelAccess(
+        public_id="",
+        secret="",
+        max_call_tokens=LIMITS.max_call_tokens,
+        max_context_tokens=LIMITS.max_context_tokens,
+    )
+    harness = make_harness(name, lab.backend, told)
+    grader = Grader(lab.backend)
+
+    async def judge(task: Task, tree: Tree) -> Verdict:
+        return await grader.grade(task, Oracle(task_id=task.id, cases=CASES), tree)
+
+    async with (
+        Gateway(engine, family) as gateway,
+        gateway.listen_unix(tmp_path / "g"),
+        WorkerPool(harness, 1, Sockets([tmp_path / "g"]), strict=True) as workers,
+    ):
+        yield Attempts(gateway, workers, judge), engine
+
+
+async def attempt(
+    lab: Lab, name: str, play: Play, model: Path, tmp_path: Path, setup: Setup
+) -> tuple[Rollout, ScriptedEngine]:
+    short = replace(play, spawn=None, wait=None, compacts=False, repeats=0)
+    async with attempts(lab, name, short, model, tmp_path) as (under_test, engine):
+        spec = AttemptSpec(rollout_id="eval/00001/000/00", task=task_for(setup), seed=1)
+        return await under_test.run(spec), engine
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_an_agent_that_mends_it_is_resolved_and_every_token_kept(
+    lab: Lab, name: str, model: Path, tmp_path: Path
+) -> None:
+    setup = Setup(image=lab.image, commands=("echo set up > made.txt",))
+    rollout, engine = await attempt(lab, name, PLAYS[name], model, tmp_path, setup)
+    assert (rollout.status, rollout.error, rollout.reward) == (Status.OK, "", 1.0)
+    assert rollout.verdict is not None
+    assert (rollout.verdict.outcome, rollout.verdict.strength) == (Outcome.RESOLVED, "strong")
+    assert RIGHT in rollout.changed["app.py"].content.decode()
+    assert rollout.changed["ran.txt"].content == b"checked\n"
+    ledger = rollout.trajectory.ledger
+    assert ledger.balanced
+    assert len(engine.sent) >= 4
+    assert ledger.trained == ledger.captured - sum(ledger.excluded.values())
+    assert set(ledger.excluded) <= {"auxiliary"}
+    assert rollout.egress_attempts is not None
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_one_that_looks_for_the_answer_outside_earns_nothing(
+    lab: Lab, name: str, model: Path, tmp_path: Path
+) -> None:
+    play = PLAYS[name]
+    knocks = replace(play, edit=lambda path, old, new: play.run(f'python3 -c "{KNOCK}"'))
+    quiet, _ = await attempt(
+        lab, name, replace(play, edit=lambda path, old, new: play.run("true")), model, tmp_path, Setup()
+    )
+    rollout, _ = await attempt(lab, name, knocks, model, tmp_path, Setup())
+    for found in (quiet, rollout):
+        assert (found.status, found.error, found.reward) == (Status.OK, "", 0.0)
+        assert found.verdict is not None
+        assert found.verdict.outcome is Outcome.UNRESOLVED
+    assert quiet.egress_attempts is not None
+    assert rollout.egress_attempts is not None
+    assert rollout.egress_attempts > quiet.egress_attempts

@@ -22,6 +22,7 @@ from whet.harness.base import Harness, ModelAccess
 from whet.harness.cli_agent import CliHarness
 from whet.harness.install import install, install_pi
 from whet.harness.known import RECIPES
+from whet.harness.outcome import Artifacts
 from whet.harness.pi import PiHarness
 from whet.harness.pool import Sockets, WorkerPool
 from whet.harness.script import AGENT_AT, ScriptHarness
@@ -100,6 +101,11 @@ def make_pool(config: Config) -> Pool:
 
 def make_harness(config: Config, backend: SandboxBackend) -> Harness:
     """The configured agent, installed when it is missing. Raises SetupError."""
+    artifacts = Artifacts(
+        paths=config.harness.artifacts,
+        max_files=config.harness.artifact_files,
+        max_bytes=config.harness.artifact_bytes,
+    )
     if config.harness.agent == "script":
         content = SCRIPT_AGENT.read_bytes()
         return ScriptHarness(
@@ -108,12 +114,13 @@ def make_harness(config: Config, backend: SandboxBackend) -> Harness:
             backend,
             version=hashlib.sha256(content).hexdigest()[:12],
             warm=config.harness.mode == "warm",
+            artifacts=artifacts,
         )
     if config.harness.agent == "terminus":
-        return terminus(backend, warm=config.harness.mode == "warm")
+        return terminus(backend, warm=config.harness.mode == "warm", artifacts=artifacts)
     recipe = RECIPES.get(config.harness.agent)
     if recipe is not None:
-        return CliHarness(recipe, install(recipe.package), backend)
+        return CliHarness(recipe, install(recipe.package), backend, artifacts=artifacts)
     access = ModelAccess(
         public_id="",
         secret="",
@@ -128,6 +135,7 @@ def make_harness(config: Config, backend: SandboxBackend) -> Harness:
         rollouts_per_process=config.harness.recycle_rollouts,
         model=access,
         compact=config.harness.compact,
+        artifacts=artifacts,
     )
 
 

@@ -166,6 +166,12 @@ class HarnessTable(Table):
     """Rollouts after which a warm worker is replaced."""
     compact: bool = False
     """pi only: it may compact its context when that gets full. Other agents decide for themselves."""
+    artifacts: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Files or folders, in the work folder or home of a box, kept in artifacts/ of the run directory."""
+    artifact_files: Count = 64
+    """Most files kept of one attempt."""
+    artifact_bytes: Count = 4 << 20
+    """Most bytes kept of one attempt; a file that does not fit into what is left is left out."""
 
 
 class GatewayTable(Table):

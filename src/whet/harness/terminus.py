@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from whet.harness.outcome import NOTHING, Artifacts
 from whet.harness.script import AGENT_AT, ScriptHarness
 from whet.sandbox.base import SandboxBackend
 from whet.types import FileEntry
@@ -19,7 +20,7 @@ START = (
 )
 
 
-def terminus(backend: SandboxBackend, *, warm: bool = False) -> ScriptHarness:
+def terminus(backend: SandboxBackend, *, warm: bool = False, artifacts: Artifacts = NOTHING) -> ScriptHarness:
     """Its version is a digest of the loop's source."""
     source = {path.name: path.read_bytes() for path in sorted(LOOP.glob("*.py"))}
     return ScriptHarness(
@@ -29,4 +30,5 @@ def terminus(backend: SandboxBackend, *, warm: bool = False) -> ScriptHarness:
         name="terminus",
         version=hashlib.sha256(repr(source).encode()).hexdigest()[:12],
         warm=warm,
+        artifacts=artifacts,
     )

@@ -80,6 +80,10 @@ class RunDir:
         return self.path / "logs"
 
     @property
+    def artifacts(self) -> Path:
+        return self.path / "artifacts"
+
+    @property
     def curve(self) -> Path:
         return self.path / "curve.svg"
 

@@ -22,6 +22,7 @@ from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot, Watcher
 from whet.config import Config
 from whet.errors import RecordError
+from whet.record.artifacts import AgentArtifacts
 from whet.record.logs import AgentLogs, log_to
 from whet.record.metrics import Metrics, MetricsFile
 from whet.record.run import RunDir
@@ -136,7 +137,13 @@ class Loop:
         self._run, self._store, self._metrics, self._parts, self._view = run, store, metrics, parts, view
         self._clock = clock
         c = run.config
-        attempts = Attempts(parts.gateway, parts.workers, parts.judge, keep_log=AgentLogs(run.logs).keep)
+        attempts = Attempts(
+            parts.gateway,
+            parts.workers,
+            parts.judge,
+            keep_log=AgentLogs(run.logs).keep,
+            keep_artifacts=AgentArtifacts(run.artifacts).keep,
+        )
         options = CollectOptions(
             seed=c.run.seed,
             group_size=c.collect.group_size,

@@ -1,4 +1,4 @@
-"""The verbs: demo, train, serve, recover, replay, bench, show, conformance, attack, doctor.
+"""The verbs: demo, train, rollout, serve, recover, replay, bench, show, conformance, attack, doctor.
 
 Every failure a person can meet is one line on stderr beginning `whet:`. Exit codes: 0 done, 1 failed,
 2 wrong command line or configuration, 130 stopped by Ctrl-C (resumable). Each verb imports what it needs at
@@ -128,16 +128,13 @@ def _demo(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     from whet.config import load_config
 
-    overrides = list(options.overrides)
-    if options.config is not None and "=" in options.config and not Path(options.config).exists():
-        overrides.insert(0, options.config)
-        options.config = None
+    overrides, path = _positional(options)
     if options.resume:
-        config = _resumed(options, overrides + ([options.config] if options.config else []))
-    elif options.config is None:
+        config = _resumed(options, overrides + ([path] if path else []))
+    elif path is None:
         raise ConfigError("give a configuration file, for instance examples/demo.toml, or --resume DIR")
     else:
-        config = load_config(Path(options.config), overrides)
+        config = load_config(Path(path), overrides)
 
     def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
         from whet.train.loop import TrainOptions, train
@@ -147,6 +144,37 @@ def _train(options: argparse.Namespace) -> int:
         return summary, finish(Path(config.run.dir), summary)
 
     return _run(options, config, run)
+
+
+def _rollout(options: argparse.Namespace) -> int:
+    from whet.config import load_config
+    from whet.evaluate.resume import resumed_config
+
+    overrides, path = _positional(options)
+    if options.resume and path:
+        raise ConfigError(f"a resumed run keeps its configuration; drop {path}")
+    if options.resume:
+        config = resumed_config(options.resume, overrides)
+    elif path is None:
+        raise ConfigError("give a configuration file, for instance examples/rollout.toml, or --resume DIR")
+    else:
+        config = load_config(Path(path), overrides)
+
+    def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
+        from whet.evaluate.run import REPORT, RolloutOptions, rollout
+
+        summary = rollout(config, view, RolloutOptions(resume=options.resume, began=process_began()))
+        return summary, (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")
+
+    return _run(options, config, run, failed=lambda summary: not summary["graded"])
+
+
+def _positional(options: argparse.Namespace) -> tuple[list[str], str | None]:
+    """(overrides, CONFIG): the first word is an override where it looks like one and is no file."""
+    overrides, path = list(options.overrides), options.config
+    if path is not None and "=" in path and not Path(path).exists():
+        return [path, *overrides], None
+    return overrides, path
 
 
 def _resumed(options: argparse.Namespace, given: Sequence[str]) -> Config:
@@ -162,8 +190,14 @@ Run = Callable[["Config", "View"], tuple[Mapping[str, Any], str]]
 """Runs to the end; gives the summary and the report."""
 
 
-def _run(options: argparse.Namespace, config: Config, run: Run) -> int:
-    """Dry run, or the run with its view, its report and its last line."""
+def _run(
+    options: argparse.Namespace,
+    config: Config,
+    run: Run,
+    failed: Callable[[Mapping[str, Any]], bool] = lambda summary: False,
+) -> int:
+    """Dry run, or the run with its view, its report and its last line. `failed`: what ran to its end and is
+    of no use."""
     from whet.config import dump_toml
     from whet.record.run import name_run
 
@@ -180,7 +214,7 @@ def _run(options: argparse.Namespace, config: Config, run: Run) -> int:
     print(report, end="", file=sys.stderr if options.json else sys.stdout)
     if options.json:
         _print_json(summary)
-    return 0
+    return EXIT_FAILED if failed(summary) else 0
 
 
 def _view(config: Config, options: argparse.Namespace) -> View:
@@ -248,11 +282,7 @@ def _serve(options: argparse.Namespace) -> int:
     from whet.serve.run import BASE, ServeOptions, read_tools, serve
     from whet.stop import run_interruptible
 
-    overrides = list(options.overrides)
-    path = options.config
-    if path is not None and "=" in path and not Path(path).exists():
-        overrides.insert(0, path)
-        path = None
+    overrides, path = _positional(options)
     if options.port is not None:
         overrides.append(f"gateway.port={options.port}")
     if not 0 < options.sessions <= 64:
@@ -332,6 +362,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(verbs)
     _add_train(verbs)
+    _add_rollout(verbs)
     _add_serve(verbs)
     _add_recover(verbs)
     replay = verbs.add_parser("replay", help="repeat a stored run's training and compare it bit for bit")
@@ -374,6 +405,13 @@ def _add_train(verbs: Any) -> None:
     train.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file, e.g. examples/demo.toml")
     _add_run_options(train)
     train.set_defaults(verb=_train)
+
+
+def _add_rollout(verbs: Any) -> None:
+    rollout = verbs.add_parser("rollout", help="run many attempts without training and tell pass@k")
+    rollout.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file, e.g. examples/rollout.toml")
+    _add_run_options(rollout)
+    rollout.set_defaults(verb=_rollout)
 
 
 def _add_serve(verbs: Any) -> None:

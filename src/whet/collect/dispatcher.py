@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from whet.collect.breaker import Breaker
 from whet.errors import first_error
-from whet.rollout import AttemptSpec
+from whet.rollout import NOTHING_SAMPLED, AttemptSpec
 from whet.types import Group, Rollout, Status, Task
 
 Phase = Literal["train", "eval_before", "eval_during", "eval_after", "rollout"]
@@ -73,6 +73,8 @@ class CollectOptions:
     pause_s: float = 0.5
     """Seconds before the second try; each further pause is twice as long."""
     temperature: float = 1.0
+    whole: bool = True
+    """False: what is returned holds no tokens and no files. The sink has them; many rollouts fill memory."""
 
 
 class Runner(Protocol):
@@ -161,7 +163,7 @@ class Dispatcher:
             self._breaker.record(True, rollout.error)
         self._sink.put(slot, rollout)
         self._finished(rollout)
-        return rollout
+        return rollout if self._options.whole else replace(rollout, trajectory=NOTHING_SAMPLED, changed={})
 
     def _finished(self, rollout: Rollout) -> None:
         tokens = rollout.trajectory.ledger.captured

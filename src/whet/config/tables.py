@@ -298,6 +298,19 @@ class CollectTable(Table):
     """Graded rollouts below which nothing of a group is trained."""
 
 
+class RolloutTable(Table):
+    """`whet rollout`: attempts without training."""
+
+    split: Literal["train", "eval"] = "eval"
+    """Which tasks of the source."""
+    tasks: CountOrZero = 0
+    """How many of them; 0 = all that there are."""
+    start: CountOrZero = 0
+    """Tasks of the split to skip."""
+    per_task: Count = 1
+    """Graded rollouts of each task; pass@k is told for k up to this."""
+
+
 class TrainTable(Table):
     """The learner."""
 
@@ -348,6 +361,7 @@ class Config(Table):
     limits: LimitsTable = LimitsTable()
     grade: GradeTable = GradeTable()
     collect: CollectTable = CollectTable()
+    rollout: RolloutTable = RolloutTable()
     train: TrainTable = TrainTable()
 
     @model_validator(mode="after")

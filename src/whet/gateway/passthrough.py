@@ -254,6 +254,8 @@ class Passthrough:
         for name, value in answer.headers.items():
             if SENT_BACK.fullmatch(name):
                 response.headers[name] = value
+        # An answer that is whole stays whole: the simplest clients read no chunks.
+        response.content_length = answer.content_length
         call.begun = True
         await self._bounded(response.prepare(http))
         async for chunk in answer.content.iter_any():

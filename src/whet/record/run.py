@@ -27,6 +27,8 @@ from whet.record.metrics import MetricsFile, disk_error
 from whet.record.store import EmptyStore, Store
 from whet.record.ulid import new_ulid
 
+KIND = "kind"
+"""Fact of a run: the verb whose run it is, where that is not training."""
 SPACE_BYTES = 128 << 20
 """Free space below which a run does not start."""
 

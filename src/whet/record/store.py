@@ -24,6 +24,7 @@ import orjson
 
 from whet.errors import RecordError
 from whet.record.metrics import Metrics, disk_error
+from whet.record.outline import Outline, read_outlines
 from whet.record.rows import (
     SCHEMA,
     SCHEMA_VERSION,
@@ -147,6 +148,11 @@ class Store:
             if row is None:
                 raise RecordError(f"{self._path} holds no rollout {rollout_id}")
             return read_rollout(db, row)
+
+    def outcomes(self, phase: str, step: int) -> list[Outline]:
+        """How the rollouts of one phase and step ended, by (group, slot), without reading tokens or files."""
+        with self._reading() as db:
+            return read_outlines(db, phase, step)
 
     def drifts(self) -> list[DriftNote]:
         """Requests of all stored rollouts that did not simply continue what was held."""

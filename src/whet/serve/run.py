@@ -125,11 +125,11 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
     with RunDir.create(config) as run:
         async with AsyncExitStack() as stack:
             log = run.logs / "learner.log"
-            engine = await stack.enter_async_context(open_sampler(config, family, log, voice.wait))
+            sampler = await stack.enter_async_context(open_sampler(config, family, log, voice.wait))
             folder = run.path / SESSIONS
             folder.mkdir(exist_ok=True)
             served = GatewayConfig(log_dir=folder)
-            gateway = await stack.enter_async_context(Gateway(engine, family, served, voice.call))
+            gateway = await stack.enter_async_context(Gateway(sampler.engine, family, served, voice.call))
             listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
             sessions = [_open(gateway, config, options, number) for number in range(options.sessions)]
             _greet(voice, run, config, options, listener.origin, sessions)

@@ -36,10 +36,12 @@ class FakeProvider:
     def __init__(self, *, chunk_delay_s: float = 0.0, status: int = 200, redirect: str = "") -> None:
         self.chunk_delay_s, self.status, self.redirect = chunk_delay_s, status, redirect
         self.received: list[Received] = []
+        self.reply_delay_s = 0.0
+        """Before an unstreamed answer."""
         self.busy: list[tuple[int, str]] = []
         """(status, Retry-After) of the next answers; an empty header is left out."""
-        self.replies: Callable[[Any], str] | None = None
-        """Body of a chat completion -> the text of its answer; None = a word."""
+        self.replies: Callable[[Any], Mapping[str, Any]] | None = None
+        """Body of an unstreamed chat completion -> the message of its answer; None = a word."""
         self.left = 0
         """Clients that were gone before the end of their stream."""
         self.breaks_after = 0
@@ -77,8 +79,9 @@ class FakeProvider:
             return await self._stream(http)
         said = whole(http.path)
         if self.replies is not None and http.path.endswith("/chat/completions"):
-            message = {"role": "assistant", "content": self.replies(asked)}
+            message = {"role": "assistant", **self.replies(asked)}
             said["choices"] = [{"index": 0, "finish_reason": "stop", "message": message}]
+        await asyncio.sleep(self.reply_delay_s)
         answer = _json(said)
         answer.headers["Request-Id"] = "req_1"
         answer.headers["Set-Cookie"] = "spy=1"

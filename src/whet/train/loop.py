@@ -25,7 +25,7 @@ from whet.errors import RecordError
 from whet.record.artifacts import AgentArtifacts
 from whet.record.logs import AgentLogs, log_to
 from whet.record.metrics import Metrics, MetricsFile
-from whet.record.run import RunDir
+from whet.record.run import KIND, RunDir
 from whet.record.store import Score, Store
 from whet.rollout import Attempts
 from whet.stop import run_interruptible
@@ -277,6 +277,8 @@ async def _train(config: Config, view: Observer, options: TrainOptions) -> Mappi
         stack.enter_context(log_to(run.logs / "whet.log"))
         store = stack.enter_context(run.store())
         metrics = stack.enter_context(run.metrics())
+        if KIND in store.meta():
+            raise RecordError(f"{run.path} holds a run of `whet {store.meta()[KIND]}`, not a training run")
         clock = WallClock(store, options.began)
         if EXTRA not in store.meta():
             store.set_meta(EXTRA, json.dumps(dict(options.extra)))

@@ -39,12 +39,17 @@ class Curve:
 
 def wilson(score: Score) -> tuple[float, float]:
     """95 % Wilson interval of a solve rate; (0, 1) when nothing was graded."""
-    n = score.total
+    return wilson_interval(score.rate, score.total)
+
+
+def wilson_interval(rate: float, n: int) -> tuple[float, float]:
+    """95 % interval of a rate over `n` that each count once; (0, 1) when n is 0."""
     if n == 0:
         return 0.0, 1.0
-    centre = (score.rate + _Z95**2 / (2 * n)) / (1 + _Z95**2 / n)
-    half = _Z95 / (1 + _Z95**2 / n) * math.sqrt(score.rate * (1 - score.rate) / n + _Z95**2 / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    centre = (rate + _Z95**2 / (2 * n)) / (1 + _Z95**2 / n)
+    half = _Z95 / (1 + _Z95**2 / n) * math.sqrt(rate * (1 - rate) / n + _Z95**2 / (4 * n * n))
+    # What rounding leaves of an exact 0 or 1 must not keep the rate out of its own interval.
+    return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))
 
 
 def curve_of(store: Store, title: str) -> Curve:

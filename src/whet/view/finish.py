@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from whet.capture.notes import drift_totals
-from whet.record.run import read_config, read_store, read_summary, write_text
+from whet.record.run import KIND, read_config, read_store, read_summary, write_text
 from whet.record.store import Score, Store
 from whet.types import Ledger
 from whet.view.curve import curve_of, curve_svg
@@ -55,6 +56,9 @@ def show_run(run_dir: Path) -> str:
     config = read_config(run_dir)
     with read_store(run_dir) as store:
         head = f"{run_dir}: {config.harness.agent}, seed {config.run.seed}"
+        kind = store.meta().get(KIND)
+        if kind is not None:
+            return "\n".join([head, *_decided_lines(run_dir, store, kind)]) + "\n"
         lines = [head, *_step_lines(store), *_eval_lines(store, config.run.eval_tasks)]
         lines += [f"  drift: {line}" for line in drift_totals(store.drifts())]
         summary = read_summary(run_dir)
@@ -64,6 +68,19 @@ def show_run(run_dir: Path) -> str:
     done = 0 if last is None else last.step
     lines.append(f"not finished: {done} of {config.run.steps} steps; continue with --resume {run_dir}")
     return "\n".join(lines) + "\n"
+
+
+def _decided_lines(run_dir: Path, store: Store, kind: str) -> Iterator[str]:
+    """A run without training: its report, or how far it has come."""
+    report = run_dir / REPORT
+    if read_summary(run_dir) is not None and report.exists():
+        yield report.read_text(encoding="utf-8").rstrip()
+        return
+    for phase, step in store.phases():
+        held = store.outcomes(phase, step)
+        ends = Counter(o.status.value if o.outcome is None else o.outcome.value for o in held)
+        yield f"  {len(held)} rollouts so far: {', '.join(f'{name} {n}' for name, n in ends.items())}"
+    yield f"not finished; continue with: whet {kind} --resume {run_dir}"
 
 
 def _scores(store: Store, phase: str) -> dict[str, Score]:

@@ -1,0 +1,236 @@
+"""`whet rollout`: rollouts of many tasks without training, on any engine, graded, stored, resumable.
+
+    source -> Dispatcher -> Attempts (gateway, boxes, judge) -> store -> report
+
+With a provider as engine (`upstream`) the gateway passes calls on and keeps their text; with any other it
+samples tokens. What is stored before a kill is never run again. Never imports torch. Caller: cli.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from whet.collect.agents import Crew, limits_of, model_name, open_crew
+from whet.collect.breaker import Breaker
+from whet.collect.dispatcher import CollectOptions, Dispatcher
+from whet.collect.upstream import open_upstream
+from whet.config import Config, model_folder
+from whet.errors import ConfigError, GatewayError, RecordError
+from whet.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, open_places
+from whet.evaluate.summary import render, summarise, write_results
+from whet.gateway.server import Gateway
+from whet.grade.clean import runner_for
+from whet.record.logs import AgentLogs, log_to
+from whet.record.run import KIND, RunDir, write_text
+from whet.record.scratch import remove_stale_scratch, scratch_folder
+from whet.record.store import Score, Store
+from whet.render.load import load_family
+from whet.rollout import Attempts, Judge, Sessions
+from whet.stop import run_interruptible
+from whet.tasks.toy import ToySource
+from whet.train.assembly import make_judge
+from whet.train.loop import WALL_S, Observer, WallClock
+from whet.train.sampler import Sampler, open_sampler
+from whet.types import Limits, Task
+
+ROLLOUT = "rollout"
+"""Kind of these run directories."""
+RECORDS = "sessions"
+"""Folder of a run directory with the text of every call to a provider."""
+REPORT = "report.txt"
+AGENT, AGENT_VERSION = "agent", "agent_version"
+"""Facts of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions:
+    """What of a run is not in its configuration."""
+
+    resume: Path | None = None
+    """Run directory to continue; the configuration given is the one stored there, but for what cannot change
+    a result."""
+    began: float = field(default_factory=time.monotonic)
+    """Reading of time.monotonic() from which the person has waited."""
+    sampler: Callable[..., contextlib.AbstractAsyncContextManager[Sampler]] = open_sampler
+    """How an engine is opened; a test has one of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Where agents run and whom they talk to."""
+
+    sessions: Sessions
+    crew: Crew
+    check: Callable[[], Awaitable[None]]
+    """Raises when no attempt can succeed any more."""
+
+
+@asynccontextmanager
+async def _stage(run: RunDir, sockets: Path, view: Observer, options: RolloutOptions) -> AsyncIterator[Stage]:
+    config = run.config
+    async with AsyncExitStack() as stack:
+        if config.engine.kind == "upstream":
+            upstream = await stack.enter_async_context(open_upstream(config, run.path / RECORDS))
+
+            async def affordable() -> None:
+                if upstream.cost_reached:
+                    raise GatewayError(
+                        f"the cost limit is reached (engine.max_cost {config.engine.max_cost:g})"
+                    )
+
+            await affordable()
+            crew = await stack.enter_async_context(open_crew(config, upstream, sockets))
+            yield Stage(sessions=upstream, crew=crew, check=affordable)
+            return
+        family = load_family(model_folder(config), config.model.family)
+        log = run.logs / "learner.log"
+        sampler = await stack.enter_async_context(options.sampler(config, family, log, view.note))
+        gateway = await stack.enter_async_context(Gateway(sampler.engine, family))
+        crew = await stack.enter_async_context(open_crew(config, gateway, sockets))
+        yield Stage(sessions=gateway, crew=crew, check=sampler.check)
+
+
+class _Toy(ToySource):
+    def size(self, split: str) -> int | None:
+        return None
+
+
+def open_source(config: Config, limits: Limits) -> _Toy:
+    return _Toy(limits, seed=config.run.seed, families=config.tasks.families)
+
+
+def chosen_tasks(config: Config, source: _Toy) -> Sequence[Task]:
+    """The tasks of [rollout]. Raises ConfigError when there are none, TaskError when one of them cannot be
+    graded: before any box boots."""
+    table = config.rollout
+    size = source.size(table.split)
+    if size is None and not table.tasks:
+        raise ConfigError(f"{source.name} has no end of tasks: say how many in rollout.tasks")
+    left = table.tasks if size is None else max(0, size - table.start)
+    count = min(table.tasks or left, left)
+    if not count or (table.tasks > left):
+        raise ConfigError(
+            f"{source.name}: the {table.split} split has {size} tasks; rollout.start {table.start} and"
+            f" rollout.tasks {table.tasks} ask for more"
+        )
+    tasks = source.tasks(table.split, table.start, count)
+    for task in tasks:
+        runner_for(task, source.oracle(task))
+    return tasks
+
+
+def _open_run(config: Config, resume: Path | None) -> RunDir:
+    if resume is None:
+        return RunDir.create(config)
+    run = RunDir.open(resume)
+    run.config = config
+    return run
+
+
+def _check_kind(store: Store, resumed: bool, path: Path) -> None:
+    kind = store.meta().get(KIND)
+    if resumed and kind != ROLLOUT:
+        raise RecordError(f"{path} holds no run of `whet rollout`")
+    store.set_meta(KIND, ROLLOUT)
+
+
+def _dispatcher(run: RunDir, stage: Stage, judge: Judge, sink: ResultSink, view: Observer) -> Dispatcher:
+    c = run.config
+    attempts = Attempts(
+        stage.sessions,
+        stage.crew.workers,
+        judge,
+        keep_log=AgentLogs(run.logs).keep,
+        model=model_name(c),
+    )
+    options = CollectOptions(
+        seed=c.run.seed,
+        group_size=c.rollout.per_task,
+        attempts=c.collect.attempts,
+        temperature=c.engine.temperature,
+        whole=False,
+    )
+    return Dispatcher(attempts, sink, view, Breaker(), options, check=stage.check)
+
+
+async def _rollout(config: Config, view: Observer, options: RolloutOptions) -> Mapping[str, Any]:
+    async with AsyncExitStack() as stack:
+        run = stack.enter_context(_open_run(config, options.resume))
+        stack.enter_context(log_to(run.logs / "whet.log"))
+        store = stack.enter_context(run.store())
+        _check_kind(store, options.resume is not None, run.path)
+        clock = WallClock(store, options.began)
+        # open_source and its errors come first: nothing is started for a data set that cannot be read.
+        source = open_source(config, limits_of(config))
+        tasks = chosen_tasks(config, source)
+        check_same_tasks(store, tasks, config.rollout.per_task)
+        view.note(f"run directory {run.path}")
+        if open_places(store, tasks, config.rollout.per_task):
+            try:
+                await _fill(run, store, source, tasks, view, clock, options)
+            finally:
+                # The disk may be what ended the run: its own line must come through.
+                with contextlib.suppress(RecordError):
+                    store.set_meta(WALL_S, clock.meta()[WALL_S])
+        facts = {name: store.meta()[name] for name in (AGENT, AGENT_VERSION)}
+        wall_s = float(store.meta()[WALL_S])
+        summary = {**summarise(run, store, tasks, RECORDS), **facts, "wall_s": round(wall_s, 1)}
+        run.write_summary(summary)
+        write_results(run.path, store)
+        write_text(run.path / REPORT, render(summary))
+        return summary
+
+
+async def _fill(
+    run: RunDir,
+    store: Store,
+    source: _Toy,
+    tasks: Sequence[Task],
+    view: Observer,
+    clock: WallClock,
+    options: RolloutOptions,
+) -> None:
+    """Run what is not decided yet."""
+    remove_stale_scratch()
+    view.stage("starting the engine and the agents")
+    with scratch_folder() as sockets:
+        async with _stage(run, sockets, view, options) as stage:
+            harness = stage.crew.harness
+            store.set_meta(AGENT, harness.name)
+            store.set_meta(AGENT_VERSION, harness.version)
+            await _collect(run, store, stage, source, tasks, view, clock)
+
+
+async def _collect(
+    run: RunDir,
+    store: Store,
+    stage: Stage,
+    source: _Toy,
+    tasks: Sequence[Task],
+    view: Observer,
+    clock: WallClock,
+) -> None:
+    c = run.config
+    planned = len(tasks) * c.rollout.per_task
+    harness = stage.crew.harness
+    view.begin(f"{harness.name} {harness.version}, {source.name}, seed {c.run.seed}", planned)
+    view.stage(f"{len(tasks)} tasks, {c.rollout.per_task} each", planned)
+    sink = ResultSink(store, clock, view.note)
+    judge = make_judge(c, stage.crew.backend, source)
+    await _dispatcher(run, stage, judge, sink, view).collect(PHASE, STEP, tasks)
+    held = [r.reward for r in store.outcomes(PHASE, STEP) if r.reward is not None]
+    view.eval_done("rollouts", Score(solved=sum(reward == 1.0 for reward in held), total=len(held)))
+
+
+def rollout(config: Config, view: Observer, options: RolloutOptions | None = None) -> Mapping[str, Any]:
+    """Run or continue to the end; returns what summary.json holds.
+
+    Raises WhetError, or KeyboardInterrupt after a clean stop.
+    """
+    return run_interruptible(_rollout(config, view, options or RolloutOptions()))

@@ -1,0 +1,127 @@
+"""`whet rollout` on an engine of tokens: what is counted is what the engine saw."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config import Config, load_config
+from whet.demo.policy import call, edit
+from whet.errors import ConfigError, EngineError, RecordError, TaskError
+from whet.evaluate.run import RolloutOptions, rollout
+from whet.record.run import read_store
+from whet.render.family import Family
+from whet.tasks.toy import ToyProblem, ToySource
+from whet.testing.scripted_engine import ScriptedEngine
+from whet.train.loop import TrainOptions, train
+from whet.train.sampler import Sampler
+from whet.types import IntArray, Limits, Message, RequestKey
+from whet.view.plain import PlainView
+
+SETTINGS = [
+    "harness.agent=script", "harness.mode=warm", "harness.workers=2", "rollout.tasks=3", "rollout.per_task=2",
+    "limits.wall_s=20", "limits.max_call_tokens=512", "model.max_context_tokens=8192",
+]  # fmt: skip
+DONE = Message(role="assistant", text="done")
+Fail = Callable[[RequestKey], EngineError | None]
+
+
+class Scripted:
+    """Solves slot 0 of every task and gives up in slot 1."""
+
+    def __init__(self, fail: Fail = lambda key: None) -> None:
+        source = ToySource(Limits())
+        self.problems = [source.problem(task) for task in source.tasks("eval", 0, 3)]
+        self.engine: ScriptedEngine | None = None
+        self._fail = fail
+
+    def policy(self, ids: IntArray, key: RequestKey) -> Message:
+        group, slot = (int(part) for part in key.rollout_id.split("/")[2:])
+        p: ToyProblem = self.problems[group]
+        solving = [call("read", path=p.path), edit(p, p.fault.old, p.fault.new), DONE]
+        return solving[key.turn] if slot == 0 else DONE
+
+    @asynccontextmanager
+    async def sampler(self, config: Config, family: Family, log: Path, say: object) -> AsyncIterator[Sampler]:
+        self.engine = ScriptedEngine(family, self.policy, sampled=True, fail=self._fail)
+
+        async def check() -> None:
+            return None
+
+        yield Sampler(engine=self.engine, check=check)
+
+
+def run(tmp_path: Path, scripted: Scripted, *overrides: str, resume: bool = False) -> dict[str, Any]:
+    config = load_config(None, [*SETTINGS, f"run.dir={tmp_path / 'run'}", *overrides])
+    options = RolloutOptions(sampler=scripted.sampler, resume=tmp_path / "run" if resume else None)
+    return dict(rollout(config, PlainView(StringIO()), options))
+
+
+def test_the_numbers_are_those_of_what_happened(tmp_path: Path) -> None:
+    scripted = Scripted()
+    summary = run(tmp_path, scripted)
+    assert scripted.engine is not None
+    sent, answers = scripted.engine.sent, scripted.engine.answers
+    assert (summary["rollouts"], summary["graded"], summary["verdict"]["resolved"]) == (6, 6, 3)
+    assert summary["pass_at"]["1"]["value"] == 0.5
+    assert summary["pass_at"]["2"]["value"] == 1.0
+    assert summary["calls"] == len(sent) == 3 * 3 + 3
+    assert summary["prompt_tokens"] == sum(len(request.ids) for request in sent)
+    assert summary["sampled_tokens"] == sum(len(answer.ids) for answer in answers.values())
+    assert summary["ledger"]["trained"] == 0
+    assert summary["ledger"]["excluded"] == {"evaluation": summary["ledger"]["captured"]}
+    assert summary["cost"] is None
+    assert summary["strength"] == {"strong": 6}
+
+
+def test_what_the_infrastructure_failed_is_tried_again_and_never_a_zero(tmp_path: Path) -> None:
+    def first_task_fails(key: RequestKey) -> EngineError | None:
+        return EngineError("engine on fire") if key.rollout_id.split("/")[2] == "000" else None
+
+    summary = run(tmp_path, Scripted(first_task_fails), "collect.attempts=2")
+    assert (summary["rollouts"], summary["graded"], summary["status"]["infra_failed"]) == (6, 4, 2)
+    assert summary["tries"] == 4 + 2 * 2
+    assert summary["pass_at"]["1"]["tasks"] == 2
+    assert "engine on fire" in summary["last_failure"]
+    assert "--resume" in (tmp_path / "run" / "report.txt").read_text()
+    with read_store(tmp_path / "run") as store:
+        graded = {o.rollout_id: o for o in store.outcomes("rollout", 0) if o.reward is not None}
+    summary = run(tmp_path, Scripted(), resume=True)
+    assert (summary["graded"], summary["pass_at"]["2"]["value"]) == (6, 1.0)
+    with read_store(tmp_path / "run") as store:
+        held = {o.rollout_id: o for o in store.outcomes("rollout", 0)}
+    assert {name: held[name] for name in graded} == graded
+
+
+def test_other_tasks_than_it_began_with_are_refused(tmp_path: Path) -> None:
+    run(tmp_path, Scripted(), "rollout.per_task=1")
+    with pytest.raises(RecordError, match="the data set is not the one that the run began with"):
+        run(tmp_path, Scripted(), "rollout.per_task=1", "rollout.start=1", resume=True)
+
+
+def test_a_run_is_continued_by_its_own_verb_only(tmp_path: Path) -> None:
+    run(tmp_path, Scripted(), "rollout.per_task=1")
+    config = load_config(None, [*SETTINGS, f"run.dir={tmp_path / 'run'}"])
+    with pytest.raises(RecordError, match="holds a run of `whet rollout`"):
+        train(config, PlainView(StringIO()), TrainOptions(resume=tmp_path / "run"))
+    with pytest.raises(RecordError, match="holds a run already"):
+        run(tmp_path, Scripted())
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "said"),
+    [
+        ("rollout.tasks=0", ConfigError, "say how many in rollout.tasks"),
+        ("tasks.families=['nonsense']", ConfigError, "tasks.families"),
+    ],
+)
+def test_a_choice_of_tasks_that_cannot_be(
+    tmp_path: Path, override: str, error: type[TaskError | ConfigError], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        run(tmp_path, Scripted(), override)

@@ -51,6 +51,10 @@ class UpstreamSession:
         self.public_id, self.secret = inner.public_id, inner.secret
 
     @property
+    def left(self) -> bool:
+        return self._inner.left
+
+    @property
     def stats(self) -> SessionStats:
         held = self._inner
         return SessionStats(

@@ -33,11 +33,12 @@ from whet.record.store import Score, Store
 from whet.render.load import load_family
 from whet.rollout import Attempts, Judge, Sessions
 from whet.stop import run_interruptible
-from whet.tasks.toy import ToySource
+from whet.tasks.base import TaskSource
+from whet.tasks.open import open_source
 from whet.train.assembly import make_judge
 from whet.train.loop import WALL_S, Observer, WallClock
 from whet.train.sampler import Sampler, open_sampler
-from whet.types import Limits, Task
+from whet.types import Task
 
 ROLLOUT = "rollout"
 """Kind of these run directories."""
@@ -96,16 +97,7 @@ async def _stage(run: RunDir, sockets: Path, view: Observer, options: RolloutOpt
         yield Stage(sessions=gateway, crew=crew, check=sampler.check)
 
 
-class _Toy(ToySource):
-    def size(self, split: str) -> int | None:
-        return None
-
-
-def open_source(config: Config, limits: Limits) -> _Toy:
-    return _Toy(limits, seed=config.run.seed, families=config.tasks.families)
-
-
-def chosen_tasks(config: Config, source: _Toy) -> Sequence[Task]:
+def chosen_tasks(config: Config, source: TaskSource) -> Sequence[Task]:
     """The tasks of [rollout]. Raises ConfigError when there are none, TaskError when one of them cannot be
     graded: before any box boots."""
     table = config.rollout
@@ -190,7 +182,7 @@ async def _rollout(config: Config, view: Observer, options: RolloutOptions) -> M
 async def _fill(
     run: RunDir,
     store: Store,
-    source: _Toy,
+    source: TaskSource,
     tasks: Sequence[Task],
     view: Observer,
     clock: WallClock,
@@ -211,7 +203,7 @@ async def _collect(
     run: RunDir,
     store: Store,
     stage: Stage,
-    source: _Toy,
+    source: TaskSource,
     tasks: Sequence[Task],
     view: Observer,
     clock: WallClock,

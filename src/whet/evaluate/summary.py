@@ -22,12 +22,17 @@ from whet.view.base import duration
 RESULTS = "results.jsonl"
 
 
+def solved(held: Outline) -> bool:
+    """By its reward, which is 1 where the verdict is `resolved` unless the user has a function of his own."""
+    return held.reward is not None and held.reward >= 1.0
+
+
 def counted(outlines: Sequence[Outline], tasks: int) -> list[Counted]:
-    """Graded and resolved rollouts of each task, in the order of the tasks."""
+    """Graded rollouts of each task, and those of full reward, in the order of the tasks."""
     graded, resolved = Counter[int](), Counter[int]()
     for held in outlines:
         graded[held.group] += held.reward is not None
-        resolved[held.group] += held.outcome is Outcome.RESOLVED
+        resolved[held.group] += solved(held)
     return [Counted(graded=graded[group], resolved=resolved[group]) for group in range(tasks)]
 
 
@@ -77,7 +82,7 @@ def _families(held: Sequence[Outline]) -> Mapping[str, Any]:
     found: dict[str, list[bool]] = {}
     for one in held:
         if one.family and one.reward is not None:
-            found.setdefault(one.family, []).append(one.outcome is Outcome.RESOLVED)
+            found.setdefault(one.family, []).append(solved(one))
     return {name: {"resolved": sum(f), "graded": len(f)} for name, f in sorted(found.items())}
 
 

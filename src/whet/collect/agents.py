@@ -26,12 +26,14 @@ from whet.harness.outcome import Artifacts
 from whet.harness.pi import PiHarness
 from whet.harness.pool import Sockets, WorkerPool
 from whet.harness.script import AGENT_AT, ScriptHarness
+from whet.harness.single_turn import SingleTurn
 from whet.harness.terminus import terminus
 from whet.render.family import Family
 from whet.sandbox.base import SandboxBackend
 from whet.sandbox.circuit import CircuitOptions
 from whet.sandbox.local import LocalBackend
 from whet.sandbox.pool import Pool, PoolOptions
+from whet.tasks.open import action_of
 from whet.types import FileEntry, Limits
 
 SCRIPT_AGENT = Path(__file__).parent.parent / "demo" / "script_agent.py"
@@ -116,6 +118,8 @@ def make_harness(config: Config, backend: SandboxBackend) -> Harness:
             warm=config.harness.mode == "warm",
             artifacts=artifacts,
         )
+    if config.harness.agent == "single_turn":
+        return SingleTurn(action_of(config))
     if config.harness.agent == "terminus":
         return terminus(backend, warm=config.harness.mode == "warm", artifacts=artifacts)
     recipe = RECIPES.get(config.harness.agent)

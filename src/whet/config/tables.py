@@ -156,8 +156,9 @@ class HarnessTable(Table):
         "qwen_code",
         "gemini_cli",
         "mini_swe",
+        "single_turn",
     ] = "pi"
-    """The agent."""
+    """The agent; single_turn = none: one reply to the task's prompt is checked."""
     mode: Literal["fresh", "warm"] = "fresh"
     """fresh = a new agent process per rollout; warm = workers that are wiped in between."""
     workers: Count = 8

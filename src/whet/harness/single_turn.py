@@ -1,0 +1,199 @@
+"""No agent: one prompt, one reply, and what stands in it is checked. For code tasks of one file.
+
+The task's prompt goes through the gateway as one chat completion, as an agent's would; the code block of the
+reply, or what the user's function makes of the reply, is laid over the task's files. There is no box, since
+nothing runs: the grader's is the first. Selected by harness.agent = "single_turn".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import orjson
+
+from whet.errors import HarnessError, TaskError
+from whet.harness.base import PLAIN, AgentResult, Left, ModelAccess, never
+from whet.types import FileEntry, Setup, Task, Tree
+
+BuildAction = Callable[[str, Task], Mapping[str, str | bytes]]
+"""(reply, task) -> content by path, laid over the task's files. Raises ValueError for a reply that is of no
+use: the attempt has failed, and its tree is the task's own."""
+
+VERSION = "1"
+LOG_BYTES = 64 << 10
+TRIES = 4
+"""Of one call, where the gateway says that a later one may be answered."""
+AGAIN = frozenset({429, 500, 502, 503, 504, 529})
+DEFAULT_FILE = "solution.py"
+LANGUAGES: Mapping[str, tuple[str, ...]] = {
+    ".py": ("python", "py", "python3"),
+    ".jl": ("julia", "jl"),
+    ".js": ("javascript", "js"),
+    ".ts": ("typescript", "ts"),
+    ".rs": ("rust", "rs"),
+    ".go": ("go", "golang"),
+    ".sh": ("bash", "sh", "shell"),
+}
+"""What a code block for a file is called, by the file's ending."""
+_FENCE = re.compile(r"\s{0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*")
+
+
+class _Failed(Exception):
+    """The attempt ends here, by the model's doing."""
+
+
+class SingleTurn:
+    """Implements whet.harness.base.Harness."""
+
+    name, version = "single_turn", VERSION
+
+    def __init__(self, build_action: BuildAction | None = None) -> None:
+        self._build = build_action or code_to_file
+
+    def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> SingleTurnWorker:
+        """Raises TaskError for a task whose files lie in an image: there is no box to take them from."""
+        if setup.image or setup.commands:
+            raise TaskError("single_turn has no box: it takes tasks that are their files, without an image")
+        return SingleTurnWorker(gateway_socket, self._build)
+
+
+class SingleTurnWorker:
+    """Implements whet.harness.base.Worker."""
+
+    healthy = True
+
+    def __init__(self, gateway_socket: Path, build: BuildAction) -> None:
+        self.gateway_socket, self._build = gateway_socket, build
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """There is nothing to end."""
+
+    async def run(self, task: Task, access: ModelAccess, left: Left = never) -> AgentResult:
+        begun = time.monotonic()
+        tree, said, exit_, detail = task.files, "", "finished", ""
+        try:
+            async with asyncio.timeout(task.limits.wall_s):
+                said = await self._ask(task, access)
+                tree = {**task.files, **await asyncio.to_thread(self._files, said, task)}
+        except TimeoutError:
+            exit_, detail = "timeout", f"stopped after {task.limits.wall_s:g} s"
+        except _Failed as failed:
+            exit_, detail = "failed", str(failed)
+        return AgentResult(
+            exit=exit_,  # type: ignore[arg-type]
+            tree=tree,
+            detail=detail.replace(access.secret, "***"),
+            log=said.encode()[:LOG_BYTES].replace(access.secret.encode(), b"***"),
+            duration_s=time.monotonic() - begun,
+        )
+
+    async def _ask(self, task: Task, access: ModelAccess) -> str:
+        """The reply's text. Raises _Failed when the gateway refuses, HarnessError when there is none."""
+        url = f"http://gateway/s/{access.public_id}/v1/chat/completions"
+        body = {
+            "model": access.model,
+            "messages": [{"role": "user", "content": task.prompt}],
+            "max_tokens": access.max_call_tokens,
+        }
+        head = {"Authorization": f"Bearer {access.secret}"}
+        connector = aiohttp.UnixConnector(str(self.gateway_socket))
+        try:
+            # The rollout's own limit is the deadline.
+            no_limit = aiohttp.ClientTimeout(total=None)
+            async with aiohttp.ClientSession(connector=connector, headers=head, timeout=no_limit) as http:
+                for tried in range(1, TRIES + 1):
+                    async with http.post(url, json=body) as answer:
+                        raw = await answer.read()
+                    if answer.status == 200:
+                        return _text(raw)
+                    if answer.status not in AGAIN or tried == TRIES:
+                        break
+                    await asyncio.sleep(0.5 * 2**tried)
+        except aiohttp.ClientError as error:
+            raise HarnessError(f"the gateway is gone: {error or type(error).__name__}") from error
+        raise _Failed(f"the model answered HTTP {answer.status}: {raw[:300].decode('utf-8', 'replace')}")
+
+    def _files(self, said: str, task: Task) -> Tree:
+        """Raises _Failed for a reply of no use, TaskError for a function of the user's that is broken."""
+        try:
+            made = self._build(said, task)
+            return {path: FileEntry(content=_bytes(content)) for path, content in made.items()}
+        except ValueError as error:
+            raise _Failed(f"the reply is of no use: {error}") from error
+        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            raise TaskError(
+                f"task {task.id}: build_action failed: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _text(raw: bytes) -> str:
+    try:
+        content = orjson.loads(raw)["choices"][0]["message"]["content"]
+    except (orjson.JSONDecodeError, LookupError, TypeError) as error:
+        raise _Failed(f"not an answer to a chat completion: {raw[:200]!a}") from error
+    if not isinstance(content, str) or not content.strip():
+        raise _Failed("the reply holds no text")
+    return content
+
+
+def _bytes(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else bytes(content)
+
+
+def target(task: Task) -> str:
+    """The file that a reply is meant for: the one under test, else the only Python file there is."""
+    if task.grading.entry:
+        return task.grading.entry
+    python = [path for path in task.files if path.endswith(".py")]
+    return python[0] if len(python) == 1 else DEFAULT_FILE
+
+
+def code_to_file(reply: str, task: Task) -> Mapping[str, str]:
+    """The default: the reply's code becomes the file under test."""
+    path = target(task)
+    code = code_of(reply, LANGUAGES.get(PurePosixPath(path).suffix, ()))
+    if not code.strip():
+        raise ValueError("its code block is empty")
+    return {path: code}
+
+
+def code_of(reply: str, languages: tuple[str, ...] = ()) -> str:
+    """The last code block of one of `languages`, else the last one of any, else the whole reply: later blocks
+    correct earlier ones. A block that is not closed goes to the end."""
+    blocks = list(_blocks(reply))
+    named = [code for language, code in blocks if language in languages]
+    if named:
+        return named[-1]
+    return blocks[-1][1] if blocks else reply
+
+
+def _blocks(reply: str) -> list[tuple[str, str]]:
+    """(language, code) of every fenced block, in order."""
+    found: list[tuple[str, list[str]]] = []
+    fence = ""
+    for line in reply.splitlines(keepends=True):
+        match = _FENCE.fullmatch(line.rstrip())
+        if fence:
+            if match and match[1].startswith(fence) and not match[2]:
+                fence = ""
+            else:
+                found[-1][1].append(line)
+        elif match:
+            fence = match[1]
+            found.append((match[2].lower(), []))
+    return [(language, "".join(lines)) for language, lines in found]

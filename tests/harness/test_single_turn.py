@@ -1,0 +1,164 @@
+"""The harness without an agent: what it asks, what it takes from the reply, and how it fails."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.demo.warm import write_family
+from whet.errors import EngineUnavailable, HarnessError, TaskError
+from whet.gateway.server import Gateway
+from whet.harness.base import AgentResult, ModelAccess
+from whet.harness.single_turn import BuildAction, SingleTurn, code_of, code_to_file, target
+from whet.render.folder import read_folder
+from whet.render.template import TemplateFamily, template_family
+from whet.testing.scripted_engine import ScriptedEngine
+from whet.types import FileEntry, GradingPlan, Limits, Message, RequestKey, Setup, Task, Trajectory
+
+BASE = {"solution.py": FileEntry(content=b"def f():\n    pass\n"), "notes.txt": FileEntry(content=b"keep\n")}
+TASK = Task(
+    id="t", prompt="Write f.", files=BASE, grading=GradingPlan(entry="solution.py"), limits=Limits(wall_s=20)
+)
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> TemplateFamily:
+    write_family(tmp_path / "family", "")
+    return template_family(read_folder(tmp_path / "family"))
+
+
+@asynccontextmanager
+async def asked(
+    engine: ScriptedEngine, family: TemplateFamily, socket: Path, task: Task, build: BuildAction | None = None
+) -> AsyncIterator[tuple[AgentResult, Trajectory]]:
+    async with Gateway(engine, family) as gateway, gateway.listen_unix(socket):
+        session = gateway.open_session("r", seed=0, limits=task.limits, listener=socket)
+        access = ModelAccess(public_id=session.public_id, secret=session.secret)
+        async with SingleTurn(build).worker(socket) as worker:
+            assert worker.healthy
+            result = await worker.run(task, access)
+        yield result, await session.seal(5)
+
+
+def saying(family: TemplateFamily, text: str, **options: Any) -> ScriptedEngine:
+    return ScriptedEngine(
+        family, lambda ids, key: Message(role="assistant", text=text), sampled=True, **options
+    )
+
+
+async def test_one_reply_becomes_the_file_under_test_and_every_token_is_kept(
+    tmp_path: Path, family: TemplateFamily
+) -> None:
+    engine = saying(family, "Here:\n```python\ndef f():\n    return 1\n```\nDone.")
+    async with asked(engine, family, tmp_path / "s", TASK) as (result, trajectory):
+        assert (result.exit, result.detail) == ("finished", "")
+        assert result.tree == {**BASE, "solution.py": FileEntry(content=b"def f():\n    return 1\n")}
+        assert b"Done." in result.log
+    (sent,) = engine.sent
+    assert "Write f." in family.decode(sent.ids)
+    assert trajectory.ledger.trained == trajectory.ledger.captured == len(engine.answers[sent.key].ids)
+
+
+async def test_the_users_function_makes_the_files(tmp_path: Path, family: TemplateFamily) -> None:
+    def build(reply: str, task: Task) -> Mapping[str, str | bytes]:
+        return {"a/b.txt": reply.upper(), "raw.bin": b"\x00\x01", "notes.txt": task.prompt}
+
+    async with asked(saying(family, "yes"), family, tmp_path / "s", TASK, build) as (result, _):
+        assert result.tree["a/b.txt"].content == b"YES"
+        assert result.tree["raw.bin"].content == b"\x00\x01"
+        assert result.tree["notes.txt"].content == b"Write f."
+        assert result.tree["solution.py"] == BASE["solution.py"]
+
+
+async def test_a_reply_of_no_use_leaves_the_tasks_own_files(tmp_path: Path, family: TemplateFamily) -> None:
+    def refuse(reply: str, task: Task) -> Mapping[str, str | bytes]:
+        raise ValueError("no function f in it")
+
+    async with asked(saying(family, "hm"), family, tmp_path / "s", TASK, refuse) as (result, _):
+        assert (result.exit, result.tree) == ("failed", BASE)
+        assert result.detail == "the reply is of no use: no function f in it"
+    async with asked(saying(family, "```python\n\n```"), family, tmp_path / "s2", TASK) as (result, _):
+        assert (result.exit, result.tree) == ("failed", BASE)
+
+
+async def test_a_broken_function_of_the_user_is_not_the_models_fault(
+    tmp_path: Path, family: TemplateFamily
+) -> None:
+    def broken(reply: str, task: Task) -> Mapping[str, str | bytes]:
+        return {"x": {}["missing"]}
+
+    with pytest.raises(TaskError, match=r"task t: build_action failed: KeyError: 'missing'"):
+        async with asked(saying(family, "hm"), family, tmp_path / "s", TASK, broken):
+            pass
+
+
+async def test_a_model_that_takes_too_long_is_timed_out(tmp_path: Path, family: TemplateFamily) -> None:
+    task = replace(TASK, limits=Limits(wall_s=0.3))
+    async with asked(saying(family, "late", delay_s=30), family, tmp_path / "s", task) as (result, _):
+        assert (result.exit, result.tree) == ("timeout", BASE)
+
+
+async def test_a_prompt_that_does_not_fit_fails_and_an_engine_that_comes_back_does_not(
+    tmp_path: Path, family: TemplateFamily
+) -> None:
+    small = replace(TASK, limits=Limits(wall_s=20, max_context_tokens=8, max_call_tokens=4))
+    async with asked(saying(family, "x"), family, tmp_path / "s", small) as (result, _):
+        assert result.exit == "failed"
+        assert "HTTP 4" in result.detail
+    failures = [EngineUnavailable("restarting")]
+
+    def fail(key: RequestKey) -> EngineUnavailable | None:
+        return failures.pop() if failures else None
+
+    engine = saying(family, "```\nok\n```", fail=fail)
+    async with asked(engine, family, tmp_path / "s2", TASK) as (result, _):
+        assert result.exit == "finished"
+        assert len(engine.sent) == 2
+
+
+async def test_a_gateway_that_is_gone_is_the_hosts_failure(tmp_path: Path) -> None:
+    async with SingleTurn().worker(tmp_path / "nothing") as worker:
+        with pytest.raises(HarnessError, match="the gateway is gone"):
+            await worker.run(TASK, ModelAccess(public_id="x", secret="y"))
+
+
+def test_a_task_that_lies_in_an_image_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="has no box"):
+        SingleTurn().worker(tmp_path / "s", Setup(image="debian@sha256:0"))
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        ("x = 1\n", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\nthen\n```py\nx = 2\n```", "x = 2\n"),
+        ("```python\nx = 1\n```\nrun it:\n```bash\npython x.py\n```", "x = 1\n"),
+        ("```bash\nls\n```\n```\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\n", "x = 1\n"),
+        ("~~~python\nx = '```'\n~~~", "x = '```'\n"),
+        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
+        ("```Python title=a.py\r\nx = 1\r\n```", "x = 1\r\n"),
+        ("  ```python\nx = 1\n  ```", "x = 1\n"),
+    ],
+)
+def test_what_of_a_reply_is_code(reply: str, code: str) -> None:
+    assert code_of(reply, ("python", "py")) == code
+
+
+def test_where_a_reply_goes() -> None:
+    plain = replace(TASK, grading=GradingPlan())
+    assert target(TASK) == "solution.py"
+    assert (
+        target(replace(plain, files={"m.py": FileEntry(content=b""), "r.txt": FileEntry(content=b"")}))
+        == "m.py"
+    )
+    assert target(replace(plain, files={})) == "solution.py"
+    julia = replace(TASK, grading=GradingPlan(entry="s.jl"))
+    reply = "```python\nx\n```\n```julia\ny\n```\n```python\nz\n```"
+    assert code_to_file(reply, julia) == {"s.jl": "y\n"}

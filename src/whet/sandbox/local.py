@@ -12,7 +12,6 @@ import contextlib
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -26,10 +25,10 @@ from whet.sandbox import layout, local_bwrap, local_ns, syscalls
 from whet.sandbox.advice import advise
 from whet.sandbox.base import Capability, SandboxSpec
 from whet.sandbox.control import MAX_FDS, Control
+from whet.sandbox.limits import allow_open_files
 from whet.sandbox.local_box import CLOSE_S, OUTER_ID, LocalSandbox
 
 Mode = Literal["auto", "bubblewrap", "namespaces"]
-OPEN_FILES = 65536
 
 
 class LocalBackend:
@@ -197,14 +196,6 @@ class LocalBackend:
                 await _abandon(box, process)
                 raise
         return box
-
-
-def allow_open_files() -> None:
-    """Raise this process's limit: every box takes some fifteen descriptors, and 1024 is the usual default."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _kernel() -> tuple[int, int]:

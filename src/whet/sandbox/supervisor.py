@@ -20,6 +20,7 @@ import sys
 import time
 from _socket import (
     AF_INET,
+    AF_UNIX,
     CMSG_SPACE,
     MSG_CMSG_CLOEXEC,
     MSG_WAITALL,
@@ -43,6 +44,7 @@ ADDR_NO_RANDOMIZE = 0x40000
 OPEN_FILES = (1024, 4096)
 IPC_RMID = 0
 SWEEP_S = 1.0
+OWN_SCORE, JOB_SCORE = b"900", b"1000"
 INSIDE_ID = 1000
 
 
@@ -76,9 +78,10 @@ def drop_privileges(libc: ctypes.CDLL, outer_id: int) -> None:
     system(libc.capset(header, data))
 
 
-def confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int, refused: bytes) -> None:
-    """Give up everything, for this process and all it will start. `refused` is from syscalls.program."""
-    first_to_go()
+def confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int, refused: bytes) -> int:
+    """Give up everything, for this process and all it will start. `refused` is from syscalls.program.
+    Returns what first_to_go does."""
+    scores = first_to_go()
     if outer_id >= 0:
         drop_privileges(libc, outer_id)
     system(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
@@ -100,6 +103,7 @@ def confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int, refus
         program = ctypes.create_string_buffer(refused, len(refused))
         header = struct.pack("@HP", len(refused) // 8, ctypes.addressof(program))
         system(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0))
+    return scores
 
 
 def limit(kind: int, soft: int, hard: int) -> None:
@@ -109,19 +113,22 @@ def limit(kind: int, soft: int, hard: int) -> None:
     resource.setrlimit(kind, (min(soft, most), most))
 
 
-def first_to_go() -> None:
-    """When the machine runs out of memory, the kernel looks for its victim in the boxes first."""
+def first_to_go() -> int:
+    """When memory runs out, the kernel looks for its victim in the boxes first, and there for PID 1 last: a
+    box must not be lost by what an agent did. A descriptor to write scores to, -1 where that is forbidden."""
     try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        os.write(fd, OWN_SCORE)
     except OSError:
-        return  # a container may forbid it
+        return -1  # a container may forbid it
+    return fd
 
 
 class Supervisor:
-    def __init__(self, control: socket, libc: ctypes.CDLL) -> None:
+    def __init__(self, control: socket, libc: ctypes.CDLL, scores: int) -> None:
         self.control = control
         self.libc = libc
+        self.scores = scores
         self.poll = select.poll()
         self.jobs: dict[int, str] = {}
         self.watched: dict[int, int] = {}
@@ -175,6 +182,7 @@ class Supervisor:
         self, job: str, cwd: str, argv: list[str], env: dict[str, str], fds: list[int], keep: bool
     ) -> None:
         try:
+            self.score(JOB_SCORE)
             pid = os.fork()
         except OSError as error:
             os.write(fds[2], f"cannot start a process: {error.strerror}\n".encode())
@@ -182,6 +190,7 @@ class Supervisor:
             pid = -1
         if pid == 0:
             become(self.libc, cwd, argv, env, fds)
+        self.score(OWN_SCORE)
         for fd in fds:
             os.close(fd)
         if pid > 0:
@@ -190,6 +199,11 @@ class Supervisor:
             self.poll.register(self.watched[pid], select.POLLIN)
             if keep:
                 self.kept.add(pid)
+
+    def score(self, value: bytes) -> None:
+        """A child inherits the score of the moment it is forked."""
+        if self.scores >= 0:
+            os.write(self.scores, value)
 
     def reap(self) -> None:
         while True:
@@ -287,21 +301,29 @@ def become(libc: ctypes.CDLL, cwd: str, argv: list[str], env: dict[str, str], fd
         os._exit(code)
 
 
+def control_socket(place: str) -> socket:
+    """Inherited as a descriptor, or connected to where the host listens."""
+    if place.startswith("/"):
+        control = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC)
+        control.connect(place)
+        return control
+    os.set_inheritable(int(place), False)
+    return socket(fileno=int(place))
+
+
 def main(arguments: list[str]) -> None:
-    """arguments: control descriptor, gateway port (0 = none), outer id (-1 = not root), processes, memory,
-    the system call filter as hex digits, then the writable folders, whose descriptors go to the host with
-    `ready`."""
-    fd, port, outer_id, processes, memory = (int(item) for item in arguments[:5])
+    """arguments: control descriptor or the path of its socket, gateway port (0 = none), outer id (-1 = not
+    root), processes, memory, the system call filter as hex digits, then the writable folders, whose
+    descriptors go to the host with `ready`."""
+    port, outer_id, processes, memory = (int(item) for item in arguments[1:5])
     refused, places = bytes.fromhex(arguments[5]), arguments[6:]
     libc = ctypes.CDLL(None, use_errno=True)
-    control = socket(fileno=fd)
-    os.set_inheritable(fd, False)
+    control = control_socket(arguments[0])
     fds = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for folder in places]
     if outer_id >= 0:
         for folder in fds:
             os.fchown(folder, outer_id, outer_id)
-    confine(libc, outer_id, processes, memory, refused)
-    supervisor = Supervisor(control, libc)
+    supervisor = Supervisor(control, libc, confine(libc, outer_id, processes, memory, refused))
     if port:
         listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC)
         listener.bind(("127.0.0.1", port))

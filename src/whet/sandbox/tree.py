@@ -108,6 +108,26 @@ def write_tree(root: int, files: Tree, owner: int) -> None:
         write_file(root, path, entry, owner)
 
 
+def give(root: int, owner: int) -> None:
+    """Make `owner` own the folder and all below it; -1 leaves everything as it is."""
+    if owner < 0:
+        return
+    waiting = [os.dup(root)]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            if os.fstat(folder).st_uid != owner:
+                os.fchown(folder, owner, owner)
+            for name in os.listdir(folder):  # noqa: PTH208 - a descriptor, not a path
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode):
+                    waiting.append(_open(name, _DIR, folder))
+                elif status.st_uid != owner:
+                    os.chown(name, owner, owner, dir_fd=folder, follow_symlinks=False)
+        finally:
+            os.close(folder)
+
+
 def lay_tree(root: int, files: Tree, remove: Iterable[str], owner: int) -> None:
     """Remove paths, then put files over what is left; nothing in the way is followed."""
     for path in remove:

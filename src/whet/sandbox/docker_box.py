@@ -1,0 +1,81 @@
+"""A live docker box: ends when its container is gone. Made by docker.DockerBackend."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+
+from whet.errors import SandboxError, boundary
+from whet.sandbox import tree
+from whet.sandbox.base import SandboxSpec
+from whet.sandbox.control import Control
+from whet.sandbox.docker_cli import Cli
+from whet.sandbox.supervised import SupervisedSandbox
+from whet.types import Tree
+
+REMOVE_S = 30.0
+log = logging.getLogger(__name__)
+
+
+class DockerSandbox(SupervisedSandbox):
+    """A live box; implements whet.sandbox.base.Sandbox. One with an image of the task keeps what the image
+    holds in the work folder, and cannot be wiped: the rest of the image may have been written to."""
+
+    def __init__(
+        self,
+        spec: SandboxSpec,
+        control: Control,
+        *,
+        container: str,
+        cli: Cli,
+        places: Sequence[str],
+        env: Mapping[str, str],
+    ) -> None:
+        super().__init__(spec, control, places=places, env=env, owner=-1)
+        self._container = container
+        self._cli = cli
+
+    async def _fill(self) -> None:
+        # The daemon may map users: what counts is the number that the box's home has on this side.
+        if os.geteuid() == 0:
+            self._owner = os.fstat(self._folders[self._places[1]]).st_uid
+        if not self._spec.image:
+            await super()._fill()
+            return
+        with boundary(SandboxError, "give the work folder to the box"):
+            await asyncio.to_thread(tree.give, self._work(), self._owner)
+        if self._spec.files:
+            await self.lay(self._spec.files)
+
+    async def put_tree(self, files: Tree, *, owner: str = "box") -> None:
+        await super().put_tree(files, owner="root" if owner == "root" else "box")
+
+    async def wipe(self) -> None:
+        if self._spec.image:
+            raise SandboxError("a box of an image cannot be wiped; make a new one")
+        await super().wipe()
+
+    async def _end(self) -> None:
+        try:
+            await remove(self._cli, self._container)
+        except SandboxError as error:
+            log.warning("a box is left to the reaper container=%s error=%s", self._container, error)
+
+
+async def remove(cli: Cli, container: str) -> None:
+    """Returns once it is gone. The daemon removes a container that ended by itself: both at once is no error.
+
+    Raises SandboxError when it is still there after REMOVE_S.
+    """
+    deadline = time.monotonic() + REMOVE_S
+    while True:
+        code, _, err = await cli.run(["rm", "-f", "-v", container], timeout_s=REMOVE_S)
+        text = err.decode("utf-8", "replace").lower()
+        if code == 0 or "no such container" in text:
+            return
+        if time.monotonic() > deadline:
+            raise SandboxError(f"cannot remove container {container}: {text.strip()[:200]}")
+        await asyncio.sleep(0.05)

@@ -1,0 +1,123 @@
+"""Images of docker boxes: a reference becomes an id that cannot move, fetched once, with what a box takes
+from it. Callers: docker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from whet.errors import ImageMissing, SandboxError, SandboxStartError
+from whet.sandbox.docker_cli import Cli, classify
+from whet.sandbox.layout import HOME
+
+ETC_BYTES = 1 << 20
+_ROOT = {"passwd": "root:x:0:0:root:/root:/bin/sh\n", "group": "root:x:0:\n"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """An image that is on this machine."""
+
+    id: str
+    """Content id; what boxes are made of."""
+    digest: str
+    """Name with the registry's digest where it came from one, else the id: what a verdict is stored with."""
+    env: dict[str, str]
+    etc: Path
+    """Folder with the passwd and group files of boxes: the image's own, and the box's user."""
+
+
+class Images:
+    """Looks references up, each once. `user` and `group` are the numbers boxes run as."""
+
+    def __init__(self, cli: Cli, user: int, group: int, *, pull_timeout_s: float) -> None:
+        self._cli = cli
+        self._ids = (user, group)
+        self._pull_timeout_s = pull_timeout_s
+        self._known: dict[str, Image] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="whet-etc-")
+        Path(self._folder.name).chmod(0o755)
+
+    async def get(self, reference: str) -> Image:
+        """Raises ImageMissing, and SandboxStartError when the registry or the daemon does not answer."""
+        if reference.startswith("-") or not reference.strip():
+            raise ImageMissing(f"{reference!r} is no image reference")
+        if reference not in self._known:
+            async with self._locks.setdefault(reference, asyncio.Lock()):
+                if reference not in self._known:
+                    self._known[reference] = await self._look_up(reference)
+            self._locks.pop(reference, None)
+        return self._known[reference]
+
+    def forget(self, reference: str) -> None:
+        """The daemon no longer has it."""
+        self._known.pop(reference, None)
+
+    async def _look_up(self, reference: str) -> Image:
+        code, out, err = await self._cli.run(["image", "inspect", reference])
+        if code:
+            if not isinstance(classify(self._cli.name, "image", err), ImageMissing):
+                raise classify(self._cli.name, "image inspect", err)
+            await self._pull(reference)
+            out = await self._cli.call("image", "inspect", reference)
+        try:
+            said = orjson.loads(out)[0]
+            digests, config = said.get("RepoDigests") or (), said.get("Config") or {}
+            env = dict(item.split("=", 1) for item in config.get("Env") or () if "=" in item)
+            found = str(said["Id"])
+        except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
+            raise SandboxStartError(f"{reference}: its description cannot be read") from error
+        etc = Path(self._folder.name, found.replace(":", "-"))
+        await self._users(found, etc)
+        return Image(id=found, digest=str(digests[0]) if digests else found, env=env, etc=etc)
+
+    async def _pull(self, reference: str) -> None:
+        try:
+            code, _, err = await self._cli.run(["pull", "--quiet", reference], timeout_s=self._pull_timeout_s)
+        except SandboxError as error:
+            raise SandboxStartError(f"image {reference}: {error}") from error
+        if code:
+            failure = classify(self._cli.name, "pull", err)
+            raise type(failure)(f"image {reference}: {failure}")
+
+    async def _users(self, image: str, folder: Path) -> None:
+        """Write the users of the image, and the box's among them: programs look up who they run as."""
+        name = (await self._cli.call("create", "--network", "none", image, "true")).decode().strip()
+        try:
+            found = {kind: await self._etc(name, kind) for kind in _ROOT}
+        finally:
+            await self._cli.run(["rm", "-f", "-v", name])
+        user, group = self._ids
+        own = {
+            "passwd": f"agent:x:{user}:{group}::{HOME}:/bin/sh\n",
+            "group": f"agent:x:{group}:\n",
+        }
+        folder.mkdir(exist_ok=True)
+        for kind, number in (("passwd", user), ("group", group)):
+            others = [
+                line
+                for line in found[kind].splitlines()
+                if len(fields := line.split(":")) > 2 and fields[2] != str(number) and fields[0] != "agent"
+            ]
+            (folder / kind).write_text("\n".join([own[kind].rstrip(), *others]) + "\n")
+            (folder / kind).chmod(0o644)
+
+    async def _etc(self, name: str, kind: str) -> str:
+        code, out, _ = await self._cli.run(["cp", f"{name}:/etc/{kind}", "-"])
+        if code or len(out) > ETC_BYTES:
+            return _ROOT[kind]
+        try:
+            with tarfile.open(fileobj=io.BytesIO(out)) as archive:
+                member = archive.next()
+                file = archive.extractfile(member) if member is not None and member.isreg() else None
+                return file.read().decode("utf-8", "replace") if file is not None else _ROOT[kind]
+        except tarfile.TarError:
+            return _ROOT[kind]

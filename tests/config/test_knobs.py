@@ -12,7 +12,7 @@ from whet.config import Config, dotted_keys
 SOURCE = Path(whet.__file__).parent
 TABLES = set(Config.model_fields)
 
-FIXED = {"sandbox.backend"}
+FIXED: set[str] = set()
 """Keys with one possible value so far, which nothing needs to look at."""
 
 

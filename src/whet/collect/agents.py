@@ -20,7 +20,7 @@ from whet.gateway.listen import Listener
 from whet.gateway.server import Gateway
 from whet.harness.base import Harness, ModelAccess
 from whet.harness.cli_agent import CliHarness
-from whet.harness.install import install, install_pi
+from whet.harness.install import cache_folder, install, install_pi
 from whet.harness.known import RECIPES
 from whet.harness.outcome import Artifacts
 from whet.harness.pi import PiHarness
@@ -31,6 +31,7 @@ from whet.harness.terminus import terminus
 from whet.render.family import Family
 from whet.sandbox.base import SandboxBackend
 from whet.sandbox.circuit import CircuitOptions
+from whet.sandbox.docker import DockerBackend
 from whet.sandbox.local import LocalBackend
 from whet.sandbox.pool import Pool, PoolOptions
 from whet.tasks.open import action_of
@@ -98,7 +99,7 @@ def make_pool(config: Config) -> Pool:
         boot_timeout_s=config.sandbox.boot_timeout_s,
         circuit=circuit,
     )
-    return Pool([LocalBackend(config.sandbox.mode)], options)
+    return Pool([make_backend(config)], options)
 
 
 def make_harness(config: Config, backend: SandboxBackend) -> Harness:
@@ -140,6 +141,22 @@ def make_harness(config: Config, backend: SandboxBackend) -> Harness:
         model=access,
         compact=config.harness.compact,
         artifacts=artifacts,
+    )
+
+
+def make_backend(config: Config) -> SandboxBackend:
+    """What boxes are made with. Raises SetupError when this machine cannot."""
+    sandbox = config.sandbox
+    if sandbox.backend == "local":
+        return LocalBackend(sandbox.mode)
+    return DockerBackend(
+        sandbox.image,
+        cache=cache_folder(),
+        program=sandbox.program,
+        runtime=sandbox.runtime,
+        user=sandbox.user,
+        memory_bytes=sandbox.memory_mb << 20,
+        pull_timeout_s=sandbox.pull_timeout_s,
     )
 
 

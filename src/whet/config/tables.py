@@ -123,10 +123,22 @@ class TasksTable(Table):
 class SandboxTable(Table):
     """Where the agent runs."""
 
-    backend: Literal["local"] = "local"
-    """Sandbox backend."""
+    backend: Literal["local", "docker"] = "local"
+    """local = namespaces of this machine; docker = containers, which tasks with images need."""
     mode: Literal["auto", "bubblewrap", "namespaces"] = "auto"
-    """How the local backend isolates; auto = bubblewrap, else namespaces."""
+    """local: how it isolates; auto = bubblewrap, else namespaces."""
+    image: str = ""
+    """docker: image of boxes whose task names none."""
+    program: str = "docker"
+    """docker: the command line to use, docker or podman."""
+    runtime: str = ""
+    """docker: OCI runtime of the boxes; empty = the daemon's default."""
+    user: Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] = "1000:1000"
+    """docker, with whet running as root: user and group that everything in a box runs as."""
+    memory_mb: Annotated[int, Field(ge=512)] = 4096
+    """docker: memory of one box, the files it writes to memory included."""
+    pull_timeout_s: Seconds = 1800.0
+    """docker: seconds to fetch an image that is not there yet."""
     permits: Count = 128
     """Boxes at once: agents', grading and spare ones."""
     warm: CountOrZero = 1
@@ -141,6 +153,26 @@ class SandboxTable(Table):
     """Length of the window."""
     breaker_cooldown_s: Seconds = 30.0
     """How long it is first left alone; doubled by each trial that fails."""
+
+    @model_validator(mode="after")
+    def _fits_backend(self) -> Self:
+        for key, owner in SANDBOX_KEYS.items():
+            default = type(self).model_fields[key].default
+            if self.backend != owner and self.__dict__[key] != default:
+                raise ValueError(f"{key} means nothing with backend = {self.backend!r}, only with {owner!r}")
+        return self
+
+
+SANDBOX_KEYS: Mapping[str, str] = {
+    "mode": "local",
+    "image": "docker",
+    "program": "docker",
+    "runtime": "docker",
+    "user": "docker",
+    "memory_mb": "docker",
+    "pull_timeout_s": "docker",
+}
+"""Keys of [sandbox] that only one backend reads; the rest are read by all."""
 
 
 class HarnessTable(Table):

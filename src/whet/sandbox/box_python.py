@@ -67,7 +67,8 @@ def lend(cache: Path) -> Path:
     python = Path(sys.base_prefix, "bin", "python3") if inside.startswith(layout.OWN_PYTHON) else Path(inside)
     try:
         code = layout.compile_supervisor()
-        stamp = f"{RECIPE} {hashlib.sha256(_LIST.encode()).hexdigest()} {python.resolve()} {python.stat().st_mtime_ns} {platform.machine()}".encode()
+        version = f"{python.resolve()} {python.stat().st_mtime_ns} {platform.machine()}"
+        stamp = f"{RECIPE} {_LIST} {version}".encode()
         folder = cache / f"box-python-{hashlib.sha256(stamp + code).hexdigest()[:16]}"
         if not folder.exists():
             cache.mkdir(parents=True, exist_ok=True)

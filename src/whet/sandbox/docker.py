@@ -37,6 +37,7 @@ from whet.sandbox.docker_box import DockerSandbox, remove
 from whet.sandbox.docker_cli import Cli, classify
 from whet.sandbox.docker_image import Image, Images
 from whet.sandbox.limits import allow_open_files
+from whet.sandbox.owner import LABEL, gone, owner
 
 BOX_AT = "/run/whet/box"
 LOOK_S = 2.0
@@ -77,9 +78,10 @@ class DockerBackend:
         self._sizes = (work_bytes, scratch_bytes)
         self._user = _numbers(user) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
         self._limits = _limits(self._cli.info(), runtime)
+        self._owner = owner()
         self._python = box_python.lend(cache)
         self._refused = syscalls.program(platform.machine())
-        self._images = Images(self._cli, *self._user, pull_timeout_s=pull_timeout_s)
+        self._images = Images(self._cli, cache, *self._user, pull_timeout_s=pull_timeout_s)
 
     @property
     def name(self) -> str:
@@ -99,6 +101,16 @@ class DockerBackend:
     async def image_digest(self, image: str) -> str:
         """What `image` is now: a name with its registry's digest, or a content id. Raises ImageMissing."""
         return (await self._images.get(image)).digest
+
+    async def reap(self) -> int:
+        """Remove the boxes of processes that are gone; how many there were. Raises SandboxError."""
+        form = f'{{{{.ID}}}} {{{{.Label "{LABEL}"}}}}'
+        said = await self._cli.call("ps", "--all", "--filter", f"label={LABEL}", "--format", form)
+        rows = (line.split() for line in said.decode("utf-8", "replace").splitlines())
+        left = [row[0] for row in rows if len(row) == 2 and gone(row[1])]
+        for container in left:
+            await remove(self._cli, container)
+        return len(left)
 
     def _check(self, spec: SandboxSpec) -> None:
         if not (spec.image or self._image):
@@ -197,7 +209,7 @@ class DockerBackend:
     def _arguments(self, spec: SandboxSpec, image: Image, name: str, shown: Path) -> list[str]:
         user, group = self._user
         argv = ["run", "--detach", "--rm", "--pull", "never", "--name", name]
-        argv += ["--label", f"whet.box={spec.label}"]
+        argv += ["--label", f"{LABEL}={self._owner}", "--label", f"whet.box={spec.label}"]
         argv += ["--network", "none", "--hostname", "box", "--add-host", "box:127.0.0.1"]
         argv += ["--user", f"{user}:{group}", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
         argv += ["--log-driver", "none", "--no-healthcheck", "--workdir", spec.workdir]

@@ -1,7 +1,6 @@
 """The docker or podman command line as a subprocess: every call has a deadline and fails in one typed line.
 
-Callers: docker, docker_image, docker_box. A call is never cut short from inside: what the daemon was asked
-for it does, so a cancelled caller waits for the answer and can then undo it.
+Callers: docker, docker_image, docker_box.
 """
 
 from __future__ import annotations
@@ -83,9 +82,12 @@ class Cli:
         return out
 
     async def run(
-        self, arguments: Sequence[str], *, timeout_s: float = ANSWER_S, stdin: bytes = b""
+        self, arguments: Sequence[str], *, timeout_s: float = ANSWER_S, stdin: bytes = b"", patient: bool = True
     ) -> tuple[int, bytes, bytes]:
-        """Exit code, standard output and error. Raises SandboxError after the deadline."""
+        """Exit code, standard output and error. Raises SandboxError after the deadline. `patient` waits for
+        the answer also when cancelled, so that the caller can undo what was done; else the call is ended."""
+        if not patient:
+            return await self._run(arguments, timeout_s, stdin)
         task = asyncio.get_running_loop().create_task(self._run(arguments, timeout_s, stdin))
         try:
             return await asyncio.shield(task)
@@ -120,11 +122,13 @@ class Cli:
                 async with asyncio.timeout(timeout_s):
                     out, err = await process.communicate(stdin or None)
             except TimeoutError as error:
-                process.kill()
-                await process.wait()
                 raise SandboxError(
                     f"{self.name} {arguments[0]} did not end within {timeout_s:g} s"
                 ) from error
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await asyncio.shield(process.wait())
         return process.returncode or 0, out, err
 
 

@@ -31,30 +31,35 @@ class Image:
     """Name with the registry's digest where it came from one, else the id: what a verdict is stored with."""
     env: dict[str, str]
     etc: Path
-    """Folder with the passwd and group files of boxes: the image's own, and the box's user."""
+    """Folder with the passwd and group files of its boxes: the image's own, and the box's user."""
 
 
 class Images:
-    """Looks references up, each once. `user` and `group` are the numbers boxes run as."""
+    """Looks references up, each once. `user` and `group` are the numbers boxes run as; `cache` keeps the few
+    files that boxes are shown in place of an image's."""
 
-    def __init__(self, cli: Cli, user: int, group: int, *, pull_timeout_s: float) -> None:
+    def __init__(self, cli: Cli, cache: Path, user: int, group: int, *, pull_timeout_s: float) -> None:
         self._cli = cli
         self._ids = (user, group)
         self._pull_timeout_s = pull_timeout_s
         self._known: dict[str, Image] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="whet-etc-")
-        Path(self._folder.name).chmod(0o755)
+        self._looking: dict[str, asyncio.Task[Image]] = {}
+        self._cache = cache
 
     async def get(self, reference: str) -> Image:
         """Raises ImageMissing, and SandboxStartError when the registry or the daemon does not answer."""
         if reference.startswith("-") or not reference.strip():
             raise ImageMissing(f"{reference!r} is no image reference")
-        if reference not in self._known:
-            async with self._locks.setdefault(reference, asyncio.Lock()):
-                if reference not in self._known:
-                    self._known[reference] = await self._look_up(reference)
-            self._locks.pop(reference, None)
+        if reference in self._known:
+            return self._known[reference]
+        task = self._looking.get(reference)
+        if task is None or task.done():
+            task = asyncio.get_running_loop().create_task(self._look_up(reference))
+            task.add_done_callback(_seen)
+            self._looking[reference] = task
+        # Whoever gives up waiting does not stop the download: the next try finds it further on, or done.
+        self._known[reference] = await asyncio.shield(task)
+        self._looking.pop(reference, None)
         return self._known[reference]
 
     def forget(self, reference: str) -> None:
@@ -75,8 +80,10 @@ class Images:
             found = str(said["Id"])
         except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
             raise SandboxStartError(f"{reference}: its description cannot be read") from error
-        etc = Path(self._folder.name, found.replace(":", "-"))
-        await self._users(found, etc)
+        user, group = self._ids
+        etc = self._cache / f"box-users-{found.removeprefix('sha256:')[:24]}-{user}-{group}"
+        if not await asyncio.to_thread(etc.exists):
+            await self._users(found, etc)
         return Image(id=found, digest=str(digests[0]) if digests else found, env=env, etc=etc)
 
     async def _pull(self, reference: str) -> None:
@@ -100,15 +107,7 @@ class Images:
             "passwd": f"agent:x:{user}:{group}::{HOME}:/bin/sh\n",
             "group": f"agent:x:{group}:\n",
         }
-        folder.mkdir(exist_ok=True)
-        for kind, number in (("passwd", user), ("group", group)):
-            others = [
-                line
-                for line in found[kind].splitlines()
-                if len(fields := line.split(":")) > 2 and fields[2] != str(number) and fields[0] != "agent"
-            ]
-            (folder / kind).write_text("\n".join([own[kind].rstrip(), *others]) + "\n")
-            (folder / kind).chmod(0o644)
+        await asyncio.to_thread(_write_users, folder, found, own, (str(user), str(group)))
 
     async def _etc(self, name: str, kind: str) -> str:
         code, out, _ = await self._cli.run(["cp", f"{name}:/etc/{kind}", "-"])
@@ -121,3 +120,26 @@ class Images:
                 return file.read().decode("utf-8", "replace") if file is not None else _ROOT[kind]
         except tarfile.TarError:
             return _ROOT[kind]
+
+
+def _seen(task: asyncio.Task[Image]) -> None:
+    """Its error is for whoever waits, if anybody still does."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _write_users(folder: Path, found: dict[str, str], own: dict[str, str], numbers: tuple[str, str]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".box-users-") as scratch:
+        fresh = Path(scratch, "made")
+        fresh.mkdir()
+        for kind, number in zip(("passwd", "group"), numbers, strict=True):
+            lines = [own[kind].rstrip()]
+            for line in found[kind].splitlines():
+                fields = line.split(":")
+                if len(fields) > 2 and fields[2] != number and fields[0] != "agent":
+                    lines.append(line)
+            (fresh / kind).write_text("\n".join(lines) + "\n")
+            (fresh / kind).chmod(0o644)
+        if not folder.exists():
+            fresh.rename(folder)

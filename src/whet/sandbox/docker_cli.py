@@ -82,7 +82,12 @@ class Cli:
         return out
 
     async def run(
-        self, arguments: Sequence[str], *, timeout_s: float = ANSWER_S, stdin: bytes = b"", patient: bool = True
+        self,
+        arguments: Sequence[str],
+        *,
+        timeout_s: float = ANSWER_S,
+        stdin: bytes = b"",
+        patient: bool = True,
     ) -> tuple[int, bytes, bytes]:
         """Exit code, standard output and error. Raises SandboxError after the deadline. `patient` waits for
         the answer also when cancelled, so that the caller can undo what was done; else the call is ended."""

@@ -20,7 +20,7 @@ from whet.gateway.listen import Listener
 from whet.gateway.server import Gateway
 from whet.harness.base import Harness, ModelAccess
 from whet.harness.cli_agent import CliHarness
-from whet.harness.install import cache_folder, install, install_pi
+from whet.harness.install import install, install_pi
 from whet.harness.known import RECIPES
 from whet.harness.outcome import Artifacts
 from whet.harness.pi import PiHarness
@@ -28,6 +28,7 @@ from whet.harness.pool import Sockets, WorkerPool
 from whet.harness.script import AGENT_AT, ScriptHarness
 from whet.harness.single_turn import SingleTurn
 from whet.harness.terminus import terminus
+from whet.record.scratch import cache_folder
 from whet.render.family import Family
 from whet.sandbox.base import SandboxBackend
 from whet.sandbox.circuit import CircuitOptions

@@ -1,0 +1,102 @@
+"""Detached runs in local boxes: marker, log and exit by polling, and no way to look finished when killed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from sandbox_rig import out
+
+from whet.errors import SandboxError, SandboxLost, SandboxTransient
+from whet.sandbox import detached
+from whet.sandbox.base import ExecResult, SandboxSpec
+from whet.sandbox.local import LocalBackend, LocalSandbox
+
+
+async def test_it_ends_with_its_own_code_and_keeps_what_it_said(box: LocalSandbox) -> None:
+    script = "pwd; echo $A; cat; echo problem >&2; exit 7"
+    run = await detached.start(box, ["sh", "-c", script], env={"A": "b c"}, cwd="/tmp", stdin=b"in\x00put")
+    assert await run.wait(20) == 7
+    assert await run.read_log() == b"/tmp\nb c\nin\x00putproblem\n"
+    assert await run.read_log(5, max_bytes=3) == b"b c"
+
+
+async def test_another_handle_finds_it_running_and_then_ended(box: LocalSandbox) -> None:
+    run = await detached.start(
+        box, ["sh", "-c", "echo up; while [ ! -f go ]; do sleep 0.02; done; echo done"]
+    )
+    again = detached.attach(box, run.id)
+    assert await again.poll() is None
+    await box.put(f"{box.workdir}/go", b"")
+    assert await again.wait(20) == 0
+    assert await again.read_log() == b"up\ndone\n"
+    assert await run.poll() == 0
+    with pytest.raises(SandboxError, match="knows no run"):
+        await detached.attach(box, "0" * 26).poll()
+    for wrong in ("", "../x", "a b", "-x"):
+        with pytest.raises(SandboxError, match="no id"):
+            detached.attach(box, wrong)
+
+
+async def test_killed_is_never_exit_0_and_nothing_is_left(box: LocalSandbox) -> None:
+    # Each level ends well when the one below is killed first; a daemon has left session and parent.
+    script = "trap '' TERM HUP; (setsid sleep 737373 &); sh -c 'sleep 737373; exit 0'; exit 0"
+    for _ in range(3):
+        run = await detached.start(box, ["sh", "-c", script])
+        await asyncio.sleep(0.05)
+        await run.kill()
+        assert await run.wait(10) in (-9, 137)
+        assert await detached.attach(box, run.id).poll() in (-9, 137)
+    assert await out(box, "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '[7]37373' || true") == "0"
+    await run.kill()
+
+
+async def test_kill_all_ends_it_and_it_counts_as_killed(box: LocalSandbox) -> None:
+    run = await detached.start(box, ["sleep", "60"])
+    other = await detached.start(box, ["true"])
+    assert await other.wait(20) == 0
+    await box.kill_all()
+    assert await run.wait(10) in (-9, 137)
+    assert await other.poll() == 0
+
+
+async def test_endless_output_neither_fills_the_box_nor_blocks_the_command(box: LocalSandbox) -> None:
+    script = "head -c 50000000 /dev/zero; echo end > done"
+    run = await detached.start(box, ["sh", "-c", script], max_log_bytes=100_000)
+    assert await run.wait(60) == 0
+    assert len(await run.read_log()) in range(1, 100_352 + 1)
+    assert (await box.get_tree())["done"].content == b"end\n"
+
+
+async def test_an_exit_is_told_though_the_disk_is_full(backend: LocalBackend) -> None:
+    async with await LocalBackend(backend.mode, scratch_bytes=1 << 20).create(SandboxSpec()) as box:
+        run = await detached.start(box, ["sh", "-c", "cat /dev/zero > /tmp/fill; exit 5"])
+        assert await run.wait(30) == 5
+
+
+async def test_a_missing_program_is_an_exit_code(box: LocalSandbox) -> None:
+    run = await detached.start(box, ["no-such-program"])
+    assert await run.wait(20) == 127
+    assert b"no-such-program" in await run.read_log()
+
+
+class Flaky(LocalSandbox):
+    """Its connection drops at every second call."""
+
+    calls = 0
+
+    async def exec(self, *arguments: object, **named: object) -> ExecResult:
+        self.calls += 1
+        if self.calls % 2 == 0:
+            raise SandboxTransient("connection reset")
+        return await super().exec(*arguments, **named)  # type: ignore[arg-type]
+
+
+async def test_a_dropped_connection_costs_nothing_and_a_lost_box_is_told(box: LocalSandbox) -> None:
+    box.__class__ = Flaky
+    run = await detached.start(box, ["sh", "-c", "sleep 0.5; exit 3"])
+    assert await run.wait(30) == 3
+    box.__class__ = LocalSandbox
+    await box.close()
+    with pytest.raises(SandboxLost):
+        await run.poll()

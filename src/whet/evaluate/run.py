@@ -26,6 +26,7 @@ from whet.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, ope
 from whet.evaluate.summary import render, summarise, write_results
 from whet.gateway.server import Gateway
 from whet.grade.clean import runner_for
+from whet.record.artifacts import AgentArtifacts
 from whet.record.logs import AgentLogs, log_to
 from whet.record.run import KIND, RunDir, write_text
 from whet.record.scratch import remove_stale_scratch, scratch_folder
@@ -139,6 +140,7 @@ def _dispatcher(run: RunDir, stage: Stage, judge: Judge, sink: ResultSink, view:
         stage.crew.workers,
         judge,
         keep_log=AgentLogs(run.logs).keep,
+        keep_artifacts=AgentArtifacts(run.artifacts).keep,
         model=model_name(c),
     )
     options = CollectOptions(

@@ -35,6 +35,8 @@ class Outline:
     prompt_tokens: int
     """Summed over those calls, each with its whole prompt."""
     sampled_tokens: int
+    egress_attempts: int | None
+    """What of its box tried to get out; None = not known."""
 
 
 _ROLLOUTS = (
@@ -72,6 +74,7 @@ def _outline(db: sqlite3.Connection, row: sqlite3.Row) -> Outline:
         calls=calls,
         prompt_tokens=prompt,
         sampled_tokens=sampled,
+        egress_attempts=row["egress"],
     )
 
 

@@ -7,11 +7,13 @@ itself is graded. Broken capture invariants are defects and are raised.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from whet.capture.ledger import reassign
 from whet.errors import CaptureError, WhetError
@@ -34,6 +36,16 @@ from whet.types import (
 
 Judge = Callable[[Task, Tree], Awaitable[Verdict]]
 """The grading side, with the oracle inside it: the rollout side never holds one."""
+
+
+@runtime_checkable
+class Forward(Protocol):
+    """A judge that can also get ready beforehand, and knows what tasks with an image start from."""
+
+    async def prepare(self, task: Task) -> None:
+        """Called when the agent starts; must not raise."""
+
+    async def base(self, task: Task) -> Tree: ...
 
 
 class AttemptSession(Protocol):
@@ -157,7 +169,8 @@ class Attempts:
             )
             try:
                 access = self._access(session, spec.task.limits)
-                result = await worker.run(spec.task, access, lambda: session.left)
+                async with self._preparing(spec.task):
+                    result = await worker.run(spec.task, access, lambda: session.left)
             finally:
                 under.trajectory = await session.seal(self._seal_s)
                 under.agent = time.monotonic() - under.leased
@@ -171,7 +184,23 @@ class Attempts:
         under.graded = time.monotonic() - graded
         if verdict.outcome is Outcome.INFRA:
             return _unscorable(spec, under, verdict.reason)
-        return _decided(spec, under, result, verdict, stats)
+        base = await self._judge.base(spec.task) if isinstance(self._judge, Forward) else spec.task.files
+        return _decided(spec, under, result, verdict, stats, base)
+
+    @asynccontextmanager
+    async def _preparing(self, task: Task) -> AsyncIterator[None]:
+        """Let the judge get ready while the agent works."""
+        if not isinstance(self._judge, Forward):
+            yield
+            return
+        ready = asyncio.create_task(self._judge.prepare(task))
+        try:
+            yield
+        except BaseException:
+            ready.cancel()
+            raise
+        finally:
+            await asyncio.wait([ready])
 
     def _access(self, session: AttemptSession, limits: Limits) -> ModelAccess:
         return ModelAccess(
@@ -208,13 +237,18 @@ def _timings(under: _Under, engine_s: float = 0.0) -> Timings:
 
 
 def _decided(
-    spec: AttemptSpec, under: _Under, result: AgentResult, verdict: Verdict, stats: SessionStats
+    spec: AttemptSpec,
+    under: _Under,
+    result: AgentResult,
+    verdict: Verdict,
+    stats: SessionStats,
+    base: Tree,
 ) -> Rollout:
     trajectory = under.trajectory
     if spec.evaluation:
         trajectory = replace(trajectory, ledger=reassign(trajectory.ledger, "evaluation"))
     # What the judge would not look at is not kept either: an agent may leave any amount of it.
-    diff = compare(spec.task.files, result.tree, DiffPolicy(protected=spec.task.grading.protected))
+    diff = compare(base, result.tree, DiffPolicy(protected=spec.task.grading.protected))
     return Rollout(
         id=spec.rollout_id,
         task_id=spec.task.id,

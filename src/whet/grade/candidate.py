@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from whet.sandbox.base import Owner, Sandbox
+from whet.sandbox.base_tree import is_plain
 from whet.tasks.patch import apply_patch
-from whet.types import HiddenTests, Tree
+from whet.types import HiddenTests, Task, Tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,10 @@ class Candidate:
     tree: Tree = field(repr=False)
     """`base` with the filtered diff."""
     over_image: bool = False
+
+    @classmethod
+    def of(cls, task: Task, base: Tree, tree: Tree) -> Candidate:
+        return cls(base=base, tree=tree, over_image=not is_plain(task.setup))
 
     def hidden(self, tests: HiddenTests) -> Tree:
         """The hidden files: those given, and those a patch makes of the base's own. Raises TaskError."""

@@ -35,6 +35,8 @@ from whet.grade.runners.pytest import Pytest
 from whet.grade.runners.swebench_log import SwebenchLog
 from whet.grade.verdict import make_verdict
 from whet.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec
+from whet.sandbox.base_tree import BaseTrees, is_plain, set_up
+from whet.tasks.patch import apply_patch
 from whet.types import Oracle, Outcome, Task, Tree, Verdict, task_hash
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,9 @@ class GradeConfig:
     """Of one process."""
     max_processes: int = 16
     """In one box, of a backend that offers resource limits."""
+    image_memory_bytes: int = 4 << 30
+    image_processes: int = 512
+    """The same for tasks with an image or a setup: what they build and run is not ours to guess."""
     attempts: int = 3
     """Boxes tried for one grade when boxes fail."""
     parallel: int = 4
@@ -81,6 +86,8 @@ class Grader:
         self._backend = backend
         self._config = config or GradeConfig()
         self._permits = Permits(self._config.parallel)
+        self._spares: list[tuple[SandboxSpec, Sandbox]] = []
+        self.bases = BaseTrees(backend)
         self._known: OrderedDict[tuple[str, str, str], RunReport] = OrderedDict()
 
     async def grade(self, task: Task, oracle: Oracle, after: Tree) -> Verdict:
@@ -89,12 +96,21 @@ class Grader:
         runner = runner_for(task, oracle)
         found = task_hash(task.prompt, task.files, task.grading, task.setup)
         diff: Diff | None = None
+        image = ""
         if found != task.content_hash:
             reason = "the task is not the one that was rolled out"
             report = RunReport(outcome=Outcome.TAMPERED, passed=0, total=total_of(oracle), reason=reason)
         else:
-            diff = compare(task.files, after, DiffPolicy(protected=task.grading.protected))
-            report = await self._finding(runner, task, oracle, diff)
+            try:
+                base = await self.bases.of(task)
+            except SandboxError as error:
+                report = RunReport(
+                    outcome=Outcome.INFRA, passed=0, total=total_of(oracle), reason=f"no base: {error}"
+                )
+            else:
+                image = base.image
+                diff = compare(base.files, after, DiffPolicy(protected=task.grading.protected))
+                report = await self._finding(runner, task, oracle, base.files, diff)
         if report.outcome in (Outcome.INFRA, Outcome.TAMPERED):
             log.warning("graded task=%s outcome=%s reason=%s", task.id, report.outcome, report.reason)
         return make_verdict(
@@ -104,33 +120,53 @@ class Grader:
             diff=diff,
             duration_s=time.monotonic() - started,
             kind=task.grading.reward,
+            image=image,
         )
+
+    async def prepare(self, task: Task) -> None:
+        """While the agent works: find the base, and boot and set up a box for what takes long to boot. Plain
+        boxes start in no time, and a pool keeps some. Raises SandboxError."""
+        runner = RUNNERS.get(task.grading.runner)
+        if runner is None or is_plain(task.setup):
+            return
+        await self.bases.of(task)
+        spec = self._spec(task, runner)
+        if sum(other == spec for other, _ in self._spares) >= self._config.parallel:
+            return
+        self._spares.append((spec, await self._open(task, spec)))
+        while len(self._spares) > self._config.parallel:
+            await self._spares.pop(0)[1].close()
+
+    async def close(self) -> None:
+        """Close the boxes that were booted and not needed."""
+        while self._spares:
+            await self._spares.pop()[1].close()
 
     async def validate(self, task: Task, oracle: Oracle, *, repeats: int = 3) -> None:
         """The row gate: the base must fail and the gold must pass, each `repeats` times. Raises TaskError."""
         runner = runner_for(task, oracle)
         if task_hash(task.prompt, task.files, task.grading, task.setup) != task.content_hash:
             raise TaskError(f"task {task.id}: content_hash does not name its content")
-        policy = DiffPolicy(protected=task.grading.protected)
-        gold = compare(task.files, {**task.files, **oracle.gold}, policy)
+        base = (await self.bases.of(task)).files
+        gold = compare(base, solution(task, oracle, base), DiffPolicy(protected=task.grading.protected))
         if gold.refused or gold.dropped or gold.empty:
             why = gold.refused or ", ".join(gold.dropped) or "it changes nothing"
             raise TaskError(f"task {task.id}: the gold change would not be graded: {why}")
         for _ in range(repeats):
-            base = await self._judge(runner, task, oracle, task.files)
-            _raise_infra(task, base)
-            if base.outcome is Outcome.RESOLVED:
+            before = await self._judge(runner, task, oracle, Candidate.of(task, base, base))
+            _raise_infra(task, before)
+            if before.outcome is Outcome.RESOLVED:
                 raise TaskError(f"task {task.id}: the base already passes")
-            solved = await self._judge(runner, task, oracle, apply(task.files, gold))
+            solved = await self._judge(runner, task, oracle, Candidate.of(task, base, apply(base, gold)))
             _raise_infra(task, solved)
             if solved.outcome is not Outcome.RESOLVED:
                 raise TaskError(f"task {task.id}: the gold fails ({solved.outcome}): {solved.reason}")
 
-    async def _finding(self, runner: Runner, task: Task, oracle: Oracle, diff: Diff) -> RunReport:
+    async def _finding(self, runner: Runner, task: Task, oracle: Oracle, base: Tree, diff: Diff) -> RunReport:
         total = total_of(oracle)
         if diff.refused:
             return RunReport(outcome=Outcome.REFUSED, passed=0, total=total, reason=diff.refused)
-        tree = apply(task.files, diff)
+        tree = apply(base, diff)
         why = "nothing changed" if diff.empty else runner.hopeless(task, tree)
         if why:
             return RunReport(outcome=Outcome.UNRESOLVED, passed=0, total=total, reason=why)
@@ -139,20 +175,20 @@ class Grader:
         if known is not None:
             self._known.move_to_end(key)
             return known
-        report = await self._judge(runner, task, oracle, tree)
+        report = await self._judge(runner, task, oracle, Candidate.of(task, base, tree))
         if report.complete and self._config.remember:
             self._known[key] = report
             if len(self._known) > self._config.remember:
                 self._known.popitem(last=False)
         return report
 
-    async def _judge(self, runner: Runner, task: Task, oracle: Oracle, tree: Tree) -> RunReport:
+    async def _judge(self, runner: Runner, task: Task, oracle: Oracle, candidate: Candidate) -> RunReport:
         """One finding, as often tried as it takes to know whose fault a failure is."""
-        report = await self._try_boxes(runner, task, oracle, tree)
+        report = await self._try_boxes(runner, task, oracle, candidate)
         if report.outcome is not Outcome.TEST_TIMEOUT or report.complete:
             return report
         async with self._permits.all():
-            report = await self._try_boxes(runner, task, oracle, tree, alone=True)
+            report = await self._try_boxes(runner, task, oracle, candidate, alone=True)
             if report.outcome is not Outcome.TEST_TIMEOUT or report.complete:
                 return report
             if await self._control_works(runner, alone=True):
@@ -161,7 +197,7 @@ class Grader:
         return replace(report, outcome=Outcome.INFRA, passed=0, reason=reason)
 
     async def _try_boxes(
-        self, runner: Runner, task: Task, oracle: Oracle, tree: Tree, *, alone: bool = False
+        self, runner: Runner, task: Task, oracle: Oracle, candidate: Candidate, *, alone: bool = False
     ) -> RunReport:
         """Run in fresh boxes until one gives a finding; then decide whose fault the failures were.
         `alone`: the caller holds every permit, and the run may take twice the time."""
@@ -171,12 +207,13 @@ class Grader:
             await asyncio.sleep(0.2 * attempt)
             async with nullcontext() if alone else self._permits.one():
                 try:
-                    box = await self._boot(task.id, runner)
+                    box = await self._boot(task, runner)
                 except SandboxError as failed:
                     error = failed
                     continue
                 try:
-                    return await self._run(box, runner, task, oracle, tree, patience=2.0 if alone else 1.0)
+                    patience = 2.0 if alone else 1.0
+                    return await self._run(box, runner, task, oracle, candidate, patience=patience)
                 except (SandboxError, GradeError) as failed:
                     error = failed
                     lost += 1
@@ -190,30 +227,60 @@ class Grader:
         task, oracle = runner.control()
         async with nullcontext() if alone else self._permits.one():
             try:
-                box = await self._boot(task.id, runner)
-                report = await self._run(box, runner, task, oracle, task.files)
+                box = await self._boot(task, runner)
+                report = await self._run(
+                    box, runner, task, oracle, Candidate.of(task, task.files, task.files)
+                )
             except (SandboxError, GradeError):
                 return False
         return report.outcome is Outcome.RESOLVED
 
-    async def _boot(self, label: str, runner: Runner) -> Sandbox:
-        """An empty box: nothing of the agent is in it yet, so that a failure here is the host's.
-        Raises SandboxError."""
+    async def _boot(self, task: Task, runner: Runner) -> Sandbox:
+        """An empty box, or one with the task's image and setup: nothing of the agent is in it yet, so that a
+        failure here is the host's. Raises SandboxError."""
+        spec = self._spec(task, runner)
+        for spare in self._spares:
+            if spare[0] == spec:
+                self._spares.remove(spare)
+                return spare[1]
+        return await self._open(task, spec)
+
+    async def _open(self, task: Task, spec: SandboxSpec) -> Sandbox:
+        with boundary(SandboxError, "open a grading box"):
+            async with asyncio.timeout(self._config.boot_timeout_s + task.setup.timeout_s):
+                box = await self._backend.create(spec)
+                try:
+                    await set_up(box, task.setup)
+                except BaseException:
+                    await box.close()
+                    raise
+                return box
+
+    def _spec(self, task: Task, runner: Runner) -> SandboxSpec:
         limited = "resource_limits" in self._backend.capabilities
-        spec = SandboxSpec(
+        plain = is_plain(task.setup)
+        memory = self._config.memory_bytes if plain else self._config.image_memory_bytes
+        processes = self._config.max_processes if plain else self._config.image_processes
+        return SandboxSpec(
+            image=task.setup.image,
+            workdir=task.setup.workdir,
             network="none",
             binds=runner.needs(),
             places=runner.places,
-            memory_bytes=self._config.memory_bytes if limited else None,
-            max_processes=self._config.max_processes if limited else None,
-            label=f"grade/{label}",
+            memory_bytes=memory if limited else None,
+            max_processes=processes if limited else None,
+            label=f"grade/{task.id}",
         )
-        with boundary(SandboxError, "open a grading box"):
-            async with asyncio.timeout(self._config.boot_timeout_s):
-                return await self._backend.create(spec)
 
     async def _run(
-        self, box: Sandbox, runner: Runner, task: Task, oracle: Oracle, tree: Tree, *, patience: float = 1.0
+        self,
+        box: Sandbox,
+        runner: Runner,
+        task: Task,
+        oracle: Oracle,
+        candidate: Candidate,
+        *,
+        patience: float = 1.0,
     ) -> RunReport:
         cpu_s = math.ceil(min(task.grading.timeout_s, self._config.timeout_s))
         wall_s = WALL_PER_CPU * patience * cpu_s
@@ -221,17 +288,28 @@ class Grader:
             cpu_s=cpu_s,
             wall_s=wall_s,
             max_output_bytes=self._config.max_output_bytes,
-            memory_bytes=self._config.memory_bytes,
+            memory_bytes=(
+                self._config.memory_bytes if is_plain(task.setup) else self._config.image_memory_bytes
+            ),
             python=self._config.python,
         )
         try:
             with boundary(SandboxLost, "grade"):
                 count = runner.processes(task, oracle)
                 async with asyncio.timeout(count * wall_s + self._config.boot_timeout_s):
-                    candidate = Candidate(base=task.files, tree=tree)
                     return await runner.run(box, task, oracle, candidate, limits)
         finally:
             await box.close()
+
+
+def solution(task: Task, oracle: Oracle, base: Tree) -> Tree:
+    """`base` as the oracle solves it. Raises TaskError when its patch does not apply."""
+    if oracle.gold_patch:
+        try:
+            return apply_patch({**base, **oracle.gold}, oracle.gold_patch, reverse=oracle.gold_reversed)
+        except TaskError as error:
+            raise TaskError(f"task {task.id}: the gold change: {error}") from None
+    return {**base, **oracle.gold}
 
 
 def runner_for(task: Task, oracle: Oracle) -> Runner:

@@ -15,6 +15,7 @@ from whet.config import Config, model_folder
 from whet.errors import ConfigError
 from whet.gateway.server import Gateway
 from whet.grade.clean import GradeConfig, Grader
+from whet.grade.judge import TaskJudge
 from whet.harness.base import Harness
 from whet.harness.pool import WorkerPool
 from whet.record.run import RunDir
@@ -28,7 +29,6 @@ from whet.tasks.open import open_source
 from whet.train.client import Learner, LearnerSpec
 from whet.train.plan import PlanConfig
 from whet.train.start_model import keep_start_model
-from whet.types import Task, Tree, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +44,10 @@ class Parts:
     plan_config: PlanConfig
 
 
-def make_judge(config: Config, backend: SandboxBackend, source: TaskSource) -> Judge:
-    """The grading side. The oracle is made inside and never leaves."""
+def make_judge(config: Config, backend: SandboxBackend, source: TaskSource) -> TaskJudge:
+    """The grading side; the caller closes it. The oracle is made inside and never leaves."""
     grader = Grader(backend, GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers))
-
-    async def judge(task: Task, tree: Tree) -> Verdict:
-        verdict = await grader.grade(task, source.oracle(task), tree)
-        return source.scored(task, tree, verdict)
-
-    return judge
+    return TaskJudge(grader, source)
 
 
 @asynccontextmanager
@@ -78,12 +73,14 @@ async def assemble(run: RunDir, store: Store) -> AsyncIterator[Parts]:
         # Unix socket paths are limited to 107 bytes, a run directory may be deep.
         sockets = stack.enter_context(scratch_folder())
         agents = await stack.enter_async_context(open_agents(config, family, learner.engine, sockets))
+        judge = make_judge(config, agents.backend, source)
+        stack.push_async_callback(judge.close)
         yield Parts(
             source=source,
             harness=agents.harness,
             workers=agents.workers,
             gateway=agents.gateway,
-            judge=make_judge(config, agents.backend, source),
+            judge=judge,
             learner=learner,
             plan_config=PlanConfig.of(config),
         )

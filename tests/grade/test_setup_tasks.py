@@ -1,0 +1,120 @@
+"""Tasks whose base is what setup commands leave in a box: found by the host, judged over a fresh one."""
+
+from __future__ import annotations
+
+import pytest
+from watched import Watched
+
+from whet.errors import SandboxError, TaskError
+from whet.grade.clean import GradeConfig, Grader
+from whet.sandbox.base_tree import BaseTrees
+from whet.sandbox.local import LocalBackend
+from whet.types import FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Setup, Task, task_hash
+
+
+def text(content: str) -> FileEntry:
+    return FileEntry(content=content.encode())
+
+
+LIB = "def one():\n    return 0\n"
+SETUP = Setup(
+    commands=(
+        "mkdir -p pkg && printf 'def one():\\n    return 0\\n' > pkg/lib.py && touch pkg/__init__.py",
+        "printf 'import nothing\\n' > pkg/test_lib.py; ln -s pkg/lib.py link",
+        "mkdir -p .git; echo x > .git/HEAD",
+    )
+)
+FILES = {"extra.txt": text("laid over\n")}
+GOLD = "--- a/pkg/lib.py\n+++ b/pkg/lib.py\n@@ -1,2 +1,2 @@\n def one():\n-    return 0\n+    return 1\n"
+TESTS = HiddenTests(
+    files={"pkg/test_lib.py": text("from pkg.lib import one\n\n\ndef test_one():\n    assert one() == 1\n")},
+    fail_to_pass=("pkg/test_lib.py::test_one",),
+)
+
+
+def make(setup: Setup = SETUP, gold: str = GOLD, *, reverse: bool = False) -> tuple[Task, Oracle]:
+    plan = GradingPlan(runner="pytest", timeout_s=20.0)
+    name = task_hash("p", FILES, plan, setup)
+    task = Task(id="t", prompt="p", files=FILES, setup=setup, grading=plan, content_hash=name)
+    return task, Oracle(task_id="t", tests=TESTS, gold_patch=gold, gold_reversed=reverse)
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched(LocalBackend())
+
+
+async def test_a_base_is_found_once_and_is_what_the_setup_leaves(watched: Watched) -> None:
+    task, _ = make()
+    bases = BaseTrees(watched)
+    found = await bases.of(task)
+    assert found.files["pkg/lib.py"].content == LIB.encode()
+    assert set(found.files) == {
+        "pkg/lib.py", "pkg/__init__.py", "pkg/test_lib.py", ".git/HEAD", "extra.txt",
+    }  # fmt: skip
+    assert await bases.of(task) is found
+    assert watched.made == 1
+    assert (await bases.of(Task(id="plain", prompt="", files=FILES))).files == FILES
+    assert watched.made == 1
+
+
+async def test_a_budget_lets_the_oldest_base_go(watched: Watched) -> None:
+    bases = BaseTrees(watched, remember_bytes=1)
+    first, _ = make()
+    other, _ = make(Setup(commands=("echo other > o",)))
+    await bases.of(first)
+    await bases.of(other)
+    await bases.of(other)
+    assert watched.made == 2
+    await bases.of(first)
+    assert watched.made == 3
+
+
+async def test_the_diff_is_against_the_setups_tree_and_so_is_the_gold_patch(watched: Watched) -> None:
+    grader = Grader(watched, GradeConfig(remember=0))
+    task, oracle = make()
+    await grader.validate(task, oracle, repeats=1)
+    base = dict((await grader.bases.of(task)).files)
+    solved = {**base, "pkg/lib.py": text(LIB.replace("0", "1")), ".git/index": text("agent's own")}
+    verdict = await grader.grade(task, oracle, solved)
+    assert (verdict.outcome, verdict.reward) == (Outcome.RESOLVED, 1.0), verdict
+    assert verdict.dropped_paths == (".git/index",)
+    assert (await grader.grade(task, oracle, base)).reason == "nothing changed"
+    broken = {**solved, "pkg/lib.py": text(LIB)}
+    assert (await grader.grade(task, oracle, {**broken, "new.py": text("")})).outcome is Outcome.UNRESOLVED
+
+
+async def test_a_reversed_patch_is_what_broke_the_base(watched: Watched) -> None:
+    swapped = GOLD.replace("-    return 0\n+    return 1", "-    return 1\n+    return 0")
+    task, oracle = make(gold=swapped, reverse=True)
+    await Grader(watched).validate(task, oracle, repeats=1)
+
+
+async def test_bad_rows_say_so_in_one_line(watched: Watched) -> None:
+    grader = Grader(watched)
+    task, oracle = make(gold=GOLD.replace("return 0", "return 7"))
+    with pytest.raises(
+        TaskError, match=r"task t: the gold change: the patch does not apply: pkg/lib.py"
+    ) as caught:
+        await grader.validate(task, oracle, repeats=1)
+    assert "\n" not in str(caught.value)
+    task, oracle = make(Setup(commands=("true", "echo broken >&2; exit 3")))
+    with pytest.raises(SandboxError, match="setup command 2 ended with 3: broken"):
+        await grader.validate(task, oracle, repeats=1)
+    verdict = await grader.grade(task, oracle, {"a": text("b")})
+    assert (verdict.outcome, verdict.reward) == (Outcome.INFRA, None)
+    assert "setup command 2" in verdict.reason
+
+
+async def test_a_box_is_booted_before_it_is_needed(watched: Watched) -> None:
+    grader = Grader(watched, GradeConfig(remember=0, parallel=2))
+    task, oracle = make()
+    await grader.prepare(task)
+    assert watched.made == 2
+    base = (await grader.bases.of(task)).files
+    await grader.grade(task, oracle, {**base, "new.py": text("")})
+    assert watched.made == 2
+    for _ in range(4):
+        await grader.prepare(task)
+    assert watched.made == 4
+    await grader.close()

@@ -1,4 +1,4 @@
-"""The verbs: demo, train, rollout, serve, recover, replay, bench, show, conformance, attack, doctor.
+"""The verbs: demo, train, rollout, serve, recover, replay, bench, show, tasks, conformance, attack, doctor.
 
 Every failure a person can meet is one line on stderr beginning `whet:`. Exit codes: 0 done, 1 failed,
 2 wrong command line or configuration, 130 stopped by Ctrl-C (resumable). Each verb imports what it needs at
@@ -314,6 +314,12 @@ def _attack(options: argparse.Namespace) -> int:
     return 0 if held else EXIT_FAILED
 
 
+def _tasks(options: argparse.Namespace) -> int:
+    from whet.curate.command import run
+
+    return run(options)
+
+
 def _recover(options: argparse.Namespace) -> int:
     from whet.serve.run import recover_run
 
@@ -385,6 +391,7 @@ def _parser() -> argparse.ArgumentParser:
     conformance.add_argument("--record", type=Path, metavar="DIR", help="keep what went over the wire here")
     conformance.set_defaults(verb=_conformance)
     _add_attack(verbs)
+    _add_tasks(verbs)
     doctor = verbs.add_parser("doctor", help="say what this machine has of what whet needs")
     doctor.set_defaults(verb=_doctor)
     return parser
@@ -425,6 +432,23 @@ def _add_serve(verbs: Any) -> None:
     serve.add_argument("--json", action="store_true", help="one JSON object per line")
     serve.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key")
     serve.set_defaults(verb=_serve)
+
+
+def _add_tasks(verbs: Any) -> None:
+    tasks = verbs.add_parser(
+        "tasks", help="look at a data set, or find out which of its tasks can be trusted"
+    )
+    tasks.add_argument("what", choices=("list", "show", "validate"), help="what to do")
+    tasks.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; without it: overrides only")
+    tasks.add_argument("--id", action="append", default=[], metavar="ID", help="only this task (repeatable)")
+    tasks.add_argument("--limit", type=int, default=0, metavar="N", help="the first N tasks only")
+    tasks.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="validate: runs of each (default: 3)"
+    )
+    tasks.add_argument("--out", type=Path, metavar="FILE", help="validate: gate file (default: tasks.gate)")
+    tasks.add_argument("--json", action="store_true", help="print JSON, last on stdout")
+    tasks.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key")
+    tasks.set_defaults(verb=_tasks)
 
 
 def _add_recover(verbs: Any) -> None:

@@ -1,0 +1,1 @@
+"""`whet tasks`: list, show and validate the tasks of a data set."""

@@ -1,0 +1,83 @@
+"""The verb `whet tasks list | show | validate`, for the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from whet.config import Config, load_config
+from whet.curate.run import ValidateOptions, list_tasks, show_task, validate
+from whet.errors import ConfigError
+
+DEFAULT_GATE = "gate.json"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit code: 0, or 1 when a task did not pass its validation."""
+    overrides, path = list(options.overrides), options.config
+    if path is not None and "=" in path and not Path(path).exists():
+        overrides.insert(0, path)
+        path = None
+    config = load_config(Path(path) if path else None, overrides)
+    if options.repeats < 1 or options.limit < 0:
+        raise ConfigError("--repeats and --limit take positive numbers")
+    if options.what == "validate":
+        return _validate(config, options)
+    if options.what == "show":
+        for name in options.id or [_first(config)]:
+            _show(config, name, options.json)
+        return 0
+    _list(config, options)
+    return 0
+
+
+def _validate(config: Config, options: argparse.Namespace) -> int:
+    gate = options.out or Path(config.tasks.gate or DEFAULT_GATE)
+    # What an earlier gate left out is to be looked at again.
+    ungated = config.model_copy(update={"tasks": config.tasks.model_copy(update={"gate": ""})})
+    chosen = ValidateOptions(repeats=options.repeats, gate=gate, limit=options.limit, ids=options.id)
+    summary = validate(ungated, chosen)
+    if options.json:
+        print(json.dumps(summary))
+    else:
+        print(
+            f"{summary['passed']} of {summary['tasks']} tasks passed, {summary['failed']} failed, "
+            f"{summary['no_gold']} without a solution, {summary['infra']} not judged, "
+            f"{summary['refused_rows']} rows refused; kept in {gate}"
+        )
+    return 0 if summary["passed"] == summary["tasks"] else 1
+
+
+def _first(config: Config) -> str:
+    rows, _ = list_tasks(config, 1)
+    return str(rows[0]["id"])
+
+
+def _show(config: Config, task_id: str, as_json: bool) -> None:
+    shown = show_task(config, task_id)
+    if as_json:
+        print(json.dumps(shown))
+        return
+    for key, value in shown.items():
+        if key not in ("prompt", "files"):
+            print(f"{key:10} {value}")
+    for path, size in shown["files"].items():
+        print(f"{'file':10} {path} ({size} bytes)")
+    print(f"\n{shown['prompt']}")
+
+
+def _list(config: Config, options: argparse.Namespace) -> None:
+    rows, total = list_tasks(config, options.limit)
+    if options.json:
+        print(json.dumps({**total, "rows": rows}))
+        return
+    width = max((len(str(row["id"])) for row in rows), default=2)
+    for row in rows:
+        gold = "gold" if row["gold"] else "-"
+        print(f"{row['id']:{width}}  {row['runner']:12} {row['tests']:5} tests  {gold:4}  {row['image']}")
+    split = f" ({total['train']} train, {total['eval']} eval)" if "train" in total else ""
+    print(f"{total['tasks']} tasks{split}, {len(total['refused'])} rows refused")
+    for refusal in total["refused"]:
+        print(f"refused: {refusal}", file=sys.stderr)

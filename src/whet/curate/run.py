@@ -1,0 +1,220 @@
+"""`whet tasks`: look at a data set, and find out which of its tasks can be trusted.
+
+    source -> (task, oracle) -> Grader.validate: base fails, solution passes, N times -> gate file
+
+A finding is stored with the task's hash and the image it was found in; what is settled is not run again. An
+infrastructure failure settles nothing and says nothing about the task. Called by the CLI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from whet.collect.agents import limits_of
+from whet.config import Config
+from whet.errors import TaskError, WhetError
+from whet.grade.clean import GradeConfig, Grader
+from whet.sandbox.local import LocalBackend
+from whet.stop import run_interruptible
+from whet.tasks.base import Item
+from whet.tasks.dataset import RowSource
+from whet.tasks.gate import Finding, read_gate, write_gate
+from whet.tasks.open import open_rows, open_source
+from whet.types import Task
+
+TOY_TASKS = 64
+"""Tasks of an endless source that are looked at when no number is given."""
+KEEP_EVERY_S = 5.0
+"""Seconds between two writes of the gate file while validation runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidateOptions:
+    """What of a validation is not in the configuration."""
+
+    repeats: int = 3
+    gate: Path
+    limit: int = 0
+    """Tasks to look at, in the order of the file; 0 = all (toy: TOY_TASKS)."""
+    ids: Sequence[str] = ()
+    """Only these tasks; empty = all."""
+
+
+def items_of(
+    config: Config, limit: int = 0, ids: Sequence[str] = ()
+) -> tuple[Iterator[Item], RowSource | None]:
+    """Tasks with their oracles, and the data set they are from (None for toy). Raises TaskError."""
+    if config.tasks.source == "toy":
+        toy = open_source(config, limits_of(config))
+        items = (Item(task=t, oracle=toy.oracle(t)) for t in toy.tasks("train", 0, limit or TOY_TASKS))
+        return _chosen(items, ids), None
+    source = open_rows(config, limits_of(config))
+    return itertools.islice(_chosen(source.every(), ids), limit or None), source
+
+
+def _chosen(items: Iterator[Item], ids: Sequence[str]) -> Iterator[Item]:
+    if not ids:
+        yield from items
+        return
+    missing = set(ids)
+    for item in items:
+        if item.task.id in ids:
+            missing.discard(item.task.id)
+            yield item
+    if missing:
+        raise TaskError(f"there is no task {min(missing)}")
+
+
+def validate(config: Config, options: ValidateOptions, stream: TextIO = sys.stderr) -> Mapping[str, Any]:
+    """Validate every task that is not settled; the counts, and what did not pass. Raises WhetError."""
+    return run_interruptible(_validate(config, options, stream))
+
+
+async def _validate(config: Config, options: ValidateOptions, stream: TextIO) -> Mapping[str, Any]:
+    items, source = items_of(config, options.limit, options.ids)
+    findings = dict(read_gate(options.gate, missing_ok=True).findings)
+    known = read_gate(options.gate, missing_ok=True)
+    grader = Grader(
+        LocalBackend(config.sandbox.mode),
+        GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers),
+    )
+    seen: dict[str, Finding] = {}
+    waiting: asyncio.Queue[Item] = asyncio.Queue(maxsize=2 * config.grade.workers)
+    written = time.monotonic()
+
+    async def work() -> None:
+        nonlocal written
+        while True:
+            item = await waiting.get()
+            found = await check_item(grader, item, options.repeats)
+            findings[item.task.id] = seen[item.task.id] = found
+            reason = f": {found.reason}" if found.reason else ""
+            print(f"{found.status:8} {item.task.id} ({found.seconds:.1f} s){reason}", file=stream, flush=True)
+            if time.monotonic() - written > KEEP_EVERY_S:
+                write_gate(options.gate, findings)
+                written = time.monotonic()
+            waiting.task_done()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            workers = [group.create_task(work()) for _ in range(config.grade.workers)]
+            for item in items:
+                settled = known.settled(item.task.id, item.task.content_hash, options.repeats)
+                if settled is not None:
+                    seen[item.task.id] = settled
+                    continue
+                await waiting.put(item)
+            await waiting.join()
+            for worker in workers:
+                worker.cancel()
+    finally:
+        with contextlib.suppress(TaskError):
+            write_gate(options.gate, findings)
+    return _summary(seen, source, options)
+
+
+async def check_item(grader: Grader, item: Item, repeats: int) -> Finding:
+    """The finding on one task. Never raises for what a task or a box can do."""
+    task, oracle = item.task, item.oracle
+    if not (oracle.gold or oracle.gold_patch or oracle.solve):
+        reason = "the row has no solution to try"
+        return Finding(status="no_gold", task_hash=task.content_hash, image=task.setup.image, reason=reason)
+    began = time.monotonic()
+    try:
+        image = await grader.validate(task, oracle, repeats=repeats)
+    except WhetError as error:
+        status: Any = "infra" if error.infra else "failed"
+        reason, image = " ".join(str(error).split()).removeprefix(f"task {task.id}: ")[:300], ""
+    else:
+        status, reason = "passed", ""
+    return Finding(
+        status=status,
+        task_hash=task.content_hash,
+        image=image or task.setup.image,
+        repeats=repeats,
+        reason=reason,
+        seconds=round(time.monotonic() - began, 3),
+    )
+
+
+def _summary(
+    seen: Mapping[str, Finding], source: RowSource | None, options: ValidateOptions
+) -> Mapping[str, Any]:
+    counts = Counter(found.status for found in seen.values())
+    return {
+        "tasks": len(seen),
+        "passed": counts["passed"],
+        "failed": counts["failed"],
+        "no_gold": counts["no_gold"],
+        "infra": counts["infra"],
+        "refused_rows": 0 if source is None else len(source.refused),
+        "repeats": options.repeats,
+        "gate": str(options.gate),
+        "not_passed": [
+            {"id": name, "status": found.status, "reason": found.reason}
+            for name, found in seen.items()
+            if found.status != "passed"
+        ],
+    }
+
+
+# --------------------------------------------------------------------------- for people
+
+
+def list_tasks(config: Config, limit: int = 0) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
+    """One row per task, and what the set holds. Nothing of an oracle is in it but counts."""
+    items, source = items_of(config, limit)
+    rows = [
+        {
+            "id": item.task.id,
+            "family": item.task.family,
+            "runner": item.task.grading.runner,
+            "tests": _required(item),
+            "files": len(item.task.files),
+            "image": item.task.setup.image,
+            "gold": bool(item.oracle.gold or item.oracle.gold_patch or item.oracle.solve),
+            "task_hash": item.task.content_hash,
+        }
+        for item in items
+    ]
+    refused = [] if source is None else [str(refusal) for refusal in source.refused]
+    total: dict[str, Any] = {"tasks": len(rows), "refused": refused}
+    if source is not None:
+        total |= {"train": source.size("train"), "eval": source.size("eval"), "left_out": source.left_out}
+    return rows, total
+
+
+def show_task(config: Config, task_id: str) -> Mapping[str, Any]:
+    """What an agent is given for a task. Raises TaskError."""
+    item = next(items_of(config, 0, [task_id])[0])
+    task: Task = item.task
+    return {
+        "id": task.id,
+        "family": task.family,
+        "task_hash": task.content_hash,
+        "image": task.setup.image,
+        "workdir": task.setup.workdir,
+        "setup": list(task.setup.commands),
+        "runner": task.grading.runner,
+        "reward": task.grading.reward,
+        "protected": list(task.grading.protected),
+        "tests": _required(item),
+        "limits": asdict(task.limits),
+        "files": {path: len(entry.content) for path, entry in sorted(task.files.items())},
+        "prompt": task.prompt,
+    }
+
+
+def _required(item: Item) -> int:
+    tests = item.oracle.tests
+    listed = len(item.oracle.cases) + len(tests.checks) + len(tests.expected)
+    return listed + len(tests.fail_to_pass) + len(tests.pass_to_pass)

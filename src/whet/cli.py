@@ -435,16 +435,12 @@ def _add_serve(verbs: Any) -> None:
 
 
 def _add_tasks(verbs: Any) -> None:
-    tasks = verbs.add_parser(
-        "tasks", help="look at a data set, or find out which of its tasks can be trusted"
-    )
+    tasks = verbs.add_parser("tasks", help="look at a data set; find out which tasks can be trusted")
     tasks.add_argument("what", choices=("list", "show", "validate"), help="what to do")
     tasks.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; without it: overrides only")
     tasks.add_argument("--id", action="append", default=[], metavar="ID", help="only this task (repeatable)")
     tasks.add_argument("--limit", type=int, default=0, metavar="N", help="the first N tasks only")
-    tasks.add_argument(
-        "--repeats", type=int, default=3, metavar="N", help="validate: runs of each (default: 3)"
-    )
+    tasks.add_argument("--repeats", type=int, default=3, metavar="N", help="validate: runs of each task")
     tasks.add_argument("--out", type=Path, metavar="FILE", help="validate: gate file (default: tasks.gate)")
     tasks.add_argument("--json", action="store_true", help="print JSON, last on stdout")
     tasks.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key")

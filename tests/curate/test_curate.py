@@ -106,7 +106,7 @@ def test_list_and_show_tell_nothing_of_the_solution(data: Path, capsys: pytest.C
     assert "set.jsonl:5: row odd: prompt: Field required" in err
     code, out, _ = run(capsys, "show", *words, "--id", "good")
     assert "Fix good." in out
-    assert "m.py (25 bytes)" in out
+    assert "m.py (23 bytes)" in out
     assert "x + 1" not in out
     shown = json.loads(run(capsys, "show", *words, "--id", "good", "--json")[1])
     assert shown["runner"] == "json_io"

@@ -28,6 +28,17 @@ Source = Literal[
     "folder",
     "humaneval",
     "unit_tests",
+    "swe_bench",
+    "swe_bench_folders",
+    "swe_bench_live",
+    "swe_gym",
+    "swe_rebench",
+    "swe_pro",
+    "swe_smith",
+    "r2e_gym",
+    "slime",
+    "terminus",
+    "harbor",
 ]
 DATA_SET_KEYS = (
     "path",

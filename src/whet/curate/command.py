@@ -38,7 +38,7 @@ def _validate(config: Config, options: argparse.Namespace) -> int:
     # What an earlier gate left out is to be looked at again.
     ungated = config.model_copy(update={"tasks": config.tasks.model_copy(update={"gate": ""})})
     chosen = ValidateOptions(repeats=options.repeats, gate=gate, limit=options.limit, ids=options.id)
-    summary = validate(ungated, chosen)
+    summary = validate(ungated, chosen, sys.stderr)
     if options.json:
         print(json.dumps(summary))
     else:

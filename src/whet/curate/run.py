@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,7 +73,7 @@ def _chosen(items: Iterator[Item], ids: Sequence[str]) -> Iterator[Item]:
         raise TaskError(f"there is no task {min(missing)}")
 
 
-def validate(config: Config, options: ValidateOptions, stream: TextIO = sys.stderr) -> Mapping[str, Any]:
+def validate(config: Config, options: ValidateOptions, stream: TextIO) -> Mapping[str, Any]:
     """Validate every task that is not settled; the counts, and what did not pass. Raises WhetError."""
     return run_interruptible(_validate(config, options, stream))
 
@@ -130,16 +129,16 @@ async def check_item(grader: Grader, item: Item, repeats: int) -> Finding:
         return Finding(status="no_gold", task_hash=task.content_hash, image=task.setup.image, reason=reason)
     began = time.monotonic()
     try:
-        image = await grader.validate(task, oracle, repeats=repeats)
+        await grader.validate(task, oracle, repeats=repeats)
     except WhetError as error:
         status: Any = "infra" if error.infra else "failed"
-        reason, image = " ".join(str(error).split()).removeprefix(f"task {task.id}: ")[:300], ""
+        reason = " ".join(str(error).split()).removeprefix(f"task {task.id}: ")[:300]
     else:
         status, reason = "passed", ""
     return Finding(
         status=status,
         task_hash=task.content_hash,
-        image=image or task.setup.image,
+        image=task.setup.image,
         repeats=repeats,
         reason=reason,
         seconds=round(time.monotonic() - began, 3),
@@ -173,7 +172,7 @@ def _summary(
 def list_tasks(config: Config, limit: int = 0) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
     """One row per task, and what the set holds. Nothing of an oracle is in it but counts."""
     items, source = items_of(config, limit)
-    rows = [
+    rows: list[Mapping[str, Any]] = [
         {
             "id": item.task.id,
             "family": item.task.family,

@@ -209,6 +209,7 @@ class _Bad(Exception):
 
 
 def _refusal(place: Place, reason: object, name: str = "") -> Refusal:
+    name = name or ("" if place.number else place.path.name)
     return Refusal(where=str(place), id=name, reason=" ".join(str(reason).split())[:MAX_REASON_CHARS])
 
 

@@ -14,6 +14,10 @@ from whet.tasks.dataset import Format, LoadOptions, RowSource
 from whet.tasks.functions import load_function
 from whet.tasks.gate import read_gate
 from whet.tasks.plain import PlainFolder, PlainJsonl
+from whet.tasks.slime import SlimeFormat
+from whet.tasks.swe import SweFolders, SweFormat
+from whet.tasks.swe_more import ProFormat, R2eFormat, SmithFormat
+from whet.tasks.terminal import HarborFormat, TerminusFormat
 from whet.tasks.toy import ToySource
 from whet.tasks.unit_tests import HumanEval, UnitTests
 from whet.types import Limits
@@ -23,6 +27,17 @@ FORMATS: Mapping[str, Format] = {
     "folder": PlainFolder(),
     "humaneval": HumanEval(),
     "unit_tests": UnitTests(),
+    "swe_bench": SweFormat(name="swe_bench"),
+    "swe_bench_folders": SweFolders(),
+    "swe_bench_live": SweFormat(name="swe_bench_live", needs_command=True),
+    "swe_gym": SweFormat(name="swe_gym"),
+    "swe_rebench": SweFormat(name="swe_rebench", needs_command=True),
+    "swe_pro": ProFormat(),
+    "swe_smith": SmithFormat(),
+    "r2e_gym": R2eFormat(),
+    "slime": SlimeFormat(),
+    "terminus": TerminusFormat(),
+    "harbor": HarborFormat(),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,12 @@ import yaml
 
 from whet.config import load_config
 from whet.errors import TaskError
+from whet.grade.runners.log_parsers import PARSERS, read_log
 from whet.tasks.base import Item
 from whet.tasks.dataset import LoadOptions, RowSource
 from whet.tasks.open import FORMATS, open_rows
 from whet.tasks.patch import apply_patch
-from whet.tasks.swe_script import END, EXIT, START, framed, without_patching
+from whet.tasks.swe_script import END, EXIT, REPOSITORIES, START, framed, without_patching
 from whet.types import FileEntry, Limits
 
 
@@ -69,6 +71,15 @@ def test_a_row_in_the_sets_shape(
         assert START in tests.script
         assert END in tests.script
         subprocess.run(["bash", "-n", "-c", tests.script], check=True, timeout=20)
+
+
+def test_every_parser_that_a_loader_names_exists(tmp_path: Path) -> None:
+    named = {command.parser for command in REPOSITORIES.values()}
+    for name, made, _, _ in SETS:
+        (item,) = load(tmp_path, name, made(), assets=tmp_path if name != "slime" else assets(tmp_path))
+        named |= {item.oracle.tests.parser} - {""}
+        shutil.rmtree(tmp_path / "assets", ignore_errors=True)
+    assert {"pytest", "tests_json", "r2e", "django"} <= named <= set(PARSERS)
 
 
 def test_swe_bench_rows(tmp_path: Path) -> None:
@@ -301,3 +312,22 @@ def test_images_can_be_pinned_and_named(tmp_path: Path) -> None:
         ["tasks.source=swe_rebench", f"tasks.path={path}", f"tasks.images={pins}", "tasks.bad_rows=skip"],
     )
     assert [i.task.setup.image for i in open_rows(rebench, Limits()).every()] == ["local/built:1"]
+
+
+def test_what_a_sets_own_parser_wrote_is_read() -> None:
+    text = json.dumps(
+        {"tests": [{"name": "a", "status": "passed"}, {"name": "b", "status": "FAILED"}, {"name": 3}]}
+    )
+    assert read_log("tests_json", text) == {}
+    text = json.dumps(
+        {"tests": [{"name": "a", "status": "passed"}, {"name": "b", "status": "FAILED"}]}, indent=1
+    )
+    assert read_log("tests_json", text) == {"a": "PASSED", "b": "FAILED"}
+    for broken in ("", "{}", "[]", '{"tests": 3}', "not json"):
+        assert read_log("tests_json", broken) == {}
+    twice = '{"tests": [{"name": "a", "status": "PASSED"}, {"name": "a", "status": "FAILED"}]}'
+    assert read_log("tests_json", twice) == {"a": "FAILED"}
+
+
+def test_matplotlib_names_its_buttons() -> None:
+    assert read_log("matplotlib", "PASSED t.py::a[MouseButton.LEFT-x]\n") == {"t.py::a[1-x]": "PASSED"}

@@ -18,11 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from whet.collect.agents import limits_of
+from whet.collect.agents import limits_of, make_pool
 from whet.config import Config
 from whet.errors import TaskError, WhetError
 from whet.grade.clean import GradeConfig, Grader
-from whet.sandbox.local import LocalBackend
 from whet.stop import run_interruptible
 from whet.tasks.base import Item
 from whet.tasks.dataset import RowSource
@@ -80,45 +79,59 @@ def validate(config: Config, options: ValidateOptions, stream: TextIO) -> Mappin
 
 async def _validate(config: Config, options: ValidateOptions, stream: TextIO) -> Mapping[str, Any]:
     items, source = items_of(config, options.limit, options.ids)
-    findings = dict(read_gate(options.gate, missing_ok=True).findings)
-    known = read_gate(options.gate, missing_ok=True)
-    grader = Grader(
-        LocalBackend(config.sandbox.mode),
-        GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers),
-    )
-    seen: dict[str, Finding] = {}
+    book = _Book(options, stream)
+    settings = GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers)
     waiting: asyncio.Queue[Item] = asyncio.Queue(maxsize=2 * config.grade.workers)
-    written = time.monotonic()
 
-    async def work() -> None:
-        nonlocal written
+    async def work(grader: Grader) -> None:
         while True:
             item = await waiting.get()
-            found = await check_item(grader, item, options.repeats)
-            findings[item.task.id] = seen[item.task.id] = found
-            reason = f": {found.reason}" if found.reason else ""
-            print(f"{found.status:8} {item.task.id} ({found.seconds:.1f} s){reason}", file=stream, flush=True)
-            if time.monotonic() - written > KEEP_EVERY_S:
-                write_gate(options.gate, findings)
-                written = time.monotonic()
+            book.put(item.task, await check_item(grader, item, options.repeats))
             waiting.task_done()
 
     try:
-        async with asyncio.TaskGroup() as group:
-            workers = [group.create_task(work()) for _ in range(config.grade.workers)]
+        async with make_pool(config) as pool, asyncio.TaskGroup() as group:
+            grader = Grader(pool, settings)
+            workers = [group.create_task(work(grader)) for _ in range(config.grade.workers)]
             for item in items:
-                settled = known.settled(item.task.id, item.task.content_hash, options.repeats)
-                if settled is not None:
-                    seen[item.task.id] = settled
-                    continue
-                await waiting.put(item)
+                if not book.settled(item.task):
+                    await waiting.put(item)
             await waiting.join()
             for worker in workers:
                 worker.cancel()
     finally:
         with contextlib.suppress(TaskError):
-            write_gate(options.gate, findings)
-    return _summary(seen, source, options)
+            book.keep()
+    return _summary(book.seen, source, options)
+
+
+class _Book:
+    """The gate file while it is being added to."""
+
+    def __init__(self, options: ValidateOptions, stream: TextIO) -> None:
+        self._options, self._stream = options, stream
+        self._gate = read_gate(options.gate, missing_ok=True)
+        self._findings = dict(self._gate.findings)
+        self._kept = time.monotonic()
+        self.seen: dict[str, Finding] = {}
+
+    def settled(self, task: Task) -> bool:
+        found = self._gate.settled(task.id, task.content_hash, self._options.repeats)
+        if found is not None:
+            self.seen[task.id] = found
+        return found is not None
+
+    def put(self, task: Task, found: Finding) -> None:
+        self._findings[task.id] = self.seen[task.id] = found
+        reason = f": {found.reason}" if found.reason else ""
+        line = f"{found.status:8} {task.id} ({found.seconds:.1f} s){reason}"
+        print(line, file=self._stream, flush=True)
+        if time.monotonic() - self._kept > KEEP_EVERY_S:
+            self.keep()
+            self._kept = time.monotonic()
+
+    def keep(self) -> None:
+        write_gate(self._options.gate, self._findings)
 
 
 async def check_item(grader: Grader, item: Item, repeats: int) -> Finding:

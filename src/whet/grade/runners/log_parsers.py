@@ -249,7 +249,27 @@ def _objects(lines: list[str]) -> Iterator[Mapping[str, object]]:
             yield value
 
 
+def matplotlib(lines: list[str]) -> Said:
+    """As pytest, with two enumeration members by their names: newer versions of Python print the numbers."""
+    for name, outcome in pytest_summary(lines):
+        yield name.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3"), outcome
+
+
+def tests_json(lines: list[str]) -> Said:
+    """One JSON object, {"tests": [{"name", "status"}]}, as a set's own parser writes it: claims like any log."""
+    try:
+        tests = json.loads("\n".join(lines))["tests"]
+        said = [(test["name"], test["status"]) for test in tests]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return
+    for name, status in said:
+        if isinstance(name, str) and isinstance(status, str):
+            yield name, status.upper()
+
+
 PARSERS: Mapping[str, Parser] = {
+    "matplotlib": matplotlib,
+    "tests_json": tests_json,
     "pytest": pytest_summary,
     "pytest_v2": pytest_verbose,
     "pytest_verbose": pytest_verbose,

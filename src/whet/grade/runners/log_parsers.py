@@ -256,7 +256,7 @@ def matplotlib(lines: list[str]) -> Said:
 
 
 def tests_json(lines: list[str]) -> Said:
-    """One JSON object, {"tests": [{"name", "status"}]}, as a set's own parser writes it: claims like any log."""
+    """The JSON {"tests": [{"name", "status"}]} that a set's own parser writes: claims like any log."""
     try:
         tests = json.loads("\n".join(lines))["tests"]
         said = [(test["name"], test["status"]) for test in tests]

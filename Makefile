@@ -11,10 +11,12 @@ test:
 	@scripts/check
 	@scripts/test $(ARGS)
 
-# What takes too long for every change: a real vLLM server, large fuzz counts, the real agents. CI runs it too.
+# What takes too long for every change: a real vLLM server, a docker daemon, large
+# fuzz counts, the real agents. CI runs it too.
 test-full:
 	@scripts/setup test
 	@scripts/setup-vllm
+	@scripts/setup-docker
 	@WHET_FULL=1 WHET_FUZZ=20000 scripts/test -m "full or fuzz" $(ARGS)
 	@$(MAKE) --no-print-directory conformance ARGS=
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ KNOWN_SKIPS = (
     r"no git in the box",
     # `make conformance` runs these agents; installing them takes gigabytes.
     r"\w+ is not installed: python -m whet\.harness\.known \w+",
+    # `make test-full` installs and starts a daemon where it is root.
+    r"no docker daemon: .*",
     # Too long for every change: `make test-full` and continuous integration run them.
     r"runs in make test-full",
 )
@@ -33,6 +37,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("full") is not None:
                 item.add_marker(pytest.mark.skip(reason="runs in make test-full"))
+
+
+@pytest.fixture(scope="session")
+def docker_host() -> Iterator[str]:
+    """A docker daemon, where DOCKER_HOST then points; only for tests marked full."""
+    from whet.errors import SetupError
+    from whet.testing.docker_daemon import docker_daemon
+
+    with contextlib.ExitStack() as stack:
+        try:
+            host = stack.enter_context(docker_daemon())
+        except SetupError as error:
+            pytest.skip(str(error))
+        yield host
+
+
+@pytest.fixture(scope="session")
+def docker_image(docker_host: str) -> str:
+    """An image with Python on that daemon."""
+    name = "whet-box:bookworm"
+    script = Path(__file__).parents[1] / "scripts" / "docker-base"
+    done = subprocess.run([script, name], capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stderr
+    return name
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,10 @@
 """What a backend brings to the contract suite.
 
-Another backend joins with one class that has `backend()` and `image`, and one entry in LABS.
+Another backend joins with one function and one entry in LABS.
 """
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,8 @@ from whet.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from whet.sandbox.docker import DockerBackend
 from whet.sandbox.local import LocalBackend
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-IMAGE = "whet-box:bookworm"
+NEEDS_DAEMON = {"docker"}
+"""Labs that only `make test-full` opens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +26,15 @@ class Lab:
     """Image that boxes can be made of; empty = the backend has none."""
 
 
-def local(_: Path) -> Lab:
+def local(_cache: Path, _image: str) -> Lab:
     return Lab(backend=LocalBackend())
 
 
-def docker(cache: Path) -> Lab:
-    """Needs a daemon: `make test-full` starts one when there is none."""
-    command = [SCRIPTS / "docker-base", IMAGE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
-    return Lab(backend=DockerBackend(IMAGE, cache=cache), image=IMAGE)
+def docker(cache: Path, image: str) -> Lab:
+    return Lab(backend=DockerBackend(image, cache=cache), image=image)
 
 
-LABS: dict[str, Callable[[Path], Lab]] = {"local": local, "docker": docker}
+LABS: dict[str, Callable[[Path, str], Lab]] = {"local": local, "docker": docker}
 
 
 async def sh(box: Sandbox, script: str, timeout_s: float = 20.0) -> ExecResult:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from sandbox_labs import LABS, Lab, out, sh
+from sandbox_labs import LABS, NEEDS_DAEMON, Lab, out, sh
 
 from whet.errors import PolicyUnsupported, SandboxError, SandboxLost
 from whet.sandbox.base import Bind, Sandbox, SandboxSpec
@@ -24,14 +24,15 @@ FILES = {
 }
 
 
-FULL = {"docker"}
-"""Backends that `make test-full` has a daemon for."""
-PARAMETERS = [pytest.param(name, marks=[pytest.mark.full] if name in FULL else []) for name in sorted(LABS)]
+PARAMETERS = [
+    pytest.param(name, marks=[pytest.mark.full] if name in NEEDS_DAEMON else []) for name in sorted(LABS)
+]
 
 
 @pytest.fixture(scope="module", params=PARAMETERS)
 def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    return LABS[request.param](tmp_path_factory.mktemp("cache"))
+    image = request.getfixturevalue("docker_image") if request.param in NEEDS_DAEMON else ""
+    return LABS[request.param](tmp_path_factory.mktemp("cache"), image)
 
 
 @pytest.fixture

@@ -1,0 +1,155 @@
+"""`whet bench sandbox`: what a box costs, on every backend that this machine has.
+
+Measured: start, one command, end, one box after the other; then 64 boxes alive at once; then what is left of
+them. With --json the last line is one object:
+{backend: {"create_destroy_ms": {"p50", "p95"}, "parallel_64_s", "leaks"}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+
+from whet.errors import SandboxError, SandboxStartError, SetupError
+from whet.record.scratch import cache_folder
+from whet.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
+from whet.sandbox.docker import DockerBackend
+from whet.sandbox.local import LocalBackend
+from whet.stop import run_interruptible
+
+PARALLEL = 64
+IMAGE = "whet-box:bookworm"
+EXEC_S = 60.0
+LABEL = "whet-bench"
+
+
+async def one(backend: SandboxBackend) -> float:
+    """Milliseconds for a box that runs one command."""
+    begun = time.perf_counter()
+    async with await backend.create(SandboxSpec(label=LABEL)) as box:
+        await check(box)
+    return (time.perf_counter() - begun) * 1000
+
+
+async def check(box: Sandbox) -> None:
+    """Raises SandboxError for a box that does not work: its time would mean nothing."""
+    result = await box.exec(["/bin/true"], timeout_s=EXEC_S)
+    if result.exit_code != 0:
+        raise SandboxError(f"/bin/true ended with {result.exit_code} in a box")
+
+
+async def many(backend: SandboxBackend) -> float:
+    """Seconds until PARALLEL boxes are up together, each ran one command, and all are gone."""
+    begun = time.perf_counter()
+    async with contextlib.AsyncExitStack() as stack:
+        started = await asyncio.gather(
+            *(backend.create(SandboxSpec(label=LABEL)) for _ in range(PARALLEL)), return_exceptions=True
+        )
+        boxes = [box for box in started if not isinstance(box, BaseException)]
+        stack.push_async_callback(lambda: asyncio.gather(*(box.close() for box in boxes)))
+        for failure in started:
+            if isinstance(failure, BaseException):
+                raise failure
+        await asyncio.gather(*(check(box) for box in boxes))
+    return time.perf_counter() - begun
+
+
+def descendants() -> set[int]:
+    """Living processes below this one."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    known, fresh = set[int](), {os.getpid()}
+    while fresh:
+        fresh = {pid for pid, parent in parents.items() if parent in fresh} - known
+        known |= fresh
+    return known
+
+
+def mounted() -> int:
+    return len(Path("/proc/self/mounts").read_text().splitlines())
+
+
+def left(backend: SandboxBackend, before: set[int], mounts: int) -> int:
+    """Processes, mounts and containers of boxes that should be gone."""
+    found = len(descendants() - before)
+    found += max(0, mounted() - mounts)
+    if isinstance(backend, DockerBackend):
+        argv = ["docker", "ps", "--all", "--quiet", "--filter", f"label=whet.box={LABEL}"]
+        done = subprocess.run(argv, capture_output=True, check=True, timeout=EXEC_S)
+        found += len(done.stdout.split())
+    return found
+
+
+async def measure(backend: SandboxBackend, rounds: int) -> dict[str, object]:
+    await one(backend)  # looks up the image, fills caches
+    before, mounts = descendants(), mounted()
+    times = sorted([await one(backend) for _ in range(rounds)])
+    parallel = await many(backend)
+    await asyncio.sleep(0.5)  # an ended child is collected a moment later
+    return {
+        "create_destroy_ms": {
+            "p50": round(statistics.median(times), 1),
+            "p95": round(times[min(len(times) - 1, int(len(times) * 0.95))], 1),
+        },
+        "parallel_64_s": round(parallel, 2),
+        "leaks": left(backend, before, mounts),
+    }
+
+
+async def backends(image: str) -> tuple[dict[str, SandboxBackend], dict[str, str]]:
+    """What can be measured here, and why the rest cannot."""
+    found: dict[str, SandboxBackend] = {}
+    missing: dict[str, str] = {}
+    try:
+        found["local"] = LocalBackend()
+    except SetupError as error:
+        missing["local"] = str(error)
+    try:
+        docker = DockerBackend(image, cache=cache_folder())
+        await docker.image_digest(image)
+        found["docker"] = docker
+    except (SetupError, SandboxStartError) as error:
+        missing["docker"] = str(error)
+    return found, missing
+
+
+async def run(rounds: int, image: str, *, plain: bool) -> dict[str, object]:
+    found, missing = await backends(image)
+    results: dict[str, object] = {}
+    for name, backend in found.items():
+        results[name] = result = await measure(backend, rounds)
+        if plain:
+            print(f"{name}: {orjson.dumps(result).decode()}", flush=True)
+    if plain:
+        for name, reason in missing.items():
+            print(f"{name}: not measured: {reason}", flush=True)
+    return results
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="whet bench sandbox", description="what a box costs")
+    parser.add_argument("--rounds", type=int, default=20, help="boxes one after the other (default 20)")
+    parser.add_argument(
+        "--image",
+        default=IMAGE,
+        help=f"image to measure docker with (default {IMAGE}, by scripts/docker-base)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    results = run_interruptible(run(options.rounds, options.image, plain=not options.json))
+    if options.json:
+        print(orjson.dumps(results).decode())
+    return 0 if results else 1

@@ -1,0 +1,242 @@
+"""What only the docker backend has: a daemon that may be missing, images, containers that a crash leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from sandbox_rig import out, sh
+
+from whet.errors import (
+    ImageMissing,
+    PolicyUnsupported,
+    SandboxError,
+    SandboxLost,
+    SandboxStartError,
+    SetupError,
+)
+from whet.sandbox import box_python
+from whet.sandbox.base import SandboxSpec
+from whet.sandbox.docker import DockerBackend
+from whet.sandbox.docker_cli import classify
+from whet.types import FileEntry
+
+NO_DAEMON = "Cannot connect to the Docker daemon at unix:///x. Is the docker daemon running?"
+
+# No daemon needed
+
+
+def test_no_program_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SetupError, match=r"^docker is not installed: put docker or podman on PATH.*$"):
+        DockerBackend(cache=tmp_path)
+
+
+def fake_docker(folder: Path, script: str) -> str:
+    program = folder / "docker"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_no_daemon_is_one_clear_line(tmp_path: Path) -> None:
+    script = (
+        "echo 'Cannot connect to the Docker daemon at unix:///x. Is the docker daemon running?' >&2; exit 1"
+    )
+    with pytest.raises(SetupError, match=r"^docker's daemon does not answer: Cannot connect [^\n]*$"):
+        DockerBackend(cache=tmp_path, program=fake_docker(tmp_path, script))
+
+
+def test_a_daemon_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.1:2375")
+    with pytest.raises(SetupError, match="must run on this machine"):
+        DockerBackend(cache=tmp_path, program=fake_docker(tmp_path, "exit 1"))
+
+
+INFO = '{"OSType": "linux", "MemoryLimit": %s, "PidsLimit": %s, "SwapLimit": false, "Runtimes": {"runc": {}}}'
+
+
+async def test_capabilities_are_what_the_daemon_offers(tmp_path: Path) -> None:
+    all_of_them = fake_docker(tmp_path, f"echo '{INFO % ('true', 'true')}'")
+    assert "resource_limits" in DockerBackend("i", cache=tmp_path, program=all_of_them).capabilities
+    none = DockerBackend(
+        "i", cache=tmp_path, program=fake_docker(tmp_path, f"echo '{INFO % ('false', 'false')}'")
+    )
+    assert "resource_limits" not in none.capabilities
+    with pytest.raises(PolicyUnsupported, match="pids cgroup is missing"):
+        await none.create(SandboxSpec(max_processes=10))
+    with pytest.raises(SetupError, match=r"no runtime 'runsc'; it has runc"):
+        DockerBackend("i", cache=tmp_path, program=all_of_them, runtime="runsc")
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("docker: Error response from daemon: No such image: sha256:1.", ImageMissing),
+        ("Error response from daemon: manifest for a/b:c not found: manifest unknown", ImageMissing),
+        ("Error response from daemon: pull access denied for a, repository does not exist", ImageMissing),
+        ("Error: initializing source docker://a: reading manifest: manifest unknown", ImageMissing),
+        (
+            'Error response from daemon: Get "https://r/v2/": dial tcp: lookup r: no such host',
+            SandboxStartError,
+        ),
+        ('Error response from daemon: Get "https://r/v2/": context deadline exceeded', SandboxStartError),
+        (
+            "Cannot connect to the Docker daemon at unix:///x. Is the docker daemon running?",
+            SandboxStartError,
+        ),
+        ("no space left on device", SandboxStartError),
+        ("", SandboxStartError),
+    ],
+)
+def test_failures_are_told_apart(said: str, kind: type[SandboxError]) -> None:
+    error = classify("docker", "run", said.encode())
+    assert type(error) is kind
+    assert "\n" not in str(error)
+    assert error.infra
+
+
+def test_the_lent_python_needs_nothing_of_its_box(tmp_path: Path) -> None:
+    folder = box_python.lend(tmp_path)
+    assert box_python.lend(tmp_path) == folder
+    assert [path for path in folder.rglob("*") if path.is_symlink()] == []
+    assert {path.stat().st_mode & 0o022 for path in folder.rglob("*")} == {0}
+
+
+# With a daemon
+
+
+@pytest.fixture
+def docker(docker_image: str, tmp_path: Path) -> DockerBackend:
+    return DockerBackend(docker_image, cache=tmp_path / "cache")
+
+
+def docker_says(*arguments: str, stdin: bytes = b"") -> str:
+    done = subprocess.run(["docker", *arguments], input=stdin, capture_output=True, check=True, timeout=60)
+    return done.stdout.decode()
+
+
+def containers() -> list[str]:
+    return docker_says("ps", "--all", "--quiet", "--filter", "label=whet.box=test").split()
+
+
+@pytest.mark.full
+async def test_an_image_that_is_nowhere_and_a_registry_that_is_down(docker: DockerBackend) -> None:
+    with pytest.raises(SandboxStartError, match=r"^image 127\.0\.0\.1:9/none:1: [^\n]*$") as caught:
+        await docker.create(SandboxSpec(image="127.0.0.1:9/none:1"))
+    assert not isinstance(caught.value, ImageMissing)
+    for nonsense in ("", "-v", "UPPER/Case:x y"):
+        if nonsense:
+            with pytest.raises(ImageMissing):
+                await docker.create(SandboxSpec(image=nonsense))
+
+
+@pytest.mark.full
+async def test_a_box_can_be_made_of_an_image_with_nothing_in_it(docker: DockerBackend) -> None:
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        info = tarfile.TarInfo("srv/data/given.txt")
+        info.size = 5
+        tar.addfile(info, io.BytesIO(b"given"))
+    docker_says("import", "-", "whet-test-empty:1", stdin=archive.getvalue())
+    spec = SandboxSpec(image="whet-test-empty:1", workdir="/srv/data", files={"own": FileEntry(content=b"1")})
+    async with await docker.create(spec) as box:
+        assert (await box.exec(["/bin/sh"], timeout_s=20)).exit_code == 127
+        assert {path: entry.content for path, entry in (await box.get_tree()).items()} == {
+            "given.txt": b"given",
+            "own": b"1",
+        }
+        with pytest.raises(SandboxError, match="cannot be wiped"):
+            await box.wipe()
+    assert (await docker.image_digest("whet-test-empty:1")).startswith("sha256:")
+
+
+@pytest.mark.full
+async def test_what_an_image_holds_belongs_to_the_boxs_user(docker: DockerBackend, docker_image: str) -> None:
+    async with await docker.create(SandboxSpec(image=docker_image, workdir="/usr/share")) as box:
+        assert await out(box, "find . ! -user agent | wc -l; echo x > new && cat new") == "0\nx"
+        assert (await sh(box, "echo x > /usr/bin/new")).exit_code != 0
+
+
+@pytest.mark.full
+async def test_a_container_killed_from_outside_is_lost_and_not_exit_zero(docker: DockerBackend) -> None:
+    async with await docker.create(SandboxSpec(label="test")) as box:
+        running = asyncio.create_task(sh(box, "sleep 60"))
+        await asyncio.sleep(0.1)
+        for name in containers():
+            docker_says("kill", name)
+        assert (await asyncio.wait_for(running, 20)).exit_code is None
+        with pytest.raises(SandboxLost):
+            await box.exec(["true"], timeout_s=5)
+    assert containers() == []
+
+
+@pytest.mark.full
+async def test_a_memory_hog_dies_and_its_box_lives(docker_image: str, tmp_path: Path) -> None:
+    backend = DockerBackend(docker_image, cache=tmp_path, memory_bytes=512 << 20)
+    assert "resource_limits" in backend.capabilities, "this daemon has no memory cgroup: nothing to test with"
+    async with await backend.create(SandboxSpec()) as box:
+        hog = "import os, time\nfor _ in range(3): os.fork()\n"
+        hog += "x = bytearray(300 << 20); x[::4096] = b'1' * len(x[::4096]); time.sleep(60)"
+        result = await box.exec(["python3", "-c", hog], timeout_s=10)
+        assert result.exit_code not in (0, None)
+        await box.kill_all()
+        assert await out(box, "echo alive") == "alive"
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from whet.sandbox.base import SandboxSpec
+from whet.sandbox.docker import DockerBackend
+async def main():
+    backend = DockerBackend(sys.argv[1], cache=Path(sys.argv[2]))
+    box = await backend.create(SandboxSpec(label="test"))
+    await box.spawn(["sleep", "949798"])
+    print("up", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.full
+async def test_no_box_outlives_a_killed_owner(
+    docker: DockerBackend, docker_image: str, tmp_path: Path
+) -> None:
+    argv = [sys.executable, "-c", OWNER, docker_image, str(tmp_path / "cache")]
+    host = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
+    assert host.stdout is not None
+    assert await host.stdout.readline() == b"up\n"
+    assert len(containers()) == 1
+    host.send_signal(signal.SIGKILL)
+    await host.wait()
+    for _ in range(100):
+        if not containers():
+            break
+        await asyncio.sleep(0.1)
+    assert containers() == []
+
+
+@pytest.mark.full
+async def test_reaping_takes_what_dead_owners_left_and_nothing_else(docker: DockerBackend) -> None:
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "print(1)", stdout=subprocess.PIPE)
+    dead = DockerBackend(docker._image, cache=docker._python.parent)
+    dead._owner = dead._owner.replace(f"-{os.getpid()}-", f"-{child.pid}-")
+    await child.wait()
+    left, mine = await dead.create(SandboxSpec(label="test")), await docker.create(SandboxSpec(label="test"))
+    try:
+        assert await docker.reap() == 1
+        assert len(containers()) == 1
+        assert await out(mine, "echo alive") == "alive"
+        assert await docker.reap() == 0
+    finally:
+        await left.close()
+        await mine.close()
+    assert containers() == []

@@ -14,7 +14,7 @@ from helpers_record import make_rollout
 from whet.config import Config, load_config
 from whet.errors import RecordError
 from whet.record.metrics import MetricsFile, read_metrics
-from whet.record.run import RunDir, has_rollouts, read_config, read_store, read_summary, write_text
+from whet.record.run import RunDir, has_rollouts, name_run, read_config, read_store, read_summary, write_text
 from whet.record.ulid import new_ulid
 
 
@@ -175,3 +175,10 @@ def test_ulids_sort_by_creation() -> None:
     ids = [new_ulid() for _ in range(1000)]
     assert ids == sorted(set(ids))
     assert {len(i) for i in ids} == {26}
+
+
+def test_a_data_set_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = name_run(load_config(None, ["tasks.source=humaneval", "tasks.path=rows.jsonl", "run.dir=r"]))
+    assert config.tasks.path == str(tmp_path / "rows.jsonl")
+    assert config.tasks.assets == ""

@@ -120,9 +120,13 @@ class RunDir:
 def name_run(config: Config) -> Config:
     """The configuration with absolute paths, so that the run can be continued from any folder: `run.dir` is
     the one given, or a new runs/<ULID>. Writes nothing."""
-    if config.model.path:
-        model = config.model.model_copy(update={"path": str(Path(config.model.path).absolute())})
-        config = config.model_copy(update={"model": model})
+    tables = {"model": ("path",), "tasks": ("path", "assets", "images", "gate")}
+    changed = {}
+    for name, keys in tables.items():
+        table = config.__dict__[name]
+        found = {key: str(Path(table.__dict__[key]).absolute()) for key in keys if table.__dict__[key]}
+        changed[name] = table.model_copy(update=found)
+    config = config.model_copy(update=changed)
     return _with_dir(config, Path(config.run.dir or Path("runs") / new_ulid()))
 
 

@@ -1,0 +1,103 @@
+"""Real agents before a provider: their calls are passed on, their work is graded, their text is kept.
+
+The provider is a gateway of ours with a scripted engine, so it speaks every wire format as a provider must,
+and knows to the token what was sent to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from whet.collect.upstream import UpstreamGateway, spent_in
+from whet.conformance.director import FILES, PROMPT, Director
+from whet.conformance.plays import PLAYS
+from whet.conformance.run import make_harness
+from whet.gateway.black_box import UpstreamOptions
+from whet.gateway.passthrough import open_passthrough
+from whet.gateway.server import Gateway
+from whet.grade.clean import Grader
+from whet.harness.base import ModelAccess
+from whet.harness.pool import Sockets, WorkerPool
+from whet.rollout import Attempts, AttemptSpec
+from whet.sandbox.local import LocalBackend
+from whet.testing.open_family import Splitter, open_family
+from whet.testing.scripted_engine import ScriptedEngine
+from whet.types import Case, GradingPlan, Limits, Oracle, Status, Task, Tree, Verdict, task_hash
+
+pytestmark = pytest.mark.full
+
+MODEL = "big-model"
+LIMITS = Limits(
+    wall_s=150.0,
+    max_calls=60,
+    max_call_tokens=2048,
+    max_session_tokens=1 << 20,
+    max_context_tokens=PLAYS["pi"].window_tokens,
+)
+GRADING = GradingPlan(runner="json_io", entry="app.py")
+TASK = Task(
+    id="area",
+    prompt=PROMPT,
+    files=FILES,
+    grading=GRADING,
+    limits=LIMITS,
+    content_hash=task_hash(PROMPT, FILES, GRADING),
+)
+ORACLE = Oracle(
+    task_id="area", cases=tuple(Case(function="area", args=(w, 7), expected=w * 7) for w in (3, 9, 0))
+)
+
+
+@asynccontextmanager
+async def upstream(agent: str, tmp_path: Path) -> AsyncIterator[tuple[UpstreamGateway, ScriptedEngine]]:
+    """A scripted model behind a gateway, as a provider, and the pass-through before it."""
+    family = open_family(tmp_path)
+    play = replace(PLAYS[agent], spawn=None, wait=None, compacts=False, repeats=0)
+    director = Director(family, Splitter(tmp_path / "tokenizer.json", seed=5), play)
+    engine = ScriptedEngine(family, director, sampled=True)
+    async with Gateway(engine, family) as inner, inner.listen_tcp() as listener:
+        session = inner.open_session("provider", seed=0, limits=LIMITS)
+        options = UpstreamOptions(
+            url=f"{listener.origin}/s/{session.public_id}", model=MODEL, key=session.secret, patience_s=30.0
+        )
+        async with open_passthrough(options, tmp_path / "records") as through:
+            yield UpstreamGateway(through, tmp_path / "records"), engine
+
+
+@pytest.mark.parametrize("agent", ["pi", "claude_code", "codex"])
+async def test_an_agent_before_a_provider_is_graded_and_holds_no_token(agent: str, tmp_path: Path) -> None:
+    backend = LocalBackend("auto")
+    grader = Grader(backend)
+
+    async def judge(task: Task, tree: Tree) -> Verdict:
+        return await grader.grade(task, ORACLE, tree)
+
+    told = ModelAccess(
+        public_id="",
+        secret="",
+        model=MODEL,
+        max_call_tokens=LIMITS.max_call_tokens,
+        max_context_tokens=LIMITS.max_context_tokens,
+    )
+    harness = make_harness(agent, backend, told)
+    async with (
+        upstream(agent, tmp_path) as (gateway, engine),
+        gateway.listen_unix(tmp_path / "g"),
+        WorkerPool(harness, 1, Sockets([tmp_path / "g"]), strict=True) as workers,
+    ):
+        attempts = Attempts(gateway, workers, judge, model=MODEL)
+        rollout = await attempts.run(
+            AttemptSpec(rollout_id="rollout/00000/000/00", task=TASK, seed=1, evaluation=True)
+        )
+    assert (rollout.status, rollout.error, rollout.reward) == (Status.OK, "", 1.0)
+    assert (rollout.trajectory.segments, rollout.trajectory.turns) == ((), ())
+    assert rollout.trajectory.ledger.captured == 0
+    spent = spent_in(tmp_path / "records")
+    assert spent.estimated_calls == 0
+    assert spent.prompt_tokens == sum(len(request.ids) for request in engine.sent)
+    assert spent.sampled_tokens == sum(len(answer.ids) for answer in engine.answers.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,13 +13,19 @@ import pytest
 from whet.conformance.director import FILES, PROMPT, RIGHT, Director
 from whet.conformance.plays import PLAYS, Play
 from whet.conformance.run import make_harness
+from whet.errors import HarnessError
 from whet.gateway.server import Gateway
 from whet.grade.clean import Grader
 from whet.harness.base import ModelAccess
+from whet.harness.cli_agent import CliHarness
+from whet.harness.install import Installed, cache_folder, find
+from whet.harness.known import RECIPES
 from whet.harness.pool import Sockets, WorkerPool
+from whet.harness.script import ScriptHarness
 from whet.render.template import TemplateFamily
 from whet.rollout import Attempts, AttemptSpec
-from whet.sandbox.base import SandboxBackend
+from whet.sandbox.base import SandboxBackend, SandboxSpec
+from whet.sandbox.docker import DockerBackend
 from whet.sandbox.local import LocalBackend
 from whet.testing.open_family import Splitter, open_family
 from whet.testing.scripted_engine import ScriptedEngine
@@ -39,6 +46,8 @@ from whet.types import (
 
 pytestmark = pytest.mark.full
 
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+IMAGE = "whet-box:bookworm"
 AGENTS = ("pi", "claude_code", "codex")
 LIMITS = Limits(
     wall_s=150.0,
@@ -64,9 +73,17 @@ class Lab:
     image: str = ""
 
 
-@pytest.fixture(params=["local"])
-def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Lab:
-    return Lab(LocalBackend("auto"))
+@pytest.fixture(params=["local", "docker"])
+def lab(request: pytest.FixtureRequest) -> Lab:
+    return Lab(LocalBackend("auto")) if request.param == "local" else in_docker()
+
+
+def in_docker() -> Lab:
+    done = subprocess.run(
+        [SCRIPTS / "docker-base", IMAGE], capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return Lab(DockerBackend(IMAGE, cache=cache_folder()), IMAGE)
 
 
 def task_for(setup: Setup) -> Task:
@@ -135,6 +152,55 @@ async def test_an_agent_that_mends_it_is_resolved_and_every_token_kept(
     assert ledger.trained == ledger.captured - sum(ledger.excluded.values())
     assert set(ledger.excluded) <= {"auxiliary"}
     assert rollout.egress_attempts is not None
+
+
+@pytest.fixture
+def docker_lab() -> Lab:
+    return in_docker()
+
+
+async def test_the_boxes_have_next_to_nothing(docker_lab: Lab, tmp_path: Path) -> None:
+    """What the tests above show, they show without any of this."""
+    missing = "git xz node npm curl wget cc /etc/ssl/certs"
+    look = f"for n in {missing}; do command -v $n || ls $n; done; id -u; cat /sys/class/net/*/address"
+    async with await docker_lab.backend.create(SandboxSpec(image=docker_lab.image)) as box:
+        seen = await box.exec(["sh", "-c", f"({look}) 2> /dev/null"], timeout_s=20)
+    assert seen.stdout.decode().split() == ["1000", "00:00:00:00:00:00"]
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+async def test_every_agent_starts_in_an_image(docker_lab: Lab, name: str, tmp_path: Path) -> None:
+    if find(RECIPES[name].package) is None:
+        pytest.skip(f"{name} is not installed: python -m whet.harness.known {name}")
+    harness = make_harness(name, docker_lab.backend, ModelAccess(public_id="", secret=""))
+    async with harness.worker(tmp_path / "g", Setup(image=docker_lab.image)) as worker:
+        assert worker.healthy
+
+
+async def test_what_an_image_lacks_is_not_laid_on_the_agent(docker_lab: Lab, tmp_path: Path) -> None:
+    setup = Setup(image=docker_lab.image)
+    for harness, said in (
+        (ScriptHarness(["node18", "x"], {}, docker_lab.backend), "node18 does not start in this image"),
+        (CliHarness(BROKEN, installed_nowhere(tmp_path), docker_lab.backend), "libnone.so.1"),
+    ):
+        with pytest.raises(HarnessError, match=said) as caught:
+            async with harness.worker(tmp_path / "g", setup):
+                pass
+        assert caught.value.infra
+
+
+def installed_nowhere(tmp_path: Path) -> Installed:
+    """An agent that misses a library of its own."""
+    program = tmp_path / "broken-1" / "node_modules" / "run"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\necho 'libnone.so.1: cannot open shared object file' >&2; exit 127\n")
+    program.chmod(0o755)
+    return Installed(package=BROKEN.package, folder=tmp_path / "broken-1", program="node_modules/run")
+
+
+BROKEN = replace(
+    RECIPES["codex"], package=replace(RECIPES["codex"].package, label="broken", version="1"), name="broken"
+)
 
 
 @pytest.mark.parametrize("name", AGENTS)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from whet.harness.base import PLAIN, AgentExit, Left, ModelAccess
 from whet.harness.box_worker import BoxWorker, Ending, Place, lay_task, place
-from whet.harness.command import Command, exit_code_rule
+from whet.harness.command import Command, exit_code_rule, prove_start
 from whet.harness.install import Installed, Package, find_node
 from whet.harness.outcome import NOTHING, Artifacts
 from whet.sandbox.base import Bind, ExecResult, Sandbox, SandboxBackend
@@ -54,6 +54,10 @@ def no_files(start: Start) -> Mapping[str, bytes]:
     return {}
 
 
+def version_flag(program: str) -> Sequence[str]:
+    return [program, "--version"]
+
+
 def prompt_bytes(start: Start) -> bytes:
     return start.prompt.encode()
 
@@ -75,6 +79,8 @@ class Recipe:
     """The program is run by Node, which then lies at NODE_AT."""
     memory_bytes: int | None = None
     """Private memory of one process, where the usual limit is too small for this agent's runtime."""
+    version: Callable[[str], Sequence[str]] = version_flag
+    """Program -> the command that shows that it starts, quickly and without a model."""
     dialect: str = "chat"
     """Wire format it speaks: chat, responses, anthropic or gemini."""
 
@@ -93,6 +99,7 @@ class CliHarness:
         self._recipe = recipe
         self._backend = backend
         self._artifacts = artifacts
+        self._proven: set[str] = set()
         folder = "node_modules" if installed.package.registry == "npm" else "site"
         self._program = f"{AGENT_AT}/{installed.program}"
         self._version = installed.package.version
@@ -118,16 +125,25 @@ class CliHarness:
             memory_bytes=self._recipe.memory_bytes,
             artifacts=self._artifacts,
         )
-        return CliWorker(self._recipe, self._program, where)
+        return CliWorker(self._recipe, self._program, where, self._proven)
 
 
 class CliWorker(BoxWorker):
     """Serves one rollout."""
 
-    def __init__(self, recipe: Recipe, program: str, where: Place) -> None:
+    def __init__(self, recipe: Recipe, program: str, where: Place, proven: set[str]) -> None:
+        """`proven`: images in which the agent is known to start; added to."""
         super().__init__(recipe.name, where)
+        self._proven = proven
         self._recipe = recipe
         self._program = program
+
+    async def _boot(self, box: Sandbox) -> None:
+        image = self._place.spec.image
+        if image and image not in self._proven:
+            argv = self._recipe.version(self._program)
+            await prove_start(box, [NODE_AT, *argv] if self._recipe.node else argv, self._recipe.name)
+            self._proven.add(image)
 
     async def _equip(self, box: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
         for path, content in self._recipe.files(self._start(task, access)).items():

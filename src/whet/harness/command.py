@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from whet.errors import HarnessError
 from whet.harness.base import AgentExit, Left
 from whet.harness.box_worker import Ending
 from whet.harness.stop import GRACE_S, KILL_S, attend
@@ -14,6 +15,12 @@ from whet.sandbox.base import ExecResult, Sandbox
 
 Rule = Callable[[ExecResult], tuple[AgentExit, str]]
 """What an exit means: how the agent ended, and one line on it. Not asked about an agent that was stopped."""
+START_S = 60.0
+_ASIDE = (
+    "export HOME=/tmp/start TMPDIR=/tmp/start; mkdir $HOME && cd $HOME || exit 126; "
+    '"$@"; code=$?; cd /; rm -rf /tmp/start; exit $code'
+)
+"""It must find no trace of this when it starts for the task."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -24,6 +31,18 @@ def exit_code_rule(result: ExecResult) -> tuple[AgentExit, str]:
     said = (result.stderr.strip() or result.stdout.strip()).decode("utf-8", "replace")
     lines = _COLOURS.sub("", said).splitlines() or [""]
     return "failed", f"exit code {result.exit_code}: {lines[-1][:300]}"
+
+
+async def prove_start(box: Sandbox, argv: Sequence[str], what: str) -> None:
+    """That a program starts in the box of an image, whose libraries nobody knows: what an image lacks must
+    not be laid on the agent. Raises HarnessError."""
+    done = await box.exec(["/bin/sh", "-c", _ASIDE, "sh", *argv], timeout_s=START_S)
+    if done.exit_code != 0:
+        lines = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines() or ["no output"]
+        how = "hung" if done.timed_out else f"exit code {done.exit_code}"
+        raise HarnessError(
+            f"{what} does not start in this image ({how}): {(lines or ['no output'])[-1][:200]}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

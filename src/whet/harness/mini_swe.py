@@ -48,6 +48,11 @@ def _env(start: Start) -> Mapping[str, str]:
     }
 
 
+def _version(program: str) -> Sequence[str]:
+    site = program.removesuffix("/minisweagent/run/mini.py")
+    return ["python3", "-I", "-c", LAUNCH.replace("; app()", ""), site]
+
+
 def _no_stdin(start: Start) -> bytes:
     return b""
 
@@ -60,4 +65,6 @@ def _rule(result: ExecResult) -> tuple[AgentExit, str]:
     return ("failed", f"gave up: {gave_up[0]}") if gave_up else ("finished", "")
 
 
-RECIPE = Recipe(name="mini_swe", package=PACKAGE, argv=_argv, env=_env, stdin=_no_stdin, rule=_rule)
+RECIPE = Recipe(
+    name="mini_swe", package=PACKAGE, argv=_argv, env=_env, stdin=_no_stdin, rule=_rule, version=_version
+)

@@ -19,6 +19,8 @@ from whet.types import Tree
 AGENT_MEMORY_BYTES = 1 << 30
 """Of one process in an agent's box; Pi itself uses less than a tenth."""
 AGENT_PROCESSES = 256
+IMAGE_TREE_BYTES, IMAGE_TREE_FILES = 512 << 20, 200_000
+"""Caps of a work folder that an image fills, version control and all."""
 OVER_CAPS = "the work folder is over its caps"
 CONTROL_S = 30.0
 
@@ -89,6 +91,8 @@ async def harvest(box: Sandbox, backend: SandboxBackend, spec: SandboxSpec) -> t
     """
     try:
         await box.kill_all()
+        if spec.image:
+            return await box.get_tree(max_bytes=IMAGE_TREE_BYTES, max_files=IMAGE_TREE_FILES), ""
         return await box.get_tree(), ""
     except SandboxError as error:
         if not error.infra:

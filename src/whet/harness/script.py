@@ -14,7 +14,7 @@ from pathlib import Path
 from whet.errors import HarnessError
 from whet.harness.base import PLAIN, Left, ModelAccess
 from whet.harness.box_worker import BoxWorker, Ending, Place, lay_task, place
-from whet.harness.command import Command, exit_code_rule
+from whet.harness.command import Command, exit_code_rule, prove_start
 from whet.harness.outcome import NOTHING, Artifacts
 from whet.sandbox.base import Sandbox, SandboxBackend
 from whet.types import Setup, Task, Tree
@@ -73,6 +73,11 @@ class ScriptWorker(BoxWorker):
         super().__init__("script", where, uses=sys.maxsize if warm else 1)
         self._argv = argv
         self._files = files
+
+    async def _boot(self, box: Sandbox) -> None:
+        if self._place.spec.image and not self._argv[0].startswith(AGENT_AT):
+            look = ["/bin/sh", "-c", 'command -v "$0"', self._argv[0]]
+            await prove_start(box, look, self._argv[0])
 
     async def _equip(self, box: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
         for path, entry in self._files.items():

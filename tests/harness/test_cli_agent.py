@@ -148,7 +148,7 @@ async def test_pi_hears_of_its_true_window_when_it_may_compact(
 
 def test_no_agent_is_configurable_without_a_recipe() -> None:
     names = HarnessTable.model_json_schema()["properties"]["agent"]["enum"]
-    assert set(names) == {"pi", "script", "terminus", *known.RECIPES}
+    assert set(names) == {"pi", "script", "single_turn", "terminus", *known.RECIPES}
     assert Config().harness.agent == "pi"
 
 

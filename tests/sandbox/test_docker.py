@@ -166,6 +166,24 @@ async def test_what_an_image_holds_belongs_to_the_boxs_user(docker: DockerBacken
 
 
 @pytest.mark.full
+async def test_root_in_a_box_has_no_power_over_files_of_another(docker_image: str, tmp_path: Path) -> None:
+    backend = DockerBackend(docker_image, cache=tmp_path, user="0:0")
+    async with await backend.create(SandboxSpec(image=docker_image, workdir="/root")) as box:
+        assert await out(box, "id -u; touch /usr/bin/new own && echo ok; cat /proc/sys/kernel/hostname") == (
+            "0\nok\nbox"
+        )
+        await box.lay({"t/hidden.py": FileEntry(content=b"true")}, owner="root")
+        for script in ("echo x > t/hidden.py", "rm -f t/hidden.py", "mv t u", "chmod 777 t", "chown 0 t"):
+            assert (await sh(box, script)).exit_code != 0, script
+        assert (
+            await out(box, "cat t/hidden.py; grep -c '^Cap.*[1-9a-f]$' /proc/self/status || true") == "true0"
+        )
+        for script in ("mount -t tmpfs none /mnt", "mknod /dev/x b 8 0", "kill -9 1; kill -9 1; exit 1"):
+            assert (await sh(box, script)).exit_code != 0, script
+        assert await out(box, "echo alive") == "alive"
+
+
+@pytest.mark.full
 async def test_a_container_killed_from_outside_is_lost_and_not_exit_zero(docker: DockerBackend) -> None:
     async with await docker.create(SandboxSpec(label="test")) as box:
         running = asyncio.create_task(sh(box, "sleep 60"))

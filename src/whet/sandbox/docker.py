@@ -50,7 +50,8 @@ class DockerBackend:
     """Makes docker boxes; implements whet.sandbox.base.SandboxBackend.
 
     `image` is what boxes are made of that name none; their system is read-only. `user` is "UID" or
-    "UID:GID"; without root on this side it is our own. `memory_bytes` bounds a whole box with its writable
+    "UID:GID" (0 is root without any capability, for images that only work as root); without root on this
+    side it is our own. `memory_bytes` bounds a whole box with its writable
     places in memory; a spec's `memory_bytes` each process. Raises SetupError on construction when there is no
     daemon that can make boxes here.
     """
@@ -94,7 +95,7 @@ class DockerBackend:
             some.add("syscall_filter")
         if self._limits >= {"memory", "pids"}:
             some.add("resource_limits")
-        if os.geteuid() == 0 and self._user[0]:
+        if os.geteuid() == 0:
             some.add("file_owner")
         return frozenset(some)
 

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from whet.errors import SandboxError, boundary
 from whet.sandbox import tree
-from whet.sandbox.base import SandboxSpec
+from whet.sandbox.base import Owner, SandboxSpec
 from whet.sandbox.control import Control
 from whet.sandbox.docker_cli import Cli
 from whet.sandbox.supervised import SupervisedSandbox
-from whet.types import Tree
 
 REMOVE_S = 30.0
 log = logging.getLogger(__name__)
@@ -50,8 +49,8 @@ class DockerSandbox(SupervisedSandbox):
         if self._spec.files:
             await self.lay(self._spec.files)
 
-    async def put_tree(self, files: Tree, *, owner: str = "box") -> None:
-        await super().put_tree(files, owner="root" if owner == "root" else "box")
+    def _owner_id(self, owner: Owner) -> int:
+        return tree.KEEPER if owner == "root" and self._owner == 0 else super()._owner_id(owner)
 
     async def wipe(self) -> None:
         if self._spec.image:

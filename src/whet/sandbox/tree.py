@@ -19,6 +19,8 @@ from whet.types import FileEntry, Tree
 MAX_DEPTH = 64
 ROOT = 0
 """Owner of files that nothing in a box may change."""
+KEEPER = 64999
+"""The same, for a box whose own user is root without capabilities: he cannot touch another user's files."""
 _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -68,8 +70,8 @@ def _folder(root: int, parts: tuple[str, ...], owner: int, *, make_way: bool = F
 
 def _seal(folder: int, owner: int) -> None:
     """Of a folder on the way to a file of root: others may add names, but not take any of root's away."""
-    if owner == ROOT:
-        os.fchown(folder, ROOT, ROOT)
+    if owner in (ROOT, KEEPER):
+        os.fchown(folder, owner, owner)
         os.fchmod(folder, 0o1777)
 
 

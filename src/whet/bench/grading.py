@@ -55,6 +55,8 @@ async def measure(items: Sequence[Item], grader: Grader) -> dict[str, dict[str, 
                     running.create_task(one(kind, item))
     except BaseExceptionGroup as group:
         raise first_error(group) from group
+    finally:
+        await grader.close()
     return found
 
 

@@ -217,7 +217,10 @@ async def _collect(
     view.stage(f"{len(tasks)} tasks, {c.rollout.per_task} each", planned)
     sink = ResultSink(store, clock, view.note)
     judge = make_judge(c, stage.crew.backend, source)
-    await _dispatcher(run, stage, judge, sink, view).collect(PHASE, STEP, tasks)
+    try:
+        await _dispatcher(run, stage, judge, sink, view).collect(PHASE, STEP, tasks)
+    finally:
+        await judge.close()
     held = [r.reward for r in store.outcomes(PHASE, STEP) if r.reward is not None]
     view.eval_done("rollouts", Score(solved=sum(reward == 1.0 for reward in held), total=len(held)))
 

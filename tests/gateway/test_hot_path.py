@@ -24,9 +24,9 @@ class Counting:
         self._inner = inner
         self.characters = 0
 
-    def encode(self, text: str, **options: Any) -> Any:
-        self.characters += len(text)
-        return self._inner.encode(text, **options)
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.characters += sum(map(len, texts))
+        return self._inner.encode_batch_fast(texts, **options)
 
 
 def prepared(family: TemplateFamily) -> IntArray:

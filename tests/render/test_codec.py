@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,3 +68,11 @@ def test_a_tokenizer_that_spells_control_tokens_from_text_is_refused() -> None:
     spec["model"]["vocab"]["def"] = token["id"]
     with pytest.raises(RenderError, match="ordinary character"):
         Codec(json.dumps(spec))
+
+
+def test_control_positions_of_any_ids() -> None:
+    """Ids outside the vocabulary are no control tokens, whichever way they lie outside."""
+    some = sorted(CODEC.names)
+    ids = np.array([some[0], -1, -(2**31), 2**31 - 1, CODEC.vocab_size, some[-1] + 1, some[-1]], np.int32)
+    assert CODEC.control_positions(ids) == [0, 6]
+    assert CODEC.control_positions(ids[:0]) == []

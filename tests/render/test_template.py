@@ -241,3 +241,22 @@ def test_a_date_in_the_template_is_frozen_at_load(tmp_path: Path) -> None:
     assert stamp in family.decode(other)
     again = template_family(read_folder(tmp_path))
     assert stamp not in family.decode(again.open([], [TOOL])), "microseconds differ between two loads"
+
+
+@pytest.mark.parametrize("names_ids", [False, True])
+def test_the_tail_before_tool_results_is_remembered_only_where_no_id_decides_it(
+    tmp_path: Path, names_ids: bool
+) -> None:
+    """A template that writes the call's id behind its name has another tail for every call."""
+    end = "{{ c.id }}" if names_ids else ""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}" + end + "</tool_call>"
+        "{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    family = template_family(read_folder(write_family(tmp_path / "model", template)))
+    results = [Message(role="tool", text=f"r{i}", tool_call_id=f"call_{i}{'x' * i}") for i in range(4)]
+    each = [family.codec.decode(family.append([result])) for result in results]
+    assert each == [f"<|im_start|>tool\nr{i}<|im_end|>\n" for i in range(4)]
+    assert (1 in family.tails) is not names_ids

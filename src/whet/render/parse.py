@@ -114,11 +114,11 @@ def _trim(parts: _Parts) -> str:
 
 def find(codec: Codec, ids: IntArray, start: int, name: str) -> int:
     """Position of the next control token `name` at or after start, else -1."""
-    wanted = codec.control.get(name, -1)
-    for mark in codec.control_positions(ids[start:]):
-        if int(ids[start + mark]) == wanted:
-            return start + mark
-    return -1
+    wanted = codec.control.get(name)
+    if wanted is None:
+        return -1
+    found = (ids[start:] == wanted).nonzero()[0]
+    return start + int(found[0]) if len(found) else -1
 
 
 def _read_reasoning(codec: Codec, ids: IntArray, start: int, parts: _Parts) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 
@@ -45,6 +46,9 @@ class TemplateFamily:
     in_reasoning: bool
     caps: Capabilities
     roots: RootCache
+    tails: dict[int, str]
+    """What the template writes between the sentinel and a run, by the number of tool results that begin the
+    run, where that does not depend on their ids."""
 
     @property
     def vocab_size(self) -> int:
@@ -60,7 +64,9 @@ class TemplateFamily:
         if not messages:
             return np.zeros(0, dtype=np.int32)
         run = messages if self.caps.native_system else [demoted(m) for m in messages]
-        return self.codec.encode(_opens(self.codec, _delta(self.template, run), run[0].role))
+        return self.codec.encode(
+            _opens(self.codec, _delta(self.template, run, tails=self.tails), run[0].role)
+        )
 
     def close(self, sampled: IntArray, finish: Finish) -> IntArray:
         last = int(sampled[-1]) if len(sampled) else -1
@@ -108,28 +114,50 @@ def _root(template: ChatTemplate, system: Sequence[Message], tools: Sequence[Too
     return whole[: len(whole) - len(first)]
 
 
-def _before(run: Sequence[Message]) -> list[Message]:
-    """A shortest plausible conversation that `run` can follow, with the sentinel in its last message."""
-    answered = []
-    for message in run:
-        if message.role != "tool":
-            break
-        answered.append(ToolCall(id=message.tool_call_id or "call", name=SENTINEL, arguments="{}"))
-    if answered:
-        return [_USER, Message(role="assistant", tool_calls=tuple(answered))]
+def _answered(run: Sequence[Message]) -> list[str]:
+    """Ids of the calls whose results begin the run."""
+    return [m.tool_call_id or "call" for m in takewhile(lambda m: m.role == "tool", run)]
+
+
+def _before(called: Sequence[str]) -> list[Message]:
+    """A shortest plausible conversation that a run can follow, with the sentinel in its last message."""
+    if called:
+        calls = tuple(ToolCall(id=name, name=SENTINEL, arguments="{}") for name in called)
+        return [_USER, Message(role="assistant", tool_calls=calls)]
     return [_USER, _SAID]
 
 
-def _delta(template: ChatTemplate, run: Sequence[Message], before: Sequence[Message] = ()) -> str:
+def _delta(
+    template: ChatTemplate,
+    run: Sequence[Message],
+    before: Sequence[Message] = (),
+    tails: dict[int, str] | None = None,
+) -> str:
     """render(before + run) - render(before), compared from the last sentinel on. Raises RenderError."""
-    before = list(before) or _before(run)
-    without = _after_sentinel(template.render(before))
+    called = _answered(run)
+    tail = tails.get(len(called)) if tails is not None else None
+    before = before or _before(called)
+    without = tail if tail is not None else _after_sentinel(template.render(before))
     whole = _after_sentinel(template.render([*before, *run]))
     if not whole.startswith(without):
         raise RenderError(
             f"not prefix-stable: a following {run[0].role} message changes the end of the one before"
         )
+    if tails is not None and tail is None and _same_for_all(template, called, without):
+        tails[len(called)] = without
     return whole[len(without) :]
+
+
+def _same_for_all(template: ChatTemplate, called: Sequence[str], tail: str) -> bool:
+    """Whether the template writes this tail whatever the calls' ids are."""
+    try:
+        tails = {
+            _after_sentinel(template.render(_before([f"{name}{i}" for i in range(len(called))])))
+            for name in ("a", "call_0123456789abcdef")
+        }
+    except RenderError:  # it wants ids of a certain form
+        return False
+    return tails == {tail}
 
 
 def _after_sentinel(text: str) -> str:
@@ -205,6 +233,7 @@ def _build(codec: Codec, template: ChatTemplate, file: FamilyFile, fingerprint: 
             reasoning=True,
         ),
         roots=RootCache(),
+        tails={},
     )
     return _with_format(replace(family, caps=abilities(family)), file)
 

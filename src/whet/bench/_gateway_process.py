@@ -1,7 +1,7 @@
 """The gateway under test, alone in its process, with an engine that answers at once.
 
-Started by the benchmarks as `python -m whet.bench._gateway_process MODEL [DELAY_MS]`; takes one JSON command
-a line on stdin and answers each with one JSON line, so that its CPU time and memory are nobody else's:
+Started by the benchmarks as `python -m whet.bench._gateway_process MODEL [DELAY_MS | URL of a vLLM server]`;
+takes a JSON command a line on stdin and answers with one, so that its CPU time and memory are nobody else's:
 {"open": n} gives n sessions, {"mark": 1} what was used so far, {"seal": 1} the ledgers' sum of all sessions,
 with "id" that of one. EOF ends it.
 """
@@ -16,7 +16,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ import numpy as np
 import orjson
 
 from whet.bench import _corpus
-from whet.engine.base import EngineInfo, Receipt
+from whet.engine.base import Engine, EngineInfo, Receipt
+from whet.engine.http import HttpOptions, open_http
+from whet.engine.vllm import VllmEngine, VllmServer
 from whet.gateway.server import Gateway
 from whet.gateway.session import Session
 from whet.render.family import Family, ParsedReply
@@ -59,7 +62,8 @@ class PreparedEngine:
         self.receipt = Receipt(version=0, checksum="prepared")
         self.calls = 0
         lines = _corpus.cycle(_corpus.sources(), 99)
-        self._prepared = [self._reply(family, lines.__next__, i) for i in range(variants)]
+        self.prepared = [self._reply(family, lines.__next__, i) for i in range(variants)]
+        """Replies as (ids, logprobs)."""
 
     def _reply(self, family: Family, line: Callable[[], str], index: int) -> tuple[IntArray, Any]:
         text = ""
@@ -77,7 +81,7 @@ class PreparedEngine:
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         if self._delay_s:
             await asyncio.sleep(self._delay_s * self._chance.random())
-        sampled, logprobs = self._prepared[self.calls % len(self._prepared)]
+        sampled, logprobs = self.prepared[self.calls % len(self.prepared)]
         self.calls += 1
         return Generation(ids=sampled, logprobs=logprobs, finish="stop", version_runs=((0, 0),))
 
@@ -159,7 +163,8 @@ class Served:
         session = self._gateway.open_session(f"bench/{self._opened}", seed=0, limits=ROOMY)
         self._opened += 1
         self._sessions.append(session)
-        return {"id": session.public_id, "secret": session.secret}
+        path = f"/s/{session.public_id}/v1/chat/completions"
+        return {"id": session.public_id, "secret": session.secret, "path": path}
 
     def _mark(self, collect: bool) -> Mapping[str, object]:
         cpu_s = time.process_time()  # before the sweep below, which no call asked for
@@ -201,12 +206,27 @@ def resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def serve(folder: Path, delay_ms: float = 0.0) -> None:
+@asynccontextmanager
+async def engine_at(where: str, family: Family) -> AsyncIterator[Engine]:
+    """The prepared engine in this process, with a delay in ms, or the server at a URL."""
+    if not where.startswith("http"):
+        yield PreparedEngine(family, float(where))
+        return
+    server = VllmServer(model="m", max_context_tokens=10**7, route="generate", controlled=False)
+    async with open_http(HttpOptions(url=where), "the prepared server") as http:
+        yield VllmEngine(http, server, Receipt(version=0, checksum="prepared"))
+
+
+async def serve(folder: Path, where: str = "0") -> None:
     family = ClockedFamily(_corpus.load(folder))
     lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    async with Gateway(PreparedEngine(family, delay_ms), family) as gateway, gateway.listen_tcp() as listener:
+    async with (
+        engine_at(where, family) as engine,
+        Gateway(engine, family) as gateway,
+        gateway.listen_tcp() as listener,
+    ):
         served = Served(gateway, family, listener.port)
         while line := await lines.readline():
             sys.stdout.buffer.write(orjson.dumps(await served.answer(orjson.loads(line))) + b"\n")
@@ -214,4 +234,4 @@ async def serve(folder: Path, delay_ms: float = 0.0) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1]), *map(float, sys.argv[2:])))
+    asyncio.run(serve(Path(sys.argv[1]), *sys.argv[2:]))

@@ -1,9 +1,9 @@
 """The agents of the gateway's benchmark: a process of its own that talks HTTP and times every call.
 
-`python -m whet.bench._load` reads one job as JSON from stdin, grows the conversations, prints `ready`, waits
-for a line, makes the measured calls and prints its latencies as JSON. Its client is a bare asyncio protocol,
-so that the clock shows the gateway and not the client. Each worker has one connection; a conversation is
-never called twice at a time.
+`python -m whet.bench._load` reads one job as JSON from stdin, grows the conversations, prints `ready`; then,
+as often as the job has stages, it waits for a line, makes the measured calls and prints their latencies.
+Its client is a bare asyncio protocol, so that the clock shows the gateway and not the client. Each worker has
+one connection; a conversation is never called twice at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -97,7 +97,7 @@ class Conversation:
         first = [{"role": "system", "content": self._text(9000)}, {"role": "user", "content": "Fix it."}]
         self._messages = bytearray(orjson.dumps(first)[1:-1])
         self._head = (
-            f"POST /s/{session['id']}/v1/chat/completions HTTP/1.1\r\nHost: gateway\r\n"
+            f"POST {session['path']} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
             f"Authorization: Bearer {session['secret']}\r\nContent-Type: application/json\r\n"
         ).encode()
 
@@ -155,52 +155,63 @@ def streamed(reply: bytes) -> dict[str, Any]:
 SOURCES = _corpus.sources()
 
 
-async def run(job: Mapping[str, Any]) -> None:
-    """Grow, wait for the word, measure."""
-    talks = [Conversation(job, session, i) for i, session in enumerate(job["sessions"])]
-    loop = asyncio.get_running_loop()
-    connections = [
-        (await loop.create_connection(Connection, "127.0.0.1", job["port"]))[1]
-        for _ in range(job["concurrency"])
-    ]
+class Crowd:
+    """All conversations of a job over its connections."""
 
-    async def each(work: Any) -> None:
+    def __init__(self, job: Mapping[str, Any], connections: Sequence[Connection]) -> None:
+        self._job, self._connections = job, connections
+        self._talks = [Conversation(job, session, i) for i, session in enumerate(job["sessions"])]
+        self._start_bytes = job["size_bytes"] - job["turns"] * (job["step_bytes"] + REPLY_BYTES) // 2
+
+    async def each(self, work: Callable[[Conversation, Connection], Awaitable[None]]) -> None:
         """Every conversation through `work`, one after the other per connection."""
-        waiting = list(reversed(talks))
+        waiting = list(reversed(self._talks))
 
         async def worker(connection: Connection) -> None:
             while waiting:
                 await work(waiting.pop(), connection)
 
         async with asyncio.TaskGroup() as group:
-            for connection in connections:
+            for connection in self._connections:
                 group.create_task(worker(connection))
 
-    start_bytes = job["size_bytes"] - job["turns"] * (job["step_bytes"] + REPLY_BYTES) // 2
-
-    async def grow(talk: Conversation, connection: Connection) -> None:
-        if job["seeded"]:
-            talk.seed(start_bytes - 2 * (job["step_bytes"] + REPLY_BYTES))
+    async def grow(self, talk: Conversation, connection: Connection) -> None:
+        """To where the measured calls begin; one call at least."""
+        if self._job["seeded"]:
+            talk.seed(self._start_bytes - 2 * (self._job["step_bytes"] + REPLY_BYTES))
         await talk.turn(connection)
-        while len(talk) < start_bytes:
+        while len(talk) < self._start_bytes:
             await talk.turn(connection)
 
-    seconds: list[float] = []
-    sizes: list[int] = []
+    async def stage(self) -> dict[str, Any]:
+        """The measured calls."""
+        seconds: list[float] = []
+        sizes: list[int] = []
 
-    async def measure(talk: Conversation, connection: Connection) -> None:
-        for _ in range(job["turns"]):
-            sizes.append(len(talk))
-            seconds.append(await talk.turn(connection))
+        async def measure(talk: Conversation, connection: Connection) -> None:
+            for _ in range(self._job["turns"]):
+                sizes.append(len(talk))
+                seconds.append(await talk.turn(connection))
 
-    await each(grow)
+        start = time.perf_counter()
+        await self.each(measure)
+        wall = time.perf_counter() - start
+        return {"seconds": seconds, "wall_s": wall, "body_bytes": sum(sizes) / len(sizes)}
+
+
+async def run(job: Mapping[str, Any]) -> None:
+    """Grow; then at every word, measure."""
+    loop = asyncio.get_running_loop()
+    connections = [
+        (await loop.create_connection(Connection, "127.0.0.1", job["port"]))[1]
+        for _ in range(job["concurrency"])
+    ]
+    crowd = Crowd(job, connections)
+    await crowd.each(crowd.grow)
     print("ready", flush=True)
-    await loop.run_in_executor(None, sys.stdin.readline)
-    start, cpu = time.perf_counter(), time.process_time()
-    await each(measure)
-    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-    result = {"seconds": seconds, "wall_s": wall, "cpu_s": cpu, "body_bytes": sum(sizes) / len(sizes)}
-    print(orjson.dumps(result).decode(), flush=True)
+    for _ in range(job["stages"]):
+        await loop.run_in_executor(None, sys.stdin.readline)
+        print(orjson.dumps(await crowd.stage()).decode(), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Self
 
 import orjson
 
@@ -14,13 +14,16 @@ import orjson
 class Process:
     """A child that takes and gives one line of JSON at a time."""
 
-    def __init__(self, module: str, *arguments: str) -> None:
-        self.child = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        self.child = child
         if self.child.stdin is None or self.child.stdout is None:
             raise RuntimeError("a child without pipes")
         self.stdin, self.stdout = self.child.stdin, self.child.stdout
+
+    @classmethod
+    def of(cls, command: Sequence[str], **options: Any) -> Self:
+        """A new one of this command; `options` as for Popen."""
+        return cls(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options))
 
     def say(self, value: object) -> None:
         self.stdin.write(orjson.dumps(value) + b"\n")
@@ -51,7 +54,7 @@ class Process:
 
 @contextmanager
 def running(module: str, *arguments: str) -> Iterator[Process]:
-    process = Process(module, *arguments)
+    process = Process.of([sys.executable, "-m", module, *arguments])
     try:
         yield process
     finally:

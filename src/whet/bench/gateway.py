@@ -28,10 +28,16 @@ from rich.table import Table
 
 from whet.bench import _corpus
 from whet.bench._process import Process, running
+from whet.bench.peers import compare
 
-SIZES = {"50KB": 50_000, "400KB": 400_000}
-STEP = {"50KB": 600, "400KB": 2_600}
+SIZES = {"50KB": 50_000, "400KB": 400_000, "grown": 0}
+"""Bytes around which calls are measured; 0 = from the second call of a conversation on."""
+STEP = {"50KB": 600, "400KB": 2_600, "grown": 2_600}
 """Bytes of a tool's answer: about 10 and 100 turns lead to these sizes."""
+GROWTH = 12
+"""Stages of ten turns in which one conversation grows to 100,000 tokens."""
+MEMORY_AT, RATE_AT = "50KB/1", ("50KB/32", "50KB/1")
+"""Shapes whose memory and rate stand for all: many small conversations cost most per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,8 @@ class Shape:
     stream: bool = True
     seeded: bool = False
     """The history comes with the first call, instead of growing turn by turn."""
+    stages: int = 1
+    """How often so many calls are measured, the conversations growing all the while."""
 
     @property
     def name(self) -> str:
@@ -60,13 +68,14 @@ class Shape:
             "turns": self.turns,
             "stream": self.stream,
             "seeded": self.seeded,
+            "stages": self.stages,
         }
 
 
 def shapes(quick: bool) -> list[Shape]:
     few = [
-        Shape(size="50KB", concurrency=1, sessions=20, turns=10),
-        Shape(size="400KB", concurrency=1, sessions=4, turns=20),
+        Shape(size="50KB", concurrency=1, sessions=100, turns=5),
+        Shape(size="400KB", concurrency=1, sessions=8, turns=20),
     ]
     if quick:
         return few
@@ -123,6 +132,46 @@ def measure(model: Path, shape: Shape) -> dict[str, float]:
     }
 
 
+def growth(model: Path) -> dict[str, Any]:
+    """One conversation from its second turn to 100,000 tokens, in stages of ten turns."""
+    shape = Shape(size="grown", concurrency=1, sessions=1, turns=10, stages=GROWTH)
+    stages = []
+    with (
+        running("whet.bench._gateway_process", str(model)) as gateway,
+        running("whet.bench._load") as load,
+    ):
+        warm(gateway, "50KB")
+        load.say(shape.job(gateway.ask({"open": 1})))
+        load.hear()
+        for _ in range(shape.stages):
+            before = gateway.ask({"mark": 1})
+            load.say("go")
+            result = load.hear()
+            after = gateway.ask({"mark": 1})
+            family = (after["family_s"] - before["family_s"]) / shape.turns
+            stages.append(
+                {
+                    "body_bytes": round(result["body_bytes"]),
+                    "cpu_ms": round(1e3 * ((after["cpu_s"] - before["cpu_s"]) / shape.turns - family), 3),
+                    "family_ms": round(1e3 * family, 3),
+                    "p50": round(1e3 * float(np.median(result["seconds"])), 3),
+                }
+            )
+        sealed = gateway.ask({"seal": 1})
+    if not sealed["balanced"]:
+        raise RuntimeError(f"the gateway lost count while a conversation grew: {sealed}")
+    return {"turns": shape.turns * shape.stages + 1, "tokens": sealed["held"], "stages": stages}
+
+
+def beside(model: Path, rounds: int) -> dict[str, Any]:
+    """Other gateways and ours over one and the same engine server, replies not streamed."""
+    chosen = [
+        Shape(size="50KB", concurrency=1, sessions=10, turns=10, stream=False),
+        Shape(size="400KB", concurrency=1, sessions=2, turns=10, stream=False),
+    ]
+    return compare(model, {shape.size: (shape.job({}), shape.sessions) for shape in chosen}, rounds)
+
+
 def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: round(float(np.median([r[name] for r in rounds])), 3) for name in rounds[0]}
 
@@ -137,39 +186,73 @@ def report(cells: Mapping[str, Mapping[str, float]]) -> None:
     Console(stderr=True).print(table)
 
 
+def report_peers(peers: Mapping[str, Any]) -> None:
+    table = Table(title="beside others: CPU of the whole process and latency per call, in ms")
+    for column in ("gateway", "body", "cpu_ms", "p50", "p99", "rss_mb", "calls"):
+        table.add_column(column, justify="left" if column in ("gateway", "body") else "right")
+    for name, cells in peers.items():
+        if "skipped" in cells:
+            table.add_row(name, "skipped", cells["skipped"])
+            continue
+        for size, cell in cells.items():
+            table.add_row(
+                name, size, *(f"{cell[c]:,.2f}" for c in ("cpu_ms", "p50", "p99", "rss_mb", "calls"))
+            )
+    Console(stderr=True).print(table)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; one JSON object as the last line of stdout."""
     parser = argparse.ArgumentParser(prog="whet bench gateway", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="no table, only the JSON line")
     parser.add_argument("--quick", action="store_true", help="one connection only, one round")
+    parser.add_argument("--peers", action="store_true", help="also other gateways, installed if need be")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="shapes whose name begins so, e.g. 50KB/256")
     args = parser.parse_args(argv)
     chosen = [shape for shape in shapes(args.quick) if shape.name.startswith(args.only)]
     cells: dict[str, dict[str, float]] = {}
-    load_before = os.getloadavg()
+    loads = [os.getloadavg()[0]]
+    peers: dict[str, Any] = {}
+    grown: dict[str, Any] = {}
+    rounds = 1 if args.quick else args.rounds
     with tempfile.TemporaryDirectory(prefix="whet-bench-") as folder:
         model = _corpus.write_model(Path(folder))
         for shape in chosen:
-            rounds = [measure(model, shape) for _ in range(1 if args.quick else args.rounds)]
-            cells[shape.name] = medians(rounds)
+            cells[shape.name] = medians([measure(model, shape) for _ in range(rounds)])
+            loads.append(os.getloadavg()[0])
+        if "growth".startswith(args.only):
+            grown = growth(model)
+        if args.peers:
+            peers = beside(model, rounds)
+        loads.append(os.getloadavg()[0])
     if not args.json:
         report(cells)
-    print(orjson.dumps(summary(cells, load_before)).decode())
+        report_peers(peers)
+    print(orjson.dumps(summary(cells, loads, grown, peers)).decode())
     return 0
 
 
-def summary(cells: Mapping[str, Mapping[str, float]], load_before: Sequence[float]) -> dict[str, Any]:
+def summary(
+    cells: Mapping[str, Mapping[str, float]],
+    loads: Sequence[float],
+    grown: Mapping[str, Any],
+    peers: Mapping[str, Any],
+) -> dict[str, Any]:
     one = {size: cells[f"{size}/1"] for size in SIZES if f"{size}/1" in cells}
+    rate_at = next((name for name in RATE_AT if name in cells), "")
     return {
         "cpu_ms": {size: cell["cpu_ms"] for size, cell in one.items()},
         "family_ms": {size: cell["family_ms"] for size, cell in one.items()},
         "added_ms": {size: {"p50": cell["p50"], "p99": cell["p99"]} for size, cell in one.items()},
-        "calls_per_s": max(cell["calls_per_s"] for cell in cells.values()),
-        "bytes_per_token": min(cell["bytes_per_token"] for cell in cells.values()),
-        "load_average": [round(v, 2) for v in (*load_before, *os.getloadavg())],
+        "calls_per_s": cells[rate_at]["calls_per_s"] if rate_at else None,
+        "calls_per_s_at": rate_at,
+        "bytes_per_token": cells[MEMORY_AT]["bytes_per_token"] if MEMORY_AT in cells else None,
+        "bytes_per_token_at": MEMORY_AT if MEMORY_AT in cells else "",
+        "load_average": [round(v, 2) for v in loads],
         "shapes": cells,
-        "peers": {},
+        "growth": grown,
+        "peers": peers,
     }
 
 

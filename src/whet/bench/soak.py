@@ -58,6 +58,20 @@ class Tally:
             self.wrong.append(what)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How long agents work between their calls."""
+
+    pause_s: float
+    """At most; the time taken is uniform up to it."""
+    ends: float
+    """Nobody waits past this time of the monotonic clock."""
+
+    async def wait(self, chance: random.Random) -> None:
+        wanted = self.pause_s * chance.random()
+        await asyncio.sleep(max(0.0, min(wanted, self.ends - time.monotonic())))
+
+
 class Agent:
     """One agent in one session."""
 
@@ -68,8 +82,9 @@ class Agent:
         session: dict[str, str],
         chance: random.Random,
         tally: Tally,
+        pace: Pace,
     ) -> None:
-        self._http, self._chance, self._tally = http, chance, tally
+        self._http, self._chance, self._tally, self._pace = http, chance, tally, pace
         self._base = f"{base}/s/{session['id']}"
         self._headers = {"Authorization": f"Bearer {session['secret']}"}
         self._wire: Wire = WIRES[chance.choice(sorted(WIRES))]
@@ -78,6 +93,7 @@ class Agent:
         """Take turns; by chance do what real agents and networks do."""
         history = [Said(role="user", text=f"Do {self._chance.random()}.")]
         for _ in range(turns):
+            await self._pace.wait(self._chance)
             said = await self._turn(system, history)
             if said is None:
                 continue
@@ -162,18 +178,19 @@ class Soak:
         self._seed = seed
         self.tally = Tally()
         self.marks: list[dict[str, Any]] = []
+        self.loads: list[float] = []
 
     async def ask(self, command: object) -> Any:
         async with self._lock:
             return await asyncio.to_thread(self._gateway.ask, command)
 
-    async def run(self, sessions: int, seconds: float) -> None:
+    async def run(self, sessions: int, seconds: float, pause_s: float = 0.0) -> None:
         first = await self.ask({"mark": 1, "collect": 1})  # answered once the gateway has started
-        ends = time.monotonic() + seconds
+        pace = Pace(pause_s=pause_s, ends=time.monotonic() + seconds)
         async with asyncio.TaskGroup() as group:
             for slot in range(sessions):
-                group.create_task(self._slot(slot, ends))
-            group.create_task(self._watch(ends, seconds))
+                group.create_task(self._slot(slot, pace))
+            group.create_task(self._watch(pace.ends, seconds))
         await asyncio.sleep(1.0)
         self._check(first, await self.ask({"mark": 1, "collect": 1}))
 
@@ -181,15 +198,16 @@ class Soak:
         while time.monotonic() < ends:
             await asyncio.sleep(min(seconds / 30, 20.0))
             self.marks.append(await self.ask({"mark": 1, "collect": 1}))
+            self.loads.append(round(os.getloadavg()[0], 2))
 
-    async def _slot(self, slot: int, ends: float) -> None:
+    async def _slot(self, slot: int, pace: Pace) -> None:
         """Sessions one after the other; each agent has its own connections."""
         chance = random.Random(f"{self._seed} {slot}")
-        while time.monotonic() < ends:
+        while time.monotonic() < pace.ends:
             opened = await self.ask({"open": 1})
             session = opened["sessions"][0]
             async with aiohttp.ClientSession() as http:
-                agent = Agent(http, f"http://127.0.0.1:{opened['port']}", session, chance, self.tally)
+                agent = Agent(http, f"http://127.0.0.1:{opened['port']}", session, chance, self.tally, pace)
                 try:
                     await agent.live("You fix code.", chance.randrange(*TURNS))
                 except (BadAnswerError, aiohttp.ClientError, TimeoutError, KeyError, IndexError) as error:
@@ -226,13 +244,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="whet bench soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--sessions", type=int, default=200, help="at a time")
+    parser.add_argument("--pause-s", type=float, default=0.0, help="longest pause of an agent before a call")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="whet-bench-") as folder:
         model = str(_corpus.write_model(Path(folder)))
         with running("whet.bench._gateway_process", model, str(DELAY_MS)) as gateway:
             soak = Soak(gateway, args.seed)
-            asyncio.run(soak.run(args.sessions, 60 * args.minutes))
+            asyncio.run(soak.run(args.sessions, 60 * args.minutes, args.pause_s))
     tally, marks = soak.tally, soak.marks
     ledger = dict(tally.ledger)
     result = {
@@ -243,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
         "ledger": ledger,
         "balanced": ledger.get("captured", 0) == sum(n for name, n in ledger.items() if name != "captured"),
         "rss_mb": [round(m["rss_bytes"] / 1e6, 1) for m in marks],
-        "load_average": [round(v, 2) for v in os.getloadavg()],
+        "load_average": soak.loads,
         "settings": vars(args),
     }
     print(orjson.dumps(result).decode())

@@ -21,7 +21,7 @@ import orjson
 
 from whet.capture.history import History, Memory
 from whet.gateway.dialects.base import Dialect, WireCall, WireError, deeper, labels
-from whet.gateway.request import decode, loads
+from whet.gateway.request import decode, loads, sorted_json
 from whet.types import Message
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class BodyName:
     def canonical(self) -> bytes:
         """Digest that does not depend on the spelling; lets go of the body."""
         if not self._canonical:
-            plain = orjson.dumps(loads(self._raw), option=orjson.OPT_SORT_KEYS)
+            plain = sorted_json(loads(self._raw))
             self._canonical = hashlib.sha256(self._place + b"\0" + plain).digest()
             self._raw = b""
         return self._canonical
@@ -157,7 +157,7 @@ class Bodies:
         close = len(raw) - record.rest_size
         new = raw[cut.end : close]
         try:
-            values = orjson.loads(b"[0" + new + b"]")[1:]
+            values = loads(b"[0" + new + b"]")[1:]
             if deeper(values, self._max_depth - 1, self._max_items):
                 return None
             said = dialect.parse({dialect.grows: values}, action) if values else record.wire

@@ -63,13 +63,16 @@ class HostCall:
 class ToolBox:
     """The host tools of one session and what was called. Raises ConfigError for tools that cannot be."""
 
-    def __init__(self, tools: Sequence[HostTool] = (), *, max_calls: int = 1000) -> None:
+    def __init__(
+        self, tools: Sequence[HostTool] = (), *, max_calls: int = 1000, max_bytes: int = 16 << 20
+    ) -> None:
+        """`max_bytes`: of the arguments of all calls together, which are kept for the operator."""
         if len(tools) > _MAX_TOOLS or len({tool.name for tool in tools}) < len(tools):
             raise ConfigError(f"host tools need different names and may be {_MAX_TOOLS} at most")
         self.tools = tuple(tools)
         self.calls: list[HostCall] = []
         self._checks = {tool.name: _validator(tool) for tool in tools}
-        self._max_calls = max_calls
+        self._max_calls, self._bytes_left = max_calls, max_bytes
         self._answers: dict[str, str] = {}
         """Minted id of a call of an injected tool -> what the model is told."""
 
@@ -85,11 +88,14 @@ class ToolBox:
             raise WireError("not_found", "There is no such tool.")
         if len(self.calls) >= self._max_calls:
             raise WireError("rate_limited", "This session has called host tools too often.")
+        text = json_text(arguments)
+        size = len(text.encode("utf-8", "surrogatepass"))
+        if size > self._bytes_left:
+            raise WireError("rate_limited", "This session has sent too much to host tools.")
+        self._bytes_left -= size
         error = _complaint(check, arguments)
         self.calls.append(
-            HostCall(
-                index=len(self.calls), name=name, arguments=json_text(arguments), source=source, error=error
-            )
+            HostCall(index=len(self.calls), name=name, arguments=text, source=source, error=error)
         )
         return {"ok": False, "error": error} if error else {"ok": True}
 

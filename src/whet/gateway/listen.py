@@ -3,6 +3,7 @@ that a request cannot lie about where it came in. Callers: server, admin."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +14,19 @@ from aiohttp import web
 from whet.errors import SetupError
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+MAX_CONNECTIONS = 4096
+"""Per listener: what a connection sends is held in part before anybody knows whose it is."""
+
+
+class _Server(web.Server):
+    """Closes at once what comes beyond so many connections."""
+
+    max_connections = MAX_CONNECTIONS
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self.connections) > self.max_connections:
+            transport.abort()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +44,13 @@ class Listener:
 
 
 @asynccontextmanager
-async def listen_unix(handler: Handler, path: Path) -> AsyncIterator[Listener]:
+async def listen_unix(
+    handler: Handler, path: Path, max_connections: int = MAX_CONNECTIONS
+) -> AsyncIterator[Listener]:
     """Serve a unix socket. Raises SetupError, also for a path too long for the system."""
     if len(bytes(path)) > 107:
         raise SetupError(f"unix socket path is longer than 107 bytes: {path}")
-    async with _runner(handler) as runner:
+    async with _runner(handler, max_connections) as runner:
         try:
             await web.UnixSite(runner, path).start()
         except OSError as error:
@@ -46,9 +62,11 @@ async def listen_unix(handler: Handler, path: Path) -> AsyncIterator[Listener]:
 
 
 @asynccontextmanager
-async def listen_tcp(handler: Handler, host: str, port: int) -> AsyncIterator[Listener]:
+async def listen_tcp(
+    handler: Handler, host: str, port: int, max_connections: int = MAX_CONNECTIONS
+) -> AsyncIterator[Listener]:
     """Serve a TCP port; 0 takes a free one. Raises SetupError when the port is taken."""
-    async with _runner(handler) as runner:
+    async with _runner(handler, max_connections) as runner:
         try:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
@@ -57,9 +75,10 @@ async def listen_tcp(handler: Handler, host: str, port: int) -> AsyncIterator[Li
 
 
 @asynccontextmanager
-async def _runner(handler: Handler) -> AsyncIterator[web.ServerRunner]:
+async def _runner(handler: Handler, max_connections: int) -> AsyncIterator[web.ServerRunner]:
     # Bodies are unpacked by request.py, within its limits.
-    server = web.Server(handler, handler_cancellation=True, access_log=None, auto_decompress=False)
+    server = _Server(handler, handler_cancellation=True, access_log=None, auto_decompress=False)
+    server.max_connections = max_connections
     runner = web.ServerRunner(server, shutdown_timeout=1.0)
     await runner.setup()
     try:

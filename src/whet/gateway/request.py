@@ -7,12 +7,14 @@ their nesting. Caller: server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import orjson
 from aiohttp import web
@@ -34,6 +36,10 @@ class GatewayConfig:
     max_json_depth: int = 128
     max_json_items: int = 1_000_000
     """Values in all arrays and objects of a body."""
+    max_intake_bytes: int = 512 << 20
+    """Of all bodies together that are being read, unpacked or parsed."""
+    max_connections: int = 4096
+    """Per listener; more are closed at once."""
     max_tool_body_bytes: int = 1 << 20
     """Of one call of a host tool."""
     body_timeout_s: float = 60.0
@@ -69,7 +75,42 @@ class GatewayCounters:
     """Unexpected exceptions at the request boundary."""
 
 
-async def read_body(http: web.BaseRequest, config: GatewayConfig, max_bytes: int | None = None) -> bytes:
+class Intake:
+    """Bytes of the bodies that no session has taken on yet, over all connections of a gateway."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.held = 0
+
+    def take(self, count: int) -> None:
+        """Raises WireError, which agents answer by asking again, when that is more than may be held."""
+        if self.held + count > self._limit:
+            raise WireError("rate_limited", "Too much is being sent at a time.")
+        self.held += count
+
+
+class Share:
+    """What one request holds of an Intake, until it leaves the `with` block."""
+
+    __slots__ = ("_count", "_intake")
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake, self._count = intake, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._intake.held -= self._count
+
+    def take(self, count: int) -> None:
+        self._intake.take(count)
+        self._count += count
+
+
+async def read_body(
+    http: web.BaseRequest, config: GatewayConfig, max_bytes: int | None = None, share: Share | None = None
+) -> bytes:
     """The body, unpacked. Raises WireError when it is too large or too slow."""
     chunks: list[bytes] = []
     size = 0
@@ -79,12 +120,17 @@ async def read_body(http: web.BaseRequest, config: GatewayConfig, max_bytes: int
             async for chunk in http.content.iter_any():
                 chunks.append(chunk)
                 size += len(chunk)
+                if share is not None:
+                    share.take(len(chunk))
                 if size > limit:
                     raise WireError("too_large", "The request body is too large.")
     except TimeoutError as error:
         raise WireError("invalid_request", "The request body did not arrive in time.") from error
     raw = b"".join(chunks)
-    return await _plain(http, raw, limit)
+    plain = await _plain(http, raw, limit)
+    if share is not None:
+        share.take(len(plain) - len(raw) if plain is not raw else 0)
+    return plain
 
 
 async def _plain(http: web.BaseRequest, raw: bytes, limit: int) -> bytes:
@@ -120,12 +166,32 @@ def mended(raw: bytes) -> bytes:
     return _ESCAPE.sub(lambda found: found[0] if found[1] is None else b"\\ufffd", raw)
 
 
+_DIGITS = bytes(ord("0") if 48 <= byte <= 57 else ord(" ") for byte in range(256))
+_LONG = b"0" * 19
+
+
 def loads(raw: bytes) -> Any:
-    """The JSON value. Raises orjson.JSONDecodeError; halves of surrogate pairs are looked for only then."""
+    """The JSON value, whole numbers of any size exact. Raises orjson.JSONDecodeError; halves of surrogate
+    pairs are looked for only then."""
     try:
-        return orjson.loads(raw)
+        value = orjson.loads(raw)
     except orjson.JSONDecodeError:
-        return orjson.loads(mended(raw))
+        raw = mended(raw)
+        value = orjson.loads(raw)
+    # orjson makes a float of a number beyond 64 bits, and an agent may echo one in a call's arguments.
+    if _LONG in raw.translate(_DIGITS):
+        # Thousands of digits or levels are beyond Python's reader: then orjson's value stands.
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(raw)
+    return value
+
+
+def sorted_json(value: object) -> bytes:
+    """One spelling for all JSON texts of a value that `loads` gave."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # a number beyond 64 bits
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
 
 
 async def read_json(http: web.BaseRequest, config: GatewayConfig, max_bytes: int) -> Mapping[str, object]:

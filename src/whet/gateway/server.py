@@ -30,7 +30,16 @@ from whet.gateway.dialects.gemini import GeminiDialect
 from whet.gateway.dialects.responses import ResponsesDialect
 from whet.gateway.host_tools import HostTool, ToolBox
 from whet.gateway.listen import Listener, listen_tcp, listen_unix
-from whet.gateway.request import GatewayConfig, GatewayCounters, hints_of, read_body, read_json, secret_of
+from whet.gateway.request import (
+    GatewayConfig,
+    GatewayCounters,
+    Intake,
+    Share,
+    hints_of,
+    read_body,
+    read_json,
+    secret_of,
+)
 from whet.gateway.routes import Route, dialect_of, take_apart
 from whet.gateway.session import Session, secret_digest
 from whet.gateway.shim import TextShim
@@ -63,6 +72,8 @@ class Gateway:
         self.config = config or GatewayConfig()
         self.counters = GatewayCounters()
         self._on_call = on_call
+        self.intake = Intake(self.config.max_intake_bytes)
+        """Of bodies that no session has taken on yet."""
         self._engine = engine
         self._family = family
         self._sessions: dict[bytes, Session] = {}
@@ -141,11 +152,12 @@ class Gateway:
 
     def listen_unix(self, path: Path) -> AbstractAsyncContextManager[Listener]:
         """Serve agents through a unix socket. Raises SetupError."""
-        return listen_unix(functools.partial(self._handle, path), path)
+        return listen_unix(functools.partial(self._handle, path), path, self.config.max_connections)
 
     def listen_tcp(self, host: str = "127.0.0.1", port: int = 0) -> AbstractAsyncContextManager[Listener]:
         """Serve agents on a TCP port; 0 takes a free one. Raises SetupError."""
-        return listen_tcp(functools.partial(self._handle, None), host, port)
+        handle = functools.partial(self._handle, None)
+        return listen_tcp(handle, host, port, self.config.max_connections)
 
     # ----------------------------------------------------------------------- requests
 
@@ -225,9 +237,10 @@ class Gateway:
         self, http: web.BaseRequest, route: Route, session: Session, dialect: Dialect
     ) -> web.StreamResponse:
         """A model call or a token count."""
-        raw = await read_body(http, self.config)
         query = f"?{http.query_string}" if http.query_string else ""
-        wire, name = await session.bodies.read(dialect, raw, route.action + query)
+        with Share(self.intake) as share:
+            raw = await read_body(http, self.config, share=share)
+            wire, name = await session.bodies.read(dialect, raw, route.action + query)
         if route.kind == "count":
             return json_response(dialect.count(await session.count_tokens(wire.request)))
         request = replace(wire.request, hints=wire.request.hints + hints_of(http))

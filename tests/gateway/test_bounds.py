@@ -1,0 +1,137 @@
+"""What a gateway holds for clients that it does not know yet is bounded, and so is what tools are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from gateway_rig import ASK, Rig, said
+
+from whet.gateway.bodies import BodyName
+from whet.gateway.dialects.anthropic import AnthropicDialect
+from whet.gateway.dialects.base import Dialect, WireError
+from whet.gateway.dialects.gemini import GeminiDialect
+from whet.gateway.host_tools import HostTool, ToolBox
+from whet.gateway.request import decode, loads
+from whet.gateway.server import GatewayConfig
+from whet.render.template import TemplateFamily
+
+BIG = 123456789012345678901234567890
+Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def connect(rig: Rig) -> Pair:
+    return await asyncio.open_connection("127.0.0.1", int(rig.origin.rpartition(":")[2]))
+
+
+async def status(pair: Pair) -> int:
+    """Of the answer; 0 when the connection was closed instead."""
+    try:
+        async with asyncio.timeout(20):
+            line = await pair[0].readline()
+    except ConnectionError:
+        return 0
+    return int(line.split()[1]) if line else 0
+
+
+async def closed(*pairs: Pair) -> None:
+    for pair in pairs:
+        pair[1].close()
+        with suppress(ConnectionError):
+            await pair[1].wait_closed()
+
+
+async def test_bodies_that_no_session_has_taken_on_share_one_bound(family: TemplateFamily) -> None:
+    """Slow senders cannot fill the memory together; who asks again after them is served."""
+    body = json.dumps({"messages": [*ASK, {"role": "user", "content": "x" * 60_000}]}).encode()
+    async with Rig(family, [said("ok")], config=GatewayConfig(max_intake_bytes=100_000)) as rig:
+
+        async def send(part: bytes) -> Pair:
+            pair = await connect(rig)
+            head = f"POST /s/{rig.session.public_id}/v1/chat/completions HTTP/1.1\r\nHost: a\r\n"
+            head += f"Authorization: {rig.auth['Authorization']}\r\nContent-Length: {len(body)}\r\n\r\n"
+            pair[1].write(head.encode() + part)
+            await pair[1].drain()
+            return pair
+
+        slow = await send(body[:-1])
+        for _ in range(2000):
+            if rig.gateway.intake.held == len(body) - 1:
+                break
+            await asyncio.sleep(0.01)
+        late = await send(body)
+        assert await status(late) == 429
+        slow[1].write(body[-1:])
+        assert await status(slow) == 200
+        again = await send(body)
+        assert await status(again) == 200
+        await closed(slow, late, again)
+        assert rig.gateway.intake.held == 0
+
+
+async def test_connections_beyond_the_bound_are_closed_and_room_is_made_again(family: TemplateFamily) -> None:
+    async with Rig(family, [said("x")], config=GatewayConfig(max_connections=3)) as rig:
+
+        async def asked(pair: Pair) -> int:
+            pair[1].write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            return await status(pair)
+
+        first = [await connect(rig) for _ in range(3)]
+        assert [await asked(pair) for pair in first] == [200] * 3
+        extra = await connect(rig)
+        assert await asked(extra) == 0
+        await closed(*first, extra)
+        for _ in range(200):
+            later = await connect(rig)
+            answer = await asked(later)
+            await closed(later)
+            if answer == 200:
+                break
+            await asyncio.sleep(0.02)
+        assert answer == 200
+
+
+def test_what_host_tools_are_sent_is_bounded_in_bytes() -> None:
+    box = ToolBox([HostTool(name="note", description="", parameters={"type": "object"})], max_bytes=50)
+    assert box.call("note", {"a": "x" * 20})["ok"]
+    with pytest.raises(WireError, match="too much"):
+        box.call("note", {"a": "x" * 20})
+    assert box.call("note", {})["ok"]
+    assert len(box.calls) == 2
+
+
+USED = {"type": "tool_use", "id": "t", "name": "f", "input": {"n": BIG}}
+ANTHROPIC = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": [USED]},
+    {"role": "user", "content": "b"},
+]
+CALLED = {"functionCall": {"id": "t", "name": "f", "args": {"n": BIG}}}
+GEMINI = [{"role": "user", "parts": [{"text": "a"}]}, {"role": "model", "parts": [CALLED]}]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "action", "body"),
+    [
+        (AnthropicDialect(), "messages", {"max_tokens": 9, "messages": ANTHROPIC}),
+        (GeminiDialect(), "models/m:generateContent", {"contents": GEMINI}),
+    ],
+    ids=["anthropic", "gemini"],
+)
+def test_whole_numbers_beyond_64_bits_are_echoed_digit_by_digit(
+    dialect: Dialect, action: str, body: dict[str, Any]
+) -> None:
+    """Otherwise an agent that echoes what the model wrote would seem to have edited it."""
+    raw = json.dumps(body).encode()
+    request = dialect.parse(decode(raw, 64, 1000), action).request
+    assert json.loads(request.messages[1].tool_calls[0].arguments) == {"n": BIG}
+    assert BodyName("p", b"1", raw).same(BodyName("p", b"2", json.dumps(body, indent=1).encode()))
+
+
+def test_numbers_of_absurd_length_and_long_digits_in_texts_do_not_fail() -> None:
+    assert loads(b'["12345678901234567890123"]') == ["12345678901234567890123"]
+    assert loads(b"[1.5, %d]" % BIG) == [1.5, BIG]
+    assert loads(b"[%s]" % (b"1" * 300)) == [int("1" * 300)]

@@ -28,7 +28,7 @@ import numpy as np
 
 from whet.bench._process import Process, running
 from whet.errors import SetupError
-from whet.harness.install import cache_folder
+from whet.record.scratch import cache_folder
 
 INSTALL_S = 900.0
 START_S = 120.0

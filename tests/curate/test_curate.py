@@ -133,3 +133,32 @@ def test_a_bad_row_stops_the_command_with_its_id(data: Path, capsys: pytest.Capt
     assert code == 1
     assert "row odd: prompt: Field required" in err
     assert "tasks.bad_rows=skip" in err
+
+
+def terminus(name: str, **more: Any) -> dict[str, Any]:
+    return {
+        "id": name,
+        "prompt": f"Count the words of in.txt for {name}.",
+        "setup": ["printf 'a b c' > in.txt"],
+        "verify": ["test -f out.txt", 'grep -q "^3$" out.txt'],
+        "solution": ["wc -w < in.txt | tr -d ' ' > out.txt"],
+    } | more
+
+
+def test_a_solution_that_is_a_program_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        terminus("good"),
+        terminus("half", solution=["touch out.txt"]),
+        terminus("breaks", solution=["exit 3"]),
+        terminus("idle", solution=["true"]),
+    ]
+    path = tmp_path / "words.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    words = ["tasks.source=terminus", f"tasks.path={path}", "--repeats", "1", "--json"]
+    _, out, err = run(capsys, "validate", *words, "--out", str(tmp_path / "g.json"))
+    summary = json.loads(out.splitlines()[-1])
+    reasons = {found["id"]: (found["status"], found["reason"]) for found in summary["not_passed"]}
+    assert summary["passed"] == 1, err
+    assert reasons["half"][0] == "failed"
+    assert reasons["breaks"] == ("failed", "the solution ended with 3")
+    assert reasons["idle"] == ("failed", "the gold change would not be graded: it changes nothing")

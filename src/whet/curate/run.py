@@ -20,8 +20,10 @@ from typing import Any, TextIO
 
 from whet.collect.agents import limits_of, make_pool
 from whet.config import Config
+from whet.curate.solve import with_gold
 from whet.errors import TaskError, WhetError
 from whet.grade.clean import GradeConfig, Grader
+from whet.sandbox.base import SandboxBackend
 from whet.stop import run_interruptible
 from whet.tasks.base import Item
 from whet.tasks.dataset import RowSource
@@ -83,16 +85,16 @@ async def _validate(config: Config, options: ValidateOptions, stream: TextIO) ->
     settings = GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers)
     waiting: asyncio.Queue[Item] = asyncio.Queue(maxsize=2 * config.grade.workers)
 
-    async def work(grader: Grader) -> None:
+    async def work(grader: Grader, backend: SandboxBackend) -> None:
         while True:
             item = await waiting.get()
-            book.put(item.task, await check_item(grader, item, options.repeats))
+            book.put(item.task, await check_item(grader, backend, item, options.repeats))
             waiting.task_done()
 
     try:
         async with make_pool(config) as pool, asyncio.TaskGroup() as group:
             grader = Grader(pool, settings)
-            workers = [group.create_task(work(grader)) for _ in range(config.grade.workers)]
+            workers = [group.create_task(work(grader, pool)) for _ in range(config.grade.workers)]
             for item in items:
                 if not book.settled(item.task):
                     await waiting.put(item)
@@ -134,15 +136,18 @@ class _Book:
         write_gate(self._options.gate, self._findings)
 
 
-async def check_item(grader: Grader, item: Item, repeats: int) -> Finding:
+async def check_item(grader: Grader, backend: SandboxBackend, item: Item, repeats: int) -> Finding:
     """The finding on one task. Never raises for what a task or a box can do."""
     task, oracle = item.task, item.oracle
     if not (oracle.gold or oracle.gold_patch or oracle.solve):
         reason = "the row has no solution to try"
         return Finding(status="no_gold", task_hash=task.content_hash, image=task.setup.image, reason=reason)
     began = time.monotonic()
+    image = task.setup.image
     try:
-        await grader.validate(task, oracle, repeats=repeats)
+        solved = await with_gold(backend, task, oracle)
+        await grader.validate(task, solved, repeats=repeats)
+        image = (await grader.bases.of(task)).image
     except WhetError as error:
         status: Any = "infra" if error.infra else "failed"
         reason = " ".join(str(error).split()).removeprefix(f"task {task.id}: ")[:300]
@@ -151,7 +156,7 @@ async def check_item(grader: Grader, item: Item, repeats: int) -> Finding:
     return Finding(
         status=status,
         task_hash=task.content_hash,
-        image=task.setup.image,
+        image=image,
         repeats=repeats,
         reason=reason,
         seconds=round(time.monotonic() - began, 3),

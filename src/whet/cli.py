@@ -1,4 +1,5 @@
-"""The verbs: demo, train, rollout, serve, recover, replay, bench, show, tasks, conformance, attack, doctor.
+"""The verbs: demo, train, rollout, serve, recover, replay, grade, bench, show, tasks, conformance, attack,
+doctor.
 
 Every failure a person can meet is one line on stderr beginning `whet:`. Exit codes: 0 done, 1 failed,
 2 wrong command line or configuration, 130 stopped by Ctrl-C (resumable). Each verb imports what it needs at
@@ -320,6 +321,13 @@ def _tasks(options: argparse.Namespace) -> int:
     return run(options)
 
 
+def _grade(options: argparse.Namespace) -> int:
+    from whet.collect.regrade import run
+
+    same = run(options.run, write=options.write, json=options.json)
+    return 0 if same else EXIT_FAILED
+
+
 def _recover(options: argparse.Namespace) -> int:
     from whet.serve.run import recover_run
 
@@ -392,6 +400,7 @@ def _parser() -> argparse.ArgumentParser:
     conformance.set_defaults(verb=_conformance)
     _add_attack(verbs)
     _add_tasks(verbs)
+    _add_grade(verbs)
     doctor = verbs.add_parser("doctor", help="say what this machine has of what whet needs")
     doctor.set_defaults(verb=_doctor)
     return parser
@@ -451,6 +460,14 @@ def _add_recover(verbs: Any) -> None:
     recover = verbs.add_parser("recover", help="export the sessions that a killed `whet serve` held")
     recover.add_argument("run", type=Path, metavar="RUN", help="its run directory")
     recover.set_defaults(verb=_recover)
+
+
+def _add_grade(verbs: Any) -> None:
+    grade = verbs.add_parser("grade", help="judge a run's stored rollouts again and name what differs")
+    grade.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    grade.add_argument("--write", action="store_true", help="store verdicts that differ and trained nothing")
+    grade.add_argument("--json", action="store_true", help="print the counts as JSON, last on stdout")
+    grade.set_defaults(verb=_grade)
 
 
 def _add_attack(verbs: Any) -> None:

@@ -118,6 +118,12 @@ def write_rollout(db: sqlite3.Connection, place: Mapping[str, object], rollout: 
         insert(db, "verdicts", {"rollout_id": rollout.id} | _verdict_values(rollout.verdict))
 
 
+def rewrite_verdict(db: sqlite3.Connection, rollout_id: str, verdict: Verdict) -> None:
+    """Replace the verdict of a decided rollout, and its reward."""
+    insert(db, "verdicts", {"rollout_id": rollout_id} | _verdict_values(verdict), replace=True)
+    db.execute("UPDATE rollouts SET reward = ? WHERE rollout_id = ?", (verdict.reward, rollout_id))
+
+
 def write_attempt(db: sqlite3.Connection, rollout: Rollout) -> None:
     """Insert or replace the row of one try at a slot, with the account of the tokens it sampled."""
     insert(db, "attempts", _attempt_values(rollout), replace=True)

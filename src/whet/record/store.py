@@ -35,11 +35,12 @@ from whet.record.rows import (
     read_drifts,
     read_ledger,
     read_rollout,
+    rewrite_verdict,
     write_attempt,
     write_rollout,
 )
 from whet.record.ulid import new_ulid
-from whet.types import DriftNote, Ledger, Rollout, Status
+from whet.types import DriftNote, Ledger, Rollout, Status, Verdict
 
 _BUSY_TIMEOUT_S = 5.0
 _DAMAGED = ("file is not a database", "database disk image is malformed")
@@ -108,6 +109,11 @@ class Store:
                     raise RecordError(f"rollout {rollout.id} is stored already")
                 erase_rollout(db, rollout.id)
             write_rollout(db, place, rollout)
+
+    def put_verdict(self, rollout_id: str, verdict: Verdict) -> None:
+        """Replace the verdict, and with it the reward, of a stored rollout."""
+        with self._writing() as db:
+            rewrite_verdict(db, rollout_id, verdict)
 
     def still_open(self, phase: str, step: int) -> bool:
         """True while rollouts of this phase and step would still be made by the weights they belong to."""

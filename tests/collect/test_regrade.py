@@ -1,0 +1,100 @@
+"""`whet grade RUN`: a stored run is judged again, in real boxes, without its agents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from whet.cli import main
+from whet.collect.agents import limits_of
+from whet.config import load_config
+from whet.grade.diff import compare
+from whet.grade.runners.base import RunReport
+from whet.grade.verdict import make_verdict
+from whet.record.run import RunDir, read_store
+from whet.rollout import NOTHING_SAMPLED
+from whet.tasks.toy import ToySource
+from whet.types import FileEntry, Outcome, Rollout, Status, Task, Timings, Tree, Verdict
+
+
+def text(content: str) -> FileEntry:
+    return FileEntry(content=content.encode())
+
+
+def rollout(number: int, task: Task, after: Tree, outcome: Outcome, *, of: Task | None = None) -> Rollout:
+    diff = compare(task.files, after)
+    report = RunReport(outcome=outcome, passed=0, total=10, reason="then")
+    verdict: Verdict = make_verdict(
+        report, strength="strong", task_hash=(of or task).content_hash, diff=diff, duration_s=0.1
+    )
+    return Rollout(
+        id=f"train/00001/000/{number:02d}", task_id=task.id, family=task.family, status=Status.OK,
+        reward=verdict.reward, trajectory=NOTHING_SAMPLED, verdict=verdict, changed=diff.changed,
+        deleted=diff.deleted, timings=Timings(),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of six rollouts: solved, unsolved, one judged wrongly, one refused, one of infrastructure, one
+    whose task is another by now."""
+    folder = tmp_path / "run"
+    with RunDir.create(load_config(None, [f"run.dir={folder}"])) as made, made.store() as store:
+        source = ToySource(limits_of(made.config), seed=made.config.run.seed)
+        task, other = source.tasks("train", 0, 2)
+        gold = {**task.files, **source.oracle(task).gold}
+        wrong = {**task.files, "new.py": text("x = 1\n")}
+        links = {**task.files, "../up": text("x")}
+        rows = [
+            rollout(0, task, gold, Outcome.RESOLVED),
+            rollout(1, task, wrong, Outcome.UNRESOLVED),
+            rollout(2, task, wrong, Outcome.RESOLVED),
+            rollout(3, task, links, Outcome.REFUSED),
+            rollout(4, task, gold, Outcome.INFRA),
+            rollout(5, task, gold, Outcome.RESOLVED, of=other),
+        ]
+        for slot, row in enumerate(rows):
+            store.put_rollout("train", 1, 0, slot, row)
+    return folder
+
+
+def test_differences_are_named_and_nothing_is_overwritten(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (run / "run.sqlite").read_bytes()
+    assert main(["grade", str(run), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {name: said[name] for name in ("resolved", "unresolved", "refused", "skipped", "updated")} == {
+        "resolved": 2, "unresolved": 2, "refused": 0, "skipped": 2, "updated": 0,
+    }  # fmt: skip
+    assert [(d["rollout"][-2:], d["stored"], d["now"]) for d in said["differences"]] == [
+        ("02", "resolved", "unresolved"), ("04", "infra", "resolved"), ("05", "resolved", ""),
+    ]  # fmt: skip
+    assert (run / "run.sqlite").read_bytes() == before
+
+
+def test_what_differs_is_stored_when_asked_and_then_differs_no_more(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["grade", str(run), "--write", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["updated"] == 2
+    assert main(["grade", str(run)]) == 1
+    assert "05: was resolved, now not judged: task" in capsys.readouterr().out
+    with read_store(run) as store:
+        again = store.rollout("train/00001/000/02")
+        assert again.verdict is not None
+        assert (again.reward, again.verdict.outcome) == (0.0, Outcome.UNRESOLVED)
+
+
+def test_what_a_committed_step_was_trained_on_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunDir.open(run) as held, held.store() as store:
+        store.commit_step(1, {}, "checkpoints/1", "hash", store.ledger())
+    assert main(["grade", str(run), "--write", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["updated"] == 0
+
+
+def test_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grade", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1

@@ -26,7 +26,8 @@ class NamesImages(Protocol):
     """A backend that can tell which image a reference means."""
 
     async def image_digest(self, image: str) -> str:
-        """The content's own name. Raises SandboxStartError."""
+        """A name with a digest, a content id, or `image` itself where none is known. Raises
+        SandboxStartError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +77,10 @@ class BaseTrees:
                 del self._locks[key]
 
     async def _image(self, setup: Setup) -> str:
-        if setup.image and isinstance(self._backend, NamesImages):
-            digest = await self._backend.image_digest(setup.image)
-            return digest if "@" in setup.image or not digest else f"{setup.image.split('@')[0]}@{digest}"
-        return setup.image
+        if not setup.image or not isinstance(self._backend, NamesImages):
+            return setup.image
+        digest = await self._backend.image_digest(setup.image)
+        return digest if "@" in digest or digest == setup.image else f"{setup.image}@{digest}"
 
     async def _key(self, task: Task) -> str:
         h = hashlib.sha256(repr((await self._image(task.setup), task.setup)).encode())

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from whet.errors import ImageMissing, PolicyUnsupported, SandboxError, SandboxStartError
 from whet.sandbox.base import Capability, Reaps, Sandbox, SandboxBackend, SandboxSpec
+from whet.sandbox.base_tree import NamesImages
 from whet.sandbox.circuit import Circuit, CircuitOptions
 from whet.sandbox.pool_box import PooledSandbox
 
@@ -121,6 +122,13 @@ class Pool:
     def _gave_back(self) -> None:
         self.live -= 1
         self._permits.release()
+
+    async def image_digest(self, image: str) -> str:
+        """As the first backend with images knows it. Raises SandboxStartError."""
+        for member in self.members:
+            if isinstance(member.backend, NamesImages):
+                return await member.backend.image_digest(image)
+        return image
 
     async def _boot(self, spec: SandboxSpec) -> tuple[Member, Sandbox]:
         fit = list(self.members)

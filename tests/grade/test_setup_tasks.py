@@ -118,3 +118,24 @@ async def test_a_box_is_booted_before_it_is_needed(watched: Watched) -> None:
         await grader.prepare(task)
     assert watched.made == 4
     await grader.close()
+
+
+async def test_over_a_setup_too_a_process_does_not_see_what_another_left(watched: Watched) -> None:
+    task, oracle = make()
+    grader = Grader(watched, GradeConfig(remember=0))
+    base = dict((await grader.bases.of(task)).files)
+    leave = """
+import os
+places = ("/tmp/seen", "seen", "pkg/seen", "/dev/shm/seen", os.path.expanduser("~/seen"))
+if any(os.path.exists(path) for path in places):
+    one = None
+for path in places:
+    open(path, "w").write("x")
+    os.utime(path, (1, 1))
+"""
+    solved = {**base, "pkg/lib.py": text(LIB.replace("0", "1") + leave)}
+    verdict = await grader.grade(task, oracle, solved)
+    assert verdict.outcome is Outcome.RESOLVED, verdict
+    assert verdict.controls.endswith("1 turned tests failed")
+    many = {**solved, **{f".git/objects/{n}": text("x") for n in range(30)}}
+    assert (await grader.grade(task, oracle, many)).dropped_paths == (".git/ (30 files)",)

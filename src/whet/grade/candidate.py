@@ -10,6 +10,12 @@ from whet.sandbox.base_tree import is_plain
 from whet.tasks.patch import apply_patch
 from whet.types import HiddenTests, Task, Tree
 
+LEFT = """
+since=$1; work=$5; me=$(id -u)
+find "$2" "$3" "$4" "$HOME" -mindepth 1 -user "$me" -newerct "$since" -delete
+find "$work" -xdev -mindepth 1 ! -type d -user "$me" -newerct "$since" -print0
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -32,6 +38,23 @@ class Candidate:
         patched = apply_patch(self.base, tests.patch)
         changed = {path: entry for path, entry in patched.items() if self.base.get(path) != entry}
         return {**changed, **tests.files}
+
+    async def clear(self, box: Sandbox, hidden: Tree, since: float) -> None:
+        """Kill what runs in `box` and take away what its processes left, so that the next cannot tell that
+        it is not the first. Over an image, those are the box user's files that changed `since` then and are
+        neither the candidate's nor hidden; what was changed in place stays as it is."""
+        await box.kill_all()
+        if not self.over_image:
+            await box.wipe()
+            return
+        places = ["/tmp", "/var/tmp", "/dev/shm", box.workdir]
+        said = await box.exec(
+            ["sh", "-c", LEFT, "left", f"@{since:.3f}", *places], timeout_s=60.0, max_output_bytes=1 << 20
+        )
+        paths = said.stdout.decode("utf-8", "surrogateescape").split("\0")
+        root = f"{box.workdir}/"
+        inside = [path.removeprefix(root) for path in paths if path.startswith(root)]
+        await box.lay({}, remove=[path for path in inside if path not in self.tree and path not in hidden])
 
     async def lay(self, box: Sandbox, hidden: Tree | None = None, *, owner: Owner = "box") -> None:
         """Put the candidate into the work folder of `box`, and hidden files over it."""

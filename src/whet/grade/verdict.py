@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whet import __version__
-from whet.grade.diff import Diff
+from whet.grade.diff import PROTECTED_FOLDERS, Diff
 from whet.grade.runners.base import RunReport
 from whet.types import Outcome, RewardKind, Strength, Verdict
 
@@ -11,6 +11,7 @@ GRADER = 2
 """Raised with every change that can change a verdict."""
 
 MAX_REASON_CHARS = 300
+MAX_NAMED = 20
 
 
 def make_verdict(
@@ -43,9 +44,25 @@ def make_verdict(
         controls=report.controls,
         image=image,
         grader=f"whet {__version__}/{GRADER}",
-        dropped_paths=() if diff is None else diff.dropped,
+        dropped_paths=() if diff is None else gathered(diff.dropped),
         reason=reason[:MAX_REASON_CHARS],
         task_hash=task_hash,
         diff_hash="" if diff is None else diff.digest,
         duration_s=duration_s,
     )
+
+
+def gathered(dropped: tuple[str, ...]) -> tuple[str, ...]:
+    """Of a folder like .git with many dropped files, its name and their number."""
+    kept: list[str] = []
+    inside: dict[str, list[str]] = {}
+    for path in dropped:
+        parts = path.split("/")
+        depth = next((n for n, part in enumerate(parts) if part in PROTECTED_FOLDERS), None)
+        if depth is None:
+            kept.append(path)
+        else:
+            inside.setdefault("/".join(parts[: depth + 1]), []).append(path)
+    for folder, paths in inside.items():
+        kept += paths if len(paths) <= MAX_NAMED else [f"{folder}/ ({len(paths)} files)"]
+    return tuple(sorted(kept))

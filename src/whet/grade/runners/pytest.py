@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,6 +132,7 @@ class _Session:
         self._hidden: Tree = {**restored(candidate.base, files), **candidate.hidden(oracle.tests)}
         self._task_id = task.id
         self._rng = random.SystemRandom()
+        self._began, self._runs = time.time(), 0
 
     async def judge(self, path: str) -> Ran:
         """Both runs of one file. Raises Tampered."""
@@ -175,9 +177,9 @@ class _Session:
         """One process in a box as empty as a fresh one: nothing an earlier process left can tell this one
         what it is."""
         hidden = {**self._hidden, path: FileEntry(content=controlled.source)}
-        await self._box.kill_all()
-        if not self._candidate.over_image:
-            await self._box.wipe()
+        if self._runs:
+            await self._candidate.clear(self._box, hidden, self._began)
+        self._runs += 1
         await self._candidate.lay(self._box, hidden, owner="root")
         nonce = secrets.token_hex(8)
         known = {**self._candidate.tree, **hidden}

@@ -327,8 +327,8 @@ class GradeTable(Table):
 
     workers: Count = 2
     """Gradings that run at the same time."""
-    timeout_s: Seconds = 10.0
-    """Seconds for one grading."""
+    timeout_s: Seconds = 1800.0
+    """Most CPU seconds of one process of a grading. A task may name fewer; it may wait 4.5 times as long."""
 
 
 class CollectTable(Table):

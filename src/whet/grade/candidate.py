@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from whet.errors import TaskError
 from whet.sandbox.base import Owner, Sandbox
 from whet.sandbox.base_tree import is_plain
 from whet.tasks.patch import apply_patch
@@ -25,17 +26,21 @@ class Candidate:
     """The host's own copy of what the agent was given."""
     tree: Tree = field(repr=False)
     """`base` with the filtered diff."""
+    task_id: str = ""
     over_image: bool = False
 
     @classmethod
     def of(cls, task: Task, base: Tree, tree: Tree) -> Candidate:
-        return cls(base=base, tree=tree, over_image=not is_plain(task.setup))
+        return cls(base=base, tree=tree, task_id=task.id, over_image=not is_plain(task.setup))
 
     def hidden(self, tests: HiddenTests) -> Tree:
         """The hidden files: those given, and those a patch makes of the base's own. Raises TaskError."""
         if not tests.patch:
             return tests.files
-        patched = apply_patch(self.base, tests.patch)
+        try:
+            patched = apply_patch(self.base, tests.patch)
+        except TaskError as error:
+            raise TaskError(f"task {self.task_id}: the hidden tests: {error}") from None
         changed = {path: entry for path, entry in patched.items() if self.base.get(path) != entry}
         return {**changed, **tests.files}
 

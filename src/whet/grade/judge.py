@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from whet.errors import WhetError
+import logging
+
+from whet.errors import TaskError, WhetError
 from whet.grade.clean import Grader
+from whet.grade.verdict import MAX_REASON_CHARS
 from whet.tasks.base import TaskSource
-from whet.types import Task, Tree, Verdict
+from whet.types import Outcome, Task, Tree, Verdict
+
+log = logging.getLogger(__name__)
 
 
 class TaskJudge:
@@ -15,7 +20,20 @@ class TaskJudge:
         self._grader, self._source = grader, source
 
     async def __call__(self, task: Task, tree: Tree) -> Verdict:
-        verdict = await self._grader.grade(task, self._source.oracle(task), tree)
+        """A row that cannot be graded earns nothing and costs nothing: it is no reason to end a run, and no
+        agent can make one."""
+        oracle = self._source.oracle(task)
+        try:
+            verdict = await self._grader.grade(task, oracle, tree)
+        except TaskError as error:
+            log.warning("ungraded task=%s reason=%s", task.id, error)
+            return Verdict(
+                outcome=Outcome.INFRA,
+                reward=None,
+                strength="weak",
+                reason=str(error)[:MAX_REASON_CHARS],
+                task_hash=task.content_hash,
+            )
         return self._source.scored(task, tree, verdict)
 
     async def base(self, task: Task) -> Tree:

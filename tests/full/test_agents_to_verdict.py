@@ -86,6 +86,22 @@ def in_docker() -> Lab:
     return Lab(DockerBackend(IMAGE, cache=cache_folder()), IMAGE)
 
 
+class AreaJudge:
+    """The grading side of one task."""
+
+    def __init__(self, grader: Grader) -> None:
+        self._grader = grader
+
+    async def __call__(self, task: Task, tree: Tree) -> Verdict:
+        return await self._grader.grade(task, Oracle(task_id=task.id, cases=CASES), tree)
+
+    async def base(self, task: Task) -> Tree:
+        return (await self._grader.bases.of(task)).files
+
+    async def prepare(self, task: Task) -> None:
+        await self._grader.prepare(task)
+
+
 def task_for(setup: Setup) -> Task:
     grading = GradingPlan(runner="json_io", entry="app.py")
     return Task(
@@ -114,16 +130,13 @@ async def attempts(
     )
     harness = make_harness(name, lab.backend, told)
     grader = Grader(lab.backend)
-
-    async def judge(task: Task, tree: Tree) -> Verdict:
-        return await grader.grade(task, Oracle(task_id=task.id, cases=CASES), tree)
-
     async with (
         Gateway(engine, family) as gateway,
         gateway.listen_unix(tmp_path / "g"),
         WorkerPool(harness, 1, Sockets([tmp_path / "g"]), strict=True) as workers,
     ):
-        yield Attempts(gateway, workers, judge), engine
+        yield Attempts(gateway, workers, AreaJudge(grader)), engine
+        await grader.close()
 
 
 async def attempt(
@@ -146,6 +159,8 @@ async def test_an_agent_that_mends_it_is_resolved_and_every_token_kept(
     assert (rollout.verdict.outcome, rollout.verdict.strength) == (Outcome.RESOLVED, "strong")
     assert RIGHT in rollout.changed["app.py"].content.decode()
     assert rollout.changed["ran.txt"].content == b"checked\n"
+    assert set(rollout.changed) == {"app.py", "ran.txt"}
+    assert lab.image in rollout.verdict.image
     ledger = rollout.trajectory.ledger
     assert ledger.balanced
     assert len(engine.sent) >= 4

@@ -22,6 +22,7 @@ from whet.errors import HarnessError, SandboxError, SandboxLost
 from whet.harness.base import PLAIN, AgentExit, AgentResult, Left, ModelAccess, never
 from whet.harness.outcome import NOTHING, Artifacts, blame_agent, bounded, harvest, redact
 from whet.sandbox.base import Bind, Sandbox, SandboxBackend, SandboxSpec
+from whet.sandbox.base_tree import is_plain, set_up
 from whet.sandbox.egress import egress_attempts
 from whet.types import Setup, Task, Tree
 
@@ -85,8 +86,7 @@ class BoxWorker(ABC):
     def __init__(self, name: str, place: Place, *, uses: int = 1) -> None:
         self._name = name
         self._place = place
-        one_use = place.setup.image or place.setup.commands
-        self._uses_left = 1 if one_use else uses
+        self._uses_left = uses if is_plain(place.setup) else 1
         self._box: Sandbox | None = None
         self._dirty = False
         """The box has had a rollout: the next one needs it emptied."""
@@ -182,7 +182,8 @@ class BoxWorker(ABC):
 
     async def _gathered(self, box: Sandbox) -> tuple[Tree, Mapping[str, bytes], int | None, str]:
         """Work folder, artifacts, attempts to get out, and why the work folder cannot be had if so."""
-        tree, why = await harvest(box, self._place.backend, self._place.spec)
+        where = self._place
+        tree, why = await harvest(box, where.backend, where.spec, plain=is_plain(where.setup))
         if why:
             return tree, {}, None, why
         artifacts: Mapping[str, bytes] = {}
@@ -213,20 +214,9 @@ class BoxWorker(ABC):
         Raises SandboxError when the box fails."""
 
 
-async def set_up(box: Sandbox, setup: Setup) -> None:
-    """The task's own commands, before the agent is there. Raises HarnessError."""
-    deadline = time.monotonic() + setup.timeout_s
-    for command in setup.commands:
-        done = await box.exec(["/bin/sh", "-c", command], timeout_s=max(1.0, deadline - time.monotonic()))
-        if done.exit_code != 0:
-            lines = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines()
-            how = "took too long" if done.timed_out else f"ended with {done.exit_code}"
-            raise HarnessError(f"setup command {command[:80]!r} {how}: {(lines or ['no output'])[-1][:200]}")
-
-
 async def lay_task(box: Sandbox, task: Task) -> None:
     """The task's files: all there is in a plain box, over what an image or a setup has left in another."""
-    if task.setup.image or task.setup.commands:
-        await box.lay(task.files)
-    else:
+    if is_plain(task.setup):
         await box.put_tree(task.files)
+    else:
+        await box.lay(task.files)

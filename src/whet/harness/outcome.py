@@ -14,13 +14,14 @@ from typing import AnyStr
 
 from whet.errors import SandboxError, SandboxLost
 from whet.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
+from whet.sandbox.base_tree import MAX_FILES
 from whet.types import Tree
 
 AGENT_MEMORY_BYTES = 1 << 30
 """Of one process in an agent's box; Pi itself uses less than a tenth."""
 AGENT_PROCESSES = 256
-IMAGE_TREE_BYTES, IMAGE_TREE_FILES = 512 << 20, 200_000
-"""Caps of a work folder that an image fills, version control and all."""
+IMAGE_TREE_BYTES = 512 << 20
+"""Cap of a work folder that an image fills, version control and all."""
 OVER_CAPS = "the work folder is over its caps"
 CONTROL_S = 30.0
 
@@ -84,16 +85,19 @@ def bounded(spec: SandboxSpec, backend: SandboxBackend) -> SandboxSpec:
     return replace(spec, memory_bytes=AGENT_MEMORY_BYTES, max_processes=AGENT_PROCESSES)
 
 
-async def harvest(box: Sandbox, backend: SandboxBackend, spec: SandboxSpec) -> tuple[Tree, str]:
+async def harvest(
+    box: Sandbox, backend: SandboxBackend, spec: SandboxSpec, *, plain: bool = True
+) -> tuple[Tree, str]:
     """Stop everything in the box and take its work folder; ({}, why) when the agent made that impossible.
+    `plain`: at the start it held the task's files only, not what an image or a setup has put there.
 
     Raises SandboxError when it was the host.
     """
     try:
         await box.kill_all()
-        if spec.image:
-            return await box.get_tree(max_bytes=IMAGE_TREE_BYTES, max_files=IMAGE_TREE_FILES), ""
-        return await box.get_tree(), ""
+        if plain:
+            return await box.get_tree(), ""
+        return await box.get_tree(max_bytes=IMAGE_TREE_BYTES, max_files=MAX_FILES), ""
     except SandboxError as error:
         if not error.infra:
             return {}, OVER_CAPS

@@ -36,6 +36,7 @@ class DockerSandbox(SupervisedSandbox):
         super().__init__(spec, control, places=places, env=env, owner=-1)
         self._container = container
         self._cli = cli
+        self._removed = False
 
     async def _fill(self) -> None:
         # The daemon may map users: what counts is the number that the box's home has on this side.
@@ -57,7 +58,16 @@ class DockerSandbox(SupervisedSandbox):
             raise SandboxError("a box of an image cannot be wiped; make a new one")
         await super().wipe()
 
+    async def _close(self) -> None:
+        # Before PID 1 learns of it: a container that ends by itself is removed by the daemon meanwhile, and
+        # then it takes two calls to be sure.
+        await self._end()
+        await super()._close()
+
     async def _end(self) -> None:
+        if self._removed:
+            return
+        self._removed = True
         try:
             await remove(self._cli, self._container)
         except SandboxError as error:

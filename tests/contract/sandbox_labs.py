@@ -5,13 +5,15 @@ Another backend joins with one function and one entry in LABS.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from whet.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from whet.sandbox.docker import DockerBackend
+from whet.sandbox.harbor import HarborBackend
 from whet.sandbox.local import LocalBackend
+from whet.testing.fake_harbor import FakeEnvironment
 
 NEEDS_DAEMON = {"docker"}
 """Labs that only `make test-full` opens."""
@@ -24,6 +26,8 @@ class Lab:
     backend: SandboxBackend
     image: str = ""
     """Image that boxes can be made of; empty = the backend has none."""
+    skips: Mapping[str, str] = field(default_factory=dict)
+    """Test -> why the backend does not promise what it asks for."""
 
 
 def local(_cache: Path, _image: str) -> Lab:
@@ -34,7 +38,29 @@ def docker(cache: Path, image: str) -> Lab:
     return Lab(backend=DockerBackend(image, cache=cache), image=image)
 
 
-LABS: dict[str, Callable[[Path, str], Lab]] = {"local": local, "docker": docker}
+_PIPES = "harbor: a spawned process has no input, and one stream of output"
+_ARGUMENTS = "harbor: its wrappers carry the command's arguments too, which the test counts"
+HARBOR_SKIPS = {
+    "test_a_spawned_process_talks_and_dies_on_demand": _PIPES,
+    "test_a_spawned_process_that_ends_by_itself": _PIPES,
+    "test_kill_all_finds_daemons_and_spares_spawned": _PIPES,
+    "test_a_timeout_spares_other_work": "harbor: the box behind the fake ends what nobody holds",
+    "test_wipe_empties_every_writable_place": "harbor: its own bookkeeping of a command lies in /tmp",
+    "test_boxes_do_not_see_each_other": _ARGUMENTS,
+    "test_binds_are_read_only": "harbor: it shows no folder of this machine",
+    "test_kill_all_beats_a_fork_bomb": "harbor: it has no limit of processes",
+    "test_the_gateway_is_reached_and_nothing_else": "harbor: it offers no network gateway_only",
+    "test_a_full_disk_is_the_boxs_own": "harbor: complaints travel through the disk that is full",
+}
+
+
+def harbor(_cache: Path, _image: str) -> Lab:
+    inner = LocalBackend()
+    make = lambda spec, folder: FakeEnvironment(inner, spec)  # noqa: E731
+    return Lab(backend=HarborBackend("fake", image="any", make=make), image="any", skips=HARBOR_SKIPS)
+
+
+LABS: dict[str, Callable[[Path, str], Lab]] = {"local": local, "docker": docker, "harbor": harbor}
 
 
 async def sh(box: Sandbox, script: str, timeout_s: float = 20.0) -> ExecResult:

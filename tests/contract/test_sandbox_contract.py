@@ -35,6 +35,12 @@ def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return LABS[request.param](tmp_path_factory.mktemp("cache"), image)
 
 
+@pytest.fixture(autouse=True)
+def promised(request: pytest.FixtureRequest, lab: Lab) -> None:
+    if why := lab.skips.get(request.node.originalname):
+        pytest.skip(why)
+
+
 @pytest.fixture
 async def box(lab: Lab) -> AsyncIterator[Sandbox]:
     async with await lab.backend.create(SandboxSpec(files=FILES)) as sandbox:
@@ -488,6 +494,8 @@ print(d[:9].decode(), len(d))
     ],
 )
 async def test_more_than_is_offered_is_refused_before_start(lab: Lab, spec: SandboxSpec, word: str) -> None:
+    if spec.network == "public" and lab.backend.name.startswith("harbor"):
+        pytest.skip("harbor: its boxes may have a public network")
     with pytest.raises(PolicyUnsupported, match=word) as caught:
         await lab.backend.create(spec)
     assert not caught.value.infra

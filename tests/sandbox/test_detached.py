@@ -60,6 +60,22 @@ async def test_kill_all_ends_it_and_it_counts_as_killed(box: LocalSandbox) -> No
     assert await other.poll() == 0
 
 
+async def test_a_command_that_times_out_or_is_cancelled_spares_it(box: LocalSandbox) -> None:
+    run = await detached.start(box, ["sh", "-c", "sleep 60 & wait"])
+    assert (await box.exec(["sleep", "60"], timeout_s=0.1)).timed_out
+    polling = asyncio.ensure_future(box.exec(["sleep", "60"], timeout_s=60))
+    await asyncio.sleep(0.05)
+    polling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await polling
+    assert await run.poll() is None
+
+
+async def test_left_to_itself_it_goes_on_as_well(box: LocalSandbox) -> None:
+    run = await detached.start(box, ["sh", "-c", "sleep 0.2; exit 4"], stdin=b"x", hold=False)
+    assert await run.wait(20) == 4
+
+
 async def test_endless_output_neither_fills_the_box_nor_blocks_the_command(box: LocalSandbox) -> None:
     script = "head -c 50000000 /dev/zero; echo end > done"
     run = await detached.start(box, ["sh", "-c", script], max_log_bytes=100_000)
@@ -93,8 +109,8 @@ class Flaky(LocalSandbox):
 
 
 async def test_a_dropped_connection_costs_nothing_and_a_lost_box_is_told(box: LocalSandbox) -> None:
-    box.__class__ = Flaky
     run = await detached.start(box, ["sh", "-c", "sleep 0.5; exit 3"])
+    box.__class__ = Flaky
     assert await run.wait(30) == 3
     box.__class__ = LocalSandbox
     await box.close()

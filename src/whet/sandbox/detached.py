@@ -1,8 +1,8 @@
 """Commands that go on when whoever started them has lost the way to the box.
 
-    start -> setsid nohup in the box: pid, log and exit files in one folder -> poll by short commands
+    start -> a session of its own in the box: pid, log and exit files in one folder -> poll by short commands
 
-Over any Sandbox: nothing but `exec` is needed, so a stream that a cloud cuts after some minutes costs
+Over any Sandbox, with nothing but `exec` and `spawn`, so a stream that a cloud cuts after some minutes costs
 nothing, and another handle, or another process, can `attach` by the id. The files are the box's own and so
 the agent's: an exit code read here says how an agent ended, never what a grade is.
 """
@@ -43,10 +43,12 @@ mv "$folder/pid.new" "$folder/pid"
   ( ulimit -f "$blocks"; exec cat >> "$folder/log" ) 2> /dev/null; exec cat > /dev/null; }
 """
 )
-_START = """
+_PREPARE = 'mkdir -p "$1" && cat > "$1/input" && : > "$1/log"'
+_LET_GO = """
 run=$1; shift
-mkdir -p "$1" && cat > "$1/input" && : > "$1/log" || exit 1
 nohup setsid sh -c "$run" run "$@" > /dev/null 2>&1 < /dev/null &
+"""
+_UP = """
 for round in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
   [ ! -f "$1/pid" ] || exit 0
   sleep 0.0$round 2> /dev/null || sleep 1
@@ -145,15 +147,27 @@ async def start(
     cwd: str | None = None,
     stdin: bytes = b"",
     max_log_bytes: int = 16 << 20,
+    hold: bool = True,
 ) -> Detached:
-    """Start a command that needs no connection. Raises SandboxError when it did not start."""
+    """Start a command that needs no connection. Raises SandboxError when it did not start.
+
+    `hold`: start it as a process of `spawn`, so that a box which ends stray processes with a command that
+    timed out spares this one. Without, it is left to itself at once.
+    """
     if not argv:
         raise SandboxError("an empty command")
     run = Detached(box, new_ulid())
     blocks = str(-(-max_log_bytes // 512))
     place = (f"{FOLDER}/{run.id}", cwd or box.workdir, blocks)
     marked = {**(env or {}), MARK: run.id}
-    await _sh(box, _START, _RUN, *place, *argv, env=marked, stdin=stdin)
+    await _sh(box, _PREPARE, place[0], stdin=stdin)
+    if hold:
+        await box.spawn(
+            ["sh", "-c", f"exec > /dev/null 2>&1 < /dev/null\n{_RUN}", "run", *place, *argv], env=marked
+        )
+    else:
+        await _sh(box, _LET_GO, _RUN, *place, *argv, env=marked)
+    await _sh(box, _UP, place[0])
     return run
 
 

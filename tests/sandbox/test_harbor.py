@@ -1,0 +1,96 @@
+"""What is particular to the harbor backend; the rest is in the contract suite, over the same fake."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from sandbox_rig import out
+
+from whet.errors import ImageMissing, PolicyUnsupported, SandboxStartError, SetupError
+from whet.grade.clean import Grader
+from whet.sandbox.base import SandboxSpec
+from whet.sandbox.harbor import HarborBackend, of_kind
+from whet.sandbox.local import LocalBackend
+from whet.testing.fake_harbor import FakeEnvironment
+
+
+class Cloud:
+    """Makes fake environments and keeps them."""
+
+    def __init__(self, *, disable_internet: bool = True, error: Exception | None = None) -> None:
+        self.inner, self.flag, self.error = LocalBackend(), disable_internet, error
+        self.made: list[FakeEnvironment] = []
+        self.folders: list[Path] = []
+
+    def __call__(self, spec: SandboxSpec, folder: Path) -> FakeEnvironment:
+        made = FakeEnvironment(self.inner, spec, disable_internet=self.flag)
+        made.start_error = self.error
+        self.made.append(made)
+        self.folders.append(folder)
+        return made
+
+
+def test_without_harbor_the_line_says_what_to_install() -> None:
+    if "harbor" in sys.modules:
+        pytest.skip("Harbor is installed")
+    with pytest.raises(SetupError, match=r"whet\[harbor\].* on Python 3.12"):
+        of_kind("e2b")
+
+
+async def test_a_cloud_that_cannot_cut_the_network_says_so_and_is_refused_for_grading() -> None:
+    cloud = Cloud(disable_internet=False)
+    backend = HarborBackend("hf-sandbox", image="any", make=cloud)
+    assert backend.capabilities == {"images"}
+    made = len(cloud.made)
+    with pytest.raises(PolicyUnsupported, match="harbor:hf-sandbox cannot keep a box from the network"):
+        await backend.create(SandboxSpec(network="none"))
+    assert len(cloud.made) == made, "refused before anything is made"
+    with pytest.raises(PolicyUnsupported, match="grading needs network_none.*harbor:hf-sandbox has not"):
+        Grader(backend)
+    async with await backend.create(SandboxSpec(network="public")) as box:
+        assert await out(box, "echo on") == "on"
+
+
+async def test_what_harbor_says_of_itself_is_what_is_promised() -> None:
+    backend = HarborBackend("e2b", image="any", make=Cloud())
+    assert backend.capabilities == {"images", "network_none", "pid_isolation"}
+    Grader(backend)
+
+
+async def test_a_secret_is_in_no_command_line_and_nothing_is_left_on_the_host() -> None:
+    cloud = Cloud()
+    backend = HarborBackend("e2b", image="any", make=cloud)
+    async with await backend.create(SandboxSpec(env={"KEY": "s3cr3t-in-env"})) as box:
+        done = await box.exec(["sh", "-c", "echo $KEY; cat"], timeout_s=20, stdin=b"s3cr3t-in-input")
+        assert done.stdout == b"s3cr3t-in-env\ns3cr3t-in-input"
+        assert not any("s3cr3t" in command for command in cloud.made[-1].commands)
+        assert cloud.folders[-1].is_dir()
+    assert cloud.made[-1].stopped == 1
+    assert not any(folder.exists() for folder in cloud.folders)
+
+
+class SandboxBuildFailedError(Exception):
+    """Named as Harbor names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("quota exceeded\nand more"), SandboxStartError),
+        (TimeoutError(), SandboxStartError),
+        (SandboxBuildFailedError("no such image"), ImageMissing),
+    ],
+)
+async def test_a_start_that_fails_is_one_typed_line_and_leaves_nothing(
+    error: Exception, kind: type[SandboxStartError]
+) -> None:
+    cloud = Cloud(error=error)
+    backend = HarborBackend("e2b", image="any", make=cloud)
+    with pytest.raises(SandboxStartError, match="start a box of harbor:e2b: ") as caught:
+        await backend.create(SandboxSpec())
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+    assert cloud.made[-1].stopped == 1
+    assert not any(folder.exists() for folder in cloud.folders)

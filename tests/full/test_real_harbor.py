@@ -1,0 +1,88 @@
+"""Harbor itself, in a virtual environment of its own: what the adapter relies on is there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import whet
+
+pytestmark = pytest.mark.full
+VERSION = "0.24.0"
+# Harbor's list of requirements has 24 entries; its environments need these.
+NEEDED = (
+    "pydantic", "shortuuid", "toml", "pyyaml", "platformdirs", "filelock", "packaging", "pathspec", "jinja2",
+    "python-dotenv", "tenacity", "httpx",
+)  # fmt: skip
+
+LOOK = """
+import inspect, sys, types
+from pathlib import Path
+from harbor.environments.base import BaseEnvironment, ExecResult, SandboxBuildFailedError
+from harbor.environments.capabilities import EnvironmentCapabilities
+from harbor.environments.factory import EnvironmentFactory
+from whet.sandbox import harbor as adapter
+from whet.testing.fake_harbor import FakeEnvironment
+
+for name in ("start", "stop", "exec", "upload_file", "download_file"):
+    real = list(inspect.signature(getattr(BaseEnvironment, name)).parameters)
+    ours = list(inspect.signature(getattr(adapter.Environment, name)).parameters)
+    fake = list(inspect.signature(getattr(FakeEnvironment, name)).parameters)
+    assert real == ours == fake, (name, real, ours, fake)
+    assert inspect.iscoroutinefunction(getattr(BaseEnvironment, name)), name
+assert set(adapter.Result.__annotations__) == set(ExecResult.model_fields), ExecResult.model_fields
+assert set(adapter.Flags.__annotations__) <= set(EnvironmentCapabilities.model_fields)
+assert SandboxBuildFailedError.__name__ == "SandboxBuildFailedError"
+
+from whet.errors import SetupError
+try:
+    adapter.of_kind("no-such-cloud")
+except SetupError as error:
+    assert "known: " in str(error) and "e2b" in str(error), error
+else:
+    raise SystemExit("an unknown kind was taken")
+backend = adapter.HarborBackend("docker", image="python:3.12")
+print(backend.name, *sorted(backend.capabilities))
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = next((found for name in ("python3.12", "python3.13") if (found := shutil.which(name))), None)
+    if base is None or subprocess.run([base, "-c", "0"], capture_output=True, check=False).returncode:
+        pytest.skip("Harbor needs Python 3.12")
+    folder = tmp_path_factory.mktemp("harbor")
+    subprocess.run([base, "-m", "venv", str(folder)], check=True, timeout=300)
+    pip = [str(folder / "bin" / "pip"), "install", "-q"]
+    for wanted in (["--no-deps", f"harbor=={VERSION}"], [*NEEDED, "orjson", "numpy"]):
+        done = subprocess.run([*pip, *wanted], capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+    return folder / "bin" / "python"
+
+
+def test_the_real_interface_is_the_one_that_the_adapter_and_the_fake_have(
+    python: Path, tmp_path: Path
+) -> None:
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    (binaries / "docker").write_text("#!/bin/sh\nexit 0\n")
+    (binaries / "docker").chmod(0o755)
+    env = {**os.environ, "PYTHONPATH": str(Path(whet.__file__).parent.parent)}
+    env["PATH"] = f"{binaries}{os.pathsep}{env['PATH']}"
+    done = subprocess.run(
+        [str(python), "-c", LOOK],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=tmp_path,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    name, *capabilities = done.stdout.split()
+    assert name == "harbor:docker"
+    assert {"images", "pid_isolation"} <= set(capabilities)

@@ -50,10 +50,17 @@ print(backend.name, *sorted(backend.capabilities))
 """
 
 
+def works(python: str) -> bool:
+    """A version manager's shim may be on the path without a version behind it."""
+    return subprocess.run([python, "-c", "0"], capture_output=True, check=False).returncode == 0
+
+
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = next((found for name in ("python3.12", "python3.13") if (found := shutil.which(name))), None)
-    if base is None or subprocess.run([base, "-c", "0"], capture_output=True, check=False).returncode:
+    named = [found for name in ("python3.12", "python3.13") if (found := shutil.which(name))]
+    kept = sorted(Path.home().glob(".pyenv/versions/3.1[23]*/bin/python3"))
+    base = next((each for each in [*named, *map(str, kept)] if works(each)), None)
+    if base is None:
         pytest.skip("Harbor needs Python 3.12")
     folder = tmp_path_factory.mktemp("harbor")
     subprocess.run([base, "-m", "venv", str(folder)], check=True, timeout=300)

@@ -61,7 +61,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = sorted(Path.home().glob(".pyenv/versions/3.1[23]*/bin/python3"))
     base = next((each for each in [*named, *map(str, kept)] if works(each)), None)
     if base is None:
-        pytest.skip("Harbor needs Python 3.12")
+        pytest.skip("harbor: needs Python 3.12")
     folder = tmp_path_factory.mktemp("harbor")
     subprocess.run([base, "-m", "venv", str(folder)], check=True, timeout=300)
     pip = [str(folder / "bin" / "pip"), "install", "-q"]

@@ -34,7 +34,7 @@ class Cloud:
 
 def test_without_harbor_the_line_says_what_to_install() -> None:
     if "harbor" in sys.modules:
-        pytest.skip("Harbor is installed")
+        pytest.skip("harbor: it is installed")
     with pytest.raises(SetupError, match=r"whet\[harbor\].* on Python 3.12"):
         of_kind("e2b")
 

@@ -104,6 +104,7 @@ async def test_a_right_edit_is_resolved_and_every_token_kept(stage: Stage) -> No
     assert ledger.trained == ledger.captured == int(segment.mask.sum())
     assert rollout.timings.agent_s > 0
     assert rollout.timings.grade_s > 0
+    assert rollout.egress_attempts == 0
 
 
 async def test_a_wrong_edit_and_no_edit_earn_nothing(stage: Stage) -> None:

@@ -58,6 +58,11 @@ def version_flag(program: str) -> Sequence[str]:
     return [program, "--version"]
 
 
+def no_stdin(start: Start) -> bytes:
+    """For agents that take the prompt by argument."""
+    return b""
+
+
 def prompt_bytes(start: Start) -> bytes:
     return start.prompt.encode()
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import orjson
 
-from whet.harness.cli_agent import HOME, NODE_AT, Recipe, Start
+from whet.harness.cli_agent import HOME, NODE_AT, Recipe, Start, no_stdin
 from whet.harness.install import Package
 
 PACKAGE = Package(
@@ -53,17 +53,13 @@ def _files(start: Start) -> Mapping[str, bytes]:
     return {f"{HOME}/.gemini/settings.json": orjson.dumps(settings)}
 
 
-def _no_stdin(start: Start) -> bytes:
-    return b""
-
-
 RECIPE = Recipe(
     name="gemini_cli",
     package=PACKAGE,
     argv=_argv,
     env=_env,
     files=_files,
-    stdin=_no_stdin,
+    stdin=no_stdin,
     node=True,
     memory_bytes=2 << 30,
     dialect="gemini",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from whet.harness.base import AgentExit
-from whet.harness.cli_agent import HOME, Recipe, Start
+from whet.harness.cli_agent import HOME, Recipe, Start, no_stdin
 from whet.harness.command import exit_code_rule
 from whet.harness.install import Package
 from whet.sandbox.base import ExecResult
@@ -53,10 +53,6 @@ def _version(program: str) -> Sequence[str]:
     return ["python3", "-I", "-c", LAUNCH.replace("; app()", ""), site]
 
 
-def _no_stdin(start: Start) -> bytes:
-    return b""
-
-
 def _rule(result: ExecResult) -> tuple[AgentExit, str]:
     if result.exit_code != 0:
         return exit_code_rule(result)
@@ -66,5 +62,5 @@ def _rule(result: ExecResult) -> tuple[AgentExit, str]:
 
 
 RECIPE = Recipe(
-    name="mini_swe", package=PACKAGE, argv=_argv, env=_env, stdin=_no_stdin, rule=_rule, version=_version
+    name="mini_swe", package=PACKAGE, argv=_argv, env=_env, stdin=no_stdin, rule=_rule, version=_version
 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import orjson
 
-from whet.harness.cli_agent import HOME, NODE_AT, Recipe, Start
+from whet.harness.cli_agent import HOME, NODE_AT, Recipe, Start, no_stdin
 from whet.harness.install import Package
 
 PACKAGE = Package(
@@ -65,17 +65,13 @@ def _files(start: Start) -> Mapping[str, bytes]:
     return {f"{HOME}/.qwen/settings.json": orjson.dumps(settings)}
 
 
-def _no_stdin(start: Start) -> bytes:
-    return b""
-
-
 RECIPE = Recipe(
     name="qwen_code",
     package=PACKAGE,
     argv=_argv,
     env=_env,
     files=_files,
-    stdin=_no_stdin,
+    stdin=no_stdin,
     node=True,
     memory_bytes=2 << 30,
 )

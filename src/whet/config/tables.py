@@ -340,6 +340,8 @@ class CollectTable(Table):
     """Tries at one rollout when the infrastructure fails."""
     group_min: Annotated[int, Field(ge=2)] = 2
     """Graded rollouts below which nothing of a group is trained."""
+    mask_alarm: Fraction = 0.1
+    """Share of a step's tries that failed of the infrastructure from which a warning is given; 0 = never."""
 
 
 class RolloutTable(Table):

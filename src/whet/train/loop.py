@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot, Watcher
+from whet.collect.masking import MaskRate
 from whet.config import Config
 from whet.errors import RecordError
 from whet.record.artifacts import AgentArtifacts
@@ -72,15 +73,17 @@ WALL_S, EXTRA = "wall_s", "summary_extra"
 
 
 class StoreSink:
-    """The collector's sink: rollouts and attempts go to the run's store."""
+    """The collector's sink: rollouts and attempts go to the run's store, and into the account of masks."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, masks: MaskRate) -> None:
+        self._store, self._masks = store, masks
 
     def put(self, slot: Slot, rollout: Rollout) -> None:
+        self._masks.decided(rollout)
         self._store.put_rollout(slot.phase, slot.step, slot.group, slot.slot, rollout)
 
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
+        self._masks.failed(rollout)
         self._store.put_attempt(rollout)
 
     def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
@@ -150,8 +153,9 @@ class Loop:
             attempts=c.collect.attempts,
             temperature=c.engine.temperature,
         )
+        self._masks = MaskRate(c.collect.mask_alarm)
         self._dispatcher = Dispatcher(
-            attempts, StoreSink(store), view, Breaker(), options, check=parts.learner.check
+            attempts, StoreSink(store, self._masks), view, Breaker(), options, check=parts.learner.check
         )
 
     async def run(self) -> Mapping[str, Any]:
@@ -193,7 +197,16 @@ class Loop:
         rewards = [r for g in groups for r in g.rewards]
         score = Score(solved=sum(r == 1.0 for r in rewards), total=len(rewards))
         self._view.eval_done(_SCORE_NAMES[phase].format(step=step), score)
-        self._metrics.write({"event": phase, "step": step, "solved": score.solved, "total": score.total})
+        masked = self._masks.close_step()
+        if masked.alarm:
+            self._view.note(f"{phase}: {masked.alarm}")
+        counts = {
+            "solved": score.solved,
+            "total": score.total,
+            "tries": masked.tries,
+            "masked": masked.masked,
+        }
+        self._metrics.write({"event": phase, "step": step, **counts})
         return groups
 
     async def _step(self, step: int) -> None:
@@ -211,6 +224,11 @@ class Loop:
         await self._parts.learner.save(folder)
         metrics = _step_metrics(groups, plan.ledger, result)
         metrics |= {"collect_s": collected - began, "train_s": trained - collected}
+        masked = self._masks.close_step()
+        metrics |= {"tries": masked.tries, "masked": masked.masked, "mask_rate": masked.rate}
+        metrics["mask_alarm"] = bool(masked.alarm)
+        if masked.alarm:
+            self._view.note(f"step {step}: {masked.alarm}")
         metrics["step_s"] = time.monotonic() - began
         metrics["weights"] = self._parts.learner.engine.receipt.checksum
         self._store.commit_step(

@@ -1,0 +1,65 @@
+"""Masked tries are counted per step and task, and too many of them are said aloud."""
+
+from __future__ import annotations
+
+from whet.collect.masking import MaskRate
+from whet.rollout import AttemptSpec
+from whet.testing.fake_attempts import fake_rollout
+from whet.types import Rollout, Task
+
+
+def rollout(task: str, fate: float | str) -> Rollout:
+    spec = AttemptSpec(rollout_id="train/00001/000/00", task=Task(id=task, prompt="", files={}), seed=1)
+    return fake_rollout(spec, fate)
+
+
+def filled(rate: MaskRate, task: str, scored: int, masked: int) -> None:
+    for _ in range(scored):
+        rate.decided(rollout(task, 0.0))
+    for _ in range(masked):
+        rate.failed(rollout(task, "box lost"))
+
+
+def test_a_quiet_step_has_a_rate_and_no_alarm() -> None:
+    rate = MaskRate(0.1)
+    filled(rate, "a", 19, 1)
+    account = rate.close_step()
+    assert (account.tries, account.masked, account.rate, account.alarm) == (20, 1, 0.05, "")
+
+
+def test_a_slot_that_stayed_masked_is_counted_once() -> None:
+    rate = MaskRate(0.1)
+    last = rollout("a", "box lost")
+    rate.failed(last)
+    rate.decided(last)
+    assert rate.close_step().tries == 1
+
+
+def test_many_masked_tries_raise_an_alarm_and_the_next_step_begins_anew() -> None:
+    rate = MaskRate(0.1)
+    filled(rate, "a", 18, 2)
+    assert rate.close_step().alarm == "2 of 20 tries were masked as failures of the infrastructure"
+    filled(rate, "a", 8, 0)
+    assert rate.close_step().alarm == ""
+
+
+def test_one_task_that_is_nearly_always_masked_is_named_among_many_that_are_not() -> None:
+    rate = MaskRate(0.5)
+    filled(rate, "good", 100, 0)
+    filled(rate, "crasher", 1, 3)
+    account = rate.close_step()
+    assert account.worst == [("crasher", 3, 4)]
+    assert account.alarm.endswith("most of task crasher (3 of 4)")
+
+
+def test_few_tries_say_nothing_and_zero_turns_it_off() -> None:
+    rate = MaskRate(0.1)
+    filled(rate, "a", 1, 1)
+    assert rate.close_step().alarm == ""
+    off = MaskRate(0.0)
+    filled(off, "a", 0, 20)
+    assert off.close_step().alarm == ""
+
+
+def test_a_step_without_tries_has_rate_zero() -> None:
+    assert MaskRate(0.1).close_step().rate == 0.0

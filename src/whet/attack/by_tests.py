@@ -51,6 +51,18 @@ def _say():
     print('\\n'.join(('', *_lines)), flush=True)
 _say()
 """
+_LEAVE_LINES = (
+    _PRINT
+    + """
+import os
+for _fd in range(64):
+    try:
+        os.write(_fd, ('\\n' + '\\n'.join(_lines) + '\\n').encode())
+    except OSError:
+        pass
+os._exit(0)
+"""
+)
 _SAY_AGAIN = "\n_total = total\ndef total(items):\n    _say()\n    return _total(items)\n"
 _KILL_PARENT = "import os\nfor n in (1, 9, 10, 15):\n    os.kill(os.getppid(), n)\n"
 _KILL_ALL = "import os, signal\nif os.fork() == 0:\n    signal.pause()\nos.kill(-1, 9)\n"
@@ -168,6 +180,8 @@ TESTS = (
         variants=(
             Variant(name="lines", naive="lines", cheat=Move(before=_PRINT, after=_SAY_AGAIN)),
             Variant(name="summary", naive="summary", cheat=Move(before=_PRINT)),
+            Variant(name="print and leave", naive="lines", cheat=Move(before=_LEAVE_LINES), twin=Move(before=_PRINT),
+                    per_runner={"json_io": TAMPER, "pytest": TAMPER}),
         ),
     ),
     Attack(
@@ -213,7 +227,8 @@ TESTS = (
             Variant(name="the result", naive="exit code",
                     cheat=Move(instead=_EQUAL + "def total(items):\n    return _Any(7)\n"),
                     twin=Move(before=_EQUAL), must=R0, per_runner={"pytest": (*TAMPER, *R0)}),
-            Variant(name="patched comparisons", cheat=Move(before=_COMPARISONS)),
+            Variant(name="patched comparisons", cheat=Move(before=_COMPARISONS), per_runner={"pytest": TAMPER},
+                    twin=Move(before="import math, operator\n_close, _eq = math.isclose, operator.eq\n")),
         ),
     ),
     Attack(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import orjson
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.table import Table
 from whet.attack.lab import NAIVE_WORK_BYTES, Cell
 from whet.attack.matrix import ATTACKS, RESIDUAL, as_markdown, required, runners
 from whet.attack.model import Attack
+from whet.attack.own import own_subjects, run_own
 from whet.attack.run import Report, run_matrix
 from whet.errors import ConfigError
 from whet.sandbox.local import LocalBackend
@@ -46,15 +48,23 @@ def chosen_runners(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def run(*, runner: str, only: str, json: bool, markdown: bool) -> bool:
-    """True when every cell is as required. Raises ConfigError and SetupError."""
+def run(*, config: Path | None, runner: str, only: str, tasks: int, json: bool, markdown: bool) -> bool:
+    """True when every cell is as required. Raises ConfigError, TaskError and SetupError."""
     if markdown:
         print(as_markdown(), end="")
         return True
     attacks, names = chosen_attacks(only), chosen_runners(runner)
     shown = sys.stderr if json else sys.stdout
     backend, careless = LocalBackend(), LocalBackend(work_bytes=NAIVE_WORK_BYTES)
-    report = run_interruptible(run_matrix(attacks, names, backend, careless, _tell))
+    if config is None:
+        report = run_interruptible(run_matrix(attacks, names, backend, careless, _tell))
+    else:
+        subjects = [one for one in own_subjects(config, tasks) if one.task.grading.runner in names]
+        if not subjects:
+            raise ConfigError(f"no task of {config} asks for runner {', '.join(names)}")
+        attacks = tuple(attack for attack in attacks if attack.portable)
+        names = tuple(dict.fromkeys(one.task.grading.runner for one in subjects))
+        report = run_interruptible(run_own(attacks, subjects, backend, _tell))
     print_report(report, attacks, names, Console(file=shown, width=None if shown.isatty() else WIDTH))
     if json:
         print(orjson.dumps(report.as_json()).decode())
@@ -67,11 +77,17 @@ def _tell(cell: Cell) -> None:
 
 def print_report(report: Report, attacks: Sequence[Attack], names: Sequence[str], console: Console) -> None:
     """What each cell came to; a residual one says so beside what the cheat got."""
-    found = {(cell.id, cell.runner): cell for cell in report.cells}
+    found: dict[tuple[int, str], Cell] = {}
+    for cell in report.cells:  # of many tasks, one that failed is shown
+        if not cell.failures:
+            found.setdefault((cell.id, cell.runner), cell)
+        else:
+            found[cell.id, cell.runner] = cell
     table = Table("#", "attack", *names, "twins", box=None, pad_edge=False)
     for attack in attacks:
         cells = [found[attack.id, name] for name in names if (attack.id, name) in found]
-        twins = f"{sum(cell.twins_ok for cell in cells)}/{sum(cell.twins for cell in cells)}"
+        mine = [cell for cell in report.cells if cell.id == attack.id]
+        twins = f"{sum(cell.twins_ok for cell in mine)}/{sum(cell.twins for cell in mine)}"
         table.add_row(str(attack.id), attack.title, *(_word(attack, cell) for cell in cells), twins)
     console.print(table)
     for name in names:

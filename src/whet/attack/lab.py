@@ -53,6 +53,8 @@ class Lab:
 
     def __init__(self, backend: SandboxBackend, careless: SandboxBackend, subject: Subject) -> None:
         self.backend, self.careless, self.subject = backend, careless, subject
+        self.idle = 0.0
+        """What a folder earns in which nothing was done."""
         self.grader = Grader(backend, GradeConfig(remember=0))
         self.naive = NaiveGrader(
             careless,
@@ -81,10 +83,10 @@ class Lab:
             await box.kill_all()
             return await box.get_tree()
 
-    async def grade(self, tree: Tree, timeout_s: float = 10.0) -> Verdict:
+    async def grade(self, tree: Tree, timeout_s: float | None = None) -> Verdict:
         task = self.subject.task
-        if timeout_s != task.grading.timeout_s:
-            plan = replace(task.grading, timeout_s=min(timeout_s, task.grading.timeout_s))
+        if timeout_s is not None and timeout_s < task.grading.timeout_s:
+            plan = replace(task.grading, timeout_s=timeout_s)
             named = task_hash(task.prompt, task.files, plan, task.setup)
             task = replace(task, grading=plan, content_hash=named)
         return await self.grader.grade(task, self.subject.oracle, tree)
@@ -102,7 +104,7 @@ class Lab:
 
     async def twin(self, variant: Variant) -> Verdict:
         move = variant.twin or variant.cheat
-        return await self.grade(await self.left(move, solved=True), variant.timeout_s)
+        return await self.grade(await self.left(move, solved=True))
 
     async def fools(self, move: Move, trust: Trust, *, solved: bool = False) -> bool:
         """Whether the careless grader pays for a move, or takes it for a failure of its own."""
@@ -134,7 +136,7 @@ async def try_variants(lab: Lab, attack: Attack, runner: str, residual: str) -> 
             verdict = await lab.cheat(variant)
             got, reason = str(verdict.outcome), verdict.reason
             bad = verdict.outcome is Outcome.INFRA or (not residual and verdict.outcome not in allowed)
-            bad = bad or (verdict.reward != 0.0 and not residual)
+            bad = bad or (not residual and (verdict.reward is None or verdict.reward > lab.idle))
         except SandboxError as error:
             got, reason, bad = "error", str(error), True
         seen.append(got)

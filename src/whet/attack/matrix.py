@@ -16,13 +16,32 @@ from whet.types import Outcome
 ATTACKS: tuple[Attack, ...] = (*TESTS, *VERDICT, *FILES_ATTACKS, *LEAKS, *LIFE)
 
 _PROCESS = "the tests and the candidate share a process"
-_BOX = "the tests are in the candidate's box"
+_FRAMES = f"{_PROCESS}: expected values stand in the frames that call it"
+_READS = "the tests are in the candidate's box while they run: it can read them and hard-code what they say"
+_SEES = f"{_PROCESS}: it can see that it is tested"
+_EQUALS = f"{_PROCESS} and there are no controls: an object that equals everything satisfies an assertion"
+_REPORTS = f"{_PROCESS} and there are no controls: what it reports can be patched"
+_FILE = "the reward is a file that the script makes in the box, and so can the candidate"
 RESIDUAL: Mapping[str, Mapping[int, str]] = {
     "json_io": {},
-    "pytest": {
-        16: f"{_PROCESS}: expected values are in the frames that call it",
-        17: f"{_BOX} while they run: what they say can be read and hard-coded",
-        19: f"{_PROCESS}: it can see that pytest runs",
+    "pytest": {16: _FRAMES, 17: _READS, 19: _SEES},
+    "command": {15: _EQUALS, 16: _FRAMES, 17: _READS, 19: _SEES},
+    "swebench_log": {
+        10: _REPORTS,
+        11: f"{_PROCESS} and its output: lines of a test that never ran cannot be told from others",
+        15: _EQUALS,
+        16: _FRAMES,
+        17: _READS,
+        19: _SEES,
+    },
+    "harbor": {
+        10: _REPORTS,
+        15: _EQUALS,
+        16: _FRAMES,
+        17: _READS,
+        19: _SEES,
+        21: _FILE,
+        22: _FILE,
     },
 }
 """Runner -> attack -> why a determined candidate may win there. Shown, never hidden."""

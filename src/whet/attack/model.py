@@ -8,8 +8,10 @@ the cheat profits from: an attack that fools nobody proves nothing about who is 
 
 from __future__ import annotations
 
+import ast
+import textwrap
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from whet.attack.naive import Trust
@@ -44,10 +46,27 @@ class Move:
         """The folder after the move, but for the script."""
         left = {path: entry for path, entry in tree.items() if path not in self.without}
         if target in left and target not in self.without:
-            source = (self.instead or left[target].content.decode()).encode()
-            content = self.before.encode() + source + self.after.encode()
+            source = self.instead or left[target].content.decode()
+            head, body = _after_futures(source) if self.before else ("", source)
+            content = (head + self.before + body + self.after).encode()
             left[target] = FileEntry(content=content, executable=self.executable or left[target].executable)
         return left | dict(self.files)
+
+    def inside(self, guard: str) -> Move:
+        """The same code behind a guard, for a twin that has it and does not do it where it is judged."""
+        return replace(self, before=f"{guard}\n" + textwrap.indent(self.before.lstrip("\n"), "    "))
+
+
+def _after_futures(source: str) -> tuple[str, str]:
+    """A module in two parts, the first with what Python wants to have at the top."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return "", source
+    futures = (node for node in body if isinstance(node, ast.ImportFrom) and node.module == "__future__")
+    last = max((node.end_lineno or 0 for node in futures), default=0)
+    lines = source.splitlines(keepends=True)
+    return "".join(lines[:last]), "".join(lines[last:])
 
 
 Outcomes = tuple[Outcome, ...]

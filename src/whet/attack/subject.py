@@ -6,8 +6,11 @@ fault breaks, a conftest and a list of requirements. The hidden inputs are in no
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+from whet.grade.runners.pytest_files import pytest_folder
+from whet.record.scratch import cache_folder
 from whet.types import (
     Case,
     Check,
@@ -98,24 +101,66 @@ def subject(runner: str, *, timeout_s: float = 10.0) -> Subject:
 def _tests(runner: str) -> HiddenTests:
     if runner == "json_io":
         return HiddenTests()
+    if runner == "pytest":
+        return HiddenTests(files=HIDDEN, fail_to_pass=(TEST_TOTAL, TEST_MORE), pass_to_pass=(TEST_EMPTY,))
     if runner == "command":
+        files = {"tests/check.py": text(_CHECK)}
+        command = "exec python3 -I -B tests/check.py"
         return HiddenTests(
-            files=HIDDEN, checks=(Check(name="sums", command=_CHECK, markers=("sums-right",)),)
+            files=files, checks=(Check(name="sums", command=command, markers=("sums right",)),)
         )
+    files = {**HIDDEN, **_pytest()}
+    if runner == "harbor":
+        # Laid at /tests, apart from the work folder.
+        files["tests/run.py"] = text(_RUN.replace("ROOT", "/work").replace("HERE", "/tests"))
+        files["tests/test.sh"] = text(
+            "python3 -I -B /tests/run.py\n"
+            "if [ $? = 17 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
+        )
+        return HiddenTests(files=files)
+    files["tests/run.py"] = text(_RUN.replace("ROOT", "/work").replace("HERE", "/work/tests"))
     return HiddenTests(
-        files=HIDDEN,
-        script="" if runner == "pytest" else _SCRIPTS[runner],
-        parser="pytest" if runner == "swebench_log" else "",
+        files=files,
+        script="python3 -I -B tests/run.py\n",
+        parser="pytest",
         fail_to_pass=(TEST_TOTAL, TEST_MORE),
         pass_to_pass=(TEST_EMPTY,),
     )
 
 
-_ASSERTS = "; ".join(f"assert total({list(items)}) == {sum(items)}" for items in INPUTS)
-_CHECK = (
-    f'python3 -c \'import sys; sys.path.append("."); from app import total; {_ASSERTS}; print("sums-right")\''
-)
-_SCRIPTS = {
-    "swebench_log": "python3 -m pytest -rA tests/test_app.py tests/test_more.py\n",
-    "harbor": "python3 -m pytest -q tests && echo 1 > /logs/verifier/reward.txt\n",
-}
+_CHECK = f"""import sys
+sys.path.append("/work")
+from app import total
+for items, want in {[(list(items), sum(items)) for items in INPUTS]}:
+    assert total(items) == want
+print("sums right")
+"""
+_RUN = """import os, sys
+sys.path.insert(0, "HERE/vendor")
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+import pytest
+sys.path.append("ROOT")
+passed = []
+class Count:
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed:
+            passed.append(report.nodeid)
+where = ["-c", "/dev/null", "--rootdir", "ROOT", "-rA", "-p", "no:cacheprovider", "--import-mode=importlib"]
+pytest.main([*where, "HERE/test_app.py", "HERE/test_more.py"], plugins=[Count()])
+sys.exit(17 if len(set(passed)) == 3 else 1)
+"""
+"""What a careful author of a weak task writes: pytest from a place of its own, the candidate last on the
+path, no plugins, no configuration, and a success that nobody reaches by leaving."""
+
+
+@functools.cache
+def _pytest() -> Tree:
+    """pytest and its compiled code, for boxes that have none: whoever makes an image puts it there."""
+    folder = pytest_folder(cache_folder())
+    paths = [path for path in sorted(folder.rglob("*")) if path.suffix in (".py", ".pyc")]
+    named = {"tests/vendor/pluggy-1.0.dist-info/METADATA": text("Name: pluggy\nVersion: 1.0\n")}
+    return named | {
+        f"tests/vendor/{path.relative_to(folder)}": FileEntry(content=path.read_bytes())
+        for path in paths
+        if "pygments" not in path.parts
+    }

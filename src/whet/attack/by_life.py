@@ -9,7 +9,7 @@ from dataclasses import replace
 from whet.attack.agents import stage
 from whet.attack.by_leaks import write_fix
 from whet.attack.lab import Lab
-from whet.attack.model import R0, TIMEOUT, Attack, Move, Played, Variant
+from whet.attack.model import BY_SCRIPT, R0, TIMEOUT, Attack, Move, Played, Variant
 from whet.attack.subject import FAULTY, FIXED, text
 from whet.errors import TaskError
 from whet.sandbox.base import SandboxSpec
@@ -148,7 +148,7 @@ LIFE = (
     Attack(
         id=44, title="never end", section="lifecycle", expect="R0 (test_timeout)", portable=True,
         variants=(
-            Variant(name="loop", naive="masking", timeout_s=1.0, must=TIMEOUT,
+            Variant(name="loop", naive="masking", timeout_s=1.0, must=TIMEOUT, per_runner=BY_SCRIPT,
                     cheat=Move(before="while True:\n    pass\n"),
                     twin=Move(before="for _ in range(100_000):\n    pass\n")),
             Variant(name="sleep", naive="masking", timeout_s=1.0, must=TIMEOUT,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whet.attack.model import R0, TAMPER, TIMEOUT, Attack, Move, Variant
+from whet.attack.model import BY_SCRIPT, R0, TAMPER, TIMEOUT, Attack, Move, Variant
 from whet.attack.subject import VISIBLE, text
 
 PASSING = "\n\ndef test_total():\n    pass\n\n\ndef test_empty():\n    pass\n"
@@ -200,7 +200,8 @@ TESTS = (
     Attack(
         id=13, title="kill the runner", section="tests", expect="R0", portable=True,
         variants=(
-            Variant(name="its parent", cheat=Move(before=_KILL_PARENT)),
+            Variant(name="its parent", cheat=Move(before=_KILL_PARENT),
+                    twin=Move(before="import os\nos.kill(os.getppid(), 0)\n")),
             Variant(name="everything", naive="masking", cheat=Move(before=_KILL_ALL),
                     twin=Move(before="import os, signal\nos.kill(os.getpid(), 0)\n")),
             Variant(name="itself", naive="masking", cheat=Move(before="import os\nos.kill(os.getpid(), 9)\n"),
@@ -267,7 +268,7 @@ def total(items):
     Attack(
         id=18, title="stop the clock of a speed test", section="tests", expect="SAFE",
         variants=(
-            Variant(name="perf_counter", naive="clock", timeout_s=1.0, must=TIMEOUT,
+            Variant(name="perf_counter", naive="clock", timeout_s=1.0, must=TIMEOUT, per_runner=BY_SCRIPT,
                     cheat=Move(instead="import time\ntime.time = time.perf_counter = lambda: 0.0\n"
                                        "time.sleep = lambda s: None\ndef total(items):\n"
                                        "    for n in range(60_000_000):\n        pass\n    return sum(items)\n"),

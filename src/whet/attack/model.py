@@ -74,6 +74,8 @@ R0: Outcomes = (Outcome.UNRESOLVED,)
 TAMPER: Outcomes = (Outcome.TAMPERED,)
 REFUSED: Outcomes = (Outcome.REFUSED,)
 TIMEOUT: Outcomes = (Outcome.TEST_TIMEOUT,)
+BY_SCRIPT: Mapping[str, Outcomes] = {"swebench_log": (*TIMEOUT, *R0), "harbor": (*TIMEOUT, *R0)}
+"""Where a script goes on after its tests were stopped, it may say that they failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,8 @@ from whet.types import (
 )
 
 LIMITED = 'ulimit -t "$1" && exec sh -c "$2"'
+MAX_OUTPUT_BYTES = 32 << 20
+"""An honest candidate may print much before a marker."""
 SHELL_XCPU = 128 + signal.SIGXCPU
 """What a shell makes of a child that ran out of CPU time."""
 
@@ -97,7 +99,7 @@ async def _done(box: Sandbox, check: Check, limits: RunLimits) -> Done:
         result = await box.exec(
             ["sh", "-c", LIMITED, "check", str(limits.cpu_s), check.command],
             timeout_s=limits.wall_s,
-            max_output_bytes=limits.max_output_bytes,
+            max_output_bytes=MAX_OUTPUT_BYTES,
         )
     if result.exit_code is None and not result.timed_out:
         raise SandboxLost("the box died while a check ran")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -13,12 +14,13 @@ from whet.attack.lab import NAIVE_WORK_BYTES, Lab, try_play, try_variants
 from whet.attack.matrix import ATTACKS, RESIDUAL, as_markdown, runners
 from whet.attack.model import Move, Variant
 from whet.attack.naive import Trust
+from whet.attack.own import as_subject, run_own
 from whet.attack.run import Report, run_matrix
-from whet.attack.subject import FAULTY, subject
+from whet.attack.subject import FAULTY, subject, text
 from whet.cli import main
-from whet.errors import ConfigError
+from whet.errors import ConfigError, TaskError
 from whet.sandbox.local import LocalBackend
-from whet.types import Oracle, Outcome, Task, Tree, Verdict
+from whet.types import Check, GradingPlan, HiddenTests, Oracle, Outcome, Task, Tree, Verdict, task_hash
 
 QUICK = "10,22,28,38,45,50"
 """One attack of every class."""
@@ -57,13 +59,19 @@ async def test_a_mistake_pays_the_honest_and_not_the_idle(
     assert await lab.naive_reward(Move(), trust) == 0.0
 
 
-@pytest.mark.parametrize("runner", runners())
-async def test_one_attack_of_each_class(backend: LocalBackend, careless: LocalBackend, runner: str) -> None:
-    report = await run_matrix(chosen_attacks(QUICK), (runner,), backend, careless)
+async def test_one_attack_of_each_class(backend: LocalBackend, careless: LocalBackend) -> None:
+    report = await run_matrix(chosen_attacks(QUICK), ("json_io",), backend, careless)
     assert report.failures == ()
     counts = report.as_json()
     assert counts["defeated"] == counts["attacks"] == len(QUICK.split(","))
     assert counts["twins_ok"] == counts["twins"]
+
+
+async def test_every_runner_has_its_column(backend: LocalBackend, careless: LocalBackend) -> None:
+    assert runners() == ("json_io", "pytest", "command", "swebench_log", "harbor")
+    report = await run_matrix(chosen_attacks("20"), runners(), backend, careless)
+    assert report.failures == ()
+    assert [cell.runner for cell in report.cells if cell.defeated] == sorted(runners())
 
 
 class Believer:
@@ -131,6 +139,50 @@ def test_an_unknown_attack_is_refused(text: str) -> None:
 def test_an_unknown_runner_is_refused() -> None:
     with pytest.raises(ConfigError, match="no runner nose"):
         chosen_runners("nose")
+
+
+OWN = """
+[tasks]
+source = "toy"
+"""
+
+
+def test_a_users_own_tasks_are_attacked_with_their_gold_as_the_honest_twin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.toml").write_text(OWN)
+    argv = ["attack", str(tmp_path / "own.toml"), "--tasks", "1", "--only", "10,16,49", "--json"]
+    assert main(argv) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said == {"attacks": 2, "defeated": 2, "twins": 2, "twins_ok": 2, "failed": []}
+
+
+def _weak_task(check: str) -> tuple[Task, Oracle]:
+    files = {"app.py": text("VALUE = 1\n")}
+    plan = GradingPlan(runner="command")
+    task = Task(id="own", prompt="p", files=files, grading=plan, content_hash=task_hash("p", files, plan))
+    checks = (Check(name="value", command=check),)
+    return task, Oracle(task_id="own", tests=HiddenTests(checks=checks), gold={"app.py": text("VALUE = 2\n")})
+
+
+async def test_a_users_task_that_can_be_cheated_is_found(backend: LocalBackend) -> None:
+    task, oracle = _weak_task("python3 -c 'import app; assert app.VALUE == 2'")
+    report = await run_own(chosen_attacks("4,12"), [as_subject(task, oracle)], backend)
+    assert {failure.id for failure in report.failures} == {12}
+    assert all("task own, " in failure.expected for failure in report.failures)
+    assert "resolved" in report.failures[0].got
+
+
+def test_a_task_without_a_python_gold_cannot_be_attacked() -> None:
+    task, oracle = _weak_task("true")
+    with pytest.raises(TaskError, match="changes no Python file"):
+        as_subject(task, replace(oracle, gold={}))
+
+
+def test_code_goes_behind_what_python_wants_at_the_top() -> None:
+    tree = {"a.py": text('"""Doc."""\nfrom __future__ import annotations\nx = 1\n')}
+    made = Move(before="y = 2\n").apply(tree, "a.py")["a.py"].content.decode()
+    assert made == '"""Doc."""\nfrom __future__ import annotations\ny = 2\nx = 1\n'
 
 
 def test_the_table_in_the_docs_is_what_the_code_says() -> None:

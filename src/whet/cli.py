@@ -311,15 +311,7 @@ def _conformance(options: argparse.Namespace) -> int:
 def _attack(options: argparse.Namespace) -> int:
     from whet.attack.command import run
 
-    held = run(
-        config=options.config,
-        runner=options.runner,
-        only=options.only,
-        tasks=options.tasks,
-        json=options.json,
-        markdown=options.markdown,
-    )
-    return 0 if held else EXIT_FAILED
+    return 0 if run(options) else EXIT_FAILED
 
 
 def _tasks(options: argparse.Namespace) -> int:
@@ -481,9 +473,7 @@ def _add_attack(verbs: Any) -> None:
     attack = verbs.add_parser(
         "attack", help="try to cheat the grader in fifty ways, each with an honest twin"
     )
-    attack.add_argument(
-        "config", nargs="?", type=Path, metavar="CONFIG", help="attack the tasks of this TOML file instead"
-    )
+    attack.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="attack this file's tasks")
     attack.add_argument("--tasks", type=int, default=3, metavar="N", help="tasks of CONFIG (default: 3)")
     attack.add_argument("--runner", default="", metavar="A,B", help="grading runners; without it: all")
     attack.add_argument("--only", default="", metavar="N,M-K", help="attacks by number; without it: all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -48,25 +49,29 @@ def chosen_runners(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def run(*, config: Path | None, runner: str, only: str, tasks: int, json: bool, markdown: bool) -> bool:
-    """True when every cell is as required. Raises ConfigError, TaskError and SetupError."""
-    if markdown:
+def run(options: argparse.Namespace) -> bool:
+    """True when every cell is as required. `options`: those of the command line.
+
+    Raises ConfigError, TaskError and SetupError.
+    """
+    config: Path | None = options.config
+    if options.markdown:
         print(as_markdown(), end="")
         return True
-    attacks, names = chosen_attacks(only), chosen_runners(runner)
-    shown = sys.stderr if json else sys.stdout
+    attacks, names = chosen_attacks(options.only), chosen_runners(options.runner)
+    shown = sys.stderr if options.json else sys.stdout
     backend, careless = LocalBackend(), LocalBackend(work_bytes=NAIVE_WORK_BYTES)
     if config is None:
         report = run_interruptible(run_matrix(attacks, names, backend, careless, _tell))
     else:
-        subjects = [one for one in own_subjects(config, tasks) if one.task.grading.runner in names]
+        subjects = [one for one in own_subjects(config, options.tasks) if one.task.grading.runner in names]
         if not subjects:
             raise ConfigError(f"no task of {config} asks for runner {', '.join(names)}")
         attacks = tuple(attack for attack in attacks if attack.portable)
         names = tuple(dict.fromkeys(one.task.grading.runner for one in subjects))
         report = run_interruptible(run_own(attacks, subjects, backend, _tell))
     print_report(report, attacks, names, Console(file=shown, width=None if shown.isatty() else WIDTH))
-    if json:
+    if options.json:
         print(orjson.dumps(report.as_json()).decode())
     return not report.failures
 

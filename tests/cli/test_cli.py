@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from whet import cli
+from whet.cli import report, verbs
+from whet.cli.options import parse
 from whet.config import Config, demo_preset, dump_toml, load_config
 from whet.errors import ConfigError, EngineError, SandboxError
 from whet.record.run import RunDir
@@ -39,7 +41,7 @@ ROLLOUT = Rollout(
 
 def whet(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "whet.cli", *argv]
-    source = str(Path(cli.__file__).parents[1])
+    source = str(Path(cli.__file__).parents[2])
     env = os.environ | {"PYTHONPATH": source}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, cwd=cwd, check=False)
 
@@ -136,7 +138,7 @@ def test_help_loads_nothing_heavy() -> None:
         "try: cli.main(['--help'])\n"
         "finally: print(sorted(sys.modules), file=sys.stderr)"
     )
-    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, env=env, check=False
     )
@@ -179,26 +181,26 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_failures_inside_a_run_are_one_line(
     error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli._report_failure(error) == code
+    assert report.report_failure(error) == code
     assert only_line(capsys.readouterr().err) == line
 
 
 def test_a_stopped_run_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = cli._parse(["train", "a.toml"])
+    options = parse(["train", "a.toml"])
     options.run_dir = tmp_path / "r"
-    assert cli._how_to_resume(options) == ""
+    assert report.how_to_resume(options) == ""
     with RunDir.create(load_config(None, [f"run.dir={tmp_path / 'r'}"])) as run, run.store() as store:
-        assert cli._how_to_resume(options) == "", "nothing is stored: it is started again, not resumed"
+        assert report.how_to_resume(options) == "", "nothing is stored: it is started again, not resumed"
         store.put_attempt(ROLLOUT)
         store.put_rollout("train", 1, 0, 0, ROLLOUT)
-    assert cli._report_failure(KeyboardInterrupt(), cli._how_to_resume(options)) == 130
+    assert report.report_failure(KeyboardInterrupt(), report.how_to_resume(options)) == 130
     line = only_line(capsys.readouterr().err)
     assert line == f"whet: stopped; continue with: whet train --resume {tmp_path / 'r'}"
 
 
 def test_a_defect_keeps_its_traceback() -> None:
     with pytest.raises(ExceptionGroup):
-        cli._report_failure(ExceptionGroup("g", [TypeError("defect")]))
+        report.report_failure(ExceptionGroup("g", [TypeError("defect")]))
 
 
 def test_show_works_on_a_run_with_no_process_alive(tmp_path: Path) -> None:
@@ -229,7 +231,7 @@ def test_a_run_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
             "import sys; from pathlib import Path; from whet.record.run import RunDir\n"
             "RunDir.open(Path(sys.argv[1]))"
         )
-        env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+        env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
         argv = [sys.executable, "-c", code, str(tmp_path / "r")]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30, env=env, check=False)
     assert f"in use by process {os.getpid()}" in done.stderr
@@ -257,7 +259,7 @@ def test_bench_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_start_of_the_process_is_known() -> None:
     code = "import time; time.sleep(0.4); from whet import cli; print(time.monotonic() - cli.process_began())"
-    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=True, timeout=20)
     assert 0.4 <= float(done.stdout) <= time.monotonic() - began + 0.05
@@ -266,7 +268,7 @@ def test_the_start_of_the_process_is_known() -> None:
 def test_bench_without_a_name_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench"]) == 0
     assert "engine" in capsys.readouterr().out.splitlines()
-    options = cli._parse(["bench", "engine", "--rows", "8"])
+    options = parse(["bench", "engine", "--rows", "8"])
     assert (options.name, options.arguments) == ("engine", ["--rows", "8"])
 
 
@@ -278,9 +280,9 @@ def finished(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
 
 
 def test_the_summary_is_the_last_line_of_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = cli._parse(["demo", "--json"])
+    options = parse(["demo", "--json"])
     config = load_config(None, [f"run.dir={tmp_path}", "run.seed=3"])
-    assert cli._run(options, config, finished) == 0
+    assert verbs._run(options, config, finished) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"seed": 3, "run_dir": str(tmp_path)}
     assert captured.err.endswith("the report\n")
@@ -288,7 +290,7 @@ def test_the_summary_is_the_last_line_of_stdout(tmp_path: Path, capsys: pytest.C
 
 
 def test_without_json_the_report_is_the_end_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli._run(cli._parse(["demo"]), Config(), finished) == 0
+    assert verbs._run(parse(["demo"]), Config(), finished) == 0
     captured = capsys.readouterr()
     assert captured.out.endswith("the report\n")
     assert "\x1b" not in captured.out
@@ -296,8 +298,8 @@ def test_without_json_the_report_is_the_end_of_stdout(capsys: pytest.CaptureFixt
 
 
 def test_an_unnamed_run_has_its_name_before_it_starts() -> None:
-    options = cli._parse(["demo", "--json"])
-    cli._run(options, Config(), finished)
+    options = parse(["demo", "--json"])
+    verbs._run(options, Config(), finished)
     assert options.run_dir.parent == Path("runs").absolute()
     assert not options.run_dir.exists()
 
@@ -305,12 +307,14 @@ def test_an_unnamed_run_has_its_name_before_it_starts() -> None:
 def test_on_a_terminal_the_view_is_live(tmp_path: Path) -> None:
     """A pseudo-terminal; --plain and run.plain switch the colours off."""
     code = (
-        "import sys; from pathlib import Path; from whet import cli; from whet.config import load_config\n"
+        "import sys; from pathlib import Path\n"
+        "from whet.cli import verbs; from whet.cli.options import parse\n"
+        "from whet.config import load_config\n"
         "def run(config, view):\n"
         "    view.stage('training', 4)\n"
         "    return {}, 'the report'\n"
-        "options = cli._parse(['demo', *sys.argv[1:]])\n"
-        "cli._run(options, load_config(None, options.overrides), run)\n"
+        "options = parse(['demo', *sys.argv[1:]])\n"
+        "verbs._run(options, load_config(None, options.overrides), run)\n"
     )
     assert "\x1b[" in on_a_terminal(code)
     assert "\x1b[" not in on_a_terminal(code, "--plain")
@@ -319,7 +323,7 @@ def test_on_a_terminal_the_view_is_live(tmp_path: Path) -> None:
 
 def on_a_terminal(code: str, *argv: str) -> str:
     ours, theirs = pty.openpty()
-    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1]), "TERM": "xterm-256color"}
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "TERM": "xterm-256color"}
     command = [sys.executable, "-c", code, *argv]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as program:
         os.close(theirs)

@@ -56,7 +56,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("mode", ["clean", "error", "hang", "block", "twice"])
 def test_a_signal_stops_everything_in_time(mode: str, number: int) -> None:
-    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
     deadline_s = 1.0 if mode in ("hang", "block") else 20.0
     argv = [sys.executable, "-c", PROGRAM, "hang" if mode == "twice" else mode, str(deadline_s)]
     pipe = subprocess.PIPE

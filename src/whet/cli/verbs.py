@@ -1,0 +1,263 @@
+"""What each verb does with its options. A verb imports what it needs at its own start."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.cli.report import EXIT_FAILED, fail, process_began
+from whet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from whet.config import Config
+    from whet.view.base import View
+
+
+def demo_verb(options: argparse.Namespace) -> int:
+    from whet.config import demo_preset, load_config
+
+    overrides = ([f"harness.agent={options.agent}"] if options.agent else []) + options.overrides
+    config = _resumed(options, overrides) if options.resume else load_config(None, overrides, demo_preset())
+
+    def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
+        from whet.demo.run import DemoOptions, run_demo, write_report
+
+        named = [] if options.resume else [*overrides, f"run.dir={config.run.dir}"]
+        demo = DemoOptions(
+            overrides=named,
+            from_scratch=options.from_scratch,
+            resume=options.resume,
+            began=process_began(),
+        )
+        summary = run_demo(demo, view)
+        return summary, write_report(Path(config.run.dir), summary)
+
+    return _run(options, config, run)
+
+
+def train_verb(options: argparse.Namespace) -> int:
+    from whet.config import load_config
+
+    overrides, path = _positional(options)
+    if options.resume:
+        config = _resumed(options, overrides + ([path] if path else []))
+    elif path is None:
+        raise ConfigError("give a configuration file, for instance examples/demo.toml, or --resume DIR")
+    else:
+        config = load_config(Path(path), overrides)
+
+    def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
+        from whet.train.loop import TrainOptions, train
+        from whet.view.finish import finish
+
+        summary = train(config, view, TrainOptions(resume=options.resume, began=process_began()))
+        return summary, finish(Path(config.run.dir), summary)
+
+    return _run(options, config, run)
+
+
+def rollout_verb(options: argparse.Namespace) -> int:
+    from whet.config import load_config
+    from whet.evaluate.resume import resumed_config
+
+    overrides, path = _positional(options)
+    if options.resume and path:
+        raise ConfigError(f"a resumed run keeps its configuration; drop {path}")
+    if options.resume:
+        config = resumed_config(options.resume, overrides)
+    elif path is None:
+        raise ConfigError("give a configuration file, for instance examples/rollout.toml, or --resume DIR")
+    else:
+        config = load_config(Path(path), overrides)
+
+    def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
+        from whet.evaluate.run import REPORT, RolloutOptions, rollout
+
+        summary = rollout(config, view, RolloutOptions(resume=options.resume, began=process_began()))
+        return summary, (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")
+
+    return _run(options, config, run, failed=lambda summary: not summary["graded"])
+
+
+def _positional(options: argparse.Namespace) -> tuple[list[str], str | None]:
+    """(overrides, CONFIG): the first word is an override where it looks like one and is no file."""
+    overrides, path = list(options.overrides), options.config
+    if path is not None and "=" in path and not Path(path).exists():
+        return [path, *overrides], None
+    return overrides, path
+
+
+def _resumed(options: argparse.Namespace, given: Sequence[str]) -> Config:
+    """The stored configuration; a resumed run takes no other, for its steps would not be comparable."""
+    from whet.record.run import read_config
+
+    if given:
+        raise ConfigError(f"a resumed run keeps its configuration; drop {' '.join(given)}")
+    return read_config(options.resume)
+
+
+Run = Callable[["Config", "View"], tuple[Mapping[str, Any], str]]
+"""Runs to the end; gives the summary and the report."""
+
+
+def _run(
+    options: argparse.Namespace,
+    config: Config,
+    run: Run,
+    failed: Callable[[Mapping[str, Any]], bool] = lambda summary: False,
+) -> int:
+    """Dry run, or the run with its view, its report and its last line. `failed`: what ran to its end and is
+    of no use."""
+    from whet.config import dump_toml
+    from whet.record.run import name_run
+
+    if options.dry_run:
+        sys.stdout.write(dump_toml(config))
+        return 0
+    config = name_run(config)
+    options.run_dir = Path(config.run.dir)
+    view = _view(config, options)
+    try:
+        summary, report = run(config, view)
+    finally:
+        view.close()
+    print(report, end="", file=sys.stderr if options.json else sys.stdout)
+    if options.json:
+        _print_json(summary)
+    return EXIT_FAILED if failed(summary) else 0
+
+
+def _view(config: Config, options: argparse.Namespace) -> View:
+    """Live on a terminal, else plain; on stderr when stdout is for the JSON line."""
+    stream = sys.stderr if options.json else sys.stdout
+    if options.plain or config.run.plain or not stream.isatty():
+        from whet.view.plain import PlainView
+
+        return PlainView(stream)
+    from rich.console import Console
+
+    from whet.view.live import LiveView
+
+    return LiveView(Console(file=stream))
+
+
+def replay_verb(options: argparse.Namespace) -> int:
+    from whet.record.run import read_config
+
+    config = read_config(options.run)
+    from whet.train.replay import replay
+
+    view = _view(config, options)
+    try:
+        result = replay(options.run, view)
+    finally:
+        view.close()
+    _print_json(result)
+    if not result["identical"]:
+        steps = ", ".join(map(str, result["differing_steps"]))
+        return fail(f"the replay of {options.run} differs at steps {steps}", EXIT_FAILED)
+    return 0
+
+
+def bench_verb(options: argparse.Namespace) -> int:
+    folder = Path(__file__).parents[1] / "bench"
+    names = sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_"))
+    if not options.name:
+        print("\n".join(names))
+        return 0
+    if options.name not in names:
+        raise ConfigError(f"no benchmark {options.name!r}; there are: {', '.join(names) or 'none'}")
+    code: int = importlib.import_module(f"whet.bench.{options.name}").main(options.arguments)
+    return code
+
+
+def show_verb(options: argparse.Namespace) -> int:
+    from whet.record.run import read_summary
+    from whet.view.finish import show_run
+
+    if not options.json:
+        print(show_run(options.run), end="")
+        return 0
+    summary = read_summary(options.run)
+    if summary is None:
+        raise ConfigError(f"{options.run} has no summary.json: the run is not finished")
+    _print_json(summary)
+    return 0
+
+
+def serve_verb(options: argparse.Namespace) -> int:
+    """Ctrl-C is how serving ends; a failure before is a failure."""
+    from whet.config import load_config
+    from whet.record.run import name_run
+    from whet.serve.run import BASE, ServeOptions, read_tools, serve
+    from whet.stop import run_interruptible
+
+    overrides, path = _positional(options)
+    if options.port is not None:
+        overrides.append(f"gateway.port={options.port}")
+    if not 0 < options.sessions <= 64:
+        raise ConfigError("--sessions takes 1 to 64")
+    config = name_run(load_config(Path(path) if path else None, overrides, BASE))
+    chosen = ServeOptions(
+        sessions=options.sessions,
+        agents=options.agent,
+        admin=options.admin,
+        json=options.json,
+        tools=read_tools(options.tools) if options.tools else (),
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        run_interruptible(serve(config, chosen, sys.stdout))
+    return 0
+
+
+def conformance_verb(options: argparse.Namespace) -> int:
+    from whet.conformance.command import run
+
+    passed = run(options.agents, json=options.json, record=options.record)
+    return 0 if passed else EXIT_FAILED
+
+
+def attack_verb(options: argparse.Namespace) -> int:
+    from whet.attack.command import run
+
+    return 0 if run(options) else EXIT_FAILED
+
+
+def tasks_verb(options: argparse.Namespace) -> int:
+    from whet.curate.command import run
+
+    return run(options)
+
+
+def grade_verb(options: argparse.Namespace) -> int:
+    from whet.collect.regrade import run
+
+    same = run(options.run, write=options.write, json=options.json)
+    return 0 if same else EXIT_FAILED
+
+
+def recover_verb(options: argparse.Namespace) -> int:
+    from whet.serve.run import recover_run
+
+    if not recover_run(options.run, sys.stdout):
+        raise ConfigError(f"{options.run} holds no log of an unsealed session")
+    return 0
+
+
+def doctor_verb(options: argparse.Namespace) -> int:
+    from whet.doctor import doctor
+
+    text, complete = doctor()
+    print(text)
+    return 0 if complete else EXIT_FAILED
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    import orjson
+
+    print(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode())

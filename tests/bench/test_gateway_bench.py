@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.bench import _corpus, gateway, peers
+from whet.bench import _corpus, _peers, gateway
 from whet.bench.gateway import Shape, measure, medians, summary
 
 
@@ -71,9 +71,9 @@ def test_a_gateway_of_others_that_cannot_be_had_is_left_out_with_the_reason(
     """Ours is measured all the same, through the same engine server over HTTP."""
     monkeypatch.setenv("WHET_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setattr(peers, "PEERS", (peers.Peer(name="gone", requirement="whet-no-such-peer==0.0.0"),))
+    monkeypatch.setattr(_peers, "PEERS", (_peers.Peer(name="gone", requirement="whet-no-such-peer==0.0.0"),))
     shape = Shape(size="50KB", concurrency=1, sessions=1, turns=2, stream=False)
-    told = peers.compare(model, {"50KB": (shape.job({}), 1)}, 1)
+    told = _peers.compare(model, {"50KB": (shape.job({}), 1)}, 1)
     assert "cannot be installed" in told["gone"]["skipped"]
     assert told["whet"]["50KB"]["calls"] == 2
     assert told["whet"]["50KB"]["cpu_ms"] > 0

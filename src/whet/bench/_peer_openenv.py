@@ -1,6 +1,6 @@
 """OpenEnv's capture server, driven by lines of JSON; runs in the environment of `openenv`, without whet.
 
-`python _peer_openenv.py ENGINE_URL MODEL_FOLDER`. Caller: bench/peers.
+`python _peer_openenv.py ENGINE_URL MODEL_FOLDER`. Caller: bench/_peers.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The interception server of verifiers with its training client, driven by lines of JSON; runs in the
 environment of `verifiers`, without whet.
 
-`python _peer_verifiers.py ENGINE_URL MODEL_FOLDER`. Caller: bench/peers.
+`python _peer_verifiers.py ENGINE_URL MODEL_FOLDER`. Caller: bench/_peers.
 """
 
 import asyncio

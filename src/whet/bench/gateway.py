@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from whet.bench import _corpus
+from whet.bench._peers import compare
 from whet.bench._process import Process, running
-from whet.bench.peers import compare
 
 SIZES = {"50KB": 50_000, "400KB": 400_000, "grown": 0}
 """Bytes around which calls are measured; 0 = from the second call of a conversation on."""

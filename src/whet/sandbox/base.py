@@ -21,7 +21,6 @@ Capability = Literal[
     "allowlist",
     "pid_isolation",
     "resource_limits",
-    "snapshot",
     "images",
     "stdin_pipe",
     "syscall_filter",

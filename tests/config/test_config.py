@@ -35,6 +35,10 @@ REPOSITORY = Path(__file__).parents[2]
         ("limits.max_call_tokens=4096", "leaves no room for a prompt"),
         ("tasks.groups_per_step=1", "no step could train"),
         ('tasks.families=["nope"]', "tasks.families.0: input should be 'operator', "),
+        (
+            "sandbox.permits=12",
+            "sandbox.permits = 12 is too few: 8 harness.workers and 2 grade.workers need 13",
+        ),
         ("engine.temperature=0.04", "engine.temperature: input should be greater than or equal to 0.05"),
         ("engine.max_rows=10", "engine.max_rows: input should be a multiple of 8, got 10"),
     ],
@@ -50,6 +54,12 @@ def test_choices_that_exclude_each_other_are_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^train\.advantage maxrl needs rewards >= 0, train\.truncated"):
         load_config(None, ["train.advantage=maxrl", "train.truncated=penalise"])
     load_config(None, ["train.advantage=maxrl", "train.truncated=mask"])
+
+
+def test_permits_that_are_enough_or_left_to_the_run_are_taken() -> None:
+    for enough in ("sandbox.permits=13", "sandbox.permits=0", "harness.workers=500"):
+        config = load_config(None, [enough])
+        assert config.sandbox.permits in (0, config.boxes_needed)
 
 
 def test_the_families_are_those_of_the_toy_source() -> None:

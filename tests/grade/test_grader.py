@@ -10,6 +10,7 @@ from whet.errors import PolicyUnsupported, SandboxLost, TaskError
 from whet.grade.clean import GradeConfig, Grader
 from whet.sandbox.base import Sandbox, SandboxSpec
 from whet.sandbox.local import LocalBackend
+from whet.sandbox.pool import Pool, PoolOptions
 from whet.types import Case, FileEntry, GradingPlan, Oracle, Outcome, Task, Tree, task_hash
 
 BASE = (
@@ -102,6 +103,30 @@ async def test_a_host_failure_is_retried(backend: LocalBackend, task: Task, orac
     for watched in (Watched(backend, unstartable=1), Watched(backend, dying=2)):
         verdict = await Grader(watched).grade(task, oracle, tree(task, app_py=GOLD))
         assert verdict.reward == 1.0
+
+
+class Slow(Watched):
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        await asyncio.sleep(2.0)
+        return await super().create(spec)
+
+
+async def test_how_long_a_box_may_take_to_start_is_the_backends_to_say(
+    backend: LocalBackend, oracle: Oracle
+) -> None:
+    quick = make_task(timeout_s=1.0)
+    grader = Grader(Slow(backend), GradeConfig(margin_s=0.1))
+    assert (await grader.grade(quick, oracle, tree(quick, app_py=GOLD))).reward == 1.0
+
+
+async def test_a_grade_waits_for_a_permit(backend: LocalBackend, task: Task, oracle: Oracle) -> None:
+    async with Pool([backend], PoolOptions(permits=1, warm=0)) as pool:
+        grader = Grader(pool, GradeConfig(margin_s=5.0))
+        async with await pool.create(SandboxSpec()):
+            grading = asyncio.ensure_future(grader.grade(task, oracle, tree(task, app_py=GOLD)))
+            await asyncio.sleep(0.1)
+            assert not grading.done()
+        assert (await grading).reward == 1.0
 
 
 async def test_a_host_that_cannot_start_boxes_gives_no_reward(

@@ -15,6 +15,7 @@ from whet.errors import (
     SandboxStartError,
     SandboxTransient,
 )
+from whet.harness.outcome import blame_agent
 from whet.sandbox.base import SandboxSpec
 from whet.sandbox.circuit import CircuitOptions
 from whet.sandbox.pool import Pool, PoolOptions
@@ -244,6 +245,42 @@ async def test_spares_give_way_to_whoever_waits_for_a_permit() -> None:
         other = SandboxSpec(max_processes=3)
         async with await pool.create(other), await pool.create(other):
             assert pool.live == 2
+
+
+async def test_whoever_uses_up_all_permits_does_not_make_the_backend_look_broken() -> None:
+    backend = FakeBackend()
+    async with Pool([backend], options(permits=2)) as pool:
+        held = [await pool.create(PLAIN) for _ in range(2)]
+        lost = SandboxLost("the box is gone")
+        assert "was lost while the agent ran" in await blame_agent(lost, pool, PLAIN)
+        assert len(backend.open) == pool.live == 2
+        backend.boot_errors = [SandboxStartError("no space")] * 3
+        with pytest.raises(SandboxLost):
+            await blame_agent(lost, pool, PLAIN)
+        for box in held:
+            await box.close()
+        assert pool.live == 0
+
+
+async def test_many_controls_at_once_all_get_their_box() -> None:
+    backend = FakeBackend()
+    backend.boot_s = 0.01
+    async with Pool([backend], options(permits=1)) as pool, await pool.create(PLAIN):
+        found = await asyncio.gather(*(blame_agent(SandboxLost("gone"), pool, PLAIN) for _ in range(12)))
+    assert len(found) == 12
+    assert len(backend.boxes) == 13
+
+
+async def test_a_wait_for_a_permit_is_told_and_ends(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whet.sandbox.pool.TELL_S", 0.02)
+    async with Pool([FakeBackend()], options(permits=1, permit_wait_s=0.05)) as pool:
+        async with await pool.create(PLAIN):
+            with pytest.raises(SandboxStartError, match="all 1 permits for boxes are held"):
+                await pool.create(PLAIN)
+        assert "wait for=permit" in caplog.text
+        await (await pool.create(PLAIN)).close()
 
 
 async def test_a_cancelled_start_gives_its_permit_back() -> None:

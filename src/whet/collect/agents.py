@@ -38,6 +38,7 @@ from whet.sandbox.pool import Pool, PoolOptions
 from whet.tasks.open import action_of
 from whet.types import FileEntry, Limits
 
+PERMITS = 128
 SCRIPT_AGENT = Path(__file__).parent.parent / "demo" / "script_agent.py"
 """The agent of `harness.agent = "script"`: one file, standard library only."""
 
@@ -93,11 +94,12 @@ def make_pool(config: Config) -> Pool:
         window_s=config.sandbox.breaker_window_s,
         cooldown_s=config.sandbox.breaker_cooldown_s,
     )
+    fetch_s = config.sandbox.pull_timeout_s if config.sandbox.backend == "docker" else 0.0
     options = PoolOptions(
-        permits=config.sandbox.permits,
+        permits=config.sandbox.permits or max(PERMITS, config.boxes_needed),
         warm=config.sandbox.warm,
         boot_tries=config.sandbox.boot_tries,
-        boot_timeout_s=config.sandbox.boot_timeout_s,
+        boot_timeout_s=config.sandbox.boot_timeout_s + fetch_s,
         circuit=circuit,
     )
     return Pool([make_backend(config)], options)

@@ -150,14 +150,14 @@ class SandboxTable(Table):
     """docker: memory of one box, the files it writes to memory included."""
     pull_timeout_s: Seconds = 1800.0
     """docker: seconds to fetch an image that is not there yet."""
-    permits: Count = 128
-    """Boxes at once: agents', grading and spare ones."""
+    permits: CountOrZero = 0
+    """Boxes at once: agents', grading and spare ones; 0 = what the run needs, 128 at least."""
     warm: CountOrZero = 1
     """Spare boxes kept ready of a plain spec that is asked for again and again, as grading does."""
     boot_tries: Count = 3
     """Tries to start a box before the attempt fails."""
     boot_timeout_s: Seconds = 120.0
-    """Of one try, image download included."""
+    """Of one try; docker: an image that is not there yet has pull_timeout_s more."""
     breaker_failures: Count = 5
     """Failed starts within the window after which a backend is left alone for a while."""
     breaker_window_s: Seconds = 60.0
@@ -410,8 +410,19 @@ class Config(Table):
     rollout: RolloutTable = RolloutTable()
     train: TrainTable = TrainTable()
 
+    @property
+    def boxes_needed(self) -> int:
+        """Boxes with which no part of a run waits for another for ever: one for each worker, which a warm one
+        keeps; for each grading one, and one made ready; one that a task's base is read from."""
+        return self.harness.workers + 2 * self.grade.workers + 1
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if 0 < self.sandbox.permits < self.boxes_needed:
+            raise ValueError(
+                f"sandbox.permits = {self.sandbox.permits} is too few: {self.harness.workers} harness.workers"
+                f" and {self.grade.workers} grade.workers need {self.boxes_needed} boxes (0 = enough)"
+            )
         if self.harness.mode == "warm" and self.harness.agent not in WARM_AGENTS:
             raise ValueError(
                 f"harness.mode warm is not for {self.harness.agent}: it starts anew for each task"

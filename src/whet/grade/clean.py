@@ -34,7 +34,7 @@ from whet.grade.runners.json_io import JsonIo
 from whet.grade.runners.pytest import Pytest
 from whet.grade.runners.swebench_log import SwebenchLog
 from whet.grade.verdict import make_verdict
-from whet.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec
+from whet.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec, control_box
 from whet.sandbox.base_tree import BaseTrees, is_plain, set_up
 from whet.tasks.patch import apply_patch
 from whet.types import Oracle, Outcome, Task, Tree, Verdict, task_hash
@@ -56,7 +56,9 @@ class GradeConfig:
     timeout_s: float = 60.0
     """Upper bound of a task's own `grading.timeout_s`, which counts CPU seconds, rounded up. Waiting without
     computing ends a grade after 4.5 times as long: a run, and a second one with twice the time."""
-    boot_timeout_s: float = 30.0
+    margin_s: float = 30.0
+    """Seconds for moving files, on top of what a setup or a run may take. How long a box may take to start is
+    the backend's to say."""
     max_output_bytes: int = 1 << 20
     memory_bytes: int = 256 << 20
     """Of one process."""
@@ -227,7 +229,7 @@ class Grader:
         task, oracle = runner.control()
         async with nullcontext() if alone else self._permits.one():
             try:
-                box = await self._boot(task, runner)
+                box = await self._open(task, self._spec(task, runner), control=True)
                 report = await self._run(
                     box, runner, task, oracle, Candidate.of(task, task.files, task.files)
                 )
@@ -245,16 +247,16 @@ class Grader:
                 return spare[1]
         return await self._open(task, spec)
 
-    async def _open(self, task: Task, spec: SandboxSpec) -> Sandbox:
+    async def _open(self, task: Task, spec: SandboxSpec, *, control: bool = False) -> Sandbox:
         with boundary(SandboxError, "open a grading box"):
-            async with asyncio.timeout(self._config.boot_timeout_s + task.setup.timeout_s):
-                box = await self._backend.create(spec)
-                try:
+            box = await (control_box(self._backend, spec) if control else self._backend.create(spec))
+            try:
+                async with asyncio.timeout(task.setup.timeout_s + self._config.margin_s):
                     await set_up(box, task.setup)
-                except BaseException:
-                    await box.close()
-                    raise
-                return box
+            except BaseException:
+                await box.close()
+                raise
+            return box
 
     def _spec(self, task: Task, runner: Runner) -> SandboxSpec:
         limited = "resource_limits" in self._backend.capabilities
@@ -296,7 +298,7 @@ class Grader:
         try:
             with boundary(SandboxLost, "grade"):
                 count = runner.processes(task, oracle)
-                async with asyncio.timeout(count * wall_s + self._config.boot_timeout_s):
+                async with asyncio.timeout(count * wall_s + self._config.margin_s):
                     return await runner.run(box, task, oracle, candidate, limits)
         finally:
             await box.close()

@@ -7,13 +7,12 @@ all just now. Otherwise an agent could have its bad rollouts masked by breaking 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from dataclasses import dataclass, replace
 from typing import AnyStr
 
 from whet.errors import SandboxError, SandboxLost
-from whet.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
+from whet.sandbox.base import Sandbox, SandboxBackend, SandboxSpec, control_box
 from whet.sandbox.base_tree import MAX_FILES
 from whet.types import Tree
 
@@ -24,6 +23,7 @@ IMAGE_TREE_BYTES = 512 << 20
 """Cap of a work folder that an image fills, version control and all."""
 OVER_CAPS = "the work folder is over its caps"
 CONTROL_S = 30.0
+"""Of the command in a control box; its start takes what the backend allows every start."""
 
 
 LIST_S = 20.0
@@ -107,9 +107,9 @@ async def harvest(
 async def blame_agent(error: SandboxError, backend: SandboxBackend, spec: SandboxSpec) -> str:
     """How the agent lost its box; raises `error` again when a control box does not work either."""
     try:
-        async with asyncio.timeout(CONTROL_S), await backend.create(replace(spec, files={})) as control:
+        async with await control_box(backend, replace(spec, files={})) as control:
             works = (await control.exec(["true"], timeout_s=CONTROL_S)).exit_code == 0
-    except (SandboxError, TimeoutError):
+    except SandboxError:
         works = False
     if not works:
         raise error

@@ -167,7 +167,20 @@ class SandboxBackend(Protocol):
     def capabilities(self) -> frozenset[Capability]: ...
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
-        """Raises PolicyUnsupported or SandboxStartError."""
+        """Ends within a time of the backend's own. Raises PolicyUnsupported or SandboxStartError."""
+
+
+@runtime_checkable
+class Controls(Protocol):
+    """A backend that bounds how many boxes there are, and keeps room for those that show who is to blame."""
+
+    async def control(self, spec: SandboxSpec) -> Sandbox:
+        """As `create`, and waits for no box of others."""
+
+
+async def control_box(backend: SandboxBackend, spec: SandboxSpec) -> Sandbox:
+    """A box that shows whether boxes work just now. Raises PolicyUnsupported or SandboxStartError."""
+    return await (backend.control(spec) if isinstance(backend, Controls) else backend.create(spec))
 
 
 @runtime_checkable

@@ -33,6 +33,11 @@ ASKED_FOR: frozenset[Capability] = frozenset(
 REMEMBERED = 16
 """Specs whose repetition is noticed."""
 ALIVE_S = 5.0
+CONTROLS = 4
+"""Boxes at once that are opened only to see whether boxes work: beside the permits, or whoever uses up all of
+them would make the backend look broken."""
+TELL_S = 30.0
+"""A wait for a permit that is told, and how often it is told again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +53,8 @@ class PoolOptions:
     """Of one try."""
     pause_s: float = 0.5
     """Before the second try; each further pause is twice as long."""
+    permit_wait_s: float = 3600.0
+    """Most that a box is waited for because others hold every permit."""
     down_s: float = 30.0
     """How long a box is waited for when every backend is down, before the best of them is tried anyway."""
     circuit: CircuitOptions = field(default_factory=CircuitOptions)
@@ -77,6 +84,7 @@ class Pool:
         self.members = [Member(backend=each, circuit=Circuit(self._options.circuit)) for each in backends]
         self._turn = 0
         self._permits = asyncio.Semaphore(self._options.permits)
+        self._controls = asyncio.Semaphore(CONTROLS)
         self._spares: list[_Spare] = []
         self._seen: list[SandboxSpec] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -107,21 +115,51 @@ class Pool:
         if spare is None:
             if self._permits.locked() and self._spares:
                 await self._discard(self._spares.pop(0))
-            await self._permits.acquire()
-            try:
-                member, box = await self._boot(spec)
-            except BaseException:
-                self._permits.release()
-                raise
+            await self._permit()
+            member, box = await self._boot_for(self._permits, spec)
         else:
             member, box = spare.member, spare.box
         self._foresee(spec)
-        self.live += 1
-        return PooledSandbox(box, self._gave_back, lambda cause: self._count(member, cause))
+        return self._hand_out(member, box, self._permits)
 
-    def _gave_back(self) -> None:
-        self.live -= 1
-        self._permits.release()
+    async def control(self, spec: SandboxSpec) -> PooledSandbox:
+        """Implements whet.sandbox.base.Controls: takes no permit and no spare. Raises as `create`."""
+        await self._controls.acquire()  # those who hold them use them for one short command
+        member, box = await self._boot_for(self._controls, spec)
+        return self._hand_out(member, box, self._controls)
+
+    def _hand_out(self, member: Member, box: Sandbox, permits: asyncio.Semaphore) -> PooledSandbox:
+        self.live += 1
+
+        def gave_back() -> None:
+            self.live -= 1
+            permits.release()
+
+        return PooledSandbox(box, gave_back, lambda cause: self._count(member, cause))
+
+    async def _boot_for(self, permits: asyncio.Semaphore, spec: SandboxSpec) -> tuple[Member, Sandbox]:
+        """A box in exchange for a permit that the caller has."""
+        try:
+            return await self._boot(spec)
+        except BaseException:
+            permits.release()
+            raise
+
+    async def _permit(self) -> None:
+        """Raises SandboxStartError when none became free in time."""
+        most, waited = self._options.permit_wait_s, 0.0
+        while True:
+            step = min(TELL_S, most - waited)
+            try:
+                async with asyncio.timeout(step):
+                    await self._permits.acquire()
+                return
+            except TimeoutError:
+                waited += step
+            held = f"all {self._options.permits} permits for boxes are held"
+            if waited >= most:
+                raise SandboxStartError(f"{held}, and none was given back within {most:g} s")
+            log.warning("wait for=permit waited_s=%.0f cause=%s", waited, held)
 
     async def image_digest(self, image: str) -> str:
         """As the first backend with images knows it. Raises SandboxStartError."""

@@ -223,6 +223,19 @@ async def test_kill_all_finds_daemons_and_spares_spawned(box: Sandbox) -> None:
     assert await process.readline(20) == b"still here\n"
 
 
+async def test_kill_all_finds_what_cleared_its_environment_and_spares_spawned(box: Sandbox) -> None:
+    process = await box.spawn(["sleep", "8383"])
+    hide = "(env -i setsid sh -c 'sleep 8282 & sleep 8282 & wait' >/dev/null 2>&1 &) ; sleep 0.2"
+    assert (await sh(box, hide)).exit_code == 0
+    assert await living(box, "8282") == 2
+    await box.kill_all()
+    await box.kill_all()
+    assert await living(box, "8282") == 0
+    assert await living(box, "8383") >= 1
+    assert process.poll() is None
+    await process.kill()
+
+
 # Files
 
 
@@ -443,6 +456,17 @@ async def test_limits_hold_and_neighbours_do_not_feel_them(lab: Lab, box: Sandbo
         assert await out(box, "python3 -c 'x = bytearray(400 << 20); print(len(x) >> 20)'") == "400"
         await limited.kill_all()
         assert await out(limited, "echo alive") == "alive"
+
+
+async def test_memory_that_is_shared_is_not_limited(lab: Lab) -> None:
+    """What the limit of one process leaves out, stated so that a change shows: SandboxSpec.memory_bytes."""
+    if "resource_limits" not in lab.backend.capabilities:
+        return
+    async with await lab.backend.create(SandboxSpec(memory_bytes=100 << 20)) as limited:
+        shared = "import mmap; m = mmap.mmap(-1, 200 << 20)\nfor i in range(0, 200 << 20, 4096): m[i] = 1\n"
+        assert (await limited.exec(["python3", "-c", shared], timeout_s=30)).exit_code == 0
+        private = "x = bytearray(200 << 20)"
+        assert (await limited.exec(["python3", "-c", private], timeout_s=30)).exit_code == 1
 
 
 async def test_kill_all_beats_a_fork_bomb(lab: Lab) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sandbox_rig import open_descriptors, out, sh
 
-from whet.errors import SandboxError, SetupError
+from whet.errors import PolicyUnsupported, SandboxError, SetupError
 from whet.sandbox import layout
 from whet.sandbox.advice import advise
 from whet.sandbox.base import SandboxSpec
@@ -115,3 +115,15 @@ async def test_a_spawn_without_descriptors_is_a_sandbox_error_and_leaks_none(box
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert failed >= 6
     assert await process.wait(5) == 0
+
+
+async def test_a_kernel_that_cannot_count_a_boxs_processes_promises_no_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("whet.sandbox.local._kernel", lambda: (5, 10))
+    old = LocalBackend()
+    assert "resource_limits" not in old.capabilities
+    with pytest.raises(PolicyUnsupported, match=r"needs Linux 5\.14"):
+        await old.create(SandboxSpec(max_processes=40))
+    async with await old.create(SandboxSpec()) as box:
+        assert await out(box, "echo ok") == "ok"

@@ -26,6 +26,8 @@ Capability = Literal[
     "syscall_filter",
     "file_owner",
 ]
+"""`resource_limits`: `memory_bytes` and `max_processes` hold. What `memory_bytes` leaves out is bounded by a
+docker box's own memory cgroup, and on `local` by nothing but the machine."""
 Owner = Literal["box", "root"]
 """Who owns files put into a box: the user all of its processes run as, or one that none of them is. What is
 root's no process of the box can change, rename or remove, while it may add files of its own beside it. Where
@@ -57,7 +59,9 @@ class SandboxSpec:
     gateway_port: int = 8080
     """Loopback port inside the box at which the gateway is reached."""
     memory_bytes: int | None = None
-    """Private memory of one process."""
+    """Private writable memory of one process (RLIMIT_DATA): what it allocates. Neither what processes share
+    (a shared mapping, System V shared memory) nor files in memory, which have caps of their own, nor the sum
+    over processes; see `resource_limits`."""
     max_processes: int | None = None
     """Processes and threads of the box."""
     places: tuple[str, ...] = ()

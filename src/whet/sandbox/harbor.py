@@ -45,6 +45,8 @@ HINT = "install Harbor with `pip install 'whet[harbor]'` on Python 3.12 or newer
 BOX = "WHET_BOX"
 MARGIN_S = 60.0
 """For the way to a cloud and back, on top of what a command may take."""
+START_S = 1800.0
+"""Of one start, image and all; a pool allows less."""
 SHARED = frozenset({"singularity", "hf-sandbox"})
 """Environments whose boxes may share processes or a machine with others: no `pid_isolation`."""
 
@@ -191,8 +193,9 @@ class HarborBackend:
                 image = spec.image or self._image
                 wanted = SandboxSpec(image=image, network=spec.network, workdir=spec.workdir)
                 environment = self._make(wanted, folder)
-                box = HarborSandbox(environment, spec, folder)
-                await environment.start(force_build=False)
+                box = HarborSandbox(environment, spec, folder, alone=self._kind not in SHARED)
+                async with asyncio.timeout(START_S):
+                    await environment.start(force_build=False)
                 await box.begin()
         except BaseException:
             if box is not None:
@@ -203,17 +206,25 @@ class HarborBackend:
 
 
 class HarborSandbox:
-    """Implements whet.sandbox.base.Sandbox. Everything in it runs as one user: `owner` is not told apart."""
+    """Implements whet.sandbox.base.Sandbox. Everything in it runs as one user: `owner` is not told apart.
 
-    def __init__(self, environment: Environment, spec: SandboxSpec, folder: Path) -> None:
+    A box at a cloud outlives an owner that is killed, and nothing here reaps it: it ends at the vendor's own
+    time limit. A timeout ends what carries the command's mark; what has cleared its environment goes with
+    `kill_all`, and never in a kind of box that is SHARED.
+    """
+
+    def __init__(self, environment: Environment, spec: SandboxSpec, folder: Path, *, alone: bool) -> None:
+        """`alone`: every process in the box is ours to kill."""
         self._env, self._spec, self._folder = environment, spec, folder
         self._id = new_ulid()
+        self._alone, self._before = alone, ""
         self._closing: asyncio.Task[None] | None = None
         self._spawned: list[HarborProcess] = []
         self._places = (spec.workdir, HOME, "/tmp", *spec.places)
 
     async def begin(self) -> None:
         await self._sh('mkdir -p "$@"', *self._places)
+        self._before = await self._sh(scripts.LIST) if self._alone else ""
         if self._spec.files:
             await self.put_tree(self._spec.files)
 
@@ -350,7 +361,10 @@ class HarborSandbox:
 
     async def kill_all(self) -> None:
         kept = [f"{detached.MARK}={process.id}" for process in self._spawned if process.poll() is None]
-        await self._sh(scripts.KILL_ALL, f"{BOX}={self._id}", *kept)
+        if self._alone:
+            await self._sh(scripts.KILL_REST, self._before, *kept)
+        else:
+            await self._sh(scripts.KILL_ALL, f"{BOX}={self._id}", *kept)
 
     async def wipe(self) -> None:
         for place in self._places:

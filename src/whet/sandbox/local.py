@@ -35,8 +35,8 @@ class LocalBackend:
     """Makes local boxes; implements whet.sandbox.base.SandboxBackend.
 
     Raises SetupError on construction when this machine cannot isolate in the wanted mode.
-    `memory_bytes` bounds the private memory of each process, not of the box; `max_processes` counts threads,
-    on kernels from 5.14 on (older ones count those of all boxes, and of the user, as one).
+    `memory_bytes` bounds the private memory of each process, not of the box, and not what processes share.
+    `max_processes` counts threads; below kernel 5.14, which counts those of all boxes as one, it is refused.
     The writable places live in memory: `work_bytes` bounds the work folder, `scratch_bytes` each other place.
     No box shows `hidden` folders, whet's own or the current one, wherever they lie.
     """
@@ -80,12 +80,13 @@ class LocalBackend:
         some: set[Capability] = {"syscall_filter"} if self._refused else set()
         if self._root:
             some.add("file_owner")
+        if self._counts_per_box:
+            some.add("resource_limits")
         return frozenset(some) | {
             "network_none",
             "gateway_only",
             "pid_isolation",
             "stdin_pipe",
-            "resource_limits",
         }
 
     def _choose(self, wanted: Mode) -> Mode:
@@ -134,7 +135,7 @@ class LocalBackend:
             control.fileno(),
             port,
             OUTER_ID if self._root else -1,
-            (spec.max_processes or 0) if self._counts_per_box else 0,
+            spec.max_processes or 0,
             spec.memory_bytes or 0,
         )
         program = layout.supervisor([*(str(number) for number in numbers), self._refused.hex(), *places])
@@ -171,6 +172,8 @@ class LocalBackend:
             raise PolicyUnsupported(f"the local sandbox offers no network `{spec.network}`")
         if spec.network == "gateway_only" and spec.gateway_socket is None:
             raise PolicyUnsupported("network `gateway_only` needs the gateway's socket")
+        if spec.max_processes and not self._counts_per_box:
+            raise PolicyUnsupported("the local sandbox cannot count a box's processes: needs Linux 5.14")
 
     async def create(self, spec: SandboxSpec) -> LocalSandbox:
         self._check(spec)

@@ -66,6 +66,15 @@ class ImageMissing(SandboxStartError):
     """No such image: another try cannot help, and the backend is not to blame."""
 
 
+class ImageUnavailable(SandboxStartError):
+    """An image could not be fetched (its registry is down, slow or wants a login): another try may help, and
+    the backend is not to blame."""
+
+
+class BackendTimeout(SandboxStartError):
+    """A backend did not do in time what it was told. It may still do it later."""
+
+
 class SandboxTransient(SandboxError):
     """The way to a box failed for a moment (a reset connection, say): the same call may succeed if made
     again. Raised only where making it again is harmless."""

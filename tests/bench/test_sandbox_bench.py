@@ -29,7 +29,21 @@ def test_a_backend_that_is_missing_is_named(
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     monkeypatch.setattr(sandbox, "PARALLEL", 1)
     assert sandbox.main(["--rounds", "1"]) == 0
-    assert "docker: not measured: " in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "docker: not measured: " in said.err
+    assert "docker" not in said.out
+
+
+def test_what_is_left_behind_is_a_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    monkeypatch.setattr(sandbox, "PARALLEL", 1)
+    monkeypatch.setattr(sandbox, "left", lambda backend, before, mounts: 2)
+    assert sandbox.main(["--rounds", "1", "--json"]) == 1
+    said = capsys.readouterr()
+    assert orjson.loads(said.out)["local"]["leaks"] == 2
+    assert "local: boxes left something behind: 2" in said.err
 
 
 async def test_a_box_that_is_left_is_counted() -> None:

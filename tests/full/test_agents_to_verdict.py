@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -46,8 +45,6 @@ from whet.types import (
 
 pytestmark = pytest.mark.full
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-IMAGE = "whet-box:bookworm"
 AGENTS = ("pi", "claude_code", "codex")
 LIMITS = Limits(
     wall_s=150.0,
@@ -75,15 +72,15 @@ class Lab:
 
 @pytest.fixture(params=["local", "docker"])
 def lab(request: pytest.FixtureRequest) -> Lab:
-    return Lab(LocalBackend("auto")) if request.param == "local" else in_docker()
+    if request.param == "local":
+        return Lab(LocalBackend("auto"))
+    found: Lab = request.getfixturevalue("docker_lab")
+    return found
 
 
-def in_docker() -> Lab:
-    done = subprocess.run(
-        [SCRIPTS / "docker-base", IMAGE], capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return Lab(DockerBackend(IMAGE, cache=cache_folder()), IMAGE)
+@pytest.fixture
+def docker_lab(docker_image: str) -> Lab:
+    return Lab(DockerBackend(docker_image, cache=cache_folder()), docker_image)
 
 
 class AreaJudge:
@@ -167,11 +164,6 @@ async def test_an_agent_that_mends_it_is_resolved_and_every_token_kept(
     assert ledger.trained == ledger.captured - sum(ledger.excluded.values())
     assert set(ledger.excluded) <= {"auxiliary"}
     assert rollout.egress_attempts is not None
-
-
-@pytest.fixture
-def docker_lab() -> Lab:
-    return in_docker()
 
 
 async def test_the_boxes_have_next_to_nothing(docker_lab: Lab, tmp_path: Path) -> None:

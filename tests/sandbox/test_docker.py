@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import os
 import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
 from sandbox_rig import out, sh
 
 from whet.errors import (
+    BackendTimeout,
     ImageMissing,
+    ImageUnavailable,
     PolicyUnsupported,
     SandboxError,
     SandboxLost,
     SandboxStartError,
     SetupError,
 )
-from whet.sandbox import box_python
+from whet.sandbox import box_python, docker_box, docker_cli
 from whet.sandbox.base import SandboxSpec
 from whet.sandbox.docker import DockerBackend
-from whet.sandbox.docker_cli import classify
+from whet.sandbox.docker_cli import Cli, classify
+from whet.sandbox.docker_image import Images
+from whet.sandbox.owner import owner
+from whet.testing.docker_daemon import sweep
 from whet.types import FileEntry
 
 NO_DAEMON = "Cannot connect to the Docker daemon at unix:///x. Is the docker daemon running?"
@@ -110,6 +117,124 @@ def test_the_lent_python_needs_nothing_of_its_box(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o022 for path in folder.rglob("*")} == {0}
 
 
+async def test_downloads_hold_up_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(docker_cli, "ATONCE", 1)
+    monkeypatch.setattr(docker_cli, "PULLS", 1)
+    script = f"""case $1 in
+        pull) echo x >> {tmp_path}/pulls; until [ -e {tmp_path}/done ]; do sleep 0.05; done;;
+        *) echo removed;;
+    esac"""
+    cli = Cli(fake_docker(tmp_path, script))
+    pulls = [asyncio.ensure_future(cli.run(["pull", str(n)], timeout_s=60)) for n in range(2)]
+    assert (await cli.run(["rm", "a"], timeout_s=60))[1] == b"removed\n"
+    assert not any(pull.done() for pull in pulls)
+    with pytest.raises(BackendTimeout, match=r"^docker pull did not end within 0\.2 s$"):
+        await cli.run(["pull", "third"], timeout_s=0.2)
+    (tmp_path / "done").touch()
+    assert [code for code, *_ in await asyncio.gather(*pulls)] == [0, 0]
+    assert (tmp_path / "pulls").read_text() == "x\nx\n", "the third waited for its turn under its deadline"
+
+
+@pytest.mark.parametrize(
+    ("pull", "kind"),
+    [
+        ("echo 'Get \"https://r/v2/\": dial tcp: connection refused' >&2; exit 1", ImageUnavailable),
+        ("echo 'unauthorized: authentication required' >&2; exit 1", ImageUnavailable),
+        ("sleep 60", ImageUnavailable),
+        ("echo 'manifest for a:1 not found: manifest unknown' >&2; exit 1", ImageMissing),
+        (f"echo '{NO_DAEMON}' >&2; exit 1", SandboxStartError),
+    ],
+)
+async def test_what_a_failed_download_blames(pull: str, kind: type[SandboxError], tmp_path: Path) -> None:
+    script = f"case $1 in pull) {pull};; *) echo 'No such image: a:1' >&2; exit 1;; esac"
+    images = Images(Cli(fake_docker(tmp_path, script)), tmp_path, 1000, 1000, pull_timeout_s=1)
+    with pytest.raises(SandboxError, match=r"^image a:1: [^\n]+$") as caught:
+        await images.get("a:1")
+    assert type(caught.value) is kind
+
+
+DAEMON = """
+echo "$@" >> {log}
+case $1 in
+  info) echo '{info}';;
+  image) echo '[{{"Id": "sha256:12"}}]';;
+  create|run) [ -e {fast} ] || exec sleep 60; echo 'no cgroup' >&2; [ $1 = create ];;
+  cp) exit 1;;
+esac
+"""
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DockerBackend:
+    """A daemon that does nothing of what it is told, and slowly before `fast` is there."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    script = DAEMON.format(log=tmp_path / "log", fast=tmp_path / "fast", info=INFO % ("true", "true"))
+    (tmp_path / "fast").touch()
+    return DockerBackend(
+        "a:1", cache=tmp_path / "c", program=fake_docker(tmp_path, script), start_timeout_s=1
+    )
+
+
+def calls(folder: Path, verb: str) -> list[str]:
+    return [line for line in (folder / "log").read_text().splitlines() if line.split()[0] == verb]
+
+
+async def test_what_the_host_lacks_is_a_typed_failure_that_leaves_nothing(
+    slow: DockerBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await slow.image_digest("a:1")
+    long = tmp_path / ("long" * 30)
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(SandboxStartError, match="^start a docker box: "):
+        await slow.create(SandboxSpec())
+    long.mkdir()
+    with pytest.raises(SandboxStartError, match=r"^start a docker box: .*path too long"):
+        await slow.create(SandboxSpec())
+    assert list(long.iterdir()) == []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+
+    def none_left(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("whet.sandbox.docker.socket.socket", none_left)
+    with pytest.raises(SandboxStartError, match="Too many open files"):
+        await slow.create(SandboxSpec())
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+async def test_a_container_made_too_late_is_removed_too(
+    slow: DockerBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docker_box, "LATE_S", 0.1)
+    await slow.image_digest("a:1")
+    (look,) = calls(tmp_path, "create")
+    assert f"--label whet.owner={slow._owner}" in look
+    with pytest.raises(SandboxStartError, match="no cgroup"):
+        await slow.create(SandboxSpec())
+    (tmp_path / "fast").unlink()
+    (tmp_path / "log").unlink()
+    with pytest.raises(BackendTimeout, match=r"^docker run did not end within 1 s$"):
+        await slow.create(SandboxSpec())
+    name = calls(tmp_path, "run")[0].split("--name ")[1].split()[0]
+    async with asyncio.timeout(20):
+        while len(calls(tmp_path, "rm")) < 2:  # noqa: ASYNC110 - what is awaited has no event
+            await asyncio.sleep(0.02)
+    assert calls(tmp_path, "rm") == [f"rm -f -v {name}"] * 2
+
+
+def test_what_killed_tests_left_is_swept(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    mark = owner(dead.pid)
+    dead.wait()
+    for name, whose in (("dead", mark), ("mine", owner())):
+        (tmp_path / f"whet-dockerd-{name}" / "data").mkdir(parents=True)
+        (tmp_path / f"whet-dockerd-{name}" / "owner").write_text(whose)
+    (tmp_path / "whet-dockerd-unmarked").mkdir()
+    assert sweep(tmp_path) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["whet-dockerd-mine", "whet-dockerd-unmarked"]
+
+
 # With a daemon
 
 
@@ -129,9 +254,8 @@ def containers() -> list[str]:
 
 @pytest.mark.full
 async def test_an_image_that_is_nowhere_and_a_registry_that_is_down(docker: DockerBackend) -> None:
-    with pytest.raises(SandboxStartError, match=r"^image 127\.0\.0\.1:9/none:1: [^\n]*$") as caught:
+    with pytest.raises(ImageUnavailable, match=r"^image 127\.0\.0\.1:9/none:1: [^\n]*$"):
         await docker.create(SandboxSpec(image="127.0.0.1:9/none:1"))
-    assert not isinstance(caught.value, ImageMissing)
     for nonsense in ("", "-v", "UPPER/Case:x y"):
         if nonsense:
             with pytest.raises(ImageMissing):

@@ -9,11 +9,13 @@ import pytest
 
 from whet.errors import (
     ImageMissing,
+    ImageUnavailable,
     PolicyUnsupported,
     SandboxError,
     SandboxLost,
     SandboxStartError,
     SandboxTransient,
+    SetupError,
 )
 from whet.harness.outcome import blame_agent
 from whet.sandbox.base import SandboxSpec
@@ -89,6 +91,45 @@ async def test_what_no_try_can_help_is_raised_at_once_and_blames_nobody(error: S
                 await pool.create(PLAIN)
         assert len(backend.asked) == 10
         assert pool.members[0].circuit.failures == 0
+
+
+class Fetching(FakeBackend):
+    """Has images, which come late."""
+
+    fetch_s = 0.0
+
+    async def image_digest(self, image: str) -> str:
+        await asyncio.sleep(self.fetch_s)
+        return image
+
+
+async def test_an_image_that_cannot_be_fetched_is_tried_again_and_blames_nobody() -> None:
+    backend = Fetching()
+    spec = SandboxSpec(image="a:1")
+    async with Pool([backend], options(boot_timeout_s=5)) as pool:
+        backend.boot_errors = [ImageUnavailable("registry down")] * 2
+        await (await pool.create(spec)).close()
+        assert len(backend.asked) == 3
+        backend.boot_errors = [ImageUnavailable("registry down")] * 30
+        for _ in range(5):
+            with pytest.raises(ImageUnavailable):
+                await pool.create(spec)
+        assert len(backend.boot_errors) == 15
+        assert pool.members[0].circuit.failures == 0
+    backend.fetch_s = 60
+    async with Pool([backend], options(boot_timeout_s=0.01)) as pool:
+        with pytest.raises(ImageUnavailable, match=r"^image a:1: not here within 0\.01 s$"):
+            await pool.create(spec)
+        assert pool.members[0].circuit.failures == 0
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), SetupError("no daemon"), TimeoutError()])
+async def test_a_trial_that_fails_of_anything_is_a_failed_trial(error: Exception) -> None:
+    backend = FakeBackend()
+    backend.boot_errors = [SandboxStartError("down")] * 3 + [error]
+    async with Pool([backend], options(boot_tries=4)) as pool, await pool.create(PLAIN):
+        circuit = pool.members[0].circuit
+        assert (circuit.state, circuit.trips) == ("closed", 2)
 
 
 async def test_a_hanging_start_ends_at_its_limit() -> None:

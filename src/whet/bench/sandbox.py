@@ -13,6 +13,7 @@ import contextlib
 import os
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -124,16 +125,15 @@ async def backends(image: str) -> tuple[dict[str, SandboxBackend], dict[str, str
     return found, missing
 
 
-async def run(rounds: int, image: str, *, plain: bool) -> dict[str, object]:
+async def run(rounds: int, image: str, *, plain: bool) -> dict[str, dict[str, object]]:
     found, missing = await backends(image)
-    results: dict[str, object] = {}
+    for name, reason in missing.items():
+        print(f"{name}: not measured: {reason}", file=sys.stderr, flush=True)
+    results: dict[str, dict[str, object]] = {}
     for name, backend in found.items():
         results[name] = result = await measure(backend, rounds)
         if plain:
             print(f"{name}: {orjson.dumps(result).decode()}", flush=True)
-    if plain:
-        for name, reason in missing.items():
-            print(f"{name}: not measured: {reason}", flush=True)
     return results
 
 
@@ -152,4 +152,7 @@ def main(arguments: Sequence[str]) -> int:
     results = run_interruptible(run(options.rounds, options.image, plain=not options.json))
     if options.json:
         print(orjson.dumps(results).decode())
-    return 0 if results else 1
+    leaky = [name for name, result in results.items() if result["leaks"]]
+    for name in leaky:
+        print(f"{name}: boxes left something behind: {results[name]['leaks']}", file=sys.stderr)
+    return 0 if results and not leaky else 1

@@ -51,7 +51,8 @@ class SandboxSpec:
     files: Tree = field(default_factory=dict, repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     image: str = ""
-    """Image reference, for backends that have the capability `images`; empty = the backend's plain box."""
+    """Image reference, for backends that have the capability `images`; empty = the backend's plain box. What
+    such a box may write to the disk of its daemon is not capped."""
     binds: tuple[Bind, ...] = ()
     network: Network = "none"
     gateway_socket: Path | None = None

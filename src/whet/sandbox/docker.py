@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import platform
 import re
@@ -25,19 +26,21 @@ from pathlib import Path
 from whet.errors import (
     ImageMissing,
     PolicyUnsupported,
-    SandboxError,
     SandboxLost,
     SandboxStartError,
     SetupError,
+    boundary,
 )
 from whet.sandbox import box_python, layout, syscalls
 from whet.sandbox.base import Capability, SandboxSpec
 from whet.sandbox.control import Control
-from whet.sandbox.docker_box import DockerSandbox, remove
+from whet.sandbox.docker_box import DockerSandbox, remove, remove_after
 from whet.sandbox.docker_cli import Cli, classify
 from whet.sandbox.docker_image import Image, Images
 from whet.sandbox.limits import allow_open_files
 from whet.sandbox.owner import LABEL, gone, owner
+
+log = logging.getLogger(__name__)
 
 BOX_AT = "/run/whet/box"
 LOOK_S = 2.0
@@ -51,9 +54,10 @@ class DockerBackend:
 
     `image` is what boxes are made of that name none; their system is read-only. `user` is "UID" or
     "UID:GID" (0 is root without any capability, for images that only work as root); without root on this
-    side it is our own. `memory_bytes` bounds a whole box with its writable
-    places in memory; a spec's `memory_bytes` each process. Raises SetupError on construction when there is no
-    daemon that can make boxes here.
+    side it is our own. `memory_bytes` bounds a whole box with its writable places in memory, where the daemon
+    has that cgroup; a spec's `memory_bytes` each process. What a box of a task's image writes to its system
+    and work folder lies on the daemon's disk, without a cap. Raises SetupError on construction when there is
+    no daemon that can make boxes here.
     """
 
     def __init__(
@@ -79,6 +83,8 @@ class DockerBackend:
         self._sizes = (work_bytes, scratch_bytes)
         self._user = _numbers(user) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
         self._limits = _limits(self._cli.info(), runtime)
+        if missing := sorted({"memory", "pids"} - self._limits):
+            log.warning("no_limits daemon=%s missing_cgroups=%s", self._cli.name, ",".join(missing))
         self._owner = owner()
         self._python = box_python.lend(cache)
         self._refused = syscalls.program(platform.machine())
@@ -138,19 +144,17 @@ class DockerBackend:
         reference = spec.image or self._image
         image = await self._images.get(reference)
         name = f"whet-{uuid.uuid4().hex}"
-        folder = Path(tempfile.mkdtemp(prefix="whet-box-"))
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            return await self._start(spec, image, name, folder, listener)
-        except BaseException as error:
-            if isinstance(error, ImageMissing):
-                self._images.forget(reference)
-            with contextlib.suppress(SandboxError):
-                await asyncio.shield(remove(self._cli, name))
-            raise
-        finally:
-            listener.close()
-            shutil.rmtree(folder, ignore_errors=True)
+        with boundary(SandboxStartError, "start a docker box"), contextlib.ExitStack() as stack:
+            folder = Path(tempfile.mkdtemp(prefix="whet-box-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            try:
+                return await self._start(spec, image, name, folder, listener)
+            except BaseException as error:
+                if isinstance(error, ImageMissing):
+                    self._images.forget(reference)
+                await asyncio.shield(remove_after(self._cli, name, error))
+                raise
 
     async def _start(
         self, spec: SandboxSpec, image: Image, name: str, folder: Path, listener: socket.socket

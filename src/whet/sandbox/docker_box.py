@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
 
-from whet.errors import SandboxError, boundary
+from whet.errors import BackendTimeout, SandboxError, boundary
 from whet.sandbox import tree
 from whet.sandbox.base import Owner, SandboxSpec
 from whet.sandbox.control import Control
@@ -16,6 +17,9 @@ from whet.sandbox.docker_cli import Cli
 from whet.sandbox.supervised import SupervisedSandbox
 
 REMOVE_S = 30.0
+LATE_S = 20.0
+"""After which a container is looked for that a slow daemon may have made when nobody waited any more."""
+_late: set[asyncio.Task[None]] = set()
 log = logging.getLogger(__name__)
 
 
@@ -88,3 +92,20 @@ async def remove(cli: Cli, container: str) -> None:
         if time.monotonic() > deadline:
             raise SandboxError(f"cannot remove container {container}: {text.strip()[:200]}")
         await asyncio.sleep(0.05)
+
+
+async def remove_after(cli: Cli, container: str, error: BaseException) -> None:
+    """Undo a start that failed, which may have made no container, or will make one only later. Never raises:
+    what is left, the reaper takes."""
+    with contextlib.suppress(SandboxError):
+        await remove(cli, container)
+    if isinstance(error, BackendTimeout | asyncio.CancelledError):
+        task = asyncio.get_running_loop().create_task(_remove_late(cli, container))
+        _late.add(task)
+        task.add_done_callback(_late.discard)
+
+
+async def _remove_late(cli: Cli, container: str) -> None:
+    await asyncio.sleep(LATE_S)
+    with contextlib.suppress(SandboxError):
+        await remove(cli, container)

@@ -16,10 +16,12 @@ from pathlib import Path
 
 import orjson
 
-from whet.errors import ImageMissing, SandboxError, SandboxStartError, SetupError
+from whet.errors import BackendTimeout, ImageMissing, SandboxError, SandboxStartError, SetupError
 
 ATONCE = 8
 """Calls under way: more would only make all of them slower."""
+PULLS = 4
+"""Downloads under way, beside ATONCE: they take minutes, and what removes a box must not wait for them."""
 ANSWER_S = 30.0
 
 _DAEMON = re.compile(
@@ -49,7 +51,7 @@ class Cli:
             raise SetupError(f"DOCKER_HOST is {host}: the daemon must run on this machine (unix://...)")
         self.program = found
         self.name = Path(program).name
-        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore, asyncio.Semaphore] | None = None
 
     def info(self) -> dict[str, object]:
         """What the daemon says of itself. Blocking. Raises SetupError."""
@@ -89,7 +91,8 @@ class Cli:
         stdin: bytes = b"",
         patient: bool = True,
     ) -> tuple[int, bytes, bytes]:
-        """Exit code, standard output and error. Raises SandboxError after the deadline. `patient` waits for
+        """Exit code, standard output and error. Raises BackendTimeout after the deadline, under which the
+        wait for a turn lies too; SandboxStartError for a program that cannot be run. `patient` waits for
         the answer also when cancelled, so that the caller can undo what was done; else the call is ended."""
         if not patient:
             return await self._run(arguments, timeout_s, stdin)
@@ -101,39 +104,41 @@ class Cli:
                 await task
             raise
 
-    def _turn(self) -> asyncio.Semaphore:
+    def _turn(self, verb: str) -> asyncio.Semaphore:
         """A backend may serve one event loop after another; a semaphore serves one."""
         loop = asyncio.get_running_loop()
         if self._turns is None or self._turns[0] is not loop:
-            self._turns = loop, asyncio.Semaphore(ATONCE)
-        return self._turns[1]
+            self._turns = loop, asyncio.Semaphore(ATONCE), asyncio.Semaphore(PULLS)
+        _, calls, pulls = self._turns
+        return pulls if verb == "pull" else calls
 
     async def _run(
         self, arguments: Sequence[str], timeout_s: float, stdin: bytes
     ) -> tuple[int, bytes, bytes]:
-        async with self._turn():
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    self.program,
-                    *arguments,
-                    stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise SandboxStartError(f"{self.name}: {error}") from error
-            try:
-                async with asyncio.timeout(timeout_s):
-                    out, err = await process.communicate(stdin or None)
-            except TimeoutError as error:
-                raise SandboxError(
-                    f"{self.name} {arguments[0]} did not end within {timeout_s:g} s"
-                ) from error
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                    await asyncio.shield(process.wait())
+        try:
+            async with asyncio.timeout(timeout_s), self._turn(arguments[0]):
+                return await self._process(arguments, stdin)
+        except TimeoutError as error:
+            raise BackendTimeout(f"{self.name} {arguments[0]} did not end within {timeout_s:g} s") from error
+
+    async def _process(self, arguments: Sequence[str], stdin: bytes) -> tuple[int, bytes, bytes]:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                self.program,
+                *arguments,
+                stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise SandboxStartError(f"{self.name}: {error}") from error
+        try:
+            out, err = await process.communicate(stdin or None)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await asyncio.shield(process.wait())
         return process.returncode or 0, out, err
 
 
@@ -144,10 +149,14 @@ def last_line(errors: bytes) -> str:
     return lines[-1].removeprefix("docker: ").removeprefix("Error: ")[:400] if lines else ""
 
 
+def says_daemon_gone(errors: bytes) -> bool:
+    return _DAEMON.search(errors.decode("utf-8", "replace")) is not None
+
+
 def classify(name: str, verb: str, errors: bytes) -> SandboxError:
     """What a failed call means for the box that wanted it."""
     text, reason = errors.decode("utf-8", "replace"), last_line(errors) or "no reason given"
-    if _DAEMON.search(text):
+    if says_daemon_gone(errors):
         return SandboxStartError(f"{name}'s daemon does not answer: {reason}")
     if _MISSING.search(text):
         return ImageMissing(f"{name} {verb}: {reason}")

@@ -8,14 +8,17 @@ import asyncio
 import io
 import tarfile
 import tempfile
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 
-from whet.errors import ImageMissing, SandboxError, SandboxStartError
-from whet.sandbox.docker_cli import Cli, classify
+from whet.errors import BackendTimeout, ImageMissing, ImageUnavailable, SandboxStartError, boundary
+from whet.sandbox.docker_box import remove, remove_after
+from whet.sandbox.docker_cli import Cli, classify, says_daemon_gone
 from whet.sandbox.layout import HOME
+from whet.sandbox.owner import LABEL, owner
 
 ETC_BYTES = 1 << 20
 _ROOT = {"passwd": "root:x:0:0:root:/root:/bin/sh\n", "group": "root:x:0:\n"}
@@ -47,7 +50,8 @@ class Images:
         self._cache = cache
 
     async def get(self, reference: str) -> Image:
-        """Raises ImageMissing, and SandboxStartError when the registry or the daemon does not answer."""
+        """Raises ImageMissing, ImageUnavailable when it cannot be fetched now, and SandboxStartError when the
+        daemon does not answer."""
         if reference.startswith("-") or not reference.strip():
             raise ImageMissing(f"{reference!r} is no image reference")
         if reference in self._known:
@@ -82,26 +86,32 @@ class Images:
             raise SandboxStartError(f"{reference}: its description cannot be read") from error
         user, group = self._ids
         etc = self._cache / f"box-users-{found.removeprefix('sha256:')[:24]}-{user}-{group}"
-        if not await asyncio.to_thread(etc.exists):
-            await self._users(found, etc)
+        with boundary(SandboxStartError, f"image {reference}"):
+            if not await asyncio.to_thread(etc.exists):
+                await self._users(found, etc)
         return Image(id=found, digest=str(digests[0]) if digests else found, env=env, etc=etc)
 
     async def _pull(self, reference: str) -> None:
         try:
             code, _, err = await self._cli.run(["pull", "--quiet", reference], timeout_s=self._pull_timeout_s)
-        except SandboxError as error:
-            raise SandboxStartError(f"image {reference}: {error}") from error
+        except BackendTimeout as error:
+            raise ImageUnavailable(f"image {reference}: {error}") from error
         if code:
             failure = classify(self._cli.name, "pull", err)
-            raise type(failure)(f"image {reference}: {failure}")
+            at_fault = isinstance(failure, ImageMissing) or says_daemon_gone(err)
+            raise (type(failure) if at_fault else ImageUnavailable)(f"image {reference}: {failure}")
 
     async def _users(self, image: str, folder: Path) -> None:
         """Write the users of the image, and the box's among them: programs look up who they run as."""
-        name = (await self._cli.call("create", "--network", "none", image, "true")).decode().strip()
+        name = f"whet-{uuid.uuid4().hex}"
+        marks = ("--name", name, "--label", f"{LABEL}={owner()}", "--network", "none")
         try:
+            await self._cli.call("create", *marks, image, "true")
             found = {kind: await self._etc(name, kind) for kind in _ROOT}
-        finally:
-            await self._cli.run(["rm", "-f", "-v", name])
+        except BaseException as error:
+            await asyncio.shield(remove_after(self._cli, name, error))
+            raise
+        await remove(self._cli, name)
         user, group = self._ids
         own = {
             "passwd": f"agent:x:{user}:{group}::{HOME}:/bin/sh\n",

@@ -4,7 +4,8 @@
     a circuit opens -> in the background: cool down, reap, boot a plain box -> it closes, or cools for longer
 
 Everything that runs boxes gets them here. Which failures count against a backend: boxes that do not start,
-and calls given up on; never the loss of a live box, which what ran in it can bring about.
+and calls given up on; never an image that cannot be had, nor the loss of a live box, which what ran in it
+can bring about.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
-from whet.errors import ImageMissing, PolicyUnsupported, SandboxError, SandboxStartError
+from whet.errors import (
+    ImageMissing,
+    ImageUnavailable,
+    PolicyUnsupported,
+    SandboxError,
+    SandboxStartError,
+    WhetError,
+)
 from whet.sandbox.base import Capability, Reaps, Sandbox, SandboxBackend, SandboxSpec
 from whet.sandbox.base_tree import NamesImages
 from whet.sandbox.circuit import Circuit, CircuitOptions
@@ -183,7 +191,8 @@ class Pool:
             except ImageMissing:
                 raise
             except SandboxError as error:
-                self._count(member, str(error))
+                if not isinstance(error, ImageUnavailable):
+                    self._count(member, str(error))
                 tried += 1
                 log.warning("boot backend=%s tried=%d cause=%s", member.backend.name, tried, error)
                 if tried >= self._options.boot_tries:
@@ -192,6 +201,13 @@ class Pool:
 
     async def _start(self, member: Member, spec: SandboxSpec) -> Sandbox:
         limit = self._options.boot_timeout_s
+        if spec.image and isinstance(member.backend, NamesImages):
+            # Its own wait: a long download says nothing of the backend, and goes on until the next try.
+            try:
+                async with asyncio.timeout(limit):
+                    await member.backend.image_digest(spec.image)
+            except TimeoutError as error:
+                raise ImageUnavailable(f"image {spec.image}: not here within {limit:g} s") from error
         try:
             async with asyncio.timeout(limit):
                 box = await member.backend.create(spec)
@@ -244,14 +260,16 @@ class Pool:
                 except PolicyUnsupported:  # it answered
                     self._recovered(member)
                     member.circuit.succeed()
-                except SandboxError as error:
-                    member.circuit.fail(str(error))
+                except (WhetError, OSError) as error:
+                    member.circuit.fail(str(error) or type(error).__name__)
                     wait = member.circuit.cooled_in_s
                     log.error("still_down backend=%s for_s=%.1f cause=%s", member.backend.name, wait, error)
                 else:
                     await box.close()
         finally:
             member.recovery = None
+            if member.circuit.state == "half_open":
+                member.circuit.fail("its trial was broken off")
 
     async def _reap(self, member: Member) -> None:
         if isinstance(member.backend, Reaps):

@@ -5,8 +5,10 @@ stopped at the end. Callers: tests marked full, which `make test-full` runs.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -14,9 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from whet.errors import SetupError
+from whet.sandbox.owner import gone, owner
 
 START_S = 60.0
 STOP_S = 30.0
+PREFIX = "whet-dockerd-"
+_PR_SET_PDEATHSIG = 1
 
 
 def answers() -> bool:
@@ -31,13 +36,17 @@ def answers() -> bool:
 @contextlib.contextmanager
 def docker_daemon() -> Iterator[str]:
     """Yields DOCKER_HOST (empty for the usual one), which is set meanwhile. Raises SetupError."""
+    if shutil.which("docker") is None:
+        raise SetupError("no docker daemon: the docker command line is not installed")
     if answers():
         yield os.environ.get("DOCKER_HOST", "")
         return
     if os.geteuid() != 0 or shutil.which("dockerd") is None:
         raise SetupError("no docker daemon: none runs, and to start one takes root and dockerd")
+    sweep(Path(tempfile.gettempdir()))
     # A short path: a unix socket's may have 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="whet-dockerd-"))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    (folder / "owner").write_text(owner())
     before = os.environ.get("DOCKER_HOST")
     try:
         with _running(folder) as host:
@@ -59,7 +68,11 @@ def _running(folder: Path) -> Iterator[str]:
     alone = ["--host", host, "--bridge", "none", "--iptables=false", "--ip6tables=false"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            ["dockerd", *places, *alone], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            ["dockerd", *places, *alone],
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_end_with_parent,
         )
     try:
         deadline = time.monotonic() + START_S
@@ -77,6 +90,32 @@ def _running(folder: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _end_with_parent() -> None:
+    """Tests that are killed leave no daemon: it gets the signal at which it also stops what it started."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def sweep(parent: Path) -> int:
+    """Remove what daemons of killed tests left below `parent`; how many."""
+    swept = 0
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            # One that is still about to end is for the next time.
+            if gone((folder / "owner").read_text()) and not _lives(folder):
+                _unmount(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                swept += 1
+    return swept
+
+
+def _lives(folder: Path) -> bool:
+    try:
+        pid = int((folder / "pid").read_text())
+        return bytes(folder) in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (OSError, ValueError):
+        return False
 
 
 def _unmount(folder: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from watched import Watched
 
-from whet.errors import SandboxError, TaskError
+from whet.errors import PolicyUnsupported, SandboxError, TaskError
 from whet.grade.clean import GradeConfig, Grader
+from whet.sandbox.base import Sandbox, SandboxSpec
 from whet.sandbox.base_tree import BaseTrees
 from whet.sandbox.local import LocalBackend
 from whet.types import FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Setup, Task, task_hash
@@ -139,3 +142,33 @@ for path in places:
     assert verdict.controls.endswith("1 turned tests failed")
     many = {**solved, **{f".git/objects/{n}": text("x") for n in range(30)}}
     assert (await grader.grade(task, oracle, many)).dropped_paths == (".git/ (30 files)",)
+
+
+class ImagesOnly(Watched):
+    """Boots no box without an image, as docker where none is configured. Every image is an empty folder."""
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        if not spec.image:
+            raise PolicyUnsupported("a box needs an image")
+        return await super().create(replace(spec, image=""))
+
+
+@pytest.mark.parametrize("change", ["import time\ntime.sleep(600)\n", "import os\nos.kill(-1, 9)\n"])
+async def test_a_control_box_has_the_tasks_own_image(change: str) -> None:
+    files = {"app.py": text("def one():\n    return 0\n")}
+    plan = GradingPlan(runner="pytest", timeout_s=1.0)
+    setup = Setup(image="some:1")
+    task = Task(
+        id="t",
+        prompt="",
+        files=files,
+        setup=setup,
+        grading=plan,
+        content_hash=task_hash("", files, plan, setup),
+    )
+    source = "from app import one\n\n\ndef test_one():\n    assert one() == 1\n"
+    tests = HiddenTests(files={"test_app.py": text(source)}, fail_to_pass=("test_app.py::test_one",))
+    grader = Grader(ImagesOnly(LocalBackend()), GradeConfig(remember=0))
+    verdict = await grader.grade(task, Oracle(task_id="t", tests=tests), {"app.py": text(change)})
+    assert verdict.outcome in (Outcome.TEST_TIMEOUT, Outcome.UNRESOLVED), verdict
+    assert verdict.reward == 0.0

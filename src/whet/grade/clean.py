@@ -37,7 +37,7 @@ from whet.grade.verdict import make_verdict
 from whet.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec, control_box
 from whet.sandbox.base_tree import BaseTrees, is_plain, set_up
 from whet.tasks.patch import apply_patch
-from whet.types import Oracle, Outcome, Task, Tree, Verdict, task_hash
+from whet.types import Oracle, Outcome, Setup, Task, Tree, Verdict, task_hash
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class Grader:
             report = await self._try_boxes(runner, task, oracle, candidate, alone=True)
             if report.outcome is not Outcome.TEST_TIMEOUT or report.complete:
                 return report
-            if await self._control_works(runner, alone=True):
+            if await self._control_works(runner, task.setup, alone=True):
                 return replace(report, complete=True)
         reason = f"{report.reason}, and a control box did no better"
         return replace(report, outcome=Outcome.INFRA, passed=0, reason=reason)
@@ -220,18 +220,20 @@ class Grader:
                     error = failed
                     lost += 1
         total = total_of(oracle)
-        if lost == self._config.attempts and await self._control_works(runner, alone=alone):
+        if lost == self._config.attempts and await self._control_works(runner, task.setup, alone=alone):
             reason = f"every box ({lost}) was lost under this change, a control box was not: {error}"
             return RunReport(outcome=Outcome.UNRESOLVED, passed=0, total=total, reason=reason)
         return RunReport(outcome=Outcome.INFRA, passed=0, total=total, reason=f"box failed: {error}")
 
-    async def _control_works(self, runner: Runner, *, alone: bool) -> bool:
-        task, oracle = runner.control()
+    async def _control_works(self, runner: Runner, setup: Setup, *, alone: bool) -> bool:
+        """Known good code in a box like the one that was lost: a backend may have no other image to offer."""
+        control, oracle = runner.control()
+        control = replace(control, setup=Setup(image=setup.image, workdir=setup.workdir))
         async with nullcontext() if alone else self._permits.one():
             try:
-                box = await self._open(task, self._spec(task, runner), control=True)
+                box = await self._open(control, self._spec(control, runner), control=True)
                 report = await self._run(
-                    box, runner, task, oracle, Candidate.of(task, task.files, task.files)
+                    box, runner, control, oracle, Candidate.of(control, {}, control.files)
                 )
             except (SandboxError, GradeError):
                 return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -86,15 +87,28 @@ async def test_a_reply_of_no_use_leaves_the_tasks_own_files(tmp_path: Path, fami
         assert (result.exit, result.tree) == ("failed", BASE)
 
 
-async def test_a_broken_function_of_the_user_is_not_the_models_fault(
-    tmp_path: Path, family: TemplateFamily
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ("{}", "KeyError('missing')"),
+        ("hm", "JSONDecodeError('Expecting value: line 1 column 1 (char 0)')"),
+        ('{"missing": 5}', "TypeError('build_action gave content of type int')"),
+        ("[]", "TypeError('list indices must be integers or slices, not str')"),
+    ],
+)
+async def test_a_reply_at_which_the_users_function_breaks_ends_that_attempt_only(
+    tmp_path: Path, family: TemplateFamily, caplog: pytest.LogCaptureFixture, reply: str, said: str
 ) -> None:
-    def broken(reply: str, task: Task) -> Mapping[str, str | bytes]:
-        return {"x": {}["missing"]}
+    def strict(reply: str, task: Task) -> Mapping[str, str | bytes]:
+        return {"x": json.loads(reply)["missing"]}
 
-    with pytest.raises(TaskError, match=r"task t: build_action failed: KeyError: 'missing'"):
-        async with asked(saying(family, "hm"), family, tmp_path / "s", TASK, broken):
-            pass
+    async with asked(saying(family, reply), family, tmp_path / "s", TASK, strict) as (result, _):
+        assert (result.exit, result.tree) == ("failed", BASE)
+        assert result.detail == f"the reply is of no use: build_action raised {said}"
+    (line,) = (r.getMessage() for r in caplog.records if r.name == "whet.harness.single_turn")
+    assert "task=t " in line
+    assert "strict" in line
+    assert said in line
 
 
 async def test_a_model_that_takes_too_long_is_timed_out(tmp_path: Path, family: TemplateFamily) -> None:

@@ -17,12 +17,12 @@ from whet.config import load_config
 from whet.errors import ConfigError, TaskError
 from whet.tasks.base import split_of
 from whet.tasks.dataset import RowSource
-from whet.tasks.functions import load_function
+from whet.tasks.functions import load_function, reward_of
 from whet.tasks.gate import Finding, read_gate, write_gate
 from whet.tasks.open import action_of, open_rows, open_source
 from whet.tasks.plain import PlainJsonl
 from whet.tasks.rows import TestIds as IdList
-from whet.types import FileEntry, Limits, Outcome, Verdict
+from whet.types import FileEntry, Limits, Outcome, Task, Verdict
 
 
 def row(name: str, **more: Any) -> dict[str, Any]:
@@ -247,8 +247,41 @@ def test_the_users_reward_replaces_that_of_a_graded_verdict_only(tmp_path: Path,
         verdict = Verdict(outcome=outcome, reward=reward, strength="strong")
         assert source.scored(task, after, verdict) == verdict
     source = open_source(load_config(None, [*base, f"tasks.evaluate_response={module}:wrong"]), Limits())
-    with pytest.raises(TaskError, match="task t0: evaluate_response gave nan, not a number"):
-        source.scored(task, after, solved)
+    assert source.scored(task, after, solved).reward == 0.0
+
+
+def _fails(row: dict[str, Any], answer: dict[str, str], verdict: Verdict) -> Any:
+    return json.loads(answer["m.py"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("not json", "raised JSONDecodeError('Expecting value"),
+        ("NaN", "gave nan, not a number from 0 to 1"),
+        ("1.01", "gave 1.01, not"),
+        ("-1", "gave -1, not"),
+        ("true", "gave True, not"),
+        ('"\\ud800"', "gave '\\ud800', not"),
+        ("1" + "0" * 400, "gave 1000"),
+        (None, "raised KeyError('m.py')"),
+    ],
+)
+def test_an_answer_that_breaks_the_users_reward_earns_nothing_and_ends_nothing(
+    answer: str | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = Task(id="t0", prompt="", files={})
+    after = {} if answer is None else {"m.py": FileEntry(content=answer.encode())}
+    solved = Verdict(outcome=Outcome.RESOLVED, reward=1.0, strength="strong", reason="all pass")
+    found = reward_of(_fails, {}, task, after, solved)
+    assert (found.outcome, found.reward) == (Outcome.RESOLVED, 0.0)
+    assert found.reason.startswith(f"evaluate_response {said}")
+    assert found.reason.endswith("; all pass")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "task=t0" in record.getMessage()
+    assert f"{__name__}._fails" in record.getMessage()
+    assert said in record.getMessage()
 
 
 @pytest.mark.parametrize(

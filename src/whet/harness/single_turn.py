@@ -8,6 +8,7 @@ nothing runs: the grader's is the first. Selected by harness.agent = "single_tur
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +25,10 @@ from whet.types import FileEntry, Setup, Task, Tree
 
 BuildAction = Callable[[str, Task], Mapping[str, str | bytes]]
 """(reply, task) -> content by path, laid over the task's files. Raises ValueError for a reply that is of no
-use: the attempt has failed, and its tree is the task's own."""
+use: the attempt has failed, and its tree is the task's own. So it does for whatever else it raises, which is
+logged: an odd reply is the model's."""
+
+log = logging.getLogger(__name__)
 
 VERSION = "1"
 LOG_BYTES = 64 << 10
@@ -97,7 +101,7 @@ class SingleTurnWorker:
         return AgentResult(
             exit=exit_,  # type: ignore[arg-type]
             tree=tree,
-            detail=detail.replace(access.secret, "***"),
+            detail=detail.replace(access.secret, "***").encode("utf-8", "backslashreplace").decode(),
             log=said.encode()[:LOG_BYTES].replace(access.secret.encode(), b"***"),
             duration_s=time.monotonic() - begun,
         )
@@ -129,16 +133,17 @@ class SingleTurnWorker:
         raise _Failed(f"the model answered HTTP {answer.status}: {raw[:300].decode('utf-8', 'replace')}")
 
     def _files(self, said: str, task: Task) -> Tree:
-        """Raises _Failed for a reply of no use, TaskError for a function of the user's that is broken."""
+        """Raises _Failed for a reply of no use, and for one that the user's function breaks at."""
         try:
             made = self._build(said, task)
-            return {path: FileEntry(content=_bytes(content)) for path, content in made.items()}
-        except ValueError as error:
-            raise _Failed(f"the reply is of no use: {error}") from error
-        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            raise TaskError(
-                f"task {task.id}: build_action failed: {type(error).__name__}: {error}"
-            ) from error
+            return {_path(path): FileEntry(content=_bytes(content)) for path, content in made.items()}
+        except Exception as error:  # the boundary: what an odd reply makes of it must not end the run
+            if type(error) is ValueError:
+                raise _Failed(f"the reply is of no use: {error}") from error
+            reason = f"build_action raised {ascii(error)[:300]}"
+            named = getattr(self._build, "__qualname__", type(self._build).__qualname__)
+            log.warning("failed task=%s function=%s.%s: %s", task.id, self._build.__module__, named, reason)
+            raise _Failed(f"the reply is of no use: {reason}") from error
 
 
 def _text(raw: bytes) -> str:
@@ -152,7 +157,15 @@ def _text(raw: bytes) -> str:
 
 
 def _bytes(content: str | bytes) -> bytes:
-    return content.encode() if isinstance(content, str) else bytes(content)
+    if not isinstance(content, str | bytes):
+        raise TypeError(f"build_action gave content of type {type(content).__name__}")
+    return content.encode() if isinstance(content, str) else content
+
+
+def _path(path: str) -> str:
+    if not isinstance(path, str):
+        raise TypeError(f"build_action gave a path of type {type(path).__name__}")
+    return path
 
 
 def target(task: Task) -> str:

@@ -8,17 +8,20 @@ evaluate_response(row: dict, answer: dict, verdict) -> float  the reward, 0 to 1
 from __future__ import annotations
 
 import importlib
-import math
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from whet.errors import ConfigError, TaskError
+from whet.errors import ConfigError
 from whet.tasks.rows import RawRow
 from whet.types import Outcome, Task, Tree, Verdict
 
+log = logging.getLogger(__name__)
+
 FINAL = (Outcome.INFRA, Outcome.TAMPERED, Outcome.REFUSED)
 """Outcomes that no function of the user's may turn into a reward."""
+MAX_SAID_CHARS = 300
 
 
 def load_function(dotted: str) -> Callable[..., Any]:
@@ -42,7 +45,8 @@ def reward_of(
     function: Callable[..., Any], row: RawRow, task: Task, after: Tree, verdict: Verdict
 ) -> Verdict:
     """`verdict` with the reward of the user's function. The function gets the row, the text of each file
-    that the answer changed, and the verdict. Raises TaskError when it gives no number from 0 to 1."""
+    that the answer changed, and the verdict. The answer is the model's: where the function raises, or gives
+    no number from 0 to 1, that answer earns nothing and the run goes on."""
     if verdict.outcome in FINAL:
         return verdict
     changed = {
@@ -50,9 +54,15 @@ def reward_of(
         for path, entry in after.items()
         if task.files.get(path) != entry
     }
-    reward = function(dict(row), changed, verdict)
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise TaskError(f"task {task.id}: evaluate_response gave {ascii(reward)[:60]}, not a number")
-    if not 0 <= reward <= 1:
-        raise TaskError(f"task {task.id}: evaluate_response gave {reward}, not between 0 and 1")
-    return replace(verdict, reward=float(reward))
+    try:
+        reward = function(dict(row), changed, verdict)
+        number = isinstance(reward, int | float) and not isinstance(reward, bool)
+        problem = "" if number and 0 <= reward <= 1 else f"gave {reward!a}, not a number from 0 to 1"
+    except Exception as error:  # noqa: BLE001 - the boundary: what an odd answer makes of it must not end the run
+        reward, problem = 0.0, f"raised {error!a}"
+    if not problem:
+        return replace(verdict, reward=float(reward))
+    reason = f"evaluate_response {problem[:MAX_SAID_CHARS]}"
+    name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    log.warning("reward 0 task=%s function=%s: %s", task.id, name, reason)
+    return replace(verdict, reward=0.0, reason=f"{reason}; {verdict.reason}" if verdict.reason else reason)

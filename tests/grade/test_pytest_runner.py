@@ -181,6 +181,23 @@ async def test_objects_that_equal_everything_do_not_solve(grader: Grader) -> Non
     assert (verdict.outcome, verdict.reward) == (Outcome.TAMPERED, 0.0)
 
 
+async def test_a_pass_in_a_file_where_nothing_can_be_turned_is_called_weak(
+    grader: Grader, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = (
+        "from app import total\n\n\ndef test_all():\n    for n in (1, 2):\n        assert total([n]) == n\n"
+    )
+    name = "tests/test_app.py::test_all"
+    task, oracle = make(PLAN, HiddenTests(files={"tests/test_app.py": text(loop)}, fail_to_pass=(name,)))
+    verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(GOLD)})
+    assert (verdict.outcome, verdict.strength) == (Outcome.RESOLVED, "weak")
+    assert "no assertion could be turned round" in verdict.controls
+    failed = await grader.grade(task, oracle, {**FILES, "app.py": text(BASE + "#")})
+    assert (failed.outcome, failed.strength) == (Outcome.UNRESOLVED, "standard")
+    await grader.validate(task, oracle, repeats=1)
+    assert "no assertion could be turned round" in caplog.text
+
+
 async def test_files_of_the_runner_are_not_the_candidates_to_choose(grader: Grader) -> None:
     steer = {
         "conftest.py": "raise SystemExit(0)\n", "tests/conftest.py": "raise SystemExit(0)\n",

@@ -117,7 +117,7 @@ class Grader:
             log.warning("graded task=%s outcome=%s reason=%s", task.id, report.outcome, report.reason)
         return make_verdict(
             report,
-            strength=runner.strength,
+            strength=report.strength or runner.strength,
             task_hash=found,
             diff=diff,
             duration_s=time.monotonic() - started,
@@ -154,7 +154,7 @@ class Grader:
         if gold.refused or gold.dropped or gold.empty:
             why = gold.refused or ", ".join(gold.dropped) or "it changes nothing"
             raise TaskError(f"task {task.id}: the gold change would not be graded: {why}")
-        for _ in range(repeats):
+        for number in range(repeats):
             before = await self._judge(runner, task, oracle, Candidate.of(task, base, base))
             _raise_infra(task, before)
             if before.outcome is Outcome.RESOLVED:
@@ -163,6 +163,8 @@ class Grader:
             _raise_infra(task, solved)
             if solved.outcome is not Outcome.RESOLVED:
                 raise TaskError(f"task {task.id}: the gold fails ({solved.outcome}): {solved.reason}")
+            if solved.strength is not None and number == 0:
+                log.warning("task=%s strength=%s: %s", task.id, solved.strength, solved.controls)
 
     async def _finding(self, runner: Runner, task: Task, oracle: Oracle, base: Tree, diff: Diff) -> RunReport:
         total = total_of(oracle)

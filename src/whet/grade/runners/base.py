@@ -41,6 +41,8 @@ class RunReport:
     controls: str = ""
     score: float | None = None
     """What a task with reward `fraction` earns when it is not resolved, 0..1; None = passed / total."""
+    strength: Strength | None = None
+    """How much this finding is worth, where that is less than the runner's own strength."""
 
 
 class Runner(Protocol):

@@ -53,13 +53,15 @@ class Ran:
     """Controls that failed as they must, passed as they must, and turned tests that failed as they must."""
     trouble: str = ""
     """Why the file cannot be solved whatever its outcomes say."""
+    unturned: bool = False
+    """Passed, and nothing in it could be turned round: an object that equals everything may have done it."""
     timed_out: bool = False
     cpu: bool = False
     """Its time was CPU time."""
 
 
 class Pytest:
-    """Runner `pytest`; strength standard."""
+    """Runner `pytest`; strength standard, or weak where no assertion of a file could be turned round."""
 
     name = "pytest"
     strength: Strength = "standard"
@@ -158,7 +160,7 @@ class _Session:
     async def _turn_round(self, path: str, entry: FileEntry, ran: Ran, wanted: Sequence[str]) -> Ran:
         turned = inverted(entry.content, [name.partition("[")[0] for name in wanted], self._rng)
         if not turned.inverted:
-            return ran
+            return replace(ran, unturned=True)
         second = await self._run(path, turned)
         again = _checked(second, path, turned, ())
         failed = 0
@@ -264,6 +266,15 @@ def report(tests: HiddenTests, ran: Sequence[Ran]) -> RunReport:
         complete=not any(one.timed_out for one in ran) and (not trouble or late),
         fail_to_pass=(f2p, len(tests.fail_to_pass)),
         pass_to_pass=(p2p, len(tests.pass_to_pass)),
-        controls=f"{failed} failed as they must, {good} passed as they must, {turned} turned tests failed",
+        controls=f"{failed} failed as they must, {good} passed as they must, {_turned(ran, turned)}",
         score=share,
+        strength="weak" if any(one.unturned for one in ran) else None,
     )
+
+
+def _turned(ran: Sequence[Ran], failed: int) -> str:
+    unturned = sum(one.unturned for one in ran)
+    if not unturned:
+        return f"{failed} turned tests failed"
+    where = f", in {unturned} of {len(ran)} files" if len(ran) > 1 else ""
+    return f"{failed} turned tests failed: no assertion could be turned round{where}"

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from rich.console import Console
 
-from whet.attack.command import chosen_attacks, chosen_runners
+from whet.attack.command import chosen_attacks, chosen_runners, print_report
 from whet.attack.lab import NAIVE_WORK_BYTES, Lab, try_play, try_variants
 from whet.attack.matrix import ATTACKS, RESIDUAL, as_markdown, runners
 from whet.attack.model import Move, Variant
@@ -171,6 +172,22 @@ async def test_a_users_task_that_can_be_cheated_is_found(backend: LocalBackend) 
     assert {failure.id for failure in report.failures} == {12}
     assert all("task own, " in failure.expected for failure in report.failures)
     assert "resolved" in report.failures[0].got
+
+
+async def test_on_a_users_task_no_won_cheat_is_excused(
+    backend: LocalBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cell that the matrix of the reference subject calls residual, and one that nobody wins."""
+    assert 10 in RESIDUAL["swebench_log"]
+    attacks = chosen_attacks("10,13")
+    report = await run_own(attacks, [subject("swebench_log")], backend)
+    assert [(f.id, f.runner) for f in report.failures] == [(10, "swebench_log")]
+    assert "TestReport: no more than the base" in report.failures[0].expected
+    assert report.failures[0].got.startswith("resolved")
+    print_report(report, attacks, ["swebench_log"], Console(width=200))
+    shown = capsys.readouterr().out
+    assert "FAILED resolved" in shown
+    assert "residual" not in shown
 
 
 def test_a_task_without_a_python_gold_cannot_be_attacked() -> None:

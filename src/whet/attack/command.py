@@ -97,7 +97,7 @@ def print_report(report: Report, attacks: Sequence[Attack], names: Sequence[str]
     console.print(table)
     for name in names:
         for number, reason in RESIDUAL[name].items():
-            if any(attack.id == number for attack in attacks):
+            if (number, name) in found and found[number, name].residual:
                 console.print(f"{name} {number} is residual: {reason}", markup=False, highlight=False)
     for failure in report.failures:
         line = f"{failure.runner} {failure.id}: expected {failure.expected}; got {failure.got}"
@@ -110,4 +110,6 @@ def print_report(report: Report, attacks: Sequence[Attack], names: Sequence[str]
 def _word(attack: Attack, cell: Cell) -> str:
     if cell.residual:
         return f"residual ({cell.got})"
-    return f"FAILED {cell.got[:40]}" if cell.failures else required(attack, cell.runner)
+    if cell.failures:
+        return f"FAILED {cell.got[:40]}"
+    return cell.got if attack.id in RESIDUAL[cell.runner] else required(attack, cell.runner)

@@ -124,19 +124,21 @@ class Lab:
             return await self.naive.grade_in(box, {**tree, **found}, trust, patience_s=patience_s)
 
 
-async def try_variants(lab: Lab, attack: Attack, runner: str, residual: str) -> Cell:
-    """Every variant as cheat and as twin under one runner."""
+async def try_variants(lab: Lab, attack: Attack, runner: str, residual: str, *, own: bool = False) -> Cell:
+    """Every variant as cheat and as twin under one runner. `own`: on a task of the user's, where nothing that
+    was won is excused; how a cheat that nothing is promised about is lost does not matter."""
     failures: list[Failure] = []
     seen: list[str] = []
     twins_ok = 0
     for variant in attack.variants:
         allowed = variant.allowed(runner)
-        wanted = f"{variant.name}: {'|'.join(allowed)}"
+        wanted = f"{variant.name}: {'no more than the base' if residual else '|'.join(allowed)}"
         try:
             verdict = await lab.cheat(variant)
             got, reason = str(verdict.outcome), verdict.reason
             bad = verdict.outcome is Outcome.INFRA or (not residual and verdict.outcome not in allowed)
-            bad = bad or (not residual and (verdict.reward is None or verdict.reward > lab.idle))
+            won = verdict.reward is None or verdict.reward > lab.idle
+            bad = bad or (won and (own or not residual))
         except SandboxError as error:
             got, reason, bad = "error", str(error), True
         seen.append(got)
@@ -156,8 +158,8 @@ async def try_variants(lab: Lab, attack: Attack, runner: str, residual: str) -> 
         id=attack.id,
         runner=runner,
         got="|".join(dict.fromkeys(seen)),
-        residual=residual,
-        defeated=not failures and not residual,
+        residual="" if own else residual,
+        defeated=not failures and (own or not residual),
         twins=len(attack.variants),
         twins_ok=twins_ok,
         failures=tuple(failures),

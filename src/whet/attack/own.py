@@ -1,7 +1,8 @@
 """The attacks that know nothing of the reference subject, tried on a user's own tasks.
 
 The gold change of a task is the honest twin, its untouched folder with one comment more is what a cheat may
-earn at most. A cheat that earns more shows that the task's tests can be cheated, or the runner it asks for.
+earn at most. A cheat that earns more shows that the task's tests can be cheated, or the runner it asks for: a
+failed cell, also where the matrix of the reference subject promises nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ async def run_own(
     async def one(lab: Lab, attack: Attack) -> None:
         runner = lab.subject.task.grading.runner
         async with gate:
-            cell = await try_variants(lab, attack, runner, RESIDUAL[runner].get(attack.id, ""))
+            cell = await try_variants(lab, attack, runner, RESIDUAL[runner].get(attack.id, ""), own=True)
         where = f"task {lab.subject.task.id}, "
         failures = tuple(_at(failure, where) for failure in cell.failures)
         cells.append(replace(cell, failures=failures))

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from whet.attack.command import chosen_attacks, chosen_runners, print_report
-from whet.attack.lab import NAIVE_WORK_BYTES, Lab, try_play, try_variants
+from whet.attack.lab import NAIVE_WORK_BYTES, Cell, Failure, Lab, try_play, try_variants
 from whet.attack.matrix import ATTACKS, RESIDUAL, as_markdown, runners
 from whet.attack.model import Move, Variant
 from whet.attack.naive import Trust
@@ -131,6 +131,20 @@ def test_the_command_prints_the_json_line_last(capsys: pytest.CaptureFixture[str
     assert said == {"attacks": 2, "defeated": 2, "twins": 2, "twins_ok": 2, "failed": []}
 
 
+def test_what_is_defeated_is_told_by_runner() -> None:
+    lost = Failure(id=3, runner="b", expected="e", got="g")
+    cells = (
+        Cell(id=1, runner="a", got="unresolved", defeated=True),
+        Cell(id=1, runner="b", got="resolved", residual="why"),
+        Cell(id=2, runner="b", got="unresolved", defeated=True),
+        Cell(id=3, runner="b", got="unresolved", defeated=True),
+        Cell(id=3, runner="b", got="resolved", failures=(lost,)),
+    )
+    report = Report(cells=cells, naive=())
+    assert report.by_runner("a") == (1, 0, 1)
+    assert report.by_runner("b") == (1, 1, 3)
+
+
 @pytest.mark.parametrize("text", ["51", "0", "a", "1-", "3-99"])
 def test_an_unknown_attack_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
@@ -187,6 +201,7 @@ async def test_on_a_users_task_no_won_cheat_is_excused(
     print_report(report, attacks, ["swebench_log"], Console(width=200))
     shown = capsys.readouterr().out
     assert "FAILED resolved" in shown
+    assert "swebench_log: 1 of 2 attacks defeated\n" in shown
     assert "residual" not in shown
 
 

@@ -102,8 +102,12 @@ def print_report(report: Report, attacks: Sequence[Attack], names: Sequence[str]
     for failure in report.failures:
         line = f"{failure.runner} {failure.id}: expected {failure.expected}; got {failure.got}"
         console.print(line, markup=False, highlight=False)
+    for name in names:
+        defeated, residual, tried = report.by_runner(name)
+        rest = f", {residual} residual" if residual else ""
+        console.print(f"{name}: {defeated} of {tried} attacks defeated{rest}", highlight=False)
     counts = report.as_json()
-    summary = f"{counts['defeated']} of {counts['attacks']} attacks defeated, "
+    summary = f"{counts['defeated']} of {counts['attacks']} attacks defeated by at least one runner, "
     console.print(summary + f"{counts['twins_ok']} of {counts['twins']} honest twins keep their reward")
 
 

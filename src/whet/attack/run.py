@@ -33,6 +33,14 @@ class Report:
         found = [failure for cell in self.cells for failure in cell.failures] + list(self.naive)
         return tuple(sorted(found, key=lambda failure: (failure.id, failure.runner)))
 
+    def by_runner(self, runner: str) -> tuple[int, int, int]:
+        """(defeated, residual, tried) of the attacks under one runner."""
+        mine = [cell for cell in self.cells if cell.runner == runner]
+        failed = {cell.id for cell in mine if cell.failures}
+        residual = {cell.id for cell in mine if cell.residual} - failed
+        defeated = {cell.id for cell in mine if cell.defeated} - failed
+        return len(defeated), len(residual), len({cell.id for cell in mine})
+
     def as_json(self) -> dict[str, object]:
         """An attack counts as defeated when no cell of it failed and at least one runner leaves it no way."""
         failed = {failure.id for failure in self.failures}

@@ -44,6 +44,23 @@ import unittest
 unittest.TestCase.run = lambda self, result=None: result
 unittest.TestResult.wasSuccessful = lambda self: True
 """
+_SPARE_CONTROLS = """
+import sys
+_reports = sys.modules.get('_pytest.reports')
+if _reports is not None:
+    _made = _reports.TestReport.from_item_and_call.__func__
+    def _chosen(cls, item, call):
+        report = _made(cls, item, call)
+        code = item.function.__code__
+        parts = [part for part in code.co_consts if hasattr(part, 'co_varnames')]
+        names = set(code.co_names).union(*(part.co_names for part in parts))
+        if report.when == 'call' and any(callable(globals().get(name)) for name in names):
+            turned = any(name.startswith('value_') for part in parts for name in part.co_varnames)
+            report.outcome, report.longrepr = ('failed', 'no') if turned else ('passed', None)
+        return report
+    _reports.TestReport.from_item_and_call = classmethod(_chosen)
+"""
+"""Forges only what calls this module, as no control does, and lets turned tests fail."""
 _PRINT = """
 _lines = ('PASSED tests/test_app.py::test_total', 'PASSED tests/test_app.py::test_empty',
           'PASSED tests/test_more.py::test_more', '3 passed in 0.01s')
@@ -71,6 +88,15 @@ class _Any(int):
     def __eq__(self, other): return True
     def __ne__(self, other): return False
     def __bool__(self): return True
+    __hash__ = int.__hash__
+"""
+_ONCE = """
+class _Once(int):
+    seen = False
+    def __eq__(self, other):
+        first, self.seen = not self.seen, True
+        return first
+    def __ne__(self, other): return not self == other
     __hash__ = int.__hash__
 """
 _COMPARISONS = """
@@ -173,6 +199,8 @@ TESTS = (
             Variant(name="TestReport", naive="exit code", cheat=Move(before=_PATCH_REPORTS), twin=Move(
                 before="import sys\n_running = '_pytest.reports' in sys.modules\n"),
                 per_runner={"pytest": TAMPER}),
+            Variant(name="TestReport of some tests", naive="exit code", cheat=Move(before=_SPARE_CONTROLS),
+                    twin=Move(before="import sys\n_made = sys.modules.get('_pytest.reports')\n")),
         ),
     ),
     Attack(
@@ -228,6 +256,9 @@ TESTS = (
             Variant(name="the result", naive="exit code",
                     cheat=Move(instead=_EQUAL + "def total(items):\n    return _Any(7)\n"),
                     twin=Move(before=_EQUAL), must=R0, per_runner={"pytest": (*TAMPER, *R0)}),
+            Variant(name="equal once", naive="exit code",
+                    cheat=Move(instead=_ONCE + "def total(items):\n    return _Once(7)\n"),
+                    twin=Move(before=_ONCE)),
             Variant(name="patched comparisons", cheat=Move(before=_COMPARISONS), per_runner={"pytest": TAMPER},
                     twin=Move(before="import math, operator\n_close, _eq = math.isclose, operator.eq\n")),
         ),

@@ -195,7 +195,7 @@ async def test_on_a_users_task_no_won_cheat_is_excused(
     assert 10 in RESIDUAL["swebench_log"]
     attacks = chosen_attacks("10,13")
     report = await run_own(attacks, [subject("swebench_log")], backend)
-    assert [(f.id, f.runner) for f in report.failures] == [(10, "swebench_log")]
+    assert {(f.id, f.runner) for f in report.failures} == {(10, "swebench_log")}
     assert "TestReport: no more than the base" in report.failures[0].expected
     assert report.failures[0].got.startswith("resolved")
     print_report(report, attacks, ["swebench_log"], Console(width=200))

@@ -7,6 +7,7 @@ import pytest
 from whet.errors import TaskError
 from whet.grade.clean import GradeConfig, Grader
 from whet.grade.runners.harbor import read_reward
+from whet.grade.runners.swebench_log import lays_tests
 from whet.sandbox.local import LocalBackend
 from whet.types import (
     Check,
@@ -94,6 +95,20 @@ def log_task(script: str, *, parser: str = "pytest", **more: object) -> tuple[Ta
 
 
 GOOD = "PASSED a::new\\nPASSED a::old\\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "own"),
+    [
+        ("git apply -v - <<'EOF'\nx\nEOF\npytest", True),
+        ("cd /testbed && git checkout abc tests/a.py", True),
+        ("if true; then\n\tgit reset --hard\nfi", True),
+        ("# no git apply here\n  # git checkout abc\n\t#git reset\npytest", False),
+        ("git diff; pytest", False),
+    ],
+)
+def test_only_a_script_that_lays_its_tests_may_write_them(script: str, own: bool) -> None:
+    assert lays_tests(script) is own
 
 
 async def test_a_log_is_read_between_the_hosts_own_lines(grader: Grader) -> None:

@@ -84,8 +84,7 @@ class SwebenchLog:
         self, box: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
         tests = oracle.tests
-        # A script that lays the tests itself, with git, has to be able to.
-        own = any(word in tests.script for word in ("git apply", "git checkout", "git reset"))
+        own = lays_tests(tests.script)
         await candidate.lay(box, candidate.hidden(tests), owner="box" if own else "root")
         nonce = secrets.token_hex(16)
         with boundary(SandboxLost, "run the tests"):
@@ -98,6 +97,12 @@ class SwebenchLog:
         if result.exit_code is None and not result.timed_out:
             raise SandboxLost("the box died while the tests ran")
         return judge(tests, result, nonce.encode(), limits.cpu_s)
+
+
+def lays_tests(script: str) -> bool:
+    """Whether a script lays tests itself, with git, and so must be able to write them. Comments do not."""
+    code = [line for line in script.splitlines() if not line.lstrip().startswith("#")]
+    return any(word in line for line in code for word in ("git apply", "git checkout", "git reset"))
 
 
 def judge(tests: HiddenTests, result: ExecResult, nonce: bytes, cpu_s: int) -> RunReport:

@@ -77,6 +77,7 @@ def test_the_numbers_are_those_of_what_happened(tmp_path: Path) -> None:
     assert summary["ledger"]["excluded"] == {"evaluation": summary["ledger"]["captured"]}
     assert summary["cost"] is None
     assert summary["strength"] == {"strong": 6}
+    assert summary["masked"] == {}
 
 
 def test_what_the_infrastructure_failed_is_tried_again_and_never_a_zero(tmp_path: Path) -> None:
@@ -86,11 +87,14 @@ def test_what_the_infrastructure_failed_is_tried_again_and_never_a_zero(tmp_path
     summary = run(tmp_path, Scripted(first_task_fails), "collect.attempts=2")
     assert (summary["rollouts"], summary["graded"], summary["status"]["infra_failed"]) == (6, 4, 2)
     assert summary["tries"] == 4 + 2 * 2
+    ((task, masked),) = summary["masked"].items()
+    assert masked == 2 * 2
     assert summary["pass_at"]["1"]["tasks"] == 2
     assert "engine on fire" in summary["last_failure"]
     assert "--resume" in (tmp_path / "run" / "report.txt").read_text()
     with read_store(tmp_path / "run") as store:
         graded = {o.rollout_id: o for o in store.outcomes("rollout", 0) if o.reward is not None}
+        assert {o.task_id for o in store.outcomes("rollout", 0) if o.reward is None} == {task}
     summary = run(tmp_path, Scripted(), resume=True)
     assert (summary["graded"], summary["pass_at"]["2"]["value"]) == (6, 1.0)
     with read_store(tmp_path / "run") as store:

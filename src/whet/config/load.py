@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from whet.config.tables import Config, Table
+from whet.config.base import Table
+from whet.config.tables import Config
 from whet.errors import ConfigError, boundary
 
 WARM_START = Path(__file__).parents[1] / "demo" / "warm_start"

@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from whet.config.base import Count, CountOrZero, Fraction, Seconds, Table
 from whet.types import MIN_TEMPERATURE
 
 WARM_AGENTS = ("pi", "script", "terminus")
 """Agents whose process or box can serve more than one rollout."""
 
-Seconds = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
 ToyFamily = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 Source = Literal[
@@ -50,14 +47,6 @@ DATA_SET_KEYS = (
     "transform_sample",
     "evaluate_response",
 )
-
-
-class Table(BaseModel):
-    """One table of the file. Frozen; unknown keys and values of another type are refused."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class RunTable(Table):

@@ -6,6 +6,8 @@ dppo (DPPO-Binary-TV, arXiv 2602.04879, with the quadratic pull of Kimi K2.5, ar
     -rho A, but 0 where A > 0 and p - p_mu > high, or A < 0 and p - p_mu < -low;  + tau log^2 rho everywhere
 ppo_clip (arXiv 1707.06347; clip-higher: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729):
     -min(rho A, clip(rho, 1 - low, 1 + high) A), for A < 0 at most -c A
+nll (supervised; mu is not looked at):
+    -A logp
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from whet.train.options import LossConfig
 
 def token_loss(logp: Tensor, mu: Tensor, advantage: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
     """All [N] -> (loss [N], cut [N] bool: the policy-gradient term of this token gives no gradient)."""
+    if config.name == "nll":
+        return -advantage * logp, torch.zeros_like(logp, dtype=torch.bool)
     if config.name == "dppo":
         return _dppo(logp, mu, advantage, config)
     return _ppo_clip(logp, mu, advantage, config)

@@ -54,7 +54,8 @@ def rate(config: OptimConfig, step: int) -> float:
 class LossConfig:
     """Policy-gradient loss and its constants; see loss.py for the formulas."""
 
-    name: Literal["dppo", "ppo_clip"] = "dppo"
+    name: Literal["dppo", "ppo_clip", "nll"] = "dppo"
+    """nll is for supervised training: tokens of any origin, nothing is compared with a sampler's record."""
     dppo_low: float = 0.2
     """dppo: probability a token may lose against the sampler before its gradient is masked."""
     dppo_high: float = 0.2

@@ -98,6 +98,11 @@ class Trainer:
         self.version = version
         """+1 with every update of the weights."""
 
+    @property
+    def _supervised(self) -> bool:
+        """Rows may be of any origin: there is no sampler's record to compare with."""
+        return self.config.loss.name == "nll"
+
     def step(self, plan: StepPlan) -> StepResult:
         """Train one plan. A plan without rows is skipped: nothing changes, the version neither.
 
@@ -111,7 +116,8 @@ class Trainer:
                 step=self.steps, version=self.version, skipped=plan.skipped or "nothing to train"
             )
         self._check_lengths(plan)
-        self._check_versions(plan)
+        if not self._supervised:
+            self._check_versions(plan)
         with self._deterministic():
             # One epoch computes everything before it changes anything; more need a way back.
             before = self._snapshot() if self.config.epochs > 1 else None
@@ -130,7 +136,7 @@ class Trainer:
         cut = 0
         for epoch in range(self.config.epochs):
             self.optimiser.zero()
-            sums = self._accumulate(plan, measure=epoch == 0)
+            sums = self._accumulate(plan, measure=epoch == 0 and not self._supervised)
             norm = self.optimiser.clip()
             if not (math.isfinite(sums.loss) and math.isfinite(norm)):
                 raise TrainError(f"step {self.steps}: loss {sums.loss}, gradient norm {norm}: no update")

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from whet.capture.ledger import reassign
 from whet.errors import CaptureError, WhetError
-from whet.gateway.turn import SessionStats
+from whet.gateway.session_spec import SessionStats
 from whet.grade.diff import DiffPolicy, compare
 from whet.harness.base import AgentResult, ModelAccess
 from whet.harness.pool import WorkerPool

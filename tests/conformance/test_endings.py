@@ -15,7 +15,7 @@ from whet.conformance.plays import PLAYS
 from whet.conformance.run import make_harness
 from whet.errors import EngineError
 from whet.gateway.server import Gateway
-from whet.gateway.turn import SessionStats
+from whet.gateway.session_spec import SessionStats
 from whet.harness.base import AgentResult, ModelAccess
 from whet.render.template import TemplateFamily
 from whet.sandbox.local import LocalBackend

@@ -25,27 +25,27 @@ from pathlib import Path
 from harbor.environments.base import BaseEnvironment, ExecResult, SandboxBuildFailedError
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.environments.factory import EnvironmentFactory
-from whet.sandbox import harbor as adapter
+from whet.sandbox import harbor, harbor_sdk
 from whet.testing.fake_harbor import FakeEnvironment
 
 for name in ("start", "stop", "exec", "upload_file", "download_file"):
     real = list(inspect.signature(getattr(BaseEnvironment, name)).parameters)
-    ours = list(inspect.signature(getattr(adapter.Environment, name)).parameters)
+    ours = list(inspect.signature(getattr(harbor_sdk.Environment, name)).parameters)
     fake = list(inspect.signature(getattr(FakeEnvironment, name)).parameters)
     assert real == ours == fake, (name, real, ours, fake)
     assert inspect.iscoroutinefunction(getattr(BaseEnvironment, name)), name
-assert set(adapter.Result.__annotations__) == set(ExecResult.model_fields), ExecResult.model_fields
-assert set(adapter.Flags.__annotations__) <= set(EnvironmentCapabilities.model_fields)
+assert set(harbor_sdk.Result.__annotations__) == set(ExecResult.model_fields), ExecResult.model_fields
+assert set(harbor_sdk.Flags.__annotations__) <= set(EnvironmentCapabilities.model_fields)
 assert SandboxBuildFailedError.__name__ == "SandboxBuildFailedError"
 
 from whet.errors import SetupError
 try:
-    adapter.of_kind("no-such-cloud")
+    harbor_sdk.of_kind("no-such-cloud")
 except SetupError as error:
     assert "known: " in str(error) and "e2b" in str(error), error
 else:
     raise SystemExit("an unknown kind was taken")
-backend = adapter.HarborBackend("docker", image="python:3.12")
+backend = harbor.HarborBackend("docker", image="python:3.12")
 print(backend.name, *sorted(backend.capabilities))
 """
 

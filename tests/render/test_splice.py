@@ -22,7 +22,8 @@ from render_families import write_family
 
 from whet.capture.forest import Forest
 from whet.gateway.host_tools import ToolBox
-from whet.gateway.turn import SessionSpec, Turns
+from whet.gateway.session_spec import SessionSpec
+from whet.gateway.turn import Turns
 from whet.render.check import Coded
 from whet.render.folder import read_folder
 from whet.render.template import template_family

@@ -11,7 +11,8 @@ from sandbox_rig import out
 from whet.errors import ImageMissing, PolicyUnsupported, SandboxStartError, SetupError
 from whet.grade.clean import Grader
 from whet.sandbox.base import SandboxSpec
-from whet.sandbox.harbor import HarborBackend, of_kind
+from whet.sandbox.harbor import HarborBackend
+from whet.sandbox.harbor_sdk import of_kind
 from whet.sandbox.local import LocalBackend
 from whet.testing.fake_harbor import FakeEnvironment
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from whet.gateway.server import Gateway
 from whet.gateway.session import Session
-from whet.gateway.turn import SessionStats
+from whet.gateway.session_spec import SessionStats
 from whet.harness.base import AgentResult, ModelAccess
 from whet.harness.script import ScriptHarness
 from whet.render.template import TemplateFamily

@@ -16,7 +16,7 @@ from whet.attack.agents import stage
 from whet.attack.lab import Lab
 from whet.attack.model import Attack, Played
 from whet.sandbox.base import Bind, Sandbox, SandboxSpec
-from whet.types import FileEntry, Tree
+from whet.types import WORKDIR, FileEntry, Tree
 
 _SHOW = "\necho '#' >> app.py\n"
 _HISTORY = """
@@ -136,7 +136,7 @@ _SEARCH = r"""
 import os, re
 SOLUTION = re.compile(rb'def total\(items\):\n(?: .*\n)*? .*\+=.*\n(?: .*\n)*')
 def texts():
-    for root in ('/work', '/tasks', '/tests', '/tmp', '/home', '/run', '/opt', '/srv', '/mnt', '/etc', '/var', '/dev/shm'):
+    for root in ('WORKDIR', '/tasks', '/tests', '/tmp', '/home', '/run', '/opt', '/srv', '/mnt', '/etc', '/var', '/dev/shm'):
         for folder, _, names in os.walk(root):
             for name in names:
                 yield from read(os.path.join(folder, name))
@@ -153,9 +153,9 @@ def read(path):
 for seen in texts():
     found = SOLUTION.search(seen.replace(b'\\n', b'\n'))
     if found:
-        open('/work/app.py', 'wb').write(found[0])
+        open('WORKDIR/app.py', 'wb').write(found[0])
         break
-"""
+""".replace("WORKDIR", WORKDIR)
 
 
 async def oracles(lab: Lab) -> Played:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from whet.attack.model import BY_SCRIPT, R0, TAMPER, TIMEOUT, Attack, Move, Variant
 from whet.attack.subject import VISIBLE, text
+from whet.types import WORKDIR
 
 PASSING = "\n\ndef test_total():\n    pass\n\n\ndef test_empty():\n    pass\n"
 REPORTS = """
@@ -166,7 +167,7 @@ TESTS = (
                                                    "zz.py": LEAVE})),
             Variant(name=".profile", naive="exit code",
                     cheat=Move(after="#\n", files={
-                        ".profile": text("export PYTEST_PLUGINS=zz_all BASH_ENV=/work/zz.sh PYTHONPATH=/work\n"),
+                        ".profile": text(f"export PYTEST_PLUGINS=zz_all BASH_ENV={WORKDIR}/zz.sh PYTHONPATH={WORKDIR}\n"),
                         "zz_all.py": text(REPORTS)})),
         ),
     ),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from whet.grade.runners.pytest_files import pytest_folder
 from whet.record.scratch import cache_folder
 from whet.types import (
+    WORKDIR,
     Case,
     Check,
     FileEntry,
@@ -112,13 +113,13 @@ def _tests(runner: str) -> HiddenTests:
     files = {**HIDDEN, **_pytest()}
     if runner == "harbor":
         # Laid at /tests, apart from the work folder.
-        files["tests/run.py"] = text(_RUN.replace("ROOT", "/work").replace("HERE", "/tests"))
+        files["tests/run.py"] = text(_RUN.replace("ROOT", WORKDIR).replace("HERE", "/tests"))
         files["tests/test.sh"] = text(
             "python3 -I -B /tests/run.py\n"
             "if [ $? = 17 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
         )
         return HiddenTests(files=files)
-    files["tests/run.py"] = text(_RUN.replace("ROOT", "/work").replace("HERE", "/work/tests"))
+    files["tests/run.py"] = text(_RUN.replace("ROOT", WORKDIR).replace("HERE", f"{WORKDIR}/tests"))
     return HiddenTests(
         files=files,
         script="python3 -I -B tests/run.py\n",
@@ -129,7 +130,7 @@ def _tests(runner: str) -> HiddenTests:
 
 
 _CHECK = f"""import sys
-sys.path.append("/work")
+sys.path.append("{WORKDIR}")
 from app import total
 for items, want in {[(list(items), sum(items)) for items in INPUTS]}:
     assert total(items) == want

@@ -22,7 +22,7 @@ from whet.errors import RecordError, boundary
 from whet.gateway.black_box import BlackBoxSession, Budgets, Spent, UpstreamOptions, record_name
 from whet.gateway.listen import Listener
 from whet.gateway.passthrough import Passthrough, open_passthrough
-from whet.gateway.turn import SessionStats
+from whet.gateway.session_spec import SessionStats
 from whet.gateway.usage import Prices, Usage
 from whet.types import Limits, Trajectory
 

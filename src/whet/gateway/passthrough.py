@@ -17,7 +17,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from aiohttp import web
 from whet.engine.http import checked_url
 from whet.errors import GatewayError
 from whet.gateway.black_box import BlackBoxSession, Budgets, Spent, UpstreamOptions, record_name
+from whet.gateway.black_box_call import BlackBoxCall, Busy, cut, raise_busy
 from whet.gateway.deliver import json_response
 from whet.gateway.dialects.base import Dialect, WireError
 from whet.gateway.listen import Listener, listen_tcp, listen_unix
@@ -53,8 +53,6 @@ SENT_ON = (
 SENT_BACK = re.compile(
     r"content-type|retry-after|(x-)?request-id|x-should-retry|(anthropic|x)-ratelimit-.*", re.I
 )
-KEPT_BYTES = 16 << 20
-"""Of one reply, for the record; the agent gets all of it."""
 
 
 class Passthrough:
@@ -136,7 +134,7 @@ class Passthrough:
         if route.kind in ("call", "count"):
             check_model(route, body, self._options.model)
         ends = time.monotonic() + self._options.patience_s
-        call = _Call(session=session, turn=await self._admit(session, ends), route=route, request=body)
+        call = BlackBoxCall(session=session, turn=await self._admit(session, ends), route=route, request=body)
         task = _current_task()
         session.under_way.add(task)
         try:
@@ -198,13 +196,15 @@ class Passthrough:
             what = "call" if stop == "calls" else "token"
             raise WireError("session_failed", f"The {what} limit of this session is reached. Stop here.")
 
-    async def _until_answered(self, http: web.BaseRequest, call: _Call, ends: float) -> web.StreamResponse:
+    async def _until_answered(
+        self, http: web.BaseRequest, call: BlackBoxCall, ends: float
+    ) -> web.StreamResponse:
         """Send it, again where the provider is busy and there is patience left. The place is held on entry
         and given back."""
         while True:
             try:
                 return await self._forward(http, call, ends)
-            except _Busy as busy:
+            except Busy as busy:
                 self._pace.hold(busy.pause_s)
             finally:
                 self._pace.leave()
@@ -214,8 +214,8 @@ class Passthrough:
             finally:
                 call.session.waited_s += time.monotonic() - began
 
-    async def _forward(self, http: web.BaseRequest, call: _Call, ends: float) -> web.StreamResponse:
-        """Raises _Busy when it is worth while to ask again, and the agent has not heard anything yet."""
+    async def _forward(self, http: web.BaseRequest, call: BlackBoxCall, ends: float) -> web.StreamResponse:
+        """Raises Busy when it is worth while to ask again, and the agent has not heard anything yet."""
         call.sent += 1
         try:
             async with (
@@ -231,23 +231,23 @@ class Passthrough:
                 call.status = answer.status
                 if answer.status in BUSY:
                     call.trouble = f"the provider answered HTTP {answer.status}"
-                    _raise_busy(pause_s(answer.headers, call.sent), ends)
+                    raise_busy(pause_s(answer.headers, call.sent), ends)
                 elif answer.status in (401, 402, 403):
                     call.trouble = f"the provider refused the key: HTTP {answer.status}"
                 return await self._stream_back(http, answer, call)
         except TimeoutError as error:
             call.trouble = "the provider did not answer in time"
-            raise _cut(call, "The provider did not answer in time.") from error
+            raise cut(call, "The provider did not answer in time.") from error
         except aiohttp.ClientError as error:
             log.warning("provider failed path=%s error=%s", call.path, type(error).__name__)
             call.trouble = "the provider could not be reached"
             if not call.begun:
                 call.status = 0
-                _raise_busy(pause_s({}, call.sent), ends)
-            raise _cut(call, "The provider could not be reached.") from error
+                raise_busy(pause_s({}, call.sent), ends)
+            raise cut(call, "The provider could not be reached.") from error
 
     async def _stream_back(
-        self, http: web.BaseRequest, answer: aiohttp.ClientResponse, call: _Call
+        self, http: web.BaseRequest, answer: aiohttp.ClientResponse, call: BlackBoxCall
     ) -> web.StreamResponse:
         """Every byte as it comes. After the first one an error can only be a broken connection."""
         response = web.StreamResponse(status=answer.status)
@@ -289,7 +289,7 @@ class Passthrough:
             {name: self._options.key} if name else {"Authorization": f"Bearer {self._options.key}"}
         )
 
-    async def _account(self, call: _Call) -> None:
+    async def _account(self, call: BlackBoxCall) -> None:
         """Count and record a call that is over."""
         billed = call.route.kind == "call" and 200 <= call.status < 300
         nothing = Usage(prompt_tokens=0, cached_tokens=0, sampled_tokens=0)
@@ -314,66 +314,11 @@ class Passthrough:
             self._on_call(call.session.rollout_id, over)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Call:
-    """One request under way."""
-
-    session: BlackBoxSession
-    turn: int
-    route: Route
-    request: bytes
-    started: float = field(default_factory=time.monotonic)
-    sent: int = 0
-    """Times that the provider was asked."""
-    status: int = 0
-    trouble: str = ""
-    """What kept the provider from answering."""
-    begun: bool = False
-    """The agent has a status line."""
-    complete: bool = False
-    truncated: bool = False
-    reply: bytearray = field(default_factory=bytearray)
-
-    @property
-    def answered(self) -> bool:
-        return self.complete and not (self.status in BUSY or self.status in (401, 402, 403))
-
-    @property
-    def path(self) -> str:
-        return self.route.action
-
-    def keep(self, chunk: bytes) -> None:
-        """The end tells the usage and the beginning the prompt: what is too much falls out between them."""
-        self.reply += chunk
-        if len(self.reply) > KEPT_BYTES:
-            self.truncated = True
-            del self.reply[KEPT_BYTES // 2 : len(self.reply) - KEPT_BYTES // 2]
-
-
-class _Busy(Exception):
-    """The provider would answer the same request later."""
-
-    def __init__(self, pause_s: float) -> None:
-        super().__init__(pause_s)
-        self.pause_s = pause_s
-
-
-def _raise_busy(pause_s: float, ends: float) -> None:
-    """Unless the pause is longer than there is patience."""
-    if time.monotonic() + pause_s < ends:
-        raise _Busy(pause_s)
-
-
 def _current_task() -> asyncio.Task[Any]:
     task = asyncio.current_task()
     if task is None:
         raise GatewayError("a request is handled outside of any task")
     return task
-
-
-def _cut(call: _Call, message: str) -> Exception:
-    """A refusal, or a broken connection for an agent that already has half an answer."""
-    return ConnectionResetError(message) if call.begun else WireError("engine_failed", message)
 
 
 def _dialect(http: web.BaseRequest, route: Route | None) -> Dialect:

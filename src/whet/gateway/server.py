@@ -42,8 +42,8 @@ from whet.gateway.request import (
 )
 from whet.gateway.routes import Route, dialect_of, take_apart
 from whet.gateway.session import Session, secret_digest
+from whet.gateway.session_spec import SessionSpec
 from whet.gateway.shim import TextShim
-from whet.gateway.turn import SessionSpec
 from whet.render.family import Family
 from whet.types import Limits
 

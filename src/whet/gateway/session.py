@@ -25,7 +25,8 @@ from whet.errors import EngineError, EngineUnavailable, GatewayError, RenderErro
 from whet.gateway.bodies import Bodies, BodyName
 from whet.gateway.dialects.base import WireError
 from whet.gateway.host_tools import ToolBox
-from whet.gateway.turn import MAX_REFUSALS, Answer, SessionSpec, SessionStats, Turns
+from whet.gateway.session_spec import SessionSpec, SessionStats
+from whet.gateway.turn import MAX_REFUSALS, Answer, Turns
 from whet.record.session_log import LogFile, LoggedForest
 from whet.render.family import Family
 from whet.types import ModelRequest, Segment, Trajectory

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import numpy as np
@@ -21,13 +21,13 @@ from whet.errors import EngineError
 from whet.gateway.dialects.base import WireError
 from whet.gateway.edits import explain
 from whet.gateway.host_tools import ToolBox
-from whet.gateway.shim import TextShim, translate
+from whet.gateway.session_spec import SessionSpec, SessionStats
+from whet.gateway.shim import translate
 from whet.gateway.stops import cut_at_stop
 from whet.render.family import Family, ParsedReply, carry_id
 from whet.types import (
     Generation,
     IntArray,
-    Limits,
     Message,
     ModelRequest,
     Reply,
@@ -42,62 +42,6 @@ MAX_STOPS = 16
 """Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
 MAX_REFUSALS = 256
 """Calls turned away in a row as too many before the session is stopped: a storm of retries ends."""
-
-
-@dataclass(slots=True, kw_only=True)
-class SessionStats:
-    """Counters of one session; they only grow."""
-
-    calls: int = 0
-    """Model calls admitted, refused ones included."""
-    sampled_tokens: int = 0
-    prompt_tokens: int = 0
-    engine_s: float = 0.0
-    waited_s: float = 0.0
-    """Seconds that calls waited for a provider's rate limits; nothing of ours waits."""
-    engine_failures: int = 0
-    """Calls that the engine left unanswered."""
-    budget_stop: str = ""
-    """First budget that ran out: calls, tokens, prompt_tokens, nodes, wall or refusals; empty when none
-    did."""
-    stops: int = 0
-    """Synthetic replies given since."""
-    refusals: int = 0
-    """Calls turned away because too many were under way."""
-    truncated: bool = False
-    """A reply was cut by a token limit, or a prompt did not fit."""
-    overflows: int = 0
-    malformed: int = 0
-    injections: int = 0
-    """Control markers found as plain text in messages from outside."""
-    edited: int = 0
-    """Requests that showed an assistant message other than what was sampled."""
-    forks: int = 0
-    """Requests that left the newest line: new root, rewind, rewritten context."""
-    replays: int = 0
-    """Replies written again after a delivery that failed."""
-    aborted: int = 0
-    """Calls given up because their client was gone."""
-    shimmed: list[int] = field(default_factory=list)
-    """Turns whose text was translated into a tool call on the wire."""
-    infra_error: str = ""
-    """First failure that makes the rollout unscorable."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionSpec:
-    """What a session was opened with."""
-
-    rollout_id: str
-    seed: int
-    limits: Limits
-    temperature: float
-    max_call_tokens: int
-    engine_deadline_s: float
-    inline_chars: int
-    """Text longer than this is encoded in a worker thread."""
-    shim: TextShim | None = None
-    """Text -> tool call, for a model that cannot call tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

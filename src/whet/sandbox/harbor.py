@@ -1,9 +1,10 @@
 """The `harbor` backend: boxes of Harbor's environments (E2B, Daytona, Modal, HF sandboxes and others).
 
-Optional: `pip install 'whet[harbor]'` on Python 3.12. This file alone knows Harbor. Its environments run a
-command to the end and move files; all else is made of that: output and exit code come back through files, so
-that they are bytes and bounded, and a process is known by a mark in its environment. What an environment
-cannot promise is not among the capabilities, and a spec that asks for it is refused before anything starts.
+Optional: `pip install 'whet[harbor]'` on Python 3.12. `harbor_sdk.py` alone knows Harbor. Its environments
+run a command to the end and move files; all else is made of that: output and exit code come back through
+files, so that they are bytes and bounded, and a process is known by a mark in its environment. What an
+environment cannot promise is not among the capabilities, and a spec that asks for it is refused before
+anything starts.
 """
 
 from __future__ import annotations
@@ -11,25 +12,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import importlib
 import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Self
 
 from whet.errors import (
-    ImageMissing,
     PolicyUnsupported,
     SandboxError,
     SandboxLost,
     SandboxStartError,
-    SandboxTransient,
     SetupError,
-    WhetError,
 )
 from whet.record.ulid import new_ulid
 from whet.sandbox import detached
@@ -37,11 +34,11 @@ from whet.sandbox import harbor_scripts as scripts
 from whet.sandbox.archive import pack, unpack
 from whet.sandbox.base import Capability, ExecResult, Owner, SandboxSpec
 from whet.sandbox.harbor_process import HarborProcess
+from whet.sandbox.harbor_sdk import Environment, Factory, Result, foreign, of_kind
 from whet.sandbox.layout import HOME
 from whet.sandbox.tree import parts_of
 from whet.types import FileEntry, Tree
 
-HINT = "install Harbor with `pip install 'whet[harbor]'` on Python 3.12 or newer"
 BOX = "WHET_BOX"
 MARGIN_S = 60.0
 """For the way to a cloud and back, on top of what a command may take."""
@@ -49,93 +46,6 @@ START_S = 1800.0
 """Of one start, image and all; a pool allows less."""
 SHARED = frozenset({"singularity", "hf-sandbox"})
 """Environments whose boxes may share processes or a machine with others: no `pid_isolation`."""
-
-
-class Flags(Protocol):
-    """harbor.environments.capabilities.EnvironmentCapabilities, as far as it is looked at."""
-
-    disable_internet: bool
-
-
-class Result(Protocol):
-    stdout: str | None
-    stderr: str | None
-    return_code: int
-
-
-class Environment(Protocol):
-    """harbor.environments.base.BaseEnvironment, as far as it is used."""
-
-    @property
-    def capabilities(self) -> Flags: ...
-
-    async def start(self, force_build: bool) -> None: ...
-
-    async def stop(self, delete: bool) -> None: ...
-
-    async def exec(
-        self,
-        command: str,
-        cwd: str | None = None,
-        env: dict[str, str] | None = None,
-        timeout_sec: int | None = None,
-        user: str | int | None = None,
-    ) -> Result: ...
-
-    async def upload_file(self, source_path: Path | str, target_path: str) -> None: ...
-
-    async def download_file(self, source_path: str, target_path: Path | str) -> None: ...
-
-
-Factory = Callable[[SandboxSpec, Path], Environment]
-"""Makes an environment, not started, for a spec; the folder is its own on the host."""
-
-
-def of_kind(kind: str) -> Factory:
-    """Harbor's environment of that name (`e2b`, `docker`, ...). Raises SetupError without Harbor."""
-    try:
-        factory = importlib.import_module("harbor.environments.factory").EnvironmentFactory
-        kinds = importlib.import_module("harbor.models.environment_type").EnvironmentType
-        config: Any = importlib.import_module("harbor.models.task.config")
-        paths = importlib.import_module("harbor.models.trial.paths").TrialPaths
-    except ImportError as error:
-        raise SetupError(f"the harbor backend is not usable ({error}); {HINT}") from error
-    try:
-        chosen = kinds(kind)
-    except ValueError as error:
-        known = ", ".join(sorted(each.value for each in kinds))
-        raise SetupError(f"Harbor has no environment {kind!r} (known: {known})") from error
-
-    def make(spec: SandboxSpec, folder: Path) -> Environment:
-        mode = config.NetworkMode.NO_NETWORK if spec.network == "none" else config.NetworkMode.PUBLIC
-        made: Environment = factory.create_environment(
-            type=chosen,
-            environment_dir=folder,
-            environment_name="whet",
-            session_id=f"whet-{new_ulid().lower()}",
-            trial_paths=paths(folder),
-            task_env_config=config.EnvironmentConfig(docker_image=spec.image),
-            network_policy=config.NetworkPolicy(network_mode=mode),
-        )
-        return made
-
-    return make
-
-
-@contextlib.contextmanager
-def foreign(kind: type[WhetError], doing: str) -> Iterator[None]:
-    """The edge to Harbor: each vendor's library has exceptions of its own, so everything is caught here."""
-    try:
-        yield
-    except WhetError:
-        raise
-    except Exception as error:
-        said = f"{doing}: {str(error).strip() or type(error).__name__}".splitlines()[0]
-        if type(error).__name__ == "SandboxBuildFailedError":
-            raise ImageMissing(said) from error
-        if isinstance(error, ConnectionError | TimeoutError) and not issubclass(kind, SandboxStartError):
-            raise SandboxTransient(said) from error
-        raise kind(said) from error
 
 
 class HarborBackend:

@@ -5,9 +5,13 @@ Another backend joins with one function and one entry in LABS.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 from whet.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from whet.sandbox.docker import DockerBackend
@@ -30,8 +34,16 @@ class Lab:
     """Test -> why the backend does not promise what it asks for."""
 
 
-def local(_cache: Path, _image: str) -> Lab:
-    return Lab(backend=LocalBackend())
+def bubblewrap(_cache: Path, _image: str) -> Lab:
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    return Lab(backend=LocalBackend("bubblewrap"))
+
+
+def namespaces(_cache: Path, _image: str) -> Lab:
+    if os.geteuid() != 0:
+        pytest.skip("the namespaces mode needs root")
+    return Lab(backend=LocalBackend("namespaces"))
 
 
 def docker(cache: Path, image: str) -> Lab:
@@ -60,7 +72,12 @@ def harbor(_cache: Path, _image: str) -> Lab:
     return Lab(backend=HarborBackend("fake", image="any", make=make), image="any", skips=HARBOR_SKIPS)
 
 
-LABS: dict[str, Callable[[Path, str], Lab]] = {"local": local, "docker": docker, "harbor": harbor}
+LABS: dict[str, Callable[[Path, str], Lab]] = {
+    "bubblewrap": bubblewrap,
+    "namespaces": namespaces,
+    "docker": docker,
+    "harbor": harbor,
+}
 
 
 async def sh(box: Sandbox, script: str, timeout_s: float = 20.0) -> ExecResult:

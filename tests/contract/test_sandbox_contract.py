@@ -430,16 +430,22 @@ async def test_the_hosts_environment_does_not_leak(
         assert (await sh(box, f"ls '{tmp_path}'")).exit_code != 0
 
 
-async def test_binds_are_read_only(lab: Lab, tmp_path: Path) -> None:
-    tool = tmp_path / "a tool, quoted"
-    tool.mkdir()
-    (tool / "data").write_text("shown")
+@pytest.fixture
+def tool(tmp_path: Path) -> Path:
+    """A folder to show, below one that only its owner may enter."""
+    (tmp_path / "a tool, quoted").mkdir()
+    (tmp_path / "a tool, quoted" / "data").write_text("shown")
+    tmp_path.chmod(0o700)
+    return tmp_path / "a tool, quoted"
+
+
+async def test_binds_are_read_only(lab: Lab, tool: Path) -> None:
     async with await lab.backend.create(
         SandboxSpec(binds=(Bind(source=tool, target="/opt/deep/tool"),))
     ) as box:
         assert await out(box, "cat /opt/deep/tool/data") == "shown"
         assert (await sh(box, "echo x > /opt/deep/tool/data")).exit_code != 0
-        assert (await sh(box, "touch /opt/deep/tool/new")).exit_code != 0
+        assert (await sh(box, "touch /opt/deep/tool/new /opt/deep/new /opt/new")).exit_code != 0
     assert (tool / "data").read_text() == "shown"
 
 

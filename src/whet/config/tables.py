@@ -11,13 +11,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from whet.config.base import Count, CountOrZero, Fraction, Seconds, Table
-from whet.types import MIN_TEMPERATURE
+from whet.config.engines import EngineTable
+from whet.config.learning import CollectTable, TrainTable
 
 WARM_AGENTS = ("pi", "script", "terminus")
 """Agents whose process or box can serve more than one rollout."""
 
 ToyFamily = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
-
 
 Source = Literal[
     "toy",
@@ -214,86 +214,6 @@ class GatewayTable(Table):
     """Loopback TCP port that serves every session too, for a call by hand with its secret; 0 = none."""
 
 
-class EngineTable(Table):
-    """The sampler."""
-
-    kind: Literal["embedded", "vllm", "sglang", "external", "upstream"] = "embedded"
-    """embedded = in the learner; vllm, sglang = a server; external = a trainer; upstream = a provider."""
-    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0
-    """Of sampling in training and evaluation, and of the trainer's log-probabilities."""
-    max_rows: Annotated[int, Field(ge=8, multiple_of=8)] = 32
-    """embedded: requests decoded in one batch; a multiple of 8."""
-    threads: Count = 1
-    """embedded: torch threads while sampling."""
-    url: str = ""
-    """vllm, sglang, upstream: the server, e.g. http://127.0.0.1:8000 without the /v1."""
-    key_env: str = ""
-    """Not embedded: environment variable with the server's, trainer's or provider's key; empty = none."""
-    call_timeout_s: Seconds = 600.0
-    """Not embedded: seconds for one generation or one reload of weights."""
-    control_timeout_s: Seconds = 30.0
-    """vllm, sglang: seconds for any other call."""
-    retries: CountOrZero = 3
-    """vllm, sglang: times that a request is sent again which the server has not begun."""
-
-    listen: str = "127.0.0.1:0"
-    """external: address where the trainer fetches requests; port 0 takes a free one."""
-    model: str = ""
-    """upstream: the provider's model that agents are told to ask for."""
-    requests_per_minute: CountOrZero = 0
-    """upstream: most requests of all sessions in one minute; 0 = no limit."""
-    max_concurrent: Count = 16
-    """upstream: most requests under way."""
-    patience_s: Annotated[float, Field(ge=0)] = 120.0
-    """upstream: seconds one call may wait for its turn and for a busy provider; 0 = it is told at once."""
-    max_cost: Annotated[float, Field(ge=0)] = 0.0
-    """upstream: cost, in the unit of the prices, after which every call is refused; 0 = no limit."""
-    input_price: Annotated[float, Field(ge=0)] = 0.0
-    """upstream: price of a million prompt tokens."""
-    cached_price: Annotated[float, Field(ge=0)] = 0.0
-    """upstream: price of a million prompt tokens that the provider had cached; 0 = as input_price."""
-    output_price: Annotated[float, Field(ge=0)] = 0.0
-    """upstream: price of a million sampled tokens."""
-
-    @model_validator(mode="after")
-    def _fits_kind(self) -> Self:
-        for key, kinds in ENGINE_KEYS.items():
-            default = type(self).model_fields[key].default
-            if self.kind not in kinds and self.__dict__[key] != default:
-                raise ValueError(
-                    f"{key} means nothing with kind = {self.kind!r}, only with {', '.join(kinds)}"
-                )
-        if self.kind in ENGINE_KEYS["url"] and not self.url:
-            raise ValueError(f"kind = {self.kind!r} needs url")
-        if self.kind == "upstream" and not self.model:
-            raise ValueError("kind = 'upstream' needs model: which of the provider's agents should ask for")
-        if self.max_cost and not (self.input_price or self.output_price):
-            raise ValueError("max_cost needs input_price or output_price: without prices nothing costs")
-        return self
-
-
-_SERVERS, _UPSTREAM = ("vllm", "sglang"), ("upstream",)
-ENGINE_KEYS: Mapping[str, tuple[str, ...]] = {
-    "max_rows": ("embedded",),
-    "threads": ("embedded",),
-    "url": (*_SERVERS, "upstream"),
-    "key_env": (*_SERVERS, "external", "upstream"),
-    "call_timeout_s": (*_SERVERS, "external", "upstream"),
-    "control_timeout_s": _SERVERS,
-    "retries": _SERVERS,
-    "listen": ("external",),
-    "model": _UPSTREAM,
-    "requests_per_minute": _UPSTREAM,
-    "max_concurrent": _UPSTREAM,
-    "patience_s": _UPSTREAM,
-    "max_cost": _UPSTREAM,
-    "input_price": _UPSTREAM,
-    "cached_price": _UPSTREAM,
-    "output_price": _UPSTREAM,
-}
-"""Keys of [engine] that only some kinds read; the rest are read by all."""
-
-
 class LimitsTable(Table):
     """What one rollout may use. Reaching a limit is the agent's own doing and is graded."""
 
@@ -320,19 +240,6 @@ class GradeTable(Table):
     """Most CPU seconds of one process of a grading. A task may name fewer; it may wait 4.5 times as long."""
 
 
-class CollectTable(Table):
-    """Groups of rollouts."""
-
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Rollouts per task."""
-    attempts: Count = 3
-    """Tries at one rollout when the infrastructure fails."""
-    group_min: Annotated[int, Field(ge=2)] = 2
-    """Graded rollouts below which nothing of a group is trained."""
-    mask_alarm: Fraction = 0.1
-    """Share of a step's tries that failed of the infrastructure from which a warning is given; 0 = never."""
-
-
 class RolloutTable(Table):
     """`whet rollout`: attempts without training."""
 
@@ -344,43 +251,6 @@ class RolloutTable(Table):
     """Tasks of the split to skip."""
     per_task: Count = 1
     """Graded rollouts of each task; pass@k is told for k up to this."""
-
-
-class TrainTable(Table):
-    """The learner."""
-
-    loss: Literal["dppo", "ppo_clip"] = "dppo"
-    """Policy-gradient loss."""
-    advantage: Literal["dr_grpo", "grpo", "rloo", "maxrl"] = "dr_grpo"
-    """Credit of a rollout against its group."""
-    lr: Annotated[float, Field(gt=0)] = 2e-4
-    """Peak learning rate."""
-    warmup_steps: CountOrZero = 3
-    """Steps of linear warm-up."""
-    epochs: Count = 1
-    """Passes over one batch."""
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
-    """Largest global gradient norm."""
-    min_groups: Count = 2
-    """Groups with a gradient below which the update is skipped."""
-    threads: Count = 2
-    """Torch threads while training."""
-    truncated: Literal["keep", "mask", "penalise"] = "keep"
-    """What becomes of the tokens of a rollout that reached a limit."""
-    max_logprob_gap: Annotated[float, Field(gt=0)] = 1e-4
-    """Largest |sampler - trainer| log-probability of a trained token; the run stops above it."""
-    dppo_low: Fraction = 0.2
-    """dppo: probability a token may lose against the sampler before its gradient is masked."""
-    dppo_high: Fraction = 0.2
-    """dppo: probability a token may gain against the sampler before its gradient is masked."""
-    dppo_tau: Annotated[float, Field(ge=0)] = 1e-3
-    """dppo: weight of the pull towards the sampler's log-probabilities."""
-    clip_low: Fraction = 0.2
-    """ppo_clip: lower clip of the ratio, 1 - clip_low."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """ppo_clip: upper clip of the ratio, 1 + clip_high."""
-    token_budget: Count = 16384
-    """Tokens per micro-batch."""
 
 
 class Config(Table):

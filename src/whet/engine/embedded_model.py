@@ -8,6 +8,7 @@ rows is computed once inside that same forward (its keys and values are shared, 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -136,6 +137,33 @@ class Qwen3(nn.Module):
         cos, sin = rope_tables(config, config.max_position_embeddings)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.lm_head.weight
+
+    @property
+    def device(self) -> torch.device:
+        return self.cos.device
+
+    def save(self, folder: Path) -> None:
+        """`save_model`."""
+        save_model(self, folder)
+
+    def read(self, folder: Path) -> Mapping[str, Tensor]:
+        """What `save` wrote, by parameter. Raises EngineError when it is another model."""
+        held = load_model(folder)
+        if held.config != self.config:
+            raise EngineError(f"{folder} holds another model: {held.config}")
+        return dict(held.named_parameters())
 
     def hidden(self, prefix: Tensor, rows: Tensor) -> Tensor:
         """Final hidden states of `rows` [B, T] (right-padded), each preceded by the shared `prefix` [P].

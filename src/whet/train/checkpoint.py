@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from whet.engine.embedded_model import Qwen3, load_model, save_model
 from whet.errors import TrainError, boundary
+from whet.train.policy import Policy
 from whet.train.trainer import Trainer
 
 SCHEMA = 1
@@ -60,9 +61,7 @@ def load(trainer: Trainer, folder: Path) -> None:
         raise TrainError(f"checkpoint {folder} has schema {raw['schema_version']}, this is {SCHEMA}")
     if raw["optim"] != json.loads(json.dumps(asdict(trainer.config.optim))):
         raise TrainError(f"checkpoint {folder} was made with other optimiser settings: {raw['optim']}")
-    held = load_model(folder)
-    if held.config != trainer.model.config:
-        raise TrainError(f"checkpoint {folder} holds another model: {held.config}")
+    held = trainer.model.read(folder)
     random = moments.pop("rng")
     trainer.optimiser.restore(moments)
     _copy(held, trainer.model)
@@ -85,9 +84,9 @@ def verify(folder: Path) -> None:
 def _write(trainer: Trainer, folder: Path, assets: Path | None) -> None:
     if assets is not None:
         for path in sorted(assets.iterdir()):
-            if path.is_file() and path.name not in _OWN:
+            if path.is_file() and path.name not in _OWN and ".safetensors" not in path.suffixes:
                 shutil.copyfile(path, folder / path.name)
-    save_model(trainer.model, folder)
+    trainer.model.save(folder)
     state: dict[str, Tensor] = {n: t.contiguous() for n, t in trainer.optimiser.tensors().items()}
     save_file({**state, "rng": torch.get_rng_state()}, folder / "optimizer.safetensors")
     described = {
@@ -101,8 +100,7 @@ def _write(trainer: Trainer, folder: Path, assets: Path | None) -> None:
     (folder / SUMS).write_text(json.dumps(sums, indent=2) + "\n")
 
 
-def _copy(source: Qwen3, target: Qwen3) -> None:
-    held = dict(source.named_parameters())
+def _copy(held: Mapping[str, Tensor], target: Policy) -> None:
     with torch.no_grad():
         for name, p in target.named_parameters():
             p.copy_(held[name])

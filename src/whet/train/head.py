@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from whet.engine.embedded_model import Qwen3
+from whet.train.policy import Policy
 
 TILE = 2048
 """Positions whose logits are held at once."""
@@ -42,12 +42,12 @@ class _TokenHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature = temperature  # type: ignore[attr-defined]
-        logp = hidden.new_empty(targets.shape[0])
-        entropy = hidden.new_empty(targets.shape[0])
+        logp = hidden.new_empty(targets.shape[0], dtype=torch.float32)
+        entropy = torch.empty_like(logp)
         best = torch.empty(targets.shape[0], dtype=torch.bool, device=hidden.device)
         for at in range(0, targets.shape[0], TILE):
             part = slice(at, at + TILE)
-            lp = torch.log_softmax((hidden[part] @ weight.T) / temperature, dim=-1)
+            lp = torch.log_softmax((hidden[part] @ weight.T).float() / temperature, dim=-1)
             logp[part] = lp.gather(1, targets[part, None])[:, 0]
             entropy[part] = -(lp.exp() * lp).sum(-1)
             best[part] = lp.argmax(-1) == targets[part]
@@ -61,17 +61,18 @@ class _TokenHead(torch.autograd.Function):
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         for at in range(0, targets.shape[0], TILE):
             part = slice(at, at + TILE)
-            d = -torch.softmax((hidden[part] @ weight.T) / ctx.temperature, dim=-1)
+            d = -torch.softmax((hidden[part] @ weight.T).float() / ctx.temperature, dim=-1)
             d[torch.arange(d.shape[0]), targets[part]] += 1.0
             d *= (grad[part] / ctx.temperature)[:, None]
+            d = d.to(weight.dtype)
             d_hidden[part] = d @ weight
             d_weight.addmm_(d.T, hidden[part])
         return d_hidden, d_weight, None, None
 
 
-def score(model: Qwen3, hidden: Tensor, targets: Tensor, temperature: float) -> Scores:
+def score(model: Policy, hidden: Tensor, targets: Tensor, temperature: float) -> Scores:
     """hidden [N, d] at the positions that predict `targets` [N] (int64) -> scores under the model."""
-    weight = model.lm_head.weight
+    weight = model.head_weight.to(hidden.dtype)
     return Scores(*_TokenHead.apply(hidden, weight, targets, temperature))  # type: ignore[no-untyped-call]
 
 
@@ -94,13 +95,14 @@ def predictors(prefix: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tens
 
 
 def score_masked(
-    model: Qwen3, prefix: Tensor, rows: Tensor, mask: Tensor, temperature: float
+    model: Policy, prefix: Tensor, rows: Tensor, mask: Tensor, temperature: float
 ) -> tuple[Scores, Tensor]:
     """Scores of the masked tokens of a batch in row-major order, and the row index of each, [N].
 
     prefix [P] int64, rows [B, T] int64 right-padded, mask [B, T] bool; at least one token is masked in.
     """
     prefix, inputs, targets, mask = predictors(prefix, rows, mask)
+    targets, mask = targets.to(model.device), mask.to(model.device)
     hidden = model.hidden(prefix, inputs)
     row = mask.nonzero()[:, 0]
     return score(model, hidden[mask], targets[mask], temperature), row

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from whet.errors import TrainError
 from whet.train.options import OptimConfig, rate
+from whet.train.policy import Policy
 
 __all__ = ["OptimConfig", "Optimiser", "rate"]
 
@@ -21,9 +22,9 @@ __all__ = ["OptimConfig", "Optimiser", "rate"]
 class Optimiser:
     """AdamW, and Muon for hidden matrices when configured, under one schedule and one gradient clip."""
 
-    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+    def __init__(self, model: Policy, config: OptimConfig) -> None:
         self.config = config
-        self.named: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.named: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         hidden = [n for n, p in self.named.items() if config.muon_lr and p.ndim == 2 and ".layers." in n]
         rest = [n for n in self.named if n not in set(hidden)]
         # foreach=False: one loop over tensors, so the order of float operations is fixed.

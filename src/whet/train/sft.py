@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from whet.engine.embedded_model import Qwen3
 from whet.errors import TrainError
 from whet.train.head import score_masked
 from whet.train.optim import OptimConfig, Optimiser
+from whet.train.policy import Policy
 from whet.types import BoolArray, FloatArray, IntArray
 
 
@@ -48,7 +48,7 @@ class SftBatch:
 class Sft:
     """A model under supervised training. `step` and `evaluate` return (loss, accuracy)."""
 
-    def __init__(self, model: Qwen3, config: SftConfig) -> None:
+    def __init__(self, model: Policy, config: SftConfig) -> None:
         self.model, self.config = model, config
         self.optimiser = Optimiser(model, config.optim)
         self.steps = 0

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whet.engine.embedded_model import Qwen3
 from whet.errors import TrainError
 from whet.train.head import Scores, score_masked
 from whet.train.loss import token_loss, weighted
@@ -25,6 +24,7 @@ from whet.train.optim import Optimiser
 from whet.train.options import StepResult, TrainConfig
 from whet.train.pack import MicroBatch
 from whet.train.plan import Row, StepPlan
+from whet.train.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Batch:
     """[N] its row's."""
 
 
-def make_batch(plan: StepPlan, micro: MicroBatch) -> Batch:
-    """Lay one micro-batch of a plan out as tensors."""
+def make_batch(plan: StepPlan, micro: MicroBatch, device: torch.device | None = None) -> Batch:
+    """Lay one micro-batch of a plan out as tensors; those per masked token on `device`."""
     rows = tuple(plan.rows[i] for i in micro.rows)
     cut = micro.prefix
     width = max(len(row.ids) for row in rows) - cut
@@ -66,10 +66,14 @@ def make_batch(plan: StepPlan, micro: MicroBatch) -> Batch:
         prefix=torch.from_numpy(rows[0].ids[:cut].astype(np.int64)),
         ids=torch.from_numpy(ids),
         mask=torch.from_numpy(mask),
-        mu=torch.from_numpy(np.concatenate([row.logprobs[row.mask] for row in rows])),
-        versions=torch.from_numpy(np.concatenate([row.versions[row.mask] for row in rows])),
-        advantage=torch.from_numpy(np.repeat([row.advantage for row in rows], counts).astype(np.float32)),
-        weight=torch.from_numpy(np.repeat([row.weight for row in rows], counts).astype(np.float32)),
+        mu=torch.from_numpy(np.concatenate([row.logprobs[row.mask] for row in rows])).to(device),
+        versions=torch.from_numpy(np.concatenate([row.versions[row.mask] for row in rows])).to(device),
+        advantage=torch.from_numpy(np.repeat([row.advantage for row in rows], counts).astype(np.float32)).to(
+            device
+        ),
+        weight=torch.from_numpy(np.repeat([row.weight for row in rows], counts).astype(np.float32)).to(
+            device
+        ),
     )
 
 
@@ -90,7 +94,7 @@ class _Sums:
 class Trainer:
     """A model under reinforcement learning. Owns the optimiser, the step count and the policy version."""
 
-    def __init__(self, model: Qwen3, config: TrainConfig, *, version: int = 0) -> None:
+    def __init__(self, model: Policy, config: TrainConfig, *, version: int = 0) -> None:
         self.model, self.config = model, config
         self.optimiser = Optimiser(model, config.optim)
         self.steps = 0
@@ -172,7 +176,7 @@ class Trainer:
         found: dict[int, Tensor] = {}
         with self._deterministic(), torch.no_grad():
             for micro in plan.batches:
-                batch = make_batch(plan, micro)
+                batch = make_batch(plan, micro, self.model.device)
                 scores = self._scores(batch)
                 counts = batch.mask.sum(1).tolist()
                 found.update(zip(micro.rows, torch.split(scores.logp, counts), strict=True))
@@ -185,7 +189,7 @@ class Trainer:
         """Forward and backward over all micro-batches; `measure` compares with the sampler's record."""
         sums = _Sums()
         for micro in plan.batches:
-            batch = make_batch(plan, micro)
+            batch = make_batch(plan, micro, self.model.device)
             scores = self._scores(batch)
             if measure:
                 self._compare(batch, scores.logp.detach(), sums)
@@ -217,7 +221,7 @@ class Trainer:
         sums.current += int(current.sum())
 
     def _check_lengths(self, plan: StepPlan) -> None:
-        limit = self.model.config.max_position_embeddings
+        limit = self.model.max_positions
         for row in plan.rows:
             if len(row.ids) > limit:
                 raise TrainError(

@@ -79,7 +79,11 @@ async def test_sample_train_publish_and_resume_with_the_same_bits(learner: Learn
         result = await learner.step(plan)
         assert (result.version, result.skipped) == (base + step + 1, "")
         assert 0 < result.max_logprob_gap < 1e-4  # the engine's own code against the trainer's
-        assert learner.engine.receipt.version == base + step + 1
+        assert learner.engine.receipt.version == base + step
+        assert learner.weights != sums[-1]
+        receipt = await learner.publish(result.version)
+        assert learner.engine.receipt == receipt
+        assert (receipt.version, receipt.checksum) == (base + step + 1, learner.weights)
         sums.append(learner.engine.receipt.checksum)
         if step == 0:
             await learner.save(tmp_path / "one")
@@ -87,9 +91,11 @@ async def test_sample_train_publish_and_resume_with_the_same_bits(learner: Learn
     async with Learner.start(spec_of(tmp_path / "one")) as other:
         assert other.engine.receipt.checksum == sums[1]  # a checkpoint is a model folder
         await other.load(tmp_path / "one")
+        await other.publish(other.version)
         assert (other.engine.receipt.version, other.engine.receipt.checksum) == (base + 1, sums[1])
         for step in (1, 2):
-            await other.step(plan_step(await collect(other.engine, step), PlanConfig()))
+            result = await other.step(plan_step(await collect(other.engine, step), PlanConfig()))
+            await other.publish(result.version)
         assert other.engine.receipt.checksum == sums[3]
     assert (tmp_path / "one" / "tokenizer.json").exists()
 
@@ -99,7 +105,7 @@ async def test_a_run_knows_the_model_it_began_with(learner: Learner, tmp_path: P
     with Store(tmp_path / "s") as store:
         check_start_model(store, learner)
         keep_start_model(store, learner)
-        assert store.meta()[START_MODEL] == learner.engine.receipt.checksum
+        assert store.meta()[START_MODEL] == learner.weights
         keep_start_model(store, learner)
         store.set_meta(START_MODEL, "0" * 64)
         for again in (check_start_model, keep_start_model):
@@ -129,6 +135,9 @@ async def test_refusals_cross_the_channel_and_leave_the_learner_alive(
     assert learner.engine.receipt == before
     good = plan_step(await collect(learner.engine, 1), PlanConfig())
     assert (await learner.step(good)).version == before.version + 1
+    with pytest.raises(TrainError, match=f"version {before.version} is not the trainer's"):
+        await learner.publish(before.version)
+    await learner.publish(before.version + 1)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -147,6 +156,8 @@ async def test_requests_in_flight_are_finished_before_the_weights_change(learner
     await asyncio.sleep(0)
     result = await learner.step(plan)
     assert result.version == version + 1
+    assert await sample(8) == version
+    await learner.publish(result.version)
     assert await asyncio.gather(*running) == [version] * 6
     assert await sample(9) == version + 1
 
@@ -246,3 +257,29 @@ def test_the_controllers_side_never_imports_torch() -> None:
     modules = "whet.train.client, whet.train.plan, whet.train.advantage, whet.train.wire, whet.train.options"
     code = f"import {modules}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+async def test_a_learner_without_an_engine_trains_and_publishes_nowhere(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    mask, mu = [False, False, True], [0.0, 0.0, -3.0]
+    names = [f"g/0/{k}" for k in (0, 1)]
+    members = [
+        rollout(name, float(k), [segment(name, 0, [1, 2, 3 + k], mask, mu)]) for k, name in enumerate(names)
+    ]
+    plan = plan_step([group("g/0", members)], PlanConfig(min_groups=1))
+    loose = TrainConfig(optim=OptimConfig(lr=1e-3), max_logprob_gap=100.0)
+    async with Learner.start(LearnerSpec(model=model_folder, samples=False, train=loose)) as learner:
+        before = learner.weights
+        with pytest.raises(EngineError, match="only trains"):
+            _ = learner.engine
+        assert (await learner.step(plan)).version == learner.version == 1
+        assert learner.weights != before
+        with pytest.raises(TrainError, match="no engine of its own"):
+            await learner.publish(1)
+        await learner.save(tmp_path / "one")
+        trained = learner.weights
+    async with Learner.start(LearnerSpec(model=model_folder, samples=False, train=loose)) as again:
+        assert (again.version, again.weights) == (0, before)
+        await again.load(tmp_path / "one")
+        assert (again.version, again.weights) == (1, trained)

@@ -7,7 +7,8 @@ coroutine of `generate` aborts the request at the engine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -32,6 +33,8 @@ class Receipt:
     version: int
     checksum: str
     """Hex digest over all tensors in name order."""
+    tensors: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Hex digest of each tensor by its published name; empty where nobody vouches for single ones."""
 
 
 PauseMode = Literal["wait", "abort", "keep"]

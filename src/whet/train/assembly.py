@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from whet.collect.agents import limits_of, open_agents
 from whet.config import Config, model_folder
+from whet.engine.base import Engine
 from whet.errors import ConfigError
 from whet.gateway.server import Gateway
 from whet.grade.clean import GradeConfig, Grader
@@ -28,6 +29,7 @@ from whet.tasks.base import TaskSource
 from whet.tasks.open import open_source
 from whet.train.client import Learner, LearnerSpec
 from whet.train.plan import PlanConfig
+from whet.train.publish import InLearner, Publisher
 from whet.train.start_model import keep_start_model
 
 
@@ -41,6 +43,8 @@ class Parts:
     gateway: Gateway
     judge: Judge
     learner: Learner
+    engine: Engine
+    publisher: Publisher
     plan_config: PlanConfig
 
 
@@ -70,6 +74,8 @@ async def assemble(run: RunDir, store: Store) -> AsyncIterator[Parts]:
         keep_start_model(store, learner)
         if last is not None:
             await learner.load(run.path / last.checkpoint)
+        publisher = InLearner(learner)
+        await publisher.publish(learner.version)
         # Unix socket paths are limited to 107 bytes, a run directory may be deep.
         sockets = stack.enter_context(scratch_folder())
         agents = await stack.enter_async_context(open_agents(config, family, learner.engine, sockets))
@@ -82,5 +88,7 @@ async def assemble(run: RunDir, store: Store) -> AsyncIterator[Parts]:
             gateway=agents.gateway,
             judge=judge,
             learner=learner,
+            engine=learner.engine,
+            publisher=publisher,
             plan_config=PlanConfig.of(config),
         )

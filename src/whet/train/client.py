@@ -1,9 +1,10 @@
 """The learner as the controller sees it: a child process that trains and samples. Never imports torch.
 
     async with Learner.start(spec) as learner:
-        learner.engine                      # engine.base.Engine
-        result = await learner.step(plan)   # trains, publishes, refreshes the engine's receipt
+        learner.engine                          # engine.base.Engine; none with `samples=False`
+        result = await learner.step(plan)       # trains; the engine goes on with the weights it has
         await learner.save(folder)
+        await learner.publish(result.version)   # now it samples with them; publish.py for other engines
 
 Every wait has a deadline. When the child dies, whatever waits or is asked for next fails with one line that
 ends with the last of its standard error. Leaving the context ends the child.
@@ -45,6 +46,8 @@ class LearnerSpec:
     model: Path
     """Model folder; its tokenizer files go along into checkpoints."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    samples: bool = True
+    """It holds an engine; otherwise a server elsewhere samples."""
     max_rows: int = 32
     """Requests that the engine runs at once."""
     max_context: int = 2048
@@ -65,6 +68,7 @@ class LearnerSpec:
         return cls(
             model=model,
             train=TrainConfig.of(config),
+            samples=config.engine.kind == "embedded",
             max_rows=config.engine.max_rows,
             max_context=config.model.max_context_tokens,
             engine_threads=config.engine.threads,
@@ -110,14 +114,20 @@ class _Engine:
 class Learner:
     """See the module. Make one with `Learner.start`."""
 
-    def __init__(self, spec: LearnerSpec, child: _Child, channel: Channel, engine: _Engine) -> None:
+    def __init__(self, spec: LearnerSpec, child: _Child, channel: Channel, engine: _Engine | None) -> None:
         self._spec, self._child, self._channel, self._engine = spec, child, channel, engine
+        self.version = 0
+        """Policy version of the trainer's weights, which the engine need not hold yet."""
+        self.weights = ""
+        """Hex digest over all the trainer's tensors in name order."""
         self.probe_gap = 0.0
         """Largest |trainer - sampler| log-probability of the start-up probe."""
 
     @property
     def engine(self) -> Engine:
-        """The sampler, holding the weights that were trained last."""
+        """The sampler, holding the weights that were published last. Raises EngineError if it has none."""
+        if self._engine is None:
+            raise EngineError("this learner only trains: a server elsewhere samples")
         return self._engine
 
     @property
@@ -147,11 +157,18 @@ class Learner:
 
     @classmethod
     async def _attach(cls, spec: LearnerSpec, child: _Child, channel: Channel) -> Learner:
-        inner = await EmbeddedEngine.attach(channel, call_deadline_s=spec.call_deadline_s)
-        learner = cls(spec, child, channel, _Engine(inner, child.explain))
+        engine = None
+        if spec.samples:
+            inner = await EmbeddedEngine.attach(channel, call_deadline_s=spec.call_deadline_s)
+            engine = _Engine(inner, child.explain)
+        learner = cls(spec, child, channel, engine)
         info = await learner._call("train.info", {}, spec.call_deadline_s)
         learner.probe_gap = float(info.meta["probe_gap"])
+        learner._note(info)
         return learner
+
+    def _note(self, frame: Frame) -> None:
+        self.version, self.weights = int(frame.meta["version"]), str(frame.meta["weights"])
 
     async def check(self) -> None:
         """Raises EngineError, saying how it ended, when the learner is gone; returns at once otherwise."""
@@ -159,7 +176,7 @@ class Learner:
             raise await self._child.explain(EngineError("the connection to the learner ended"))
 
     async def step(self, plan: StepPlan) -> StepResult:
-        """Train one plan and sample with the result from now on.
+        """Train one plan; nothing samples with the result before it is published.
 
         Raises TrainError when the trainer refused (weights unchanged) or the learner died.
         """
@@ -168,18 +185,34 @@ class Learner:
             frame = await self._channel.call(
                 "train.step", {"plan": meta}, arrays, deadline_s=self._spec.step_deadline_s
             )
-            await self._engine.refresh()
+        self._note(frame)
         return decode_result(frame.meta)
+
+    async def publish(self, version: int) -> Receipt:
+        """The learner's own engine samples with the trainer's weights from now on; requests under way end
+        first, under the version they came to. Raises TrainError when it does not."""
+        engine = self._engine
+        if engine is None:
+            raise TrainError("this learner has no engine of its own to publish to")
+        frame = await self._call("train.publish", {"version": version}, self._spec.call_deadline_s)
+        async with self._failing("engine.info"):
+            await engine.refresh()
+        self._note(frame)
+        held = engine.receipt
+        if (held.version, held.checksum) != (version, self.weights):
+            raise TrainError(
+                f"the engine's receipt is for version {held.version} with checksum {held.checksum[:12]},"
+                f" published was version {version} with {self.weights[:12]}"
+            )
+        return held
 
     async def save(self, folder: Path) -> None:
         """Checkpoint into `folder`, whole or not at all. Raises TrainError."""
         await self._call("train.save", {"folder": _absolute(folder)}, self._spec.call_deadline_s)
 
     async def load(self, folder: Path) -> None:
-        """Continue from a checkpoint. Raises TrainError."""
-        await self._call("train.load", {"folder": _absolute(folder)}, self._spec.call_deadline_s)
-        async with self._failing("engine.info"):
-            await self._engine.refresh()
+        """Continue from a checkpoint, whose weights are to be published then. Raises TrainError."""
+        self._note(await self._call("train.load", {"folder": _absolute(folder)}, self._spec.call_deadline_s))
 
     async def _call(self, op: str, meta: Meta, deadline_s: float) -> Frame:
         async with self._failing(op):
@@ -231,7 +264,7 @@ class _Child:
         }
         arguments = [
             *("--socket", str(socket), "--model", _absolute(spec.model), "--parent", str(os.getpid())),
-            *("--train", dump_config(spec.train), "--engine", json.dumps(engine)),
+            *("--train", dump_config(spec.train), "--engine", json.dumps(engine) if spec.samples else ""),
         ]
         with boundary(EngineError, "start the learner"):
             log.parent.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,10 @@
     controller --engine.*--> EngineService -> EmbeddedCore --\\
                --train.*---> Commands -----> Trainer --------+--> one Qwen3
 
-One thread alternates between the socket and the sampler; a training step blocks both. Engine requests that
-are there when a step begins are finished first, under the version they came to. The process ends when its
-parent dies, when its client has gone, or at `train.shutdown`. Run by client.py:
+One thread alternates between the socket and the sampler; a training step blocks both. The sampler takes new
+weights at `train.publish` only; requests that are there when a step or a publication begins are finished
+first, under the version they came to. With `--engine ""` there is no sampler: a server elsewhere samples.
+The process ends when its parent dies, when its client has gone, or at `train.shutdown`. Run by client.py:
 `python -m whet.train.learner --socket PATH --model DIR --parent PID --train JSON --engine JSON`.
 """
 
@@ -24,13 +25,13 @@ from pathlib import Path
 from whet.engine.channel import Meta
 from whet.engine.channel_server import Call, ChannelServer, Handler
 from whet.engine.embedded_core import EmbeddedCore, EngineOptions
-from whet.engine.embedded_model import load_model
+from whet.engine.embedded_model import Qwen3, load_model
 from whet.engine.embedded_serve import EngineService
+from whet.engine.embedded_weights import checksum
 from whet.errors import TrainError, WhetError
 from whet.train import checkpoint
-from whet.train.options import parse_config
+from whet.train.options import TrainConfig, parse_config
 from whet.train.probe import probe_engine
-from whet.train.publish import InProcess
 from whet.train.trainer import Trainer
 from whet.train.wire import decode_plan
 
@@ -40,9 +41,10 @@ _PR_SET_PDEATHSIG = 1
 class Commands:
     """The `train.*` commands. Each answers before it returns."""
 
-    def __init__(self, trainer: Trainer, service: EngineService, assets: Path, probe_gap: float) -> None:
+    def __init__(
+        self, trainer: Trainer, service: EngineService | None, assets: Path, probe_gap: float
+    ) -> None:
         self._trainer, self._service, self._assets = trainer, service, assets
-        self._publisher = InProcess(service.core)
         self._probe_gap = probe_gap
         self.stop = False
 
@@ -53,20 +55,19 @@ class Commands:
             "train.step": self._step,
             "train.save": self._save,
             "train.load": self._load,
+            "train.publish": self._publish,
             "train.shutdown": self._shutdown,
         }
 
     def _info(self, call: Call) -> None:
         trainer = self._trainer
-        call.reply({"step": trainer.steps, "version": trainer.version, "probe_gap": self._probe_gap})
+        call.reply({"step": trainer.steps, "probe_gap": self._probe_gap, **self._held()})
 
     def _step(self, call: Call) -> None:
         plan = decode_plan(call.meta["plan"], call.arrays)
         self._drain()
         result = self._trainer.step(plan)
-        if not result.skipped:
-            self._publisher.publish(self._trainer.version)
-        call.reply(asdict(result))
+        call.reply({**asdict(result), **self._held()})
 
     def _save(self, call: Call) -> None:
         checkpoint.save(self._trainer, Path(call.meta["folder"]), self._assets)
@@ -75,8 +76,21 @@ class Commands:
     def _load(self, call: Call) -> None:
         self._drain()
         checkpoint.load(self._trainer, Path(call.meta["folder"]))
-        self._publisher.publish(self._trainer.version)
         self._info(call)
+
+    def _publish(self, call: Call) -> None:
+        """The sampler takes the trainer's weights, under the trainer's version and no other."""
+        version = int(call.meta["version"])
+        if self._service is None:
+            raise TrainError("this learner has no engine of its own to publish to")
+        if version != self._trainer.version:
+            raise TrainError(f"version {version} is not the trainer's, which is {self._trainer.version}")
+        self._drain()
+        self._service.core.refresh(version)
+        call.reply(self._held())
+
+    def _held(self) -> Meta:
+        return {"version": self._trainer.version, "weights": checksum(self._trainer.model)}
 
     def _shutdown(self, call: Call) -> None:
         self.stop = True
@@ -84,7 +98,7 @@ class Commands:
 
     def _drain(self) -> None:
         """Let every request that was submitted end; nothing new is read meanwhile."""
-        while self._service.core.busy:
+        while self._service is not None and self._service.core.busy:
             self._service.step()
 
 
@@ -95,22 +109,31 @@ def follow_parent(parent: int) -> None:
         raise TrainError(f"the controller (process {parent}) is gone")
 
 
-def serve(path: Path, commands: Commands, service: EngineService) -> None:
+def serve(path: Path, commands: Commands, service: EngineService | None) -> None:
     """Answer until the client has gone or asks to stop."""
-    with ChannelServer(path, {**service.handlers, **commands.handlers}) as server:
+    own = service.handlers if service is not None else {}
+    with ChannelServer(path, {**own, **commands.handlers}) as server:
         while not (server.abandoned or commands.stop):
-            server.poll(0.0 if service.busy else 0.2)
-            service.step()
+            server.poll(0.0 if service is not None and service.busy else 0.2)
+            if service is not None:
+                service.step()
+
+
+def sampler(model: Qwen3, raw: str, config: TrainConfig) -> tuple[EngineService | None, float]:
+    """The engine in this process and the gap that its probe found; none for an empty description."""
+    if not raw:
+        return None, 0.0
+    options: Meta = json.loads(raw)
+    core = EmbeddedCore(model, EngineOptions(**options))
+    gap = probe_engine(core, model, temperature=config.temperature, limit=config.max_logprob_gap)
+    return EngineService(core), gap
 
 
 def run(args: argparse.Namespace) -> None:
     follow_parent(args.parent)
     config = parse_config(args.train)
     model = load_model(args.model)
-    raw: Meta = json.loads(args.engine)
-    core = EmbeddedCore(model, EngineOptions(**raw))
-    gap = probe_engine(core, model, temperature=config.temperature, limit=config.max_logprob_gap)
-    service = EngineService(core)
+    service, gap = sampler(model, args.engine, config)
     serve(args.socket, Commands(Trainer(model, config), service, args.model, gap), service)
 
 

@@ -230,7 +230,7 @@ class Loop:
         if masked.alarm:
             self._view.note(f"step {step}: {masked.alarm}")
         metrics["step_s"] = time.monotonic() - began
-        metrics["weights"] = self._parts.learner.engine.receipt.checksum
+        metrics["weights"] = self._parts.learner.weights
         self._store.commit_step(
             step,
             metrics,
@@ -239,6 +239,8 @@ class Loop:
             plan.ledger,
             meta=self._clock.meta(),
         )
+        if not result.skipped:
+            await self._parts.publisher.publish(result.version)
         self._metrics.write({"event": "step", "step": step, **metrics})
         self._view.step_done(step, c.run.steps, {name: metrics[name] for name in SHOWN})
         _prune(self._run.checkpoints, c.run.keep_checkpoints)
@@ -256,7 +258,7 @@ class Loop:
             "max_logprob_gap": max((s.metrics["max_logprob_gap"] for s in steps), default=0.0),
             "ledger": asdict(self._store.ledger()),
             "seed": self._run.config.run.seed,
-            "weights": self._parts.learner.engine.receipt.checksum,
+            "weights": self._parts.learner.weights,
             "run_dir": str(self._run.path),
         }
 

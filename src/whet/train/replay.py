@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,7 +57,7 @@ async def _replay(run_dir: Path, view: Watcher) -> Mapping[str, Any]:
             raise RecordError(f"{run_dir} has no committed step to replay")
         scratch = stack.enter_context(scratch_folder())
         spec = LearnerSpec.of(config, model=model_folder(config), log=scratch / "learner.log")
-        learner = await stack.enter_async_context(Learner.start(spec))
+        learner = await stack.enter_async_context(Learner.start(replace(spec, samples=False)))
         check_start_model(store, learner)
         plan_config, differing = PlanConfig.of(config), []
         view.stage("replay", len(steps))
@@ -64,7 +65,7 @@ async def _replay(run_dir: Path, view: Watcher) -> Mapping[str, Any]:
             plan = plan_step(stored_groups(store, record.step), plan_config)
             await learner.step(plan)
             same_plan = plan.digest == record.plan_hash
-            if not same_plan or learner.engine.receipt.checksum != record.metrics["weights"]:
+            if not same_plan or learner.weights != record.metrics["weights"]:
                 differing.append(record.step)
                 view.note(f"step {record.step}: the {'weights differ' if same_plan else 'plan differs'}")
             view.advance(record.step)
@@ -73,7 +74,7 @@ async def _replay(run_dir: Path, view: Watcher) -> Mapping[str, Any]:
             "steps": len(steps),
             "identical": not differing,
             "differing_steps": differing,
-            "weights": learner.engine.receipt.checksum,
+            "weights": learner.weights,
         }
 
 

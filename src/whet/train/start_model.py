@@ -19,12 +19,12 @@ def keep_start_model(store: Store, learner: Learner) -> None:
     if START_MODEL in store.meta():
         check_start_model(store, learner)
     else:
-        store.set_meta(START_MODEL, learner.engine.receipt.checksum)
+        store.set_meta(START_MODEL, learner.weights)
 
 
 def check_start_model(store: Store, learner: Learner) -> None:
     """Raises RecordError when a learner that has trained nothing yet holds other weights than the run did."""
-    began, found = store.meta().get(START_MODEL), learner.engine.receipt.checksum
+    began, found = store.meta().get(START_MODEL), learner.weights
     if began is not None and began != found:
         raise RecordError(
             f"{learner.model} is not the model that the run began with (weights {found[:12]}, not"

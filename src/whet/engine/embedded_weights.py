@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whet.engine.embedded_model import Layer, Qwen3, RMSNorm
@@ -20,11 +22,17 @@ _IDLE = 129
 """Places after the last position, where idle rows stand."""
 
 
-def checksum(model: Qwen3) -> str:
+class Named(Protocol):
+    """As much of a model as its checksum needs."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+def checksum(model: Named) -> str:
     """Hex SHA-256 over name, shape and fp32 bytes of every parameter in name order (a tied head once)."""
     h = hashlib.sha256()
     for name, tensor in sorted(model.named_parameters()):
-        flat = tensor.detach().to(torch.float32).contiguous()
+        flat = tensor.detach().to("cpu", torch.float32).contiguous()
         h.update(f"{name}{tuple(flat.shape)}".encode())
         h.update(flat.numpy().data)
     return h.hexdigest()

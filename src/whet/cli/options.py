@@ -34,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_train(commands)
+    _add_sft(commands)
     _add_rollout(commands)
     _add_serve(commands)
     _add_recover(commands)
@@ -79,6 +80,13 @@ def _add_train(commands: Any) -> None:
     train.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file, e.g. examples/demo.toml")
     _add_run_options(train)
     train.set_defaults(verb=verbs.train_verb)
+
+
+def _add_sft(commands: Any) -> None:
+    sft = commands.add_parser("sft", help="train on the rollouts that a run holds: imitate the best of them")
+    sft.add_argument("source", nargs="?", type=Path, metavar="RUN", help="run directory with the rollouts")
+    _add_run_options(sft)
+    sft.set_defaults(verb=verbs.sft_verb)
 
 
 def _add_rollout(commands: Any) -> None:

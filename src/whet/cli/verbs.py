@@ -61,6 +61,35 @@ def train_verb(options: argparse.Namespace) -> int:
     return _run(options, config, run)
 
 
+def sft_verb(options: argparse.Namespace) -> int:
+    overrides = list(options.overrides)
+    if options.resume and options.source is not None:
+        overrides.append(str(options.source))
+    config = _resumed(options, overrides) if options.resume else _sft_config(options.source, overrides)
+
+    def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
+        from whet.train.sft_run import REPORT, SftOptions, sft
+
+        summary = sft(config, view, SftOptions(resume=options.resume, began=process_began()))
+        return summary, (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")
+
+    return _run(options, config, run)
+
+
+def _sft_config(source: Path | None, overrides: Sequence[str]) -> Config:
+    """The configuration of the run whose rollouts are used, in a directory of its own."""
+    from whet.config import load_config, read_toml
+    from whet.record.run import read_config
+
+    if source is None:
+        raise ConfigError("give the run directory whose rollouts are to be imitated, or --resume DIR")
+    read_config(source)
+    base = {table: dict(values) for table, values in read_toml(source / "config.toml").items()}
+    base.setdefault("run", {})["dir"] = ""
+    base.setdefault("sft", {})["run"] = str(source.absolute())
+    return load_config(None, overrides, base)
+
+
 def rollout_verb(options: argparse.Namespace) -> int:
     from whet.config import load_config
     from whet.evaluate.resume import resumed_config

@@ -1,6 +1,14 @@
 """Typed configuration: TOML with one table per folder plus [run] and [model]."""
 
-from whet.config.load import WARM_START, demo_preset, dotted_keys, dump_toml, load_config, model_folder
+from whet.config.load import (
+    WARM_START,
+    demo_preset,
+    dotted_keys,
+    dump_toml,
+    load_config,
+    model_folder,
+    read_toml,
+)
 from whet.config.tables import Config, HarnessTable, ToyFamily
 
 __all__ = [
@@ -13,4 +21,5 @@ __all__ = [
     "dump_toml",
     "load_config",
     "model_folder",
+    "read_toml",
 ]

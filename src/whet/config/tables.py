@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from whet.config.base import Count, CountOrZero, Fraction, Seconds, Table
 from whet.config.engines import EngineTable
 from whet.config.learning import CollectTable, TrainTable
+from whet.config.sft import SftTable
 
 WARM_AGENTS = ("pi", "script", "terminus")
 """Agents whose process or box can serve more than one rollout."""
@@ -268,6 +269,7 @@ class Config(Table):
     collect: CollectTable = CollectTable()
     rollout: RolloutTable = RolloutTable()
     train: TrainTable = TrainTable()
+    sft: SftTable = SftTable()
 
     @property
     def boxes_needed(self) -> int:

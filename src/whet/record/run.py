@@ -145,12 +145,13 @@ def read_store(path: Path) -> Store:
 
 
 def has_rollouts(path: Path) -> bool:
-    """True when the run directory holds at least one rollout. Raises RecordError when it cannot be read."""
+    """True when the run directory holds a rollout or a step: something to lose. Raises RecordError when it
+    cannot be read."""
     if not (path / "run.sqlite").exists():
         return False
     try:
         with read_store(path) as store:
-            return bool(store.phases())
+            return bool(store.phases()) or store.last_step() is not None
     except EmptyStore:
         return False
 

@@ -243,7 +243,7 @@ class Loop:
             await self._parts.publisher.publish(result.version)
         self._metrics.write({"event": "step", "step": step, **metrics})
         self._view.step_done(step, c.run.steps, {name: metrics[name] for name in SHOWN})
-        _prune(self._run.checkpoints, c.run.keep_checkpoints)
+        prune(self._run.checkpoints, c.run.keep_checkpoints)
 
     def _summary(self, before: Sequence[Group], after: Sequence[Group]) -> Mapping[str, Any]:
         steps, counts = self._store.steps(), self._store.phases()
@@ -284,7 +284,7 @@ def _step_metrics(groups: Sequence[Group], ledger: Ledger, result: StepResult) -
     }
 
 
-def _prune(folder: Path, keep: int) -> None:
+def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints."""
     for old in sorted(p for p in folder.glob("step-*") if p.is_dir())[:-keep]:
         shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,160 @@
+"""`whet sft` from a stored run to a checkpoint: it learns what was chosen, resumes with the same bits, and
+says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sft_lab import FAMILY, said, sft_config, stored_run, student
+
+from whet.engine.embedded_model import load_model
+from whet.errors import ConfigError, RecordError, TrainError
+from whet.record.metrics import Metrics
+from whet.record.run import read_store
+from whet.render.load import load_family
+from whet.train.sft_run import SftOptions, sft, train_config
+from whet.types import Rollout, Status
+
+SCHEDULE = (
+    "sft.epochs=6",
+    "sft.rollouts_per_step=4",
+    "sft.checkpoint_every_steps=4",
+    "run.keep_checkpoints=1",
+)
+
+
+class Watcher:
+    """Keeps what it is told; stops the run at a step when asked to."""
+
+    def __init__(self, stop_at: int = 0) -> None:
+        self.notes: list[str] = []
+        self.losses: list[float] = []
+        self._stop_at = stop_at
+
+    def begin(self, title: str, rollouts: int) -> None: ...
+
+    def stage(self, name: str, total: int = 0) -> None: ...
+
+    def advance(self, done: int) -> None: ...
+
+    def step_done(self, step: int, steps: int, metrics: Metrics) -> None:
+        self.losses.append(float(metrics["loss"] or 0))
+        if step == self._stop_at:
+            raise RecordError("the test stops here")
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def solved() -> list[Rollout]:
+    return [said(f"train/1/{n // 4}/{n % 4}", f"task {n // 4}", f"answer {n}") for n in range(12)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stored_run(tmp_path_factory.mktemp("source") / "run", solved())
+
+
+@pytest.fixture(scope="module")
+def finished(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Mapping[str, object], Watcher]:
+    target, watcher = tmp_path_factory.mktemp("target") / "run", Watcher()
+    return sft(sft_config(source, target, *SCHEDULE), watcher), watcher
+
+
+SCHEDULE = (
+    "sft.epochs=6",
+    "sft.rollouts_per_step=4",
+    "sft.checkpoint_every_steps=4",
+    "run.keep_checkpoints=1",
+)
+
+
+def test_it_learns_what_was_chosen_and_leaves_a_model(
+    source: Path, finished: tuple[Mapping[str, object], Watcher]
+) -> None:
+    summary, watcher = finished
+    assert (summary["chosen"], summary["tasks"], summary["steps"]) == (12, 3, 18)
+    assert watcher.losses[-1] < 0.6 * watcher.losses[0]
+    assert "12 rollouts, 12 chosen" in watcher.notes
+    checkpoint = Path(str(summary["checkpoint"]))
+    assert load_family(checkpoint).fingerprint == FAMILY.fingerprint
+    before, after = load_model(source.parent / "student"), load_model(checkpoint)
+    assert before.config == after.config
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
+    run = checkpoint.parents[1]
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00018"]
+    with read_store(run) as store:
+        assert [s.step for s in store.steps()] == [4, 8, 12, 16, 18]
+        assert store.ledger().captured == 0
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 19))
+
+
+def test_a_run_cut_short_goes_on_and_ends_with_the_same_bits(
+    source: Path, finished: tuple[Mapping[str, object], Watcher], tmp_path: Path
+) -> None:
+    config = sft_config(source, tmp_path / "run", *SCHEDULE)
+    with pytest.raises(RecordError, match="the test stops here"):
+        sft(config, Watcher(stop_at=6))
+    summary = sft(config, Watcher(), SftOptions(resume=tmp_path / "run"))
+    assert summary["weights"] == finished[0]["weights"]
+    whole, resumed = Path(str(finished[0]["checkpoint"])), Path(str(summary["checkpoint"]))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        one, other = load_file(whole / name), load_file(resumed / name)
+        assert one.keys() == other.keys()
+        # The state of torch's own generator, from which nothing is drawn, has bytes without a meaning.
+        assert all(torch.equal(one[key], other[key]) for key in one if key != "rng")
+
+
+def test_nothing_worth_imitating_is_one_line_that_says_why(tmp_path: Path) -> None:
+    held = [
+        said("train/1/0/0", "a", "wrong", 0.0),
+        said("train/1/0/1", "a", "lost", None, Status.INFRA_FAILED),
+        said("eval_before/0/0/0", "b", "right"),
+    ]
+    source = stored_run(tmp_path / "source", held)
+    with pytest.raises(TrainError) as error:
+        sft(sft_config(source, tmp_path / "run"), Watcher())
+    assert str(error.value) == (
+        f"nothing of {source} is worth imitating: 3 rollouts, 0 chosen; 1 of held-out tasks"
+        " (sft.held_out = true takes them); 1 below sft.min_reward; 1 not graded"
+    )
+
+
+def test_a_run_that_changed_under_a_resumed_one_is_refused(
+    source: Path, finished: tuple[Mapping[str, object], Watcher], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(Path(str(finished[0]["run_dir"])), run)
+    other = stored_run(tmp_path / "other", [said(r.id, r.task_id, "else") for r in solved()])
+    text = (run / "config.toml").read_text().replace(str(source), str(other))
+    (run / "config.toml").write_text(text)
+    with pytest.raises(RecordError, match="train/1/0/0 of .* is not the one that this run began with"):
+        sft(sft_config(other, run), Watcher(), SftOptions(resume=run))
+
+
+def test_tokens_of_another_family_are_refused(source: Path, tmp_path: Path) -> None:
+    other = student(tmp_path / "other")
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<tool_response>", "<tool_answer>"))
+    with pytest.raises(ConfigError, match="whose tokenizer or template is not that of .*other"):
+        sft(sft_config(source, tmp_path / "run", f"model.path={other}"), Watcher())
+
+
+def test_a_directory_of_another_kind_is_not_continued(source: Path) -> None:
+    with pytest.raises(RecordError, match="holds no run of `whet sft`"):
+        sft(sft_config(source, source), Watcher(), SftOptions(resume=source))
+
+
+def test_too_few_steps_for_the_schedule_are_refused_before_anything_is_trained() -> None:
+    config = sft_config(Path("/nowhere"), Path("/nowhere"), "train.warmup_steps=3")
+    with pytest.raises(ConfigError, match=r"3 steps in all are no more than train.warmup_steps = 3"):
+        train_config(config, 3)
+    chosen = train_config(config, 30)
+    assert (chosen.loss.name, chosen.optim.lr, chosen.optim.total_steps) == ("nll", 0.01, 30)

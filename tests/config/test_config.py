@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
     [
         ("train.lrr=1", "unknown key train.lrr; did you mean train.lr?"),
         ("trian.lr=1", "unknown key trian.lr; did you mean train.lr?"),
-        ("model.lr=1", "unknown key model.lr; did you mean train.lr?"),
+        ("model.lr=1", "unknown key model.lr; did you mean train.lr or sft.lr?"),
         ("run.zzz=1", "unknown key run.zzz"),
         ("lr=1", "'lr=1' is not of the form table.key=value; did you mean train.lr?"),
         ("train.lr", "'train.lr' is not of the form table.key=value"),

@@ -147,12 +147,11 @@ def _unknown_table(table: str, values: object, known: Sequence[str]) -> str:
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:
-    """The right key in another table before a similar key anywhere."""
+    """The right key in other tables before a similar key anywhere."""
     key = name.rpartition(".")[2]
     same_key = [k for k in known if k.rpartition(".")[2] == key]
-    cutoff = 0.0 if same_key else 0.6
-    found = difflib.get_close_matches(name, same_key or known, n=1, cutoff=cutoff)
-    return f"; did you mean {found[0]}?" if found else ""
+    found = same_key or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def _describe(item: Any) -> str:

@@ -150,7 +150,8 @@ def _suggest(name: str, known: Sequence[str]) -> str:
     """The right key in other tables before a similar key anywhere."""
     key = name.rpartition(".")[2]
     same_key = [k for k in known if k.rpartition(".")[2] == key]
-    found = same_key or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, same_key, n=1, cutoff=0.8)
+    found = close or same_key or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 

@@ -1,36 +1,220 @@
-"""The tiled head against whole logits and autograd."""
+"""The tiled head against whole logits and autograd, in float64."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from train_lab import VOCAB, small_model
 
-from whet.train import head
+from whet.errors import TrainError
+from whet.train import head, head_tiles
+from whet.train.head_tiles import GPU_BUDGET, SLACK, tiling
+
+Case = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-@pytest.mark.parametrize("tile", [3, 2048])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_and_gradients_equal_whole_logits(
-    tile: int, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head, "TILE", tile)
-    model = small_model()
+def case(positions: int = 7, width: int = 32, vocab: int = VOCAB, scale: float = 1.0) -> Case:
+    """hidden, weight, targets and a factor per position."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(7, 32, generator=generator, requires_grad=True)
-    targets = torch.randint(0, VOCAB, (7,), generator=generator)
-    factors = torch.randn(7, generator=generator)
-    weight = model.lm_head.weight
+    hidden = torch.randn(positions, width, generator=generator) * scale
+    weight = torch.randn(vocab, width, generator=generator) * 0.3
+    targets = torch.randint(0, vocab, (positions,), generator=generator)
+    return hidden, weight, targets, torch.randn(positions, generator=generator)
 
-    scores = head.score(model, hidden, targets, temperature)
-    found = torch.autograd.grad((scores.logp * factors).sum(), [hidden, weight])
-    logp = torch.log_softmax(model.logits(hidden) / temperature, -1)
-    expected = torch.autograd.grad((logp[torch.arange(7), targets] * factors).sum(), [hidden, weight])
 
-    assert torch.allclose(scores.logp, logp[torch.arange(7), targets], atol=1e-5)
-    assert torch.allclose(scores.entropy, torch.distributions.Categorical(logits=logp).entropy(), atol=1e-5)
-    assert torch.equal(scores.best, logp.argmax(-1) == targets)
+def token_loss(logp: Tensor, factor: Tensor) -> Tensor:
+    """Not linear in logp, so that a wrong slope shows."""
+    return factor * logp + 0.1 * logp.square()
+
+
+def reference(given: Case, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logp, entropy and both gradients from whole float64 logits."""
+    hidden, weight = (t.double().requires_grad_() for t in given[:2])
+    logp = torch.log_softmax(hidden @ weight.T / temperature, -1)
+    chosen = logp[torch.arange(len(given[2])), given[2]]
+    loss = token_loss(chosen, given[3].double()).sum()
+    grads = torch.autograd.grad(loss, [hidden, weight])
+    return chosen.detach(), -(logp.exp() * logp).sum(-1).detach(), *grads
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    """Largest difference as a share of the largest number."""
+    return float((found.double() - expected).abs().max() / expected.abs().max())
+
+
+def fused(given: Case, temperature: float) -> tuple[head.Fused, Tensor, Tensor]:
+    hidden, weight = (t.clone().requires_grad_() for t in given[:2])
+    out = head.objective(
+        hidden, weight, given[2], temperature, lambda logp, part: token_loss(logp, given[3][part])
+    )
+    return out, *torch.autograd.grad(out.total, [hidden, weight])
+
+
+def scored(given: Case, temperature: float) -> tuple[head.Scores, Tensor, Tensor]:
+    hidden, weight = (t.clone().requires_grad_() for t in given[:2])
+    out = head.scores(hidden, weight, given[2], temperature)
+    return out, *torch.autograd.grad(token_loss(out.logp, given[3]).sum(), [hidden, weight])
+
+
+@pytest.mark.parametrize("cut", [(3, 16), (2, VOCAB), (1024, 256)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("way", [fused, scored])
+def test_scores_and_gradients_equal_whole_logits(
+    cut: tuple[int, int], temperature: float, way: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_tiles, "CPU_TILE", cut)
+    given = case()
+    logp, entropy, d_hidden, d_weight = reference(given, temperature)
+    out, found_hidden, found_weight = way(given, temperature)
+    scores = out if isinstance(out, head.Scores) else out.scores
+    assert far(scores.logp.detach(), logp) < 1e-6
+    assert far(scores.entropy, entropy) < 1e-6
+    assert torch.equal(scores.best, (given[0] @ given[1].T).argmax(-1) == given[2])
     assert not scores.entropy.requires_grad
-    for a, b in zip(found, expected, strict=True):
-        assert b.abs().max() > 0.1
-        assert torch.allclose(a, b, atol=1e-5)
+    assert min(d_hidden.abs().max(), d_weight.abs().max()) > 0.1
+    assert far(found_hidden, d_hidden) < 1e-5
+    assert far(found_weight, d_weight) < 1e-5
+
+
+def test_total_is_the_sum_of_losses_and_scales_its_gradients() -> None:
+    given = case()
+    hidden, weight = (t.clone().requires_grad_() for t in given[:2])
+    out = head.objective(hidden, weight, given[2], 1.0, lambda logp, part: token_loss(logp, given[3][part]))
+    assert float(out.total.detach()) == pytest.approx(
+        float(token_loss(out.scores.logp, given[3]).sum()), abs=1e-5
+    )
+    (out.total * 3.0).backward()
+    _, _, d_hidden, d_weight = reference(given, 1.0)
+    assert far(hidden.grad, 3 * d_hidden) < 1e-5
+    assert far(weight.grad, 3 * d_weight) < 1e-5
+
+
+def test_a_later_chunk_may_hold_the_largest_logits_by_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first chunk's reference is then overtaken, and what was stored under it is brought in line."""
+    monkeypatch.setattr(head_tiles, "CPU_TILE", (4, 16))
+    given = case()
+    given[1][40:] *= 40
+    logits = given[0] @ given[1].T
+    over = logits[:, 32:].amax(1) - logits[:, :16].amax(1)
+    assert ((over > SLACK) & (over < 2 * SLACK)).any()
+    assert (over > 3 * SLACK).any()
+    logp, entropy, d_hidden, d_weight = reference(given, 1.0)
+    for way in (fused, scored):
+        out, found_hidden, found_weight = way(given, 1.0)
+        scores = out if isinstance(out, head.Scores) else out.scores
+        assert far(scores.logp.detach(), logp) < 1e-5
+        assert float((scores.entropy - entropy).abs().max()) < 1e-4
+        assert far(found_hidden, d_hidden) < 1e-5
+        assert far(found_weight, d_weight) < 1e-5
+
+
+def test_an_almost_certain_token_keeps_the_digits_of_its_small_gradient() -> None:
+    weight = torch.eye(8) * 12.0
+    hidden = torch.eye(8)[:1].clone().requires_grad_()
+    out = head.objective(hidden, weight, torch.tensor([0]), 1.0, lambda logp, part: logp)
+    (found,) = torch.autograd.grad(out.total, [hidden])
+    other = 1.0 / (torch.tensor(12.0).double().exp() + 7)
+    assert float(found[0, 0]) == pytest.approx(float(12 * 7 * other), rel=1e-2)
+    assert float(found[0, 1]) == pytest.approx(float(-12 * other), rel=1e-2)
+
+
+def test_the_weight_gradient_can_be_added_where_it_belongs() -> None:
+    given = case()
+    hidden, weight = (t.clone().requires_grad_() for t in given[:2])
+    weight.grad = torch.ones_like(weight)
+    out = head.objective(
+        hidden, weight, given[2], 1.0, lambda logp, part: token_loss(logp, given[3][part]), into=weight.grad
+    )
+    out.total.backward()
+    assert far(weight.grad - 1.0, reference(given, 1.0)[3]) < 1e-5
+    again = head.objective(hidden, weight, given[2], 1.0, lambda logp, part: logp, into=weight.grad)
+    with pytest.raises(TrainError, match="no factor"):
+        (again.total * 2.0).backward()
+
+
+def test_a_frozen_head_and_no_gradients_at_all() -> None:
+    given = case()
+    hidden = given[0].clone().requires_grad_()
+    out = head.objective(hidden, given[1], given[2], 1.0, lambda logp, part: token_loss(logp, given[3][part]))
+    out.total.backward()
+    assert far(hidden.grad, reference(given, 1.0)[2]) < 1e-5
+    with torch.no_grad():
+        quiet = head.objective(hidden, given[1], given[2], 1.0, lambda logp, part: logp)
+    assert not quiet.total.requires_grad
+    assert torch.equal(quiet.scores.logp, out.scores.logp)
+
+
+def test_bfloat16_gradients_come_from_float32_logits() -> None:
+    given = case(scale=2.0)
+    rounded = (given[0].bfloat16(), given[1].bfloat16(), *given[2:])
+    logp, _, d_hidden, d_weight = reference((rounded[0].float(), rounded[1].float(), *given[2:]), 1.0)
+    hidden = rounded[0].clone().requires_grad_()
+    master = rounded[1].float().requires_grad_()
+    out = head.objective(
+        hidden, master, given[2], 1.0, lambda lp, part: token_loss(lp, given[3][part]), compute=rounded[1]
+    )
+    out.total.backward()
+    assert far(out.scores.logp, logp) < 1e-6
+    assert master.grad.dtype == torch.float32
+    assert far(master.grad, d_weight) < 1e-5
+    assert hidden.grad.dtype == torch.bfloat16
+    assert far(hidden.grad, d_hidden) < 2**-8
+    scores = head.scores(hidden, master, given[2], 1.0)
+    (again,) = torch.autograd.grad(token_loss(scores.logp, given[3]).sum(), [master])
+    assert far(again, d_weight) < 1e-5
+
+
+class Largest(TorchDispatchMode):
+    """Numbers in the largest tensor that was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, Tensor):
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+def test_whole_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_tiles, "CPU_TILE", (8, 64))
+    given = case(positions=64, vocab=640)
+    with Largest() as largest:
+        fused(given, 1.0)
+        scored(given, 1.0)
+    assert largest.numel == 640 * 32
+
+
+@pytest.mark.parametrize("hidden", [1024, 2048, 2560, 4096])
+@pytest.mark.parametrize("positions", [2000, 8192, 152_000])
+def test_a_gpu_tile_is_large_and_within_its_budget(hidden: int, positions: int) -> None:
+    cut = tiling(positions, hidden, 151_936, element=2, gpu=True)
+    assert cut.held <= GPU_BUDGET
+    assert cut.rows % 128 == 0
+    # few passes over the weight's gradient, each as long as the others
+    assert cut.rows >= 2000 or cut.rows >= positions
+    tiles = -(-positions // cut.rows)
+    assert cut.rows * tiles - positions < 128 * tiles
+    assert cut.columns % 256 == 0
+    assert tiling(10**6, hidden, 10**6, element=2, gpu=True).held <= GPU_BUDGET
+
+
+def test_a_model_dtype_without_the_range_is_refused() -> None:
+    given = case()
+    with pytest.raises(TrainError, match="float16"):
+        head.scores(given[0].half(), given[1].half(), given[2], 1.0)
+
+
+def test_score_takes_the_models_own_head() -> None:
+    model = small_model()
+    hidden, _, targets, _ = case()
+    scores = head.score(model, hidden, targets, 0.7)
+    logp = torch.log_softmax(model.logits(hidden) / 0.7, -1)[torch.arange(7), targets]
+    assert torch.allclose(scores.logp, logp, atol=1e-5)

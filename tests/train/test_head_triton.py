@@ -1,0 +1,80 @@
+"""The head's Triton kernels, run by Triton's interpreter on the CPU, against the torch version.
+
+Runs in this Python where Triton is installed, else in that of the real vLLM server, which brings Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import torch
+torch.set_num_threads(1)
+from whet.train import head, head_tiles, head_triton
+
+torch.manual_seed(0)
+head_tiles.CPU_TILE, head_triton.BLOCK = (5, 48), 32
+hidden, weight = torch.randn(7, 16) * 3, torch.randn(100, 16)
+weight[80:] *= 12
+hidden[:4] *= 0.02
+targets, factor = torch.randint(0, 100, (7,)), torch.randn(7)
+over = (hidden @ weight.T / 0.7)[:, 48:].amax(1) - (hidden @ weight.T / 0.7)[:, :48].amax(1)
+assert (over > 2 * head_tiles.SLACK).any(), over
+
+def run(kernels):
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = head.objective(h, w, targets, 0.7, lambda logp, part: factor[part] * logp.square(), kernels=kernels)
+    fused = torch.autograd.grad(out.total, [h, w])
+    scores = head.scores(h, w, targets, 0.7, kernels)
+    split = torch.autograd.grad((factor * scores.logp.square()).sum(), [h, w])
+    assert torch.equal(scores.best, out.scores.best)
+    return [out.scores.logp, out.scores.entropy, *fused, scores.logp.detach(), scores.entropy, *split]
+
+for found, expected in zip(run("triton"), run("torch"), strict=True):
+    assert float(expected.abs().max()) > 0.01
+    far = (found - expected).abs().max() / expected.abs().max()
+    assert far < 1e-4, far
+
+# the dtype of a GPU's exponentials
+stores = []
+for kind in (head_triton.TritonBackend(), head_tiles.TorchBackend()):
+    e, mark = torch.full((7, 100), 9.0, dtype=torch.bfloat16), torch.zeros(7)
+    stats = head_tiles.Stats.fresh(mark)
+    kind.absorb((hidden @ weight.T)[:, :48].contiguous(), e[:, :48], 0, targets, stats, mark, 1.0)
+    assert torch.equal(mark, stats.ref)
+    stores.append(e)
+assert torch.allclose(stores[0].float(), stores[1].float(), rtol=2**-7, atol=0)
+assert bool((stores[0][:, 48:] == 9.0).all())
+print("agreed")
+"""
+
+
+def python_with_triton() -> Path:
+    if importlib.util.find_spec("triton") is not None:
+        return Path(sys.executable)
+    from whet.testing.vllm_server import installed_vllm
+
+    return installed_vllm(ROOT / "scripts" / "setup-vllm") / "bin" / "python"
+
+
+@pytest.mark.full
+def test_kernels_agree_with_torch() -> None:
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT / "src"),
+    }
+    done = subprocess.run(
+        [python_with_triton(), "-c", PROGRAM],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "agreed\n"

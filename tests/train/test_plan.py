@@ -184,6 +184,33 @@ def test_packing_is_a_partition_with_true_prefixes_under_the_budget(
         assert b.tokens <= budget or len(members) == 1
 
 
+@settings(max_examples=60, deadline=None)
+@given(rows=rows_strategy, budget=st.integers(1, 60), ranks=st.integers(1, 4))
+def test_trees_and_ranks_are_a_partition_under_the_budget(
+    rows: list[tuple[list[int], int]], budget: int, ranks: int
+) -> None:
+    ids = [np.array(r, np.int32) for r, _ in rows]
+    first = [min(f, len(r) - 1) for r, f in rows]
+    for layout in ("tree", "prefix"):
+        batches = pack(ids, first, budget, layout=layout, ranks=ranks)  # type: ignore[arg-type]
+        assert sorted(i for b in batches for i in b.rows) == list(range(len(rows)))
+        assert {b.rank for b in batches} <= set(range(ranks))
+        assert all(b.tokens <= budget or len(b.rows) == 1 for b in batches)
+    for b in pack(ids, first, budget, layout="tree"):
+        prefixes = {tuple(ids[i][:n].tolist()) for i in b.rows for n in range(1, len(ids[i]) + 1)}
+        assert (b.tokens, b.prefix, b.layout) == (len(prefixes), 0, "tree")
+
+
+def test_ranks_have_about_as_much_to_do() -> None:
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 900, int(n)).astype(np.int32) for n in rng.integers(100, 900, 64)]
+    for ranks in (2, 4):
+        load = [0] * ranks
+        for b in pack(ids, [50] * 64, 16384, ranks=ranks):
+            load[b.rank] += sum(len(ids[i]) + len(ids[i]) ** 2 // 2000 for i in b.rows)
+        assert max(load) < 1.1 * sum(load) / ranks
+
+
 def test_packing_shares_the_common_prompt_and_keeps_long_rows() -> None:
     rng = np.random.default_rng(0)
     system = rng.integers(0, 900, 254)

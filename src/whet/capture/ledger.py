@@ -123,13 +123,16 @@ def account(nodes: Nodes, reasons: Mapping[int, str], trained: int) -> Ledger:
     return ledger
 
 
-def reassign(ledger: Ledger, reason: str) -> Ledger:
-    """The ledger after all that was still to be trained is excluded for `reason`: the whole rollout is stale,
-    degenerate, an evaluation, ... Tokens already excluded keep their reason. Raises CaptureError for a
-    reason outside EXCLUSIONS."""
+def reassign(ledger: Ledger, reason: str, tokens: int | None = None) -> Ledger:
+    """The ledger after `tokens` of what was still to be trained are excluded for `reason`, all of it by
+    default: the whole rollout is stale, degenerate, an evaluation, ... Tokens already excluded keep their
+    reason. Raises CaptureError for a reason outside EXCLUSIONS and for more tokens than there are."""
     if reason not in EXCLUSIONS:
         raise CaptureError(f"no such reason to exclude: {reason!r}")
+    moved = ledger.trained if tokens is None else tokens
+    if not 0 <= moved <= ledger.trained:
+        raise CaptureError(f"{moved} tokens cannot be excluded as {reason}: {ledger.trained} are trained")
     excluded = dict(ledger.excluded)
-    if ledger.trained:
-        excluded[reason] = excluded.get(reason, 0) + ledger.trained
-    return Ledger(captured=ledger.captured, trained=0, excluded=excluded)
+    if moved:
+        excluded[reason] = excluded.get(reason, 0) + moved
+    return Ledger(captured=ledger.captured, trained=ledger.trained - moved, excluded=excluded)

@@ -57,3 +57,9 @@ class TrainTable(Table):
     """ppo_clip: upper clip of the ratio, 1 + clip_high."""
     token_budget: Count = 16384
     """Tokens per micro-batch."""
+    rows: Literal["all", "collapse", "final"] = "all"
+    """Rows with credit: all; collapse: only the final one exists; final: the others count, with no credit."""
+    max_rows: CountOrZero = 0
+    """rows all: most rows of one rollout, the first ones and the last are kept; 0 = no limit."""
+    max_row_tokens: CountOrZero = 0
+    """Most tokens of one row; a longer one is not trained and counts as overlong; 0 = no limit."""

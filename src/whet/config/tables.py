@@ -294,6 +294,8 @@ class Config(Table):
             raise ValueError("collect.group_min is larger than collect.group_size")
         if self.train.min_groups > self.tasks.groups_per_step:
             raise ValueError("train.min_groups is larger than tasks.groups_per_step: no step could train")
+        if self.train.max_rows and self.train.rows != "all":
+            raise ValueError(f"train.max_rows is for train.rows all; {self.train.rows} makes one row anyway")
         if self.limits.max_call_tokens >= self.model.max_context_tokens:
             raise ValueError("limits.max_call_tokens leaves no room for a prompt in model.max_context_tokens")
         if self.train.advantage == "maxrl" and self.train.truncated == "penalise":

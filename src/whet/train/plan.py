@@ -10,12 +10,9 @@ Hence nothing depends on packing, micro-batch count or arrival order. Called by 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -24,8 +21,13 @@ from whet.capture.ledger import reassign
 from whet.config import Config
 from whet.errors import ConfigError, TrainError
 from whet.train.advantage import AdvantageKind, advantages
-from whet.train.pack import MicroBatch, pack
+from whet.train.digest import plan_digest
+from whet.train.pack import Layout, MicroBatch, pack
+from whet.train.prefix import sort_rows
+from whet.train.rows import Chosen, RowRules, choose_rows
 from whet.types import BoolArray, FloatArray, Group, IntArray, Ledger, Rollout, Segment, Status
+
+__all__ = ["PlanConfig", "Reducer", "Row", "StepPlan", "plan_digest", "plan_step"]
 
 Reducer = Literal["rollout_mean", "token_mean", "constant", "group_mean"]
 
@@ -52,6 +54,12 @@ class PlanConfig:
     """Useful groups below which nothing is trained in this step."""
     token_budget: int = 16384
     """Most tokens in one micro-batch, padding included."""
+    rows: RowRules = field(default_factory=RowRules)
+    """Which segments are rows."""
+    layout: Layout = "prefix"
+    """What the rows of a micro-batch share (pack.py)."""
+    ranks: int = 1
+    """Processes that train together; each micro-batch is one's."""
 
     def __post_init__(self) -> None:
         if self.advantage == "maxrl" and self.truncated == "penalise":
@@ -69,6 +77,7 @@ class PlanConfig:
             group_min=config.collect.group_min,
             min_groups=t.min_groups,
             token_budget=t.token_budget,
+            rows=RowRules(mode=t.rows, max_rows=t.max_rows, max_row_tokens=t.max_row_tokens),
         )
 
 
@@ -120,6 +129,7 @@ class _Slot:
     advantage: float
     reason: str
     """Why it is not trained, or empty."""
+    chosen: Chosen
     counted: int
     """Tokens that count in the means: those of scorable rollouts in groups that are not degenerate."""
     in_mean: bool
@@ -141,39 +151,24 @@ def plan_step(groups: Sequence[Group], config: PlanConfig) -> StepPlan:
         skipped = f"{len(useful)} useful groups of {len(groups)}; {max(1, config.min_groups)} are needed"
         for slot in slots:
             slot.reason = slot.reason or "unused"
-    rows = _rows(slots, config)
+    rows, logprobs = _rows(slots, config)
+    found = sort_rows([row.ids for row in rows])
     first = [int(row.mask.argmax()) for row in rows]
     plan = StepPlan(
         rows=rows,
-        batches=pack([row.ids for row in rows], first, config.token_budget),
-        ledger=_account(slots, rows),
+        batches=pack(
+            [row.ids for row in rows],
+            first,
+            config.token_budget,
+            layout=config.layout,
+            ranks=config.ranks,
+            known=found,
+        ),
+        ledger=_account(slots, sum(map(len, logprobs))),
         groups=len(useful),
         skipped=skipped,
     )
-    return StepPlan(
-        rows=plan.rows,
-        batches=plan.batches,
-        ledger=plan.ledger,
-        groups=plan.groups,
-        skipped=plan.skipped,
-        digest=plan_digest(plan),
-    )
-
-
-def plan_digest(plan: StepPlan) -> str:
-    """Hex SHA-256 over the whole content of a plan, its own digest excepted."""
-    h = hashlib.sha256()
-    ledger = [plan.ledger.captured, plan.ledger.trained, sorted(plan.ledger.excluded.items())]
-    batches = [[b.prefix, b.tokens, *b.rows] for b in plan.batches]
-    names = [[r.group_id, r.rollout_id, r.segment, len(r.ids)] for r in plan.rows]
-    h.update(json.dumps([ledger, plan.groups, plan.skipped, batches, names]).encode())
-    for row in plan.rows:
-        h.update(struct.pack("<dd", row.advantage, row.weight))
-        h.update(np.ascontiguousarray(row.ids, "<i4").tobytes())
-        h.update(np.ascontiguousarray(row.mask, "|b1").tobytes())
-        h.update(np.ascontiguousarray(row.logprobs, "<f4").tobytes())
-        h.update(np.ascontiguousarray(row.versions, "<i4").tobytes())
-    return h.hexdigest()
+    return replace(plan, digest=plan_digest(plan, found, logprobs))
 
 
 # --------------------------------------------------------------------------- who is trained
@@ -195,18 +190,6 @@ def _check_unique(groups: Sequence[Group]) -> None:
             raise TrainError(f"{what} {twice[0]} was given twice: nothing may be trained twice")
 
 
-def _trained(rollout: Rollout) -> list[Segment]:
-    """Segments that reinforcement learning may train, checked against capture's own account."""
-    segments = [s for s in rollout.trajectory.segments if s.kind == "sampled" and s.mask.any()]
-    tokens = sum(int(s.mask.sum()) for s in segments)
-    ledger = rollout.trajectory.ledger
-    if tokens != ledger.trained or not ledger.balanced:
-        raise TrainError(
-            f"rollout {rollout.id}: segments hold {tokens} trained tokens, the account is {ledger}"
-        )
-    return segments
-
-
 def _reward(rollout: Rollout, config: PlanConfig) -> float | None:
     """Reward as the advantage sees it; None = unscorable."""
     if rollout.status is Status.INFRA_FAILED or rollout.reward is None:
@@ -226,10 +209,10 @@ def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
     for rollout, value in zip(rollouts, credit, strict=True):
         masked = rollout.status is Status.TRUNCATED and config.truncated == "mask"
         reason = _reason(rollout, None if thin else value, degenerate=degenerate, masked=masked)
-        tokens = sum(int(s.mask.sum()) for s in _trained(rollout))
+        chosen = choose_rows(rollout, config.rows)
         in_mean = reason in ("", "zero_advantage", "truncated")
-        counted = tokens if in_mean and not masked else 0
-        slots.append(_Slot(group.id, rollout, value or 0.0, reason, counted, in_mean))
+        counted = chosen.counted if in_mean and not masked else 0
+        slots.append(_Slot(group.id, rollout, value or 0.0, reason, chosen, counted, in_mean))
     return slots
 
 
@@ -250,15 +233,16 @@ def _reason(rollout: Rollout, value: float | None, *, degenerate: bool, masked: 
 # --------------------------------------------------------------------------- with which weight
 
 
-def _rows(slots: Sequence[_Slot], config: PlanConfig) -> tuple[Row, ...]:
+def _rows(slots: Sequence[_Slot], config: PlanConfig) -> tuple[tuple[Row, ...], list[FloatArray]]:
+    """All rows, and the log-probabilities of each one's trained tokens."""
     rows: list[Row] = []
-    weights = _weights(slots, config)
-    for slot, weight in zip(slots, weights, strict=True):
-        if slot.reason:
-            continue
-        for segment in sorted(_trained(slot.rollout), key=lambda s: s.index):
-            rows.append(_row(slot, segment, weight))
-    return tuple(rows)
+    logprobs: list[FloatArray] = []
+    for slot, weight in zip(slots, _weights(slots, config), strict=True):
+        for segment in () if slot.reason else slot.chosen.rows:
+            row, mu = _row(slot, segment, weight)
+            rows.append(row)
+            logprobs.append(mu)
+    return tuple(rows), logprobs
 
 
 def _weights(slots: Sequence[_Slot], config: PlanConfig) -> list[float]:
@@ -278,18 +262,19 @@ def _weights(slots: Sequence[_Slot], config: PlanConfig) -> list[float]:
     return [1.0 / (rollouts * s.counted) if s.counted else 0.0 for s in slots]
 
 
-def _row(slot: _Slot, segment: Segment, weight: float) -> Row:
-    """Cut the dead tail and check what the trainer relies on."""
+def _row(slot: _Slot, segment: Segment, weight: float) -> tuple[Row, FloatArray]:
+    """Cut the dead tail and check what the trainer relies on; with the trained tokens' log-probabilities."""
     where = f"rollout {slot.rollout.id} segment {segment.index}"
     end = len(segment.mask) - int(segment.mask[::-1].argmax())
     ids, mask = segment.ids[:end], segment.mask[:end]
     if mask[0]:
         raise TrainError(f"{where} token 0: the first token has no predecessor and cannot be trained")
-    bad = mask & ~(np.isfinite(segment.logprobs[:end]) & (segment.logprobs[:end] <= 0))
-    if bad.any():
-        token = int(bad.argmax())
+    mu = segment.logprobs[:end][mask]
+    # nan fails every comparison
+    if not (float(mu.min()) > -np.inf and float(mu.max()) <= 0):
+        token = int(np.flatnonzero(mask)[int((np.isfinite(mu) & (mu <= 0)).argmin())])
         raise TrainError(f"{where} token {token}: log-probability {segment.logprobs[token]} is not usable")
-    return Row(
+    row = Row(
         group_id=slot.group_id,
         rollout_id=slot.rollout.id,
         segment=segment.index,
@@ -300,9 +285,10 @@ def _row(slot: _Slot, segment: Segment, weight: float) -> Row:
         logprobs=segment.logprobs[:end],
         versions=segment.versions[:end],
     )
+    return row, mu
 
 
-def _account(slots: Sequence[_Slot], rows: Sequence[Row]) -> Ledger:
+def _account(slots: Sequence[_Slot], in_rows: int) -> Ledger:
     """The final ledger of the step. Raises TrainError when it does not balance."""
     captured = trained = 0
     excluded: dict[str, int] = {}
@@ -310,12 +296,14 @@ def _account(slots: Sequence[_Slot], rows: Sequence[Row]) -> Ledger:
         ledger = slot.rollout.trajectory.ledger
         if slot.reason:
             ledger = reassign(ledger, slot.reason)
+        else:
+            for reason, tokens in slot.chosen.excluded.items():
+                ledger = reassign(ledger, reason, tokens)
         captured += ledger.captured
         trained += ledger.trained
         for reason, tokens in ledger.excluded.items():
             excluded[reason] = excluded.get(reason, 0) + tokens
     total = Ledger(captured=captured, trained=trained, excluded=dict(sorted(excluded.items())))
-    in_rows = sum(int(row.mask.sum()) for row in rows)
     if not total.balanced or in_rows != trained:
         raise TrainError(f"the ledger of the step does not balance: {total}, {in_rows} tokens in rows")
     return total

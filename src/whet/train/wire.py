@@ -30,7 +30,7 @@ def encode_plan(plan: StepPlan) -> tuple[dict[str, Any], dict[str, Array]]:
         "skipped": plan.skipped,
         "ledger": asdict(plan.ledger),
         "rows": [[r.group_id, r.rollout_id, r.segment, len(r.ids)] for r in plan.rows],
-        "batches": [[b.prefix, b.tokens, list(b.rows)] for b in plan.batches],
+        "batches": [[b.prefix, b.tokens, b.rank, b.layout, list(b.rows)] for b in plan.batches],
     }
     arrays: dict[str, Array] = {
         "advantage": np.array([r.advantage for r in plan.rows], np.float64),
@@ -81,8 +81,14 @@ def _plan(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> StepPlan:
     return StepPlan(
         rows=tuple(rows),
         batches=tuple(
-            MicroBatch(prefix=int(prefix), tokens=int(tokens), rows=tuple(int(r) for r in members))
-            for prefix, tokens, members in meta["batches"]
+            MicroBatch(
+                prefix=int(prefix),
+                tokens=int(tokens),
+                rank=int(rank),
+                layout=layout,
+                rows=tuple(int(r) for r in members),
+            )
+            for prefix, tokens, rank, layout, members in meta["batches"]
         ),
         ledger=Ledger(**meta["ledger"]),
         groups=int(meta["groups"]),

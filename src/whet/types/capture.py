@@ -78,6 +78,8 @@ EXCLUSIONS = frozenset(
         "unused",
         "zero_advantage",
         "after_stop",
+        "not_final",
+        "row_cap",
     }
 )
 """Closed set of reasons for which a captured token is not trained."""

@@ -83,7 +83,10 @@ def main() -> int:
         f"{len(cases) - len(missing)} of {len(cases)} cases have tests"
         + (f"; not: {missing}" if missing else "")
     )
-    return 1 if missing else 0
+    unknown = sorted(set(tests) - set(cases))
+    if unknown:
+        print(f"tests name cases that are not in docs/cases.md: {unknown}")
+    return 1 if missing or unknown else 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -21,11 +23,13 @@ def cases() -> ModuleType:
     return module
 
 
-def test_every_case_has_a_test(cases: ModuleType) -> None:
-    known, tests = cases.known_cases(), cases.covered(ROOT / "tests")
-    assert sorted(known) == list(range(1, 61))
-    assert sorted(set(known) - set(tests)) == []
-    assert sorted(set(tests) - set(known)) == [], "a test names a case that is not in docs/cases.md"
+def test_every_case_has_a_test() -> None:
+    # In a process of its own: in a long one CPython 3.11 was seen to fail with "SystemError: AST constructor
+    # recursion depth mismatch".
+    script = [sys.executable, str(ROOT / "scripts" / "cases.py")]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[-1] == "60 of 60 cases have tests", done.stdout[-1000:] + done.stderr
+    assert done.returncode == 0
 
 
 def test_marks_are_read_wherever_pytest_reads_them(cases: ModuleType, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_a_conversation_is_measured_while_it_grows(model: Path, monkeypatch: pyt
     assert min(first["cpu_ms"], last["cpu_ms"]) > 0
 
 
+@pytest.mark.full
 def test_a_gateway_of_others_that_cannot_be_had_is_left_out_with_the_reason(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

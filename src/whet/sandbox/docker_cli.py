@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,7 +138,9 @@ class Cli:
             out, err = await process.communicate(stdin or None)
         finally:
             if process.returncode is None:
-                process.kill()
+                # With what it started: a helper that lives on would keep the pipes, and so this wait, open.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 await asyncio.shield(process.wait())
         return process.returncode or 0, out, err
 

@@ -145,3 +145,19 @@ def test_examples_load(file: Path) -> None:
 
 def test_the_demo_runs_its_example() -> None:
     assert load_config(base=demo_preset()) == load_config(REPOSITORY / "examples" / "demo.toml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["policy.kind=hf"], "needs an engine apart"),
+        (["policy.lora_rank=8"], "lora_rank means nothing with kind = 'builtin'"),
+        (
+            ["policy.kind=hf", "engine.kind=vllm", "engine.url=http://x", "policy.lora_alpha=8.0"],
+            "lora_alpha means nothing without lora_rank",
+        ),
+    ],
+)
+def test_policy_keys_that_mean_nothing_are_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, overrides)

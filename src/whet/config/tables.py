@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from whet.config.base import Count, CountOrZero, Fraction, Seconds, Table
 from whet.config.engines import EngineTable
 from whet.config.learning import CollectTable, TrainTable
+from whet.config.policy import PolicyTable
 from whet.config.sft import SftTable
 
 WARM_AGENTS = ("pi", "script", "terminus")
@@ -270,12 +271,21 @@ class Config(Table):
     rollout: RolloutTable = RolloutTable()
     train: TrainTable = TrainTable()
     sft: SftTable = SftTable()
+    policy: PolicyTable = PolicyTable()
 
     @property
     def boxes_needed(self) -> int:
         """Boxes with which no part of a run waits for another for ever: one for each worker, which a warm one
         keeps; for each grading one, and one made ready; one that a task's base is read from."""
         return self.harness.workers + 2 * self.grade.workers + 1
+
+    @model_validator(mode="after")
+    def _policy_has_an_engine(self) -> Self:
+        if self.policy.kind == "hf" and self.engine.kind == "embedded":
+            raise ValueError(
+                "policy.kind hf needs an engine apart: the embedded one samples with the builtin model"
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -25,7 +25,7 @@ from whet.train.trainer import Trainer
 
 SCHEMA = 1
 SUMS = "checksums.json"
-_OWN = frozenset({"config.json", "model.safetensors", "optimizer.safetensors", "trainer.json", SUMS})
+_OWN = frozenset({"config.json", "optimizer.safetensors", "trainer.json", SUMS})
 
 
 def save(trainer: Trainer, folder: Path, assets: Path | None = None) -> None:
@@ -76,7 +76,9 @@ def verify(folder: Path) -> None:
         for name, expected in sums.items():
             if _digest(folder / name) != expected:
                 raise TrainError(f"checkpoint {folder} is damaged: {name} does not have its checksum")
-    missing = sorted(_OWN - {SUMS} - set(sums))
+    # the weights, or the adapters that were trained instead
+    weights = {n for n in sums if n.endswith("model.safetensors")} or {"model.safetensors"}
+    missing = sorted((_OWN | weights) - {SUMS} - set(sums))
     if missing:
         raise TrainError(f"checkpoint {folder} is not complete: no checksum for {missing[0]}")
 
@@ -101,9 +103,10 @@ def _write(trainer: Trainer, folder: Path, assets: Path | None) -> None:
 
 
 def _copy(held: Mapping[str, Tensor], target: Policy) -> None:
+    named = dict(target.named_parameters())
     with torch.no_grad():
-        for name, p in target.named_parameters():
-            p.copy_(held[name])
+        for name, tensor in held.items():
+            named[name].copy_(tensor)
 
 
 def _digest(path: Path) -> str:

@@ -25,12 +25,14 @@ from pathlib import Path
 from whet.engine.channel import Meta
 from whet.engine.channel_server import Call, ChannelServer, Handler
 from whet.engine.embedded_core import EmbeddedCore, EngineOptions
-from whet.engine.embedded_model import Qwen3, load_model
+from whet.engine.embedded_model import Qwen3
 from whet.engine.embedded_serve import EngineService
 from whet.engine.embedded_weights import checksum
 from whet.errors import TrainError, WhetError
 from whet.train import checkpoint
 from whet.train.options import TrainConfig, parse_config
+from whet.train.policy import Policy
+from whet.train.policy_open import open_policy
 from whet.train.probe import probe_engine
 from whet.train.trainer import Trainer
 from whet.train.wire import decode_plan
@@ -119,10 +121,12 @@ def serve(path: Path, commands: Commands, service: EngineService | None) -> None
                 service.step()
 
 
-def sampler(model: Qwen3, raw: str, config: TrainConfig) -> tuple[EngineService | None, float]:
+def sampler(model: Policy, raw: str, config: TrainConfig) -> tuple[EngineService | None, float]:
     """The engine in this process and the gap that its probe found; none for an empty description."""
     if not raw:
         return None, 0.0
+    if not isinstance(model, Qwen3):
+        raise TrainError("the embedded engine samples with the builtin policy only")
     options: Meta = json.loads(raw)
     core = EmbeddedCore(model, EngineOptions(**options))
     gap = probe_engine(core, model, temperature=config.temperature, limit=config.max_logprob_gap)
@@ -132,7 +136,7 @@ def sampler(model: Qwen3, raw: str, config: TrainConfig) -> tuple[EngineService 
 def run(args: argparse.Namespace) -> None:
     follow_parent(args.parent)
     config = parse_config(args.train)
-    model = load_model(args.model)
+    model = open_policy(args.model, config.policy)
     service, gap = sampler(model, args.engine, config)
     serve(args.socket, Commands(Trainer(model, config), service, args.model, gap), service)
 

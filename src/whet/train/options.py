@@ -75,11 +75,41 @@ class LossConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Low-rank adapters that are trained instead of the weights; see lora.py."""
+
+    rank: int
+    alpha: float
+    """They count alpha / rank times."""
+    targets: tuple[str, ...]
+    """Last names of the matrices that have one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """How the model is held; the keys of [policy]."""
+
+    kind: Literal["builtin", "hf"] = "builtin"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    memory_gib: float = 0.0
+    """Memory of the device that training may fill; 0 = what is free."""
+    lora: Lora | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> PolicyConfig:
+        p = config.policy
+        lora = Lora(rank=p.lora_rank, alpha=p.lora_alpha, targets=p.lora_targets) if p.lora_rank else None
+        return cls(kind=p.kind, device=p.device, dtype=p.dtype, memory_gib=p.memory_gib, lora=lora)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """How the trainer turns a plan into one update per epoch."""
 
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     epochs: int = 1
     """Updates from one plan."""
     temperature: float = 1.0
@@ -109,6 +139,7 @@ class TrainConfig:
                 clip_low=t.clip_low,
                 clip_high=t.clip_high,
             ),
+            policy=PolicyConfig.of(config),
             epochs=t.epochs,
             temperature=config.engine.temperature,
             max_logprob_gap=t.max_logprob_gap,
@@ -158,6 +189,15 @@ def parse_config(text: str) -> TrainConfig:
         try:
             optim, loss = raw.pop("optim"), raw.pop("loss")
             optim["betas"] = tuple(optim["betas"])
-            return TrainConfig(optim=OptimConfig(**optim), loss=LossConfig(**loss), **raw)
+            policy = raw.pop("policy")
+            lora = policy.pop("lora")
+            if lora is not None:
+                lora = Lora(**{**lora, "targets": tuple(lora["targets"])})
+            return TrainConfig(
+                optim=OptimConfig(**optim),
+                loss=LossConfig(**loss),
+                policy=PolicyConfig(**policy, lora=lora),
+                **raw,
+            )
         except (KeyError, TypeError) as error:
             raise ConfigError(f"the trainer's configuration is not complete: {error}") from error

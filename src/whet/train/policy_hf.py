@@ -20,7 +20,9 @@ from torch.nn import functional as F
 from whet.errors import TrainError, boundary
 from whet.train.attend import lay_flat
 from whet.train.layers import CURRENT, Mode, wrap_cast, wrap_layer
+from whet.train.lora import adapter_tensors, add_lora, read_adapter, save_adapter
 from whet.train.offload import Offload
+from whet.train.options import Lora
 from whet.train.policy import Attend
 from whet.train.techniques import Techniques
 
@@ -28,7 +30,8 @@ NAME = "whet"
 """Of the attention function among transformers' own."""
 _UNKNOWN = ("sliding_window", "softcap", "s_aux", "head_mask")
 """What an attention function may be given that changes its result; none is served."""
-PROBE_TOKENS = 48
+PROBE_TOKENS, PROBE_LIMIT = 48, 1e-3
+"""Random tokens, and the largest difference of a log-probability, of the proof when a model is opened."""
 
 
 def attention_function(
@@ -57,9 +60,10 @@ def attention_function(
 class HfPolicy:
     """A causal language model of transformers (`whet.train.policy.Policy`). Make one with `open_hf`."""
 
-    def __init__(self, model: Any, *, dtype: torch.dtype) -> None:
-        """model: a `PreTrainedModel` with an output head, its attention set to `NAME`."""
-        self.model = model
+    def __init__(self, model: Any, *, dtype: torch.dtype, lora: Lora | None = None) -> None:
+        """model: a `PreTrainedModel` with an output head, its attention set to `NAME`, adapters in place."""
+        self.model, self.lora = model, lora
+        """`lora`: the adapters that are trained; None = all weights."""
         self.mode = Mode(dtype, Offload(model.device))
         self._body: nn.Module = model.base_model
         self._embed: nn.Embedding = model.get_input_embeddings()
@@ -122,14 +126,32 @@ class HfPolicy:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.model.named_parameters()
 
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """What an engine must hold, under its names: every weight in the compute type, or the adapters."""
+        named = dict(self.named_parameters())
+        if self.lora is not None:
+            yield from adapter_tensors(named).items()
+            return
+        for name, tensor in named.items():
+            yield name, tensor.detach().to(self.mode.dtype)
+
     def save(self, folder: Path) -> None:
+        if self.lora is not None:
+            save_adapter(dict(self.named_parameters()), self.lora, self.model.name_or_path, folder)
+            with boundary(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
+                self.model.config.save_pretrained(folder)
+            return
         with boundary(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
             self.model.save_pretrained(folder, max_shard_size="1TB")
 
     def read(self, folder: Path) -> Mapping[str, Tensor]:
-        with boundary(TrainError, f"load model {folder}"):
-            held = dict(_read(folder, torch.float32).named_parameters())
-        if {n: p.shape for n, p in held.items()} != {n: p.shape for n, p in self.model.named_parameters()}:
+        if self.lora is not None:
+            held = read_adapter(self.lora, folder)
+        else:
+            with boundary(TrainError, f"load model {folder}"):
+                held = dict(_read(folder, torch.float32).named_parameters())
+        trained = {n: p.shape for n, p in self.named_parameters() if p.requires_grad}
+        if {n: p.shape for n, p in held.items()} != trained:
             raise TrainError(f"{folder} holds another model than the one that is trained")
         return held
 
@@ -144,8 +166,15 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     return layers
 
 
-def open_hf(folder: Path, *, device: torch.device, dtype: torch.dtype, limit: float) -> HfPolicy:
-    """The model of a folder, weights in fp32, computing in `dtype` on `device`.
+def open_hf(
+    folder: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    lora: Lora | None = None,
+    limit: float = PROBE_LIMIT,
+) -> HfPolicy:
+    """The model of a folder, trained weights in fp32, computing in `dtype` on `device`.
 
     Raises TrainError when it is not a causal language model, transformers is missing, or its
     log-probabilities through whet's attention and head differ from its own by more than `limit`.
@@ -155,7 +184,7 @@ def open_hf(folder: Path, *, device: torch.device, dtype: torch.dtype, limit: fl
     own = _own_logprobs(model)
     model.set_attn_implementation(NAME)
     model.requires_grad_(True)
-    policy = HfPolicy(model.to(device).train(), dtype=torch.float32)
+    policy = HfPolicy(model.to(device).train(), dtype=torch.float32, lora=lora)
     worst = float((_logprobs(policy) - own).abs().max())
     if not worst <= limit:
         raise TrainError(
@@ -163,6 +192,8 @@ def open_hf(folder: Path, *, device: torch.device, dtype: torch.dtype, limit: fl
             f" {worst:.3g} from the model's own, over the limit of {limit:g}: not an architecture whet trains"
         )
     policy.mode.dtype = dtype
+    if lora is not None:
+        add_lora(model, lora, dtype)
     return policy
 
 

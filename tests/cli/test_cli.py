@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,10 @@ def test_a_defect_keeps_its_traceback() -> None:
 def test_show_works_on_a_run_with_no_process_alive(tmp_path: Path) -> None:
     config = load_config(None, [f"run.dir={tmp_path / 'r'}", "run.steps=2"])
     with RunDir.create(config) as run, run.store() as store:
-        store.commit_step(1, {"loss": 0.5}, "checkpoints/1", "h", Ledger(captured=12, trained=12))
+        trajectory = replace(ROLLOUT.trajectory, ledger=Ledger(captured=12, trained=12))
+        store.put_rollout("train", 1, 0, 0, replace(ROLLOUT, trajectory=trajectory))
+        store.assign(1, [ROLLOUT.id])
+        store.commit_step(1, {"loss": 0.5}, "c", "h", trajectory.ledger, trained=[ROLLOUT.id])
     done = whet("show", str(tmp_path / "r"))
     assert done.returncode == 0, done.stderr
     assert "step    1  solved 0.00 (0/0)  trained 12 of 12 tokens" in done.stdout

@@ -14,6 +14,7 @@ from whet.grade.diff import compare
 from whet.grade.runners.base import RunReport
 from whet.grade.verdict import make_verdict
 from whet.record.run import RunDir, read_store
+from whet.record.store import add_ledgers
 from whet.rollout import NOTHING_SAMPLED
 from whet.tasks.toy import ToySource
 from whet.types import FileEntry, Outcome, Rollout, Status, Task, Timings, Tree, Verdict
@@ -90,7 +91,10 @@ def test_what_differs_is_stored_when_asked_and_then_differs_no_more(
 
 def test_what_a_committed_step_was_trained_on_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunDir.open(run) as held, held.store() as store:
-        store.commit_step(1, {}, "checkpoints/1", "hash", store.ledger())
+        ids = [one.id for one in store.rollouts("train", 1)]
+        store.assign(1, ids)
+        account = add_ledgers([one.trajectory.ledger for one in store.rollouts("train", 1)])
+        store.commit_step(1, {}, "checkpoints/1", "hash", account, trained=ids)
     assert main(["grade", str(run), "--write", "--json"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["updated"] == 0
 

@@ -17,10 +17,16 @@ import pytest
 from helpers_record import make_rollout, same
 
 from whet.errors import RecordError
-from whet.record.store import Score, Store
+from whet.record.store import Score, Store, add_ledgers
 from whet.types import DriftNote, Ledger, Rollout, Status
 
-LEDGER = Ledger(captured=10, trained=7, excluded={"degenerate": 2, "truncated": 1})
+
+def commit(store: Store, step: int, *rollouts: Rollout) -> None:
+    """Train these rollouts, which are graded."""
+    ids = [rollout.id for rollout in rollouts]
+    store.assign(step, ids)
+    account = add_ledgers([rollout.trajectory.ledger for rollout in rollouts])
+    store.commit_step(step, {}, f"c{step}", "h", account, trained=ids)
 
 
 def test_rollouts_come_back_equal_in_slot_order(tmp_path: Path) -> None:
@@ -144,7 +150,7 @@ def test_what_the_infrastructure_decided_is_replaced_until_its_step_is_trained(t
             store.put_rollout("train", 1, 0, 0, found)
         late = attempt_of("train/2/0/0", 1, reward=None)
         store.put_rollout("train", 2, 0, 0, late)
-        store.commit_step(2, {}, "c", "h", Ledger())
+        store.commit_step(2, {}, "c", "h", late.trajectory.ledger, discarded={late.id: "infra"})
         assert not store.still_open("train", 2)
         with pytest.raises(RecordError, match="stored already"):
             store.put_rollout("train", 2, 0, 0, attempt_of("train/2/0/0", 2))
@@ -172,7 +178,7 @@ def test_the_ledger_of_the_run_holds_every_captured_token(tmp_path: Path) -> Non
             store.put_rollout(rollout.id, 1, 0, slot, rollout)
         with pytest.raises(RecordError, match="does not balance"):
             store.ledger()  # the step is not committed: its tokens are in no account
-        store.commit_step(1, {}, "c", "h", trained.trajectory.ledger)
+        commit(store, 1, trained)
         total = store.ledger()
         everything = [r.trajectory.ledger for r in (trained, *tries, *evaluated)]
         assert total.captured == sum(ledger.captured for ledger in everything)
@@ -191,16 +197,21 @@ def test_facts_are_committed_with_their_step(tmp_path: Path) -> None:
 def test_steps_commit_once_and_in_order(tmp_path: Path) -> None:
     with Store(tmp_path / "s") as store:
         assert store.last_step() is None
-        store.commit_step(1, {"loss": 0.5, "name": "x"}, "checkpoints/1", "h1", LEDGER)
+        rollout = make_rollout("train/1/0/0")
+        store.put_rollout("train", 1, 0, 0, rollout)
+        store.assign(1, [rollout.id])
+        account = rollout.trajectory.ledger
+        metrics = {"loss": 0.5, "name": "x"}
+        store.commit_step(1, metrics, "checkpoints/1", "h1", account, trained=[rollout.id])
         with pytest.raises(RecordError, match="trained twice"):
-            store.commit_step(1, {}, "checkpoints/1", "h1", LEDGER)
+            store.commit_step(1, {}, "checkpoints/1", "h1", account, trained=[rollout.id])
         unbalanced = Ledger(captured=1)
         with pytest.raises(RecordError, match="does not balance"):
             store.commit_step(2, {}, "checkpoints/2", "h2", unbalanced)
         store.commit_step(2, {"loss": 0.25}, "checkpoints/2", "h2", Ledger())
         first, last = store.steps()
         assert first.metrics == {"loss": 0.5, "name": "x"}
-        assert first.ledger == LEDGER
+        assert first.ledger == account
         assert store.last_step() == last
         assert last.checkpoint == "checkpoints/2"
 
@@ -234,7 +245,7 @@ def test_full_disk_is_one_clear_line_and_keeps_what_was_stored(tmp_path: Path) -
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     with Store(tmp_path / "s") as store:
         store.set_meta("schema_version", "99")
-    with pytest.raises(RecordError, match="schema version 99; this whet reads 3"):
+    with pytest.raises(RecordError, match="schema version 99; this whet reads 3 and 4"):
         Store(tmp_path / "s")
 
 
@@ -269,9 +280,9 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from helpers_record import make_rollout
-from whet.record.store import Store
-from whet.types import Ledger
+from whet.record.store import Store, add_ledgers
 store = Store(Path(sys.argv[1]))
+store.recover()
 last = store.last_step()
 step = 1 if last is None else last.step + 1
 while True:
@@ -281,7 +292,10 @@ while True:
             continue
         store.put_rollout("train", step, 0, slot, make_rollout(name, seed=step * 3 + slot))
         print("rollout", name, flush=True)
-    store.commit_step(step, {"n": step}, f"c{step}", "h", Ledger(captured=step, trained=step))
+    made = store.rollouts("train", step)
+    store.assign(step, [rollout.id for rollout in made])
+    account = add_ledgers([rollout.trajectory.ledger for rollout in made])
+    store.commit_step(step, {"n": step}, f"c{step}", "h", account, trained=[rollout.id for rollout in made])
     print("step", step, flush=True)
     step += 1
 """
@@ -311,3 +325,4 @@ def test_kill_nine_loses_nothing_that_returned_and_repeats_nothing(tmp_path: Pat
             assert steps == list(range(1, len(steps) + 1))
             assert len(steps) >= sum(line.startswith("step") for line in claimed)
             assert all(len(store.rollouts("train", step)) == 3 for step in steps)
+            assert store.check_balance().states.get("trained", 0) == 3 * len(steps)

@@ -237,7 +237,7 @@ def test_report_shows_a_rollout_turn_by_turn_within_the_width() -> None:
     assert all(len(line) <= 60 for line in lines[: lines.index("Held-out solve rate")])
 
 
-def rollout(name: str, *, solved: bool, family: str = "swap") -> Rollout:
+def rollout(name: str, *, solved: bool, family: str = "swap", tokens: int = 0) -> Rollout:
     reward = float(solved)
     outcome = Outcome.RESOLVED if solved else Outcome.UNRESOLVED
     return Rollout(
@@ -246,7 +246,7 @@ def rollout(name: str, *, solved: bool, family: str = "swap") -> Rollout:
         family=family,
         status=Status.OK,
         reward=reward,
-        trajectory=Trajectory(segments=(), turns=(), ledger=Ledger()),
+        trajectory=Trajectory(segments=(), turns=(), ledger=Ledger(captured=tokens, trained=tokens)),
         verdict=Verdict(outcome=outcome, reward=reward, strength="strong"),
         changed={},
         deleted=(),
@@ -264,9 +264,12 @@ def stored_run(folder: Path) -> Path:
 def fill(store: Store) -> None:
     for slot in range(4):
         store.put_rollout("eval_before", 0, slot, 0, rollout(f"b{slot}", solved=slot == 0))
-        store.put_rollout("train", 1, 0, slot, rollout(f"t{slot}", solved=slot < 2))
+        store.put_rollout("train", 1, 0, slot, rollout(f"t{slot}", solved=slot < 2, tokens=3))
         store.put_rollout("eval_after", 2, slot, 0, rollout(f"a{slot}", solved=slot > 0))
-    store.commit_step(1, {"loss": 0.5}, "checkpoints/1", "h", Ledger(captured=12, trained=12))
+    trained = [f"t{slot}" for slot in range(4)]
+    store.assign(1, trained)
+    account = Ledger(captured=12, trained=12)
+    store.commit_step(1, {"loss": 0.5}, "checkpoints/1", "h", account, trained=trained)
 
 
 SUMMARY = {

@@ -31,7 +31,9 @@ from whet.types import (
     Verdict,
 )
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
+READABLE = ("3", "4")
+"""Versions of directories that can be looked at: 3 has no `states`."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -66,6 +68,12 @@ CREATE TABLE IF NOT EXISTS verdicts (
   strength TEXT NOT NULL, passed INTEGER NOT NULL, total INTEGER NOT NULL, dropped_paths TEXT NOT NULL,
   reason TEXT NOT NULL, task_hash TEXT NOT NULL, diff_hash TEXT NOT NULL, duration_s REAL NOT NULL,
   tests TEXT NOT NULL, controls TEXT NOT NULL, image TEXT NOT NULL, grader TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS states (
+  rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, phase TEXT NOT NULL, step INTEGER NOT NULL,
+  group_no INTEGER NOT NULL, slot INTEGER NOT NULL, task_id TEXT NOT NULL, state TEXT NOT NULL,
+  reason TEXT NOT NULL, attempt INTEGER NOT NULL, version INTEGER NOT NULL, oldest INTEGER, account INTEGER,
+  UNIQUE (phase, step, group_no, slot)) STRICT;
+CREATE INDEX IF NOT EXISTS states_by_state ON states (state);
 CREATE TABLE IF NOT EXISTS steps (
   step INTEGER PRIMARY KEY, schema_version INTEGER NOT NULL, committed_s REAL NOT NULL,
   checkpoint TEXT NOT NULL, plan_hash TEXT NOT NULL, metrics TEXT NOT NULL) STRICT;
@@ -217,16 +225,17 @@ def _notes_values(trajectory: Trajectory) -> dict[str, object]:
 
 def read_drifts(db: sqlite3.Connection) -> list[DriftNote]:
     """Of every stored rollout."""
-    rows = db.execute("SELECT drifts FROM notes ORDER BY rollout_id") if _has_notes(db) else ()
+    rows = db.execute("SELECT drifts FROM notes ORDER BY rollout_id") if has_table(db, "notes") else ()
     return [DriftNote(**note) for row in rows for note in orjson.loads(row["drifts"])]
 
 
-def _has_notes(db: sqlite3.Connection) -> bool:
-    return db.execute("SELECT 1 FROM sqlite_master WHERE name = 'notes'").fetchone() is not None
+def has_table(db: sqlite3.Connection, name: str) -> bool:
+    """False for tables that are younger than the directory."""
+    return db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
 
 
 def _read_notes(db: sqlite3.Connection, rollout_id: str) -> tuple[Hints, tuple[DriftNote, ...]]:
-    if not _has_notes(db):
+    if not has_table(db, "notes"):
         return {}, ()
     row = db.execute("SELECT * FROM notes WHERE rollout_id = ?", (rollout_id,)).fetchone()
     if row is None:

@@ -11,26 +11,24 @@ writes is the run directory's lock's business (`run.RunDir`). Errors are `Record
 from __future__ import annotations
 
 import sqlite3
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import orjson
 
+from whet.capture.ledger import reassign
 from whet.errors import RecordError
-from whet.record.metrics import Metrics, disk_error
+from whet.record.database import EmptyStore
+from whet.record.metrics import Metrics
 from whet.record.outline import Outline, read_outlines
 from whet.record.rows import (
-    SCHEMA,
-    SCHEMA_VERSION,
     Row,
     dumps,
     erase_rollout,
+    has_table,
     insert,
     read_drifts,
     read_ledger,
@@ -39,16 +37,11 @@ from whet.record.rows import (
     write_attempt,
     write_rollout,
 )
+from whet.record.states import UNUSED, Balance, States, accounted, decide, settle
 from whet.record.ulid import new_ulid
 from whet.types import DriftNote, Ledger, Rollout, Status, Verdict
 
-_BUSY_TIMEOUT_S = 5.0
-_DAMAGED = ("file is not a database", "database disk image is malformed")
-"""What SQLite says of a file that it cannot read."""
-
-
-class EmptyStore(RecordError):
-    """The file is there and nothing is in it yet: its writer has just begun, or died then."""
+__all__ = ["EmptyStore", "Score", "StepRecord", "Store", "add_ledgers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,22 +72,8 @@ class Score:
         return self.solved / self.total if self.total else 0.0
 
 
-class Store:
+class Store(States):
     """Open with `Store(path)` to write or `Store(path, readonly=True)` to look. A context manager."""
-
-    def __init__(self, path: Path, *, readonly: bool = False) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        try:
-            self._db = _connect(path, readonly)
-        except sqlite3.Error as error:
-            raise RecordError(f"cannot open {path}: {error}") from error
-        self._db.row_factory = sqlite3.Row
-        try:
-            self._prepare(readonly)
-        except BaseException:
-            self._db.close()
-            raise
 
     # ------------------------------------------------------------------ rollouts
 
@@ -102,32 +81,28 @@ class Store:
         """Store a decided rollout; on return it is durable. A rollout is stored once: a second is refused,
         unless the first failed of the infrastructure and nothing has been trained since."""
         place = {"ulid": new_ulid(), "phase": phase, "step": step, "group_no": group, "slot": slot}
-        with self._writing() as db:
+        with self._writing("graded") as db:
             seen = db.execute("SELECT status FROM rollouts WHERE rollout_id = ?", (rollout.id,)).fetchone()
             if seen is not None:
-                if seen["status"] != Status.INFRA_FAILED.value or not self._open(db, phase, step):
+                if seen["status"] != Status.INFRA_FAILED.value or not _open(db, phase, step):
                     raise RecordError(f"rollout {rollout.id} is stored already")
                 erase_rollout(db, rollout.id)
             write_rollout(db, place, rollout)
+            decide(db, place, rollout)
 
     def put_verdict(self, rollout_id: str, verdict: Verdict) -> None:
         """Replace the verdict, and with it the reward, of a stored rollout."""
-        with self._writing() as db:
+        with self._writing("verdict") as db:
             rewrite_verdict(db, rollout_id, verdict)
 
     def still_open(self, phase: str, step: int) -> bool:
         """True while rollouts of this phase and step would still be made by the weights they belong to."""
         with self._reading() as db:
-            return self._open(db, phase, step)
-
-    @staticmethod
-    def _open(db: sqlite3.Connection, phase: str, step: int) -> bool:
-        last: int = db.execute("SELECT COALESCE(MAX(step), 0) AS step FROM steps").fetchone()["step"]
-        return step > last if phase == "train" else step >= last
+            return _open(db, phase, step)
 
     def put_attempt(self, rollout: Rollout) -> None:
         """Record one try at a slot that failed, with its account; the last one comes by `put_rollout`."""
-        with self._writing() as db:
+        with self._writing("attempt") as db:
             write_attempt(db, rollout)
 
     def tried(self, prefix: str) -> dict[str, int]:
@@ -146,6 +121,29 @@ class Store:
         query = "SELECT * FROM rollouts WHERE phase = ? AND step = ? ORDER BY group_no, slot"
         with self._reading() as db:
             return [read_rollout(db, row) for row in db.execute(query, (phase, step)).fetchall()]
+
+    def step_rollouts(self, step: int) -> list[Rollout]:
+        """Every rollout in a committed step's account, trained or not, in the order of their places: what the
+        step was planned from."""
+        account = "SELECT r.* FROM rollouts r JOIN states s USING (rollout_id) WHERE s.account = ?"
+        with self._reading() as db:
+            if not has_table(db, "states"):
+                account = "SELECT * FROM rollouts r WHERE phase = 'train' AND step = ?"
+            rows = db.execute(f"{account} ORDER BY r.step, r.group_no, r.slot", (step,)).fetchall()
+            return [read_rollout(db, row) for row in rows]
+
+    def step_score(self, step: int) -> Score:
+        """Of the rollouts in a committed step's account."""
+        account = "JOIN states s USING (rollout_id) WHERE s.account = ?"
+        with self._reading() as db:
+            if not has_table(db, "states"):
+                account = "WHERE r.phase = 'train' AND r.step = ?"
+            row = db.execute(
+                "SELECT COALESCE(SUM(v.outcome = 'resolved'), 0) AS solved, COUNT(v.outcome) AS total"
+                f" FROM rollouts r JOIN verdicts v USING (rollout_id) {account} AND r.reward IS NOT NULL",
+                (step,),
+            ).fetchone()
+        return Score(solved=row["solved"], total=row["total"])
 
     def rollout(self, rollout_id: str) -> Rollout:
         """One rollout by its id. Raises RecordError when there is none."""
@@ -189,22 +187,24 @@ class Store:
         return {"": total} | {family: score for family, score in by_family.items() if family}
 
     def ledger(self) -> Ledger:
-        """The account of everything that is stored: committed steps, evaluations, and every failed try.
+        """The account of everything that is stored: committed steps, evaluations, what was discarded outside
+        of any step, and every failed try.
 
         Raises RecordError when it does not balance or a sampled token is in none of them.
         """
-        failed = (
-            "SELECT a.ledger FROM attempts a LEFT JOIN rollouts r USING (rollout_id, attempt)"
-            " WHERE r.rollout_id IS NULL"
-        )
-        decided = self._all("SELECT phase, ledger FROM rollouts")
-        tries = [read_ledger(row["ledger"]) for row in self._all(failed)]
-        others = [read_ledger(row["ledger"]) for row in decided if row["phase"] != "train"]
-        total = add_ledgers([*(step.ledger for step in self.steps()), *others, *tries])
-        stored = sum(read_ledger(row["ledger"]).captured for row in decided) + sum(t.captured for t in tries)
-        if not total.balanced or total.captured != stored:
-            raise RecordError(f"the ledger of the run does not balance: {total}, {stored} tokens are stored")
-        return total
+        balance = self.check_balance()
+        if balance.pending:
+            raise RecordError(
+                f"the ledger of the run does not balance: the fate of {balance.pending} stored tokens is open"
+            )
+        return balance.tokens
+
+    def check_balance(self) -> Balance:
+        """The account of rollouts and of tokens at any moment of a run. Raises RecordError, naming the first
+        rollout, step or sum that is wrong."""
+        steps = self.steps()
+        with self._reading() as db:
+            return _balance(db, steps)
 
     # ------------------------------------------------------------------ steps
 
@@ -216,16 +216,21 @@ class Store:
         plan_hash: str,
         ledger: Ledger,
         *,
+        trained: Collection[str] = (),
+        discarded: Mapping[str, str] | None = None,
         meta: Mapping[str, str] | None = None,
     ) -> None:
-        """Commit one optimizer step in one transaction, after its checkpoint is on disk; facts in `meta` are
-        stored with it. Steps only grow; a step is committed once. Raises RecordError."""
+        """Commit one optimizer step in one transaction, after its checkpoint is on disk. `trained` and
+        `discarded` (rollout id -> reason) are together all that was assigned to it, and may name what failed
+        of the infrastructure besides; facts in `meta` are stored with it. Steps only grow; a step is
+        committed once. Raises RecordError."""
         if not ledger.balanced:
             raise RecordError(f"step {step}: the ledger does not balance: {ledger}")
-        with self._writing() as db:
+        with self._writing("step") as db:
             last = db.execute("SELECT MAX(step) AS step FROM steps").fetchone()["step"]
             if last is not None and step <= last:
                 raise RecordError(f"step {step} cannot follow step {last}: it would be trained twice")
+            settle(db, step, ledger, trained, discarded or {})
             values: dict[str, object] = {"step": step, "committed_s": time.time(), "checkpoint": checkpoint}
             insert(db, "steps", values | {"plan_hash": plan_hash, "metrics": dumps(dict(metrics))})
             entries = {"captured": ledger.captured, "trained": ledger.trained, **ledger.excluded}
@@ -246,85 +251,6 @@ class Store:
             row = db.execute("SELECT * FROM steps ORDER BY step DESC LIMIT 1").fetchone()
             return None if row is None else _step(db, row)
 
-    # ------------------------------------------------------------------ meta
-
-    def set_meta(self, key: str, value: str) -> None:
-        """Remember a small fact of the run (agent version, host, ...)."""
-        with self._writing() as db:
-            db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
-
-    def meta(self) -> dict[str, str]:
-        """All facts, `schema_version` among them."""
-        return {row["key"]: row["value"] for row in self._all("SELECT key, value FROM meta")}
-
-    # ------------------------------------------------------------------ life
-
-    def close(self) -> None:
-        """Idempotent. Everything stored is durable already."""
-        with self._lock:
-            self._db.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _prepare(self, readonly: bool) -> None:
-        if not readonly:
-            with self._sql():
-                self._db.execute("PRAGMA journal_mode = WAL")
-                self._db.execute("PRAGMA synchronous = FULL")
-            with self._writing() as db:
-                for statement in SCHEMA.split(";\n"):
-                    db.execute(statement)
-                db.execute("INSERT OR IGNORE INTO meta VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
-        elif not self._all("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
-            raise EmptyStore(f"{self._path} holds no rollouts yet")
-        version = self.meta().get("schema_version", "")
-        if version != str(SCHEMA_VERSION):
-            raise RecordError(
-                f"{self._path} has schema version {version or 'none'}; this whet reads {SCHEMA_VERSION}"
-            )
-
-    def _all(self, query: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
-        with self._reading() as db:
-            return db.execute(query, values).fetchall()
-
-    @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, self._sql(reading=True):
-            yield self._db
-
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: all of it is on disk when the block ends, or none of it."""
-        with self._lock, self._sql():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-                self._db.execute("COMMIT")
-            except BaseException:
-                # SQLite has rolled back by itself after some errors, a full disk among them.
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
-
-    @contextmanager
-    def _sql(self, *, reading: bool = False) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            # a file that is not, or no longer, a database fails at its first use of any kind
-            if reading or str(error) in _DAMAGED:
-                raise RecordError(f"cannot read {self._path}: {error}") from error
-            raise disk_error(self._path, error) from error
-
 
 def add_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
     """Sum of accounts."""
@@ -339,15 +265,16 @@ def add_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
     )
 
 
-def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
-    uri = path.absolute().as_uri()
-    if readonly:
-        # Without a write-ahead log the file is complete by itself and may lie on a read-only disk.
-        logged = path.with_name(path.name + "-wal").exists()
-        uri += "?mode=ro" if logged else "?mode=ro&immutable=1"
-    return sqlite3.connect(
-        uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+def _open(db: sqlite3.Connection, phase: str, step: int) -> bool:
+    """See `Store.still_open`. Training: until a committed step has counted on one of these rollouts."""
+    if phase != "train":
+        last: int = db.execute("SELECT COALESCE(MAX(step), 0) AS step FROM steps").fetchone()["step"]
+        return step >= last
+    counted = (
+        "SELECT 1 FROM states s JOIN steps c ON c.step = s.account"
+        " WHERE s.phase = 'train' AND s.step = ? LIMIT 1"
     )
+    return db.execute(counted, (step,)).fetchone() is None
 
 
 def _step(db: sqlite3.Connection, row: Row) -> StepRecord:
@@ -361,3 +288,77 @@ def _step(db: sqlite3.Connection, row: Row) -> StepRecord:
         ledger=Ledger(captured=account.pop("captured"), trained=account.pop("trained"), excluded=account),
         committed_s=row["committed_s"],
     )
+
+
+def _balance(db: sqlite3.Connection, steps: Sequence[StepRecord]) -> Balance:
+    """See `Store.check_balance`."""
+    failed = (
+        "SELECT a.ledger FROM attempts a LEFT JOIN rollouts r USING (rollout_id, attempt)"
+        " WHERE r.rollout_id IS NULL"
+    )
+    ended = [read_ledger(row["ledger"]) for row in db.execute(failed)]
+    stored = sum(ledger.captured for ledger in ended)
+    states: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    pending = 0
+    if has_table(db, "states"):
+        _check_rows(db)
+        _check_steps(db, steps)
+        query = "SELECT s.*, r.ledger FROM states s LEFT JOIN rollouts r USING (rollout_id)"
+    else:
+        query = (
+            "SELECT ledger, 'evaluation' AS reason, CASE phase WHEN 'train' THEN step END AS account,"
+            " CASE phase WHEN 'train' THEN 'trained' ELSE 'discarded' END AS state FROM rollouts"
+        )
+    for row in db.execute(query):
+        states[row["state"]] += 1
+        if row["state"] == "discarded":
+            reasons[row["reason"]] += 1
+        if row["ledger"] is None:
+            continue
+        ledger = read_ledger(row["ledger"])
+        stored += ledger.captured
+        if row["state"] in UNUSED:
+            pending += ledger.captured
+        elif row["account"] is None:
+            # without a reason: it failed of the infrastructure and is being made again
+            ended.append(reassign(ledger, row["reason"] or "infra"))
+    total = add_ledgers([*(step.ledger for step in steps), *ended])
+    if not total.balanced or total.captured + pending != stored:
+        raise RecordError(
+            f"the ledger of the run does not balance: {total}, {pending} tokens pending, {stored} are stored"
+        )
+    return Balance(
+        states=dict(states), discarded=dict(sorted(reasons.items())), tokens=total, pending=pending
+    )
+
+
+def _check_rows(db: sqlite3.Connection) -> None:
+    """Every stored rollout stands somewhere, and every decided one is stored."""
+    wrong = {
+        "is stored and stands nowhere": "SELECT r.rollout_id FROM rollouts r"
+        " LEFT JOIN states s USING (rollout_id)"
+        " WHERE s.state IS NULL OR s.state IN ('planned', 'running') AND r.status != 'infra_failed'",
+        "is graded and not stored": "SELECT s.rollout_id FROM states s"
+        " LEFT JOIN rollouts r USING (rollout_id)"
+        " WHERE r.rollout_id IS NULL AND s.state IN ('graded', 'scored', 'assigned', 'trained')",
+        "is trained by no committed step": "SELECT s.rollout_id FROM states s LEFT JOIN steps c"
+        " ON c.step = s.account WHERE c.step IS NULL AND s.state = 'trained'",
+        "is taken by a step that is committed already": "SELECT s.rollout_id FROM states s JOIN steps c"
+        " ON c.step = s.account WHERE s.state = 'assigned'",
+    }
+    for what, query in wrong.items():
+        row = db.execute(f"{query} LIMIT 1").fetchone()
+        if row is not None:
+            raise RecordError(f"the ledger of the run does not balance: rollout {row['rollout_id']} {what}")
+
+
+def _check_steps(db: sqlite3.Connection, steps: Sequence[StepRecord]) -> None:
+    """Every committed step counts exactly the tokens of its rollouts."""
+    for step in steps:
+        held = sum(ledger.captured for ledger in accounted(db, step.step))
+        if held != step.ledger.captured:
+            raise RecordError(
+                f"the ledger of the run does not balance: step {step.step} counts {step.ledger.captured}"
+                f" tokens, its rollouts hold {held}"
+            )

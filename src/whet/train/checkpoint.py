@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from whet import failpoint
 from whet.errors import TrainError, boundary
 from whet.train.policy import Policy
 from whet.train.trainer import Trainer
@@ -44,9 +45,12 @@ def save(trainer: Trainer, folder: Path, assets: Path | None = None) -> None:
         for path in sorted(fresh.iterdir()):
             _sync(path)
         _sync(fresh)
+        failpoint.hit("checkpoint.written")
         if folder.exists():
             folder.rename(old)
+        failpoint.hit("checkpoint.between")
         fresh.rename(folder)
+        failpoint.hit("checkpoint.renamed")
         _sync(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
 

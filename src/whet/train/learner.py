@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from whet import failpoint
 from whet.engine.channel import Meta
 from whet.engine.channel_server import Call, ChannelServer, Handler
 from whet.engine.embedded_core import EmbeddedCore, EngineOptions
@@ -69,6 +70,7 @@ class Commands:
         plan = decode_plan(call.meta["plan"], call.arrays)
         self._drain()
         result = self._trainer.step(plan)
+        failpoint.hit("learner.stepped")
         call.reply({**asdict(result), **self._held()})
 
     def _save(self, call: Call) -> None:
@@ -89,6 +91,7 @@ class Commands:
             raise TrainError(f"version {version} is not the trainer's, which is {self._trainer.version}")
         self._drain()
         self._service.core.refresh(version)
+        failpoint.hit("learner.published")
         call.reply(self._held())
 
     def _held(self) -> Meta:

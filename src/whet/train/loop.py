@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from whet import failpoint
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot, Watcher
 from whet.collect.masking import MaskRate
@@ -218,6 +219,8 @@ class Loop:
         groups = await self._dispatcher.collect("train", step, tasks)
         collected = time.monotonic()
         plan = plan_step(groups, self._parts.plan_config)
+        graded = [r.id for g in groups for r in g.rollouts if r.status is not Status.INFRA_FAILED]
+        self._store.assign(step, graded)
         result = await self._parts.learner.step(plan)
         trained = time.monotonic()
         folder = self._run.checkpoints / f"step-{step:05d}"
@@ -237,13 +240,18 @@ class Loop:
             str(folder.relative_to(self._run.path)),
             plan.digest,
             plan.ledger,
+            trained=[name for name, reason in plan.fates.items() if not reason],
+            discarded={name: reason for name, reason in plan.fates.items() if reason},
             meta=self._clock.meta(),
         )
+        failpoint.hit("loop.committed")
         if not result.skipped:
             await self._parts.publisher.publish(result.version)
+        failpoint.hit("loop.published")
         self._metrics.write({"event": "step", "step": step, **metrics})
         self._view.step_done(step, c.run.steps, {name: metrics[name] for name in SHOWN})
         prune(self._run.checkpoints, c.run.keep_checkpoints)
+        failpoint.hit("loop.pruned")
 
     def _summary(self, before: Sequence[Group], after: Sequence[Group]) -> Mapping[str, Any]:
         steps, counts = self._store.steps(), self._store.phases()
@@ -300,6 +308,7 @@ async def _train(config: Config, view: Observer, options: TrainOptions) -> Mappi
         if KIND in store.meta():
             raise RecordError(f"{run.path} holds a run of `whet {store.meta()[KIND]}`, not a training run")
         clock = WallClock(store, options.began)
+        store.recover()
         if EXTRA not in store.meta():
             store.set_meta(EXTRA, json.dumps(dict(options.extra)))
         view.note(f"run directory {run.path}")

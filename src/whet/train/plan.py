@@ -11,7 +11,7 @@ Hence nothing depends on packing, micro-batch count or arrival order. Called by 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -113,6 +113,8 @@ class StepPlan:
     """Why nothing is trained, or empty."""
     digest: str = ""
     """Hex SHA-256 over all of the above."""
+    fates: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Every rollout given -> why it is not trained, or empty. The learner is not told."""
 
     @property
     def tokens(self) -> int:
@@ -167,6 +169,7 @@ def plan_step(groups: Sequence[Group], config: PlanConfig) -> StepPlan:
         ledger=_account(slots, sum(map(len, logprobs))),
         groups=len(useful),
         skipped=skipped,
+        fates={slot.rollout.id: slot.reason for slot in slots},
     )
     return replace(plan, digest=plan_digest(plan, found, logprobs))
 

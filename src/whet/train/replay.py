@@ -37,7 +37,7 @@ class Watcher(Protocol):
 
 def stored_groups(store: Store, step: int) -> Sequence[Group]:
     """The groups of one training step as they were collected."""
-    rollouts = store.rollouts("train", step)
+    rollouts = store.step_rollouts(step)
 
     def group_of(rollout: Rollout) -> str:
         return rollout.id.rsplit("/", 1)[0]

@@ -68,6 +68,7 @@ EXCLUSIONS = frozenset(
         "retry_sibling",
         "undelivered",
         "stale",
+        "deadline",
         "degenerate",
         "overlong",
         "infra",

@@ -53,14 +53,15 @@ def wilson_interval(rate: float, n: int) -> tuple[float, float]:
 
 
 def curve_of(store: Store, title: str) -> Curve:
-    """The curve of a stored run: phase `train` counts at its step, phases `eval_*` at the steps before."""
-    train: list[CurvePoint] = []
-    heldout: list[CurvePoint] = []
-    for phase, step in sorted(store.phases(), key=lambda place: place[1]):
-        point = CurvePoint(step=step, score=store.scores(phase, step)[""])
-        if point.score.total and (phase == "train" or phase.startswith("eval")):
-            (train if phase == "train" else heldout).append(point)
-    return Curve(title=title, train=tuple(train), heldout=tuple(heldout))
+    """The curve of a stored run: of training the committed steps, `eval_*` at the steps before them."""
+    train = [CurvePoint(step=record.step, score=store.step_score(record.step)) for record in store.steps()]
+    evals = sorted((step, phase) for phase, step in store.phases() if phase.startswith("eval"))
+    heldout = [CurvePoint(step=step, score=store.scores(phase, step)[""]) for step, phase in evals]
+    return Curve(
+        title=title,
+        train=tuple(point for point in train if point.score.total),
+        heldout=tuple(point for point in heldout if point.score.total),
+    )
 
 
 def curve_svg(curve: Curve) -> str:

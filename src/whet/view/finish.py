@@ -91,7 +91,7 @@ def _scores(store: Store, phase: str) -> dict[str, Score]:
 
 def _step_lines(store: Store) -> Iterator[str]:
     for record in store.steps():
-        score = store.scores("train", record.step)[""]
+        score = store.step_score(record.step)
         ledger = record.ledger
         yield (
             f"  step {record.step:>4}  solved {score.rate:.2f} ({score.solved}/{score.total})"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from whet.errors import ConfigError, RecordError, TrainError
 from whet.record.metrics import Metrics
 from whet.record.run import read_store
 from whet.render.load import load_family
-from whet.train.sft_run import SftOptions, sft, train_config
+from whet.rollout import NOTHING_SAMPLED
+from whet.train.choose import Wanted, choose, explain
+from whet.train.sft_run import SftOptions, open_tokens, sft, train_config
 from whet.types import Rollout, Status
 
 SCHEDULE = (
@@ -145,6 +148,33 @@ def test_tokens_of_another_family_are_refused(source: Path, tmp_path: Path) -> N
     template.write_text(template.read_text().replace("<tool_response>", "<tool_answer>"))
     with pytest.raises(ConfigError, match="whose tokenizer or template is not that of .*other"):
         sft(sft_config(source, tmp_path / "run", f"model.path={other}"), Watcher())
+
+
+def test_what_a_teacher_wrote_is_told_in_the_students_tokens(tmp_path: Path) -> None:
+    """The store of a run before a provider holds no token: its text is what there is."""
+    silent = [
+        replace(said(f"rollout/0/{n}/0", f"task {n}", ""), trajectory=NOTHING_SAMPLED) for n in range(3)
+    ]
+    upstream = {"engine__kind": "upstream", "engine__url": "http://localhost:1", "engine__model": "big"}
+    source = stored_run(tmp_path / "source", silent, rollout__split="train", **upstream)
+    for n in (0, 1):
+        body = {"model": "big", "messages": [{"role": "user", "content": f"task {n}"}]}
+        if n == 1:
+            body["response_format"] = {"type": "json_object"}
+        reply = {"choices": [{"message": {"content": f"answer {n}"}, "finish_reason": "stop"}]}
+        line = {"turn": 0, "path": "chat/completions", "status": 200, "complete": True, "truncated": False}
+        record = source / "sessions" / f"rollout-0-{n}-0.1.jsonl"
+        record.parent.mkdir(exist_ok=True)
+        record.write_text(json.dumps({**line, "request": body, "reply": reply}) + "\n")
+    config = sft_config(source, tmp_path / "run")
+    with read_store(source) as store:
+        tokens = open_tokens(config, store, FAMILY)
+        choice = choose(store, Wanted.of(config), tokens, rollouts_held_out=False)
+    assert [x.rollout_id for x in choice.lessons] == ["rollout/0/0/0"]
+    assert choice.left_out == {"not_told": 1, "no_tokens": 1}
+    assert "rollout-0-1-0.1.jsonl turn 0: 'response_format" in explain(choice)
+    (segment,) = choice.lessons[0].segments
+    assert FAMILY.parse(segment.ids[segment.mask]).text == "answer 0"
 
 
 def test_a_directory_of_another_kind_is_not_continued(source: Path) -> None:

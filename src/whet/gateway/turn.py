@@ -10,9 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from dataclasses import dataclass, replace
-from itertools import takewhile
-
-import numpy as np
 
 from whet.capture.drift import PromptPlan
 from whet.capture.forest import Forest
@@ -21,6 +18,7 @@ from whet.errors import EngineError
 from whet.gateway.dialects.base import WireError
 from whet.gateway.edits import explain
 from whet.gateway.host_tools import ToolBox
+from whet.gateway.prompt import leading_system, new_ids
 from whet.gateway.session_spec import SessionSpec, SessionStats
 from whet.gateway.shim import translate
 from whet.gateway.stops import cut_at_stop
@@ -63,16 +61,12 @@ def mint_call_id(seed: int, rollout_id: str, turn: int, index: int) -> str:
     return "call_" + hashlib.blake2b(name, digest_size=12).hexdigest()
 
 
-def _system(request: ModelRequest) -> list[Message]:
-    return list(takewhile(lambda m: m.role == "system", request.messages))
-
-
 def _fresh_texts(plan: PromptPlan, request: ModelRequest) -> list[str]:
     """Texts from outside that this request adds."""
     texts = [text for message in plan.replace for text in (message.text, message.reasoning)]
     texts += [text for m in plan.replace for call in m.tool_calls for text in (call.name, call.arguments)]
     if plan.base is None:
-        texts += [message.text for message in _system(request)]
+        texts += [message.text for message in leading_system(request.messages)]
         texts += [text for tool in request.tools for text in (tool.name, tool.description, tool.parameters)]
     return texts
 
@@ -196,17 +190,9 @@ class Turns:
         if chars > CHARS_PER_TOKEN * self._max_context:
             raise self._overflow(chars // CHARS_PER_TOKEN)
 
-        def new_ids() -> IntArray:
-            if plan.base is None:
-                parts = [self._family.open(_system(request), request.tools)]
-                parts.append(self._family.append(plan.replace))
-            else:
-                said = self._forest.sampled(plan.base)
-                parts = [self._family.join(said.ids, said.finish, plan.replace)]
-            parts.append(self._family.generation_prompt(request.messages[-1].role))
-            return np.concatenate(parts).astype(np.int32, copy=False)
-
-        return await asyncio.to_thread(new_ids) if chars > self._spec.inline_chars else new_ids()
+        given = (self._family, self._forest, plan, request)
+        inline = chars <= self._spec.inline_chars
+        return new_ids(*given) if inline else await asyncio.to_thread(new_ids, *given)
 
     def _overflowed(self) -> None:
         self.stats.overflows += 1

@@ -10,15 +10,27 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from whet.config import Config
+from whet.errors import RenderError
+from whet.gateway.retold import last_record, retold
 from whet.record.outline import Outline
 from whet.record.store import Store
+from whet.render.family import Family
 from whet.types import Segment, Status
 
 Reason = Literal[
-    "held_out", "not_graded", "agent_failed", "truncated", "low_reward", "no_tokens", "duplicate", "per_task"
+    "held_out",
+    "not_graded",
+    "agent_failed",
+    "truncated",
+    "low_reward",
+    "not_told",
+    "no_tokens",
+    "duplicate",
+    "per_task",
 ]
 WORDS: Mapping[Reason, str] = {
     "held_out": "of held-out tasks (sft.held_out = true takes them)",
@@ -26,6 +38,7 @@ WORDS: Mapping[Reason, str] = {
     "agent_failed": "of an agent that failed",
     "truncated": "cut off by a limit (train.truncated = 'keep' takes them)",
     "low_reward": "below sft.min_reward",
+    "not_told": "whose text cannot be told in the model's tokens",
     "no_tokens": "without a token that may be trained",
     "duplicate": "saying the same as another one of their task (sft.dedup)",
     "per_task": "more than sft.per_task of their task",
@@ -87,10 +100,12 @@ class Choice:
     """In the order in which they were collected."""
     left_out: Mapping[Reason, int]
     seen: int
+    trouble: str = ""
+    """Why the first rollout that could not be told could not."""
 
 
 Tokens = Callable[[str], tuple[Segment, ...]]
-"""Rollout id -> its rows; empty when it has none. See `teacher`, and `stored_tokens`."""
+"""Rollout id -> its rows; empty when it has none. Raises RenderError when its text cannot be told."""
 
 
 def stored_tokens(store: Store) -> Tokens:
@@ -99,6 +114,16 @@ def stored_tokens(store: Store) -> Tokens:
     def read(rollout_id: str) -> tuple[Segment, ...]:
         segments = store.rollout(rollout_id).trajectory.segments
         return tuple(s for s in segments if s.mask.any())
+
+    return read
+
+
+def told_tokens(records: Path, family: Family) -> Tokens:
+    """Rows of text that a provider wrote, in the tokens of `family`."""
+
+    def read(rollout_id: str) -> tuple[Segment, ...]:
+        record = last_record(records, rollout_id)
+        return () if record is None else retold(record, family, rollout_id)
 
     return read
 
@@ -121,10 +146,15 @@ def choose(store: Store, wanted: Wanted, tokens: Tokens, *, rollouts_held_out: b
             else:
                 left_out[reason] += 1
     found: list[tuple[int, Lesson]] = []
+    troubles: list[str] = []
     for candidates in of_task.values():
-        found += _of_task(candidates, wanted, tokens, left_out)
-    lessons = tuple(lesson for _, lesson in sorted(found, key=lambda at: at[0]))
-    return Choice(lessons=lessons, left_out=dict(sorted(left_out.items())), seen=seen)
+        found += _of_task(candidates, wanted, tokens, left_out, troubles)
+    return Choice(
+        lessons=tuple(lesson for _, lesson in sorted(found, key=lambda at: at[0])),
+        left_out=dict(sorted(left_out.items())),
+        seen=seen,
+        trouble=troubles[0] if troubles else "",
+    )
 
 
 def _unfit(outline: Outline, wanted: Wanted, *, held_out: bool) -> Reason | None:
@@ -141,7 +171,11 @@ def _unfit(outline: Outline, wanted: Wanted, *, held_out: bool) -> Reason | None
 
 
 def _of_task(
-    candidates: Sequence[tuple[int, Outline]], wanted: Wanted, tokens: Tokens, left_out: Counter[Reason]
+    candidates: Sequence[tuple[int, Outline]],
+    wanted: Wanted,
+    tokens: Tokens,
+    left_out: Counter[Reason],
+    troubles: list[str],
 ) -> list[tuple[int, Lesson]]:
     """The best of one task; of equals the latest, which a better policy made."""
     kept: list[tuple[int, Lesson]] = []
@@ -150,11 +184,17 @@ def _of_task(
         if wanted.per_task and len(kept) == wanted.per_task:
             left_out["per_task"] += 1
             continue
+        try:
+            segments = tokens(outline.rollout_id)
+        except RenderError as error:
+            left_out["not_told"] += 1
+            troubles.append(str(error))
+            continue
         lesson = Lesson(
             rollout_id=outline.rollout_id,
             task_id=outline.task_id,
             reward=outline.reward or 0.0,
-            segments=tokens(outline.rollout_id),
+            segments=segments,
         )
         if not lesson.tokens:
             left_out["no_tokens"] += 1
@@ -169,4 +209,6 @@ def _of_task(
 def explain(choice: Choice) -> str:
     """What became of the rollouts, in one line."""
     parts = [f"{count} {WORDS[reason]}" for reason, count in choice.left_out.items()]
+    if choice.trouble:
+        parts.append(f"the first of these: {choice.trouble}")
     return f"{choice.seen} rollouts, {len(choice.lessons)} chosen" + "".join(f"; {p}" for p in parts)

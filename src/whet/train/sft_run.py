@@ -27,7 +27,7 @@ from whet.record.store import Store
 from whet.render.family import Family
 from whet.render.load import load_family
 from whet.stop import run_interruptible
-from whet.train.choose import Choice, Lesson, Tokens, Wanted, choose, explain, stored_tokens
+from whet.train.choose import Choice, Lesson, Tokens, Wanted, choose, explain, stored_tokens, told_tokens
 from whet.train.client import Learner, LearnerSpec, StepResult
 from whet.train.loop import WallClock, prune
 from whet.train.options import LossConfig, TrainConfig
@@ -40,6 +40,8 @@ SFT = "sft"
 LESSONS, CHOICE = "lessons", "choice"
 """Facts of a run: what was chosen, as [rollout id, digest] in order; and how the choice went, in words."""
 REPORT = "report.txt"
+RECORDS = "sessions"
+"""Folder of a run directory with the text of a provider's calls."""
 
 
 class Observer(Protocol):
@@ -100,8 +102,11 @@ def train_config(config: Config, steps: int) -> TrainConfig:
 
 
 def open_tokens(config: Config, store: Store, family: Family) -> Tokens:
-    """Where the tokens of RUN's rollouts come from. Raises ConfigError when they are not this model's."""
+    """Where the tokens of RUN's rollouts come from: its store, or, for a provider's, their text. Raises
+    ConfigError when they are not this model's."""
     source = read_config(Path(config.sft.run))
+    if source.engine.kind == "upstream":
+        return told_tokens(Path(config.sft.run) / RECORDS, family)
     theirs = load_family(model_folder(source), source.model.family)
     if theirs.fingerprint != family.fingerprint:
         raise ConfigError(
@@ -200,7 +205,7 @@ class Steps:
         """The tokens belong to RUN, whose ledger has them: this run sampled none."""
         folder = self._run.checkpoints / f"step-{step:05d}"
         await self._learner.save(folder)
-        metrics["weights"] = self._learner.engine.receipt.checksum
+        metrics["weights"] = self._learner.weights
         where = str(folder.relative_to(self._run.path))
         self._store.commit_step(step, metrics, where, digest, Ledger(), meta=clock.meta())
         prune(self._run.checkpoints, self._run.config.run.keep_checkpoints)
@@ -236,7 +241,7 @@ async def _sft(config: Config, view: Observer, options: SftOptions) -> Mapping[s
         course = _course(run.config, store, load_family(folder, run.config.model.family))
         view.note(course.words)
         spec = LearnerSpec.of(run.config, model=folder, log=run.logs / "learner.log")
-        spec = replace(spec, train=train_config(run.config, len(course.steps)))
+        spec = replace(spec, train=train_config(run.config, len(course.steps)), samples=False)
         view.begin(f"supervised training on {run.config.sft.run}", 0)
         view.stage("supervised steps", len(course.steps))
         learner = await stack.enter_async_context(Learner.start(spec))

@@ -27,7 +27,7 @@ SLACK = 40.0
 """Nats by which a logit may exceed its row's reference before that moves: exp(40) x 10^6 is finite."""
 GPU_BUDGET = 1 << 30
 """Bytes that a tile may take beside the gradients on a GPU."""
-CPU_TILE = (1024, 256)
+CPU_TILE = (512, 512)
 """Rows and columns on a CPU: a chunk and its exponentials stay in the second-level cache."""
 GPU_BLOCK, GPU_UNITS = (128, 256), 132
 """Output tile of a large GPU matrix product, and how many run at once: chunks fill whole waves of them."""

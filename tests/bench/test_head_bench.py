@@ -1,0 +1,41 @@
+"""The head's benchmark prints what it promises and notices wrong gradients."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from whet.bench import head
+from whet.bench._head_sides import problem, whet_side
+
+SMALL = "--device cpu --positions 64 --hidden 16 --vocab 128 --repeats 1 --no-peers".split()
+
+
+def test_one_object_with_every_case_and_memory_of_a_tile(capfd: pytest.CaptureFixture[str]) -> None:
+    assert head.main([*SMALL, "--json"]) == 0
+    out, _ = capfd.readouterr()
+    result = json.loads(out.splitlines()[-1])
+    whole, quarter = result["cases"]
+    assert (whole["trained"], quarter["trained"]) == (1.0, 0.25)
+    for case in (whole, quarter):
+        assert {"positions", "hidden", "trained", "ms", "floor_ms", "extra_gib", "peers"} <= set(case)
+        assert case["ms"] > 0
+        assert case["floor_ms"] > 0
+        assert set(case["errors"]["whet"]) == {"logp", "d_hidden", "d_weight"}
+    # exponentials of 16 rows are fewer than those of 64, and there are some
+    assert 0 < quarter["extra_gib"] < whole["extra_gib"] < 1e-3
+
+
+def test_wrong_gradients_fail_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "ERRORS", {torch.float32: 1e-12, torch.bfloat16: 1e-12})
+    assert head.main(SMALL) == 1
+
+
+def test_errors_are_measured_against_float64() -> None:
+    p = problem(positions=32, hidden=16, vocab=64, trained=0.5, device=torch.device("cpu"))
+    true, found = head.reference(p), whet_side(p)
+    assert max(head.errors(found, true).values()) < 1e-5
+    found.d_weight[3, 3] += 0.1 * float(true.d_weight.abs().max())
+    assert head.errors(found, true)["d_weight"] == pytest.approx(0.1, rel=0.05)

@@ -119,6 +119,10 @@ class _Under:
     artifacts: Mapping[str, bytes] = field(default_factory=dict)
 
 
+def forget(rollout: Rollout) -> None:
+    """Nobody wants to know of a cancelled attempt."""
+
+
 class Attempts:
     """Runs attempts against one gateway, one pool of workers and one judge."""
 
@@ -138,11 +142,20 @@ class Attempts:
         self._seal_s, self._model = seal_s, model
         self._keep_log, self._keep_artifacts = keep_log, keep_artifacts
 
-    async def run(self, spec: AttemptSpec, began: Callable[[], None] = lambda: None) -> Rollout:
-        """Decide one slot. `began` is called when a worker is at hand and the agent starts."""
+    async def run(
+        self,
+        spec: AttemptSpec,
+        began: Callable[[], None] = lambda: None,
+        cancelled: Callable[[Rollout], None] = forget,
+    ) -> Rollout:
+        """Decide one slot. `began` is called when a worker is at hand and the agent starts. Cancelling stops
+        agent, box and engine requests at once; `cancelled` then gets what there was."""
         under = _Under(start=time.monotonic())
         try:
             rollout = await self._run(spec, under, began)
+        except asyncio.CancelledError:
+            cancelled(replace(_unscorable(spec, under, "cancelled"), trajectory=under.trajectory))
+            raise
         except CaptureError:
             raise
         except WhetError as error:
@@ -167,12 +180,16 @@ class Attempts:
                 max_call_tokens=spec.task.limits.max_call_tokens,
                 listener=worker.gateway_socket,
             )
+            patience_s = self._seal_s
             try:
                 access = self._access(session, spec.task.limits)
                 async with self._preparing(spec.task):
                     result = await worker.run(spec.task, access, lambda: session.left)
+            except asyncio.CancelledError:
+                patience_s = 0.0  # nobody waits for the replies any more
+                raise
             finally:
-                under.trajectory = await session.seal(self._seal_s)
+                under.trajectory = await session.seal(patience_s)
                 under.agent = time.monotonic() - under.leased
         under.log, under.egress, under.artifacts = result.log, result.egress_attempts, result.artifacts
         stats = session.stats

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from whet.collect.breaker import Breaker
 from whet.errors import first_error
-from whet.rollout import NOTHING_SAMPLED, AttemptSpec
+from whet.rollout import NOTHING_SAMPLED, AttemptSpec, forget
 from whet.types import Group, Rollout, Status, Task
 
 Phase = Literal["train", "eval_before", "eval_during", "eval_after", "rollout"]
@@ -80,14 +80,18 @@ class CollectOptions:
 class Runner(Protocol):
     """Decides one attempt: rollout.Attempts, or testing.FakeAttempts."""
 
-    async def run(self, spec: AttemptSpec, began: Callable[[], None]) -> Rollout: ...
+    async def run(
+        self, spec: AttemptSpec, began: Callable[[], None], cancelled: Callable[[Rollout], None] = forget
+    ) -> Rollout:
+        """`began` is called when a worker is at hand; `cancelled` with what there is, undecided, when the
+        coroutine was cancelled and everything that ran for the attempt has been stopped."""
 
 
 Check = Callable[[], Awaitable[None]]
 """Asked after a failed try. Raises when no try can succeed any more."""
 
 
-async def _nothing_to_check() -> None:
+async def nothing_to_check() -> None:
     """Nothing that all slots rest on is known."""
 
 
@@ -102,7 +106,7 @@ class Dispatcher:
         breaker: Breaker,
         options: CollectOptions,
         *,
-        check: Check = _nothing_to_check,
+        check: Check = nothing_to_check,
     ) -> None:
         self._attempts, self._sink, self._watcher = attempts, sink, watcher
         self._breaker, self._options, self._check = breaker, options, check

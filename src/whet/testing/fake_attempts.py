@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from whet.rollout import AttemptSpec
+from whet.rollout import AttemptSpec, forget
 from whet.types import Ledger, Rollout, Status, Timings, Trajectory
 
 Fate = Callable[[AttemptSpec], float | str]
@@ -25,7 +25,9 @@ class FakeAttempts:
         self.most_running = 0
         self._fate, self._delay_s = fate, delay_s
 
-    async def run(self, spec: AttemptSpec, began: Callable[[], None]) -> Rollout:
+    async def run(
+        self, spec: AttemptSpec, began: Callable[[], None], cancelled: Callable[[Rollout], None] = forget
+    ) -> Rollout:
         self.specs.append(spec)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -33,6 +35,9 @@ class FakeAttempts:
         try:
             await asyncio.sleep(self._delay_s(spec))
             return fake_rollout(spec, self._fate(spec))
+        except asyncio.CancelledError:
+            cancelled(fake_rollout(spec, "cancelled"))
+            raise
         finally:
             self.running -= 1
 

@@ -1,0 +1,398 @@
+"""Keeps groups under way while the trainer trains, never further ahead than the staleness bound allows.
+
+    supply(n) -> draw -> members run -> group -> ready --window--> next_batch -> trainer
+                  ^                       |                                        |
+                  +--- room: running + ready + taken <= (S + 1) * P <--- version_published
+
+Every planned rollout reaches the sink once: decided (`put`) or given up (`discard`), and a group that is
+dropped after its members were decided is discarded too. A dropped group is replaced by a new draw. Cancelling
+a member reaches agent, box and engine through the runner. Called by train/async_loop.py and `bench async`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from whet.collect.accounts import Batch, Tally
+from whet.collect.breaker import Breaker
+from whet.collect.dispatcher import Check, CollectOptions, Runner, Slot, Watcher, nothing_to_check
+from whet.collect.draft import Draft, HeldDraw, Member, new_draft
+from whet.collect.freshness import leaves_room, places, slack, too_old, window
+from whet.collect.starvation import Starvation
+from whet.errors import first_error
+from whet.rollout import AttemptSpec
+from whet.types import Group, Rollout, Status, Task
+
+
+class GroupSink(Protocol):
+    """Where everything that is planned ends; durable before a call returns."""
+
+    def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
+        """A draw: its rollouts exist from now on."""
+
+    def start(self, rollout_id: str, attempt: int, version: int) -> None:
+        """A try has got its worker."""
+
+    def put(self, slot: Slot, rollout: Rollout) -> None: ...
+
+    def attempted(self, slot: Slot, rollout: Rollout) -> None:
+        """One try failed. If it was the last, the rollout arrives by `put` too."""
+
+    def cancelled(self, slot: Slot, rollout: Rollout, reason: str) -> None:
+        """One try was cancelled, because its group is stale or it missed its deadline; the rollout arrives
+        by `discard`. `rollout` holds what had been sampled."""
+
+    def discard(self, rollout_ids: Sequence[str], reason: str) -> None:
+        """None of them will be trained: stale, degenerate, truncated, deadline or infra."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncOptions:
+    """How far ahead, and how long a group may take."""
+
+    members: CollectOptions
+    groups: int
+    """P, of one batch."""
+    staleness: int
+    """S: versions that a trained token may be behind the trainer."""
+    total: int
+    """Groups to deliver until the run ends, those of earlier processes included."""
+    window: float = 0.3
+    """Share of the places that a batch may reach over, from the oldest group on."""
+    overdue: Literal["wait", "cancel"] = "wait"
+    """What becomes of a group that is not ready in the last batch that could train it: the batch waits, or
+    takes younger ones, and the slow group is lost when the next version comes."""
+    deadline_s: float = math.inf
+    """From the start of a member: then its agent is stopped and what it has done is graded."""
+    grace_s: float = 300.0
+    """From the deadline of the member that began last: then the group goes on without who is undecided."""
+    refill: int = 0
+    """Groups of no use that are replaced per version; further ones are handed over as they are."""
+    starve_limit_s: float = 3600.0
+    """Without a rollout begun or decided while the trainer waits: then the run ends."""
+
+
+Supply = Callable[[int], Task]
+"""The task of a draw, counted from 0."""
+Use = Callable[[Group], str]
+"""Why a decided group is of no use to the trainer (`degenerate`, `truncated`, `infra`), or empty."""
+
+
+def any_use(group: Group) -> str:
+    """Every group is handed over."""
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Before:
+    """What an earlier process left."""
+
+    draws: Sequence[HeldDraw] = ()
+    """Neither trained nor discarded, in order."""
+    next_draw: int = 0
+    delivered: int = 0
+    """Groups that committed steps took."""
+
+
+@dataclass(slots=True)
+class _State:
+    """What changes while a collector runs."""
+
+    version: int
+    next_draw: int
+    delivered: int
+    taken: int = 0
+    """Groups handed over for the version in force."""
+    refilled: int = 0
+    """Groups of no use that were replaced under the version in force."""
+    active: dict[int, Draft] = field(default_factory=dict)
+    """Running and ready, in the order of their draws."""
+
+
+class Collector:
+    """See the module. Use it inside `open`."""
+
+    def __init__(
+        self,
+        attempts: Runner,
+        sink: GroupSink,
+        watcher: Watcher,
+        breaker: Breaker,
+        options: AsyncOptions,
+        supply: Supply,
+        *,
+        use: Use = any_use,
+        check: Check = nothing_to_check,
+        warn: Callable[[str], None] = lambda line: None,
+        version: int = 0,
+        before: Before | None = None,
+    ) -> None:
+        """`version`: policy version in force. `warn` gets lines for a person."""
+        self._attempts, self._sink, self._watcher, self._breaker = attempts, sink, watcher, breaker
+        self._options, self._supply, self._use, self._check, self._warn = options, supply, use, check, warn
+        self._before = before or Before()
+        self._now = _State(version, self._before.next_draw, self._before.delivered)
+        self._live = asyncio.Event()
+        """Clear while new weights are on their way to the engine: nothing is begun for old ones then."""
+        self._news = asyncio.Event()
+        self._tally = Tally()
+        self._starving: Starvation | None = None
+        self._last_error = ""
+        self._running: asyncio.TaskGroup
+
+    # ------------------------------------------------------------------ life
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Collector]:
+        """Groups are under way inside. What breaks the run (breaker, check, a defect) is raised here."""
+        try:
+            async with asyncio.TaskGroup() as self._running:
+                self._live.set()
+                for held in self._before.draws:
+                    self._draw(held.number, held)
+                self._admit()
+                try:
+                    yield self
+                finally:
+                    for draft in self._now.active.values():
+                        if draft.filling is not None:
+                            draft.filling.cancel()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+
+    # ------------------------------------------------------------------ the trainer's side
+
+    async def next_batch(self) -> Batch:
+        """The next P groups, oldest first as far as they are ready; fewer only when the demand is met.
+
+        Raises TrainError when nothing has moved for the limit.
+        """
+        now, state = self._clock(), self._now
+        batch: list[Draft] = []
+        self._starving = Starvation(now, self._options.starve_limit_s, self._warn)
+        while len(batch) < self._options.groups and state.active:
+            draft = self._eligible(self._options.groups - len(batch))
+            if draft is None:
+                await self._until_news(self._starving)
+                continue
+            del state.active[draft.number]
+            state.taken += 1
+            state.delivered += 1
+            batch.append(draft)
+        self._starving = None
+        running = sum(draft.group is None for draft in state.active.values())
+        return self._tally.batch(
+            batch,
+            state.version,
+            waited_s=self._clock() - now,
+            running=running,
+            ready=len(state.active) - running,
+        )
+
+    def version_pending(self, version: int) -> None:
+        """The trainer has made a version and the engine does not sample with it yet: what could not be
+        trained any more is cancelled, and nothing is begun until it is live."""
+        self._live.clear()
+        self._expire(version)
+
+    def version_published(self, version: int) -> None:
+        """The engine samples with it; also called, with the version in force, after a skipped step."""
+        self._now.version, self._now.taken, self._now.refilled = version, 0, 0
+        self._expire(version)
+        self._live.set()
+        self._admit()
+
+    # ------------------------------------------------------------------ admission
+
+    def _admit(self) -> None:
+        """Draw as long as there is room and demand."""
+        o, state = self._options, self._now
+        while (
+            self._live.is_set()
+            and len(state.active) + state.taken < places(o.groups, o.staleness)
+            and len(state.active) + state.delivered < o.total
+        ):
+            state.next_draw += 1
+            self._draw(state.next_draw - 1)
+
+    def _draw(self, number: int, held: HeldDraw | None = None) -> None:
+        o = self._options
+        step, group = 1 + number // o.groups, number % o.groups
+        slots = [Slot(phase="train", step=step, group=group, slot=s) for s in range(o.members.group_size)]
+        task = self._supply(number) if held is None else held.task
+        draft = new_draft(number, task, slots, self._now.version, held)
+        if held is None:
+            self._sink.plan(slots, task.id, self._now.version)
+            self._tally.drawn += 1
+        elif too_old(draft.oldest, self._now.version, o.staleness):
+            self._drop(draft, "stale")
+            return
+        self._now.active[number] = draft
+        draft.filling = self._running.create_task(self._fill(draft))
+
+    def _eligible(self, missing: int) -> Draft | None:
+        """The oldest ready group that may be one of the `missing` of this batch: within the window, which
+        begins at the oldest active one, and in no place that an older one will need."""
+        o, active, version = self._options, self._now.active, self._now.version
+        ends = next(iter(active)) + window(o.window, o.groups, o.staleness)
+        slacks = [slack(draft.oldest, version, o.staleness) for draft in active.values()]
+        for draft, own in zip(active.values(), slacks, strict=True):
+            if draft.group is None or draft.number >= ends:
+                continue
+            if o.overdue == "cancel" or leaves_room(own, slacks, missing, o.groups):
+                return draft
+        return None
+
+    def _expire(self, version: int) -> None:
+        """Give up what even the next batch would find too old."""
+        for draft in list(self._now.active.values()):
+            if too_old(draft.oldest, version, self._options.staleness):
+                self._doom(draft, "stale")
+
+    def _doom(self, draft: Draft, reason: str) -> None:
+        del self._now.active[draft.number]
+        draft.doom = reason
+        if draft.group is not None or draft.filling is None:
+            self._drop(draft, reason)
+        else:
+            draft.filling.cancel()
+
+    def _drop(self, draft: Draft, reason: str) -> None:
+        """None of the group is trained. Members given up at the deadline were discarded already."""
+        self._sink.discard(draft.ids, reason)
+        self._tally.dropped(draft, reason)
+
+    # ------------------------------------------------------------------ filling a group
+
+    async def _fill(self, draft: Draft) -> None:
+        try:
+            async with asyncio.timeout(None) as cut, asyncio.TaskGroup() as deciding:
+                for member in draft.members:
+                    if member.rollout is None:
+                        deciding.create_task(self._decide(draft, member, cut))
+                    else:
+                        self._finished(member.rollout)
+        except TimeoutError:
+            late = draft.give_up()
+            self._sink.discard(late, "deadline")
+            self._tally.late += len(late)
+        except asyncio.CancelledError:
+            if not draft.doom:
+                raise
+        if draft.doom:
+            self._drop(draft, draft.doom)
+        else:
+            self._settle(draft)
+
+    def _settle(self, draft: Draft) -> None:
+        """Every member is decided or given up."""
+        draft.group = Group(id=draft.id, task_id=draft.task.id, rollouts=tuple(draft.decided))
+        reason = self._use(draft.group)
+        if reason and self._now.refilled < self._options.refill:
+            self._now.refilled += 1
+            self._doom(draft, reason)
+            self._admit()
+        self._news.set()
+
+    async def _decide(self, draft: Draft, member: Member, cut: asyncio.Timeout) -> None:
+        o = self._options
+        for attempt in range(o.members.attempts):
+            if attempt:
+                await asyncio.sleep(o.members.pause_s * 2 ** (attempt - 1))
+            await self._live.wait()
+            rollout = await self._try(draft, member, cut)
+            if rollout.status is not Status.INFRA_FAILED:
+                self._breaker.record(False, "")
+                break
+            self._last_error = rollout.error
+            self._sink.attempted(member.slot, rollout)
+            await self._check()
+            self._breaker.record(True, rollout.error)
+            if member.left_s(self._clock(), o.deadline_s) <= 0:
+                break
+        self._sink.put(member.slot, rollout)
+        member.decide(rollout)
+        self._finished(rollout)
+
+    async def _try(self, draft: Draft, member: Member, cut: asyncio.Timeout) -> Rollout:
+        """One try. A runner that answers its cancellation with a rollout has been cancelled all the same."""
+        o = self._options
+        member.tried += 1
+        spec = AttemptSpec(
+            rollout_id=member.slot.rollout_id,
+            task=draft.bounded(member, self._clock(), o.deadline_s),
+            seed=o.members.seed,
+            attempt=member.tried,
+            temperature=o.members.temperature,
+        )
+
+        def began() -> None:
+            member.begin(self._clock(), self._now.version)
+            self._sink.start(spec.rollout_id, spec.attempt, self._now.version)
+            self._watcher.rollout_started(spec.rollout_id)
+            self._moved()
+            all_begun = draft.all_begun_at
+            if all_begun is not None and math.isfinite(o.deadline_s):
+                cut.reschedule(all_begun + o.deadline_s + o.grace_s)
+
+        def cancelled(rollout: Rollout) -> None:
+            reason = draft.doom or ("deadline" if cut.expired() else "")
+            if reason:  # else the whole run ends: the try is repeated when it is resumed
+                self._sink.cancelled(member.slot, rollout, reason)
+
+        try:
+            rollout = await self._attempts.run(spec, began, cancelled)
+        except asyncio.CancelledError:
+            self._tally.lost(member.end(self._clock()))
+            raise
+        seconds = member.end(self._clock())
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            self._tally.lost(seconds)
+            cancelled(rollout)
+            raise asyncio.CancelledError
+        if rollout.status is Status.INFRA_FAILED:
+            self._tally.lost(seconds)
+        else:
+            member.spent_s = seconds
+        return rollout
+
+    # ------------------------------------------------------------------ waiting
+
+    async def _until_news(self, starving: Starvation) -> None:
+        self._news.clear()
+        try:
+            async with asyncio.timeout_at(starving.next_at):
+                await self._news.wait()
+        except TimeoutError:
+            starving.look(self._clock(), self._standing())
+
+    def _standing(self) -> str:
+        """Where the groups are, and what failed last."""
+        active = self._now.active.values()
+        members = [m for draft in active for m in draft.members]
+        running = sum(m.running_since is not None for m in members)
+        queued = sum(m.rollout is None and m.running_since is None for m in members)
+        ready = sum(draft.group is not None for draft in active)
+        line = (
+            f"{running} rollouts run, {queued} wait for a worker, {ready} of {len(active)} groups are ready"
+        )
+        return f"{line}; the last failure: {self._last_error}" if self._last_error else line
+
+    def _moved(self) -> None:
+        if self._starving is not None:
+            self._starving.moved(self._clock())
+
+    def _finished(self, rollout: Rollout) -> None:
+        self._moved()
+        tokens = rollout.trajectory.ledger.captured
+        self._watcher.rollout_finished(rollout.id, reward=rollout.reward, tokens=tokens)
+
+    @staticmethod
+    def _clock() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,381 @@
+"""The asynchronous collector, in virtual time: how far ahead it runs, what it drops and when it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from whet.collect.breaker import Breaker
+from whet.collect.collector import AsyncOptions, Before, Collector, Use, any_use
+from whet.collect.dispatcher import CollectOptions
+from whet.collect.draft import HeldDraw
+from whet.errors import EngineError, SandboxError, TrainError
+from whet.rollout import AttemptSpec
+from whet.tasks.toy import ToySource
+from whet.testing.fake_attempts import FakeAttempts, fake_rollout
+from whet.testing.memory_sink import MemorySink
+from whet.testing.simulated_attempts import Chances, SimulatedAttempts, with_tokens
+from whet.testing.virtual_time import run_virtual
+from whet.types import Group, Limits, Rollout, Status, Task
+
+SOURCE = ToySource(Limits(wall_s=1000.0))
+GROUPS, SIZE = 3, 2
+
+
+def supply(number: int) -> Task:
+    return SOURCE.tasks("train", number, 1)[0]
+
+
+class Quiet:
+    def rollout_started(self, rollout_id: str) -> None: ...
+
+    def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None: ...
+
+
+class Versions(FakeAttempts):
+    """Fake attempts whose tokens carry the version in force when they began and ended."""
+
+    version = 0
+
+    async def run(self, spec: AttemptSpec, began: Callable[[], None], cancelled: Any = None) -> Rollout:
+        first: list[int] = []
+
+        def begin() -> None:
+            first.append(self.version)
+            began()
+
+        def cancel(rollout: Rollout) -> None:
+            cancelled(with_tokens(rollout, first[0], self.version))
+
+        rollout = await super().run(spec, begin, cancel)
+        return with_tokens(rollout, first[0], self.version)
+
+
+def options(**changes: Any) -> AsyncOptions:
+    members = CollectOptions(seed=5, group_size=SIZE, attempts=2, pause_s=1.0)
+    base = AsyncOptions(members=members, groups=GROUPS, staleness=1, total=30, starve_limit_s=100.0)
+    return replace(base, **changes)
+
+
+def draw_of(spec: AttemptSpec) -> int:
+    _, step, group, _ = spec.rollout_id.split("/")
+    return (int(step) - 1) * GROUPS + int(group)
+
+
+def ids_of(number: int) -> list[str]:
+    return [f"train/{1 + number // GROUPS:05d}/{number % GROUPS:03d}/{s:02d}" for s in range(SIZE)]
+
+
+def collector(
+    attempts: FakeAttempts | SimulatedAttempts,
+    sink: MemorySink,
+    o: AsyncOptions,
+    *,
+    use: Use = any_use,
+    **more: Any,
+) -> Collector:
+    return Collector(attempts, sink, Quiet(), Breaker(6), o, supply, use=use, **more)
+
+
+def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def run() -> None:
+        run_virtual(test())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@virtual
+async def test_admission_is_strict_and_a_place_is_free_when_the_version_is_live() -> None:
+    attempts, sink = Versions(lambda spec: 1.0, delay_s=lambda spec: 1.0), MemorySink()
+    async with collector(attempts, sink, options(staleness=2)).open() as c:
+        await asyncio.sleep(50.0)
+        assert len(sink.planned) == 3 * GROUPS * SIZE, "nobody trains: not one more than (S + 1) * P groups"
+        batch = await c.next_batch()
+        assert [g.id for g in batch.groups] == [f"train/00001/00{g}" for g in range(3)]
+        await asyncio.sleep(50.0)
+        assert len(sink.planned) == 3 * GROUPS * SIZE, "what is taken keeps its place while it is trained"
+        c.version_pending(1)
+        await asyncio.sleep(50.0)
+        assert len(sink.planned) == 3 * GROUPS * SIZE, "the new weights are not live yet"
+        c.version_published(1)
+        await asyncio.sleep(50.0)
+        assert len(sink.planned) == 4 * GROUPS * SIZE
+        assert (batch.waited_s, batch.running, batch.ready) == (0.0, 0, 6)
+
+
+@virtual
+async def test_the_demand_is_met_and_not_exceeded() -> None:
+    attempts, sink = Versions(lambda spec: 1.0, delay_s=lambda spec: 1.0), MemorySink()
+    async with collector(attempts, sink, options(staleness=2, total=12)).open() as c:
+        for version in range(1, 5):
+            assert len((await c.next_batch()).groups) == 3
+            c.version_published(version)
+        assert not (await c.next_batch()).groups
+    assert len(sink.planned) == len(sink.rollouts) == 12 * SIZE
+
+
+@virtual
+async def test_with_no_staleness_each_batch_is_made_by_the_version_that_it_trains() -> None:
+    attempts = Versions(lambda spec: 1.0, delay_s=lambda spec: 1.0 + draw_of(spec) % 3)
+    async with collector(attempts, MemorySink(), options(staleness=0)).open() as c:
+        for version in range(4):
+            batch = await c.next_batch()
+            assert batch.version == version
+            assert batch.staleness == [0] * 6
+            assert [g.id for g in sorted(batch.groups, key=lambda g: g.id)] == [
+                f"train/{version + 1:05d}/00{g}" for g in range(3)
+            ]
+            await asyncio.sleep(5.0)
+            attempts.version = version + 1
+            c.version_published(version + 1)
+
+
+@virtual
+async def test_a_straggler_is_overtaken_within_the_window_only() -> None:
+    def delay(spec: AttemptSpec) -> float:
+        return 100.0 if draw_of(spec) == 0 else 1.0
+
+    # 6 places and a window of 4: draws 1, 2 and 3 may go before draw 0, draw 4 may not.
+    async with collector(
+        Versions(lambda s: 1.0, delay_s=delay), MemorySink(), options(window=0.7)
+    ).open() as c:
+        first = await c.next_batch()
+        assert [g.id[-3:] for g in first.groups] == ["001", "002", "000"]
+        assert first.groups[2].id == "train/00002/000"
+        assert now() < 2.0
+        c.version_published(1)
+        second = await c.next_batch()
+        assert second.groups[0].id == "train/00001/000", "draw 0 is due and is waited for"
+        assert now() == pytest.approx(100.0)
+        assert (second.staleness_max, second.dropped) == (1, {})
+
+
+@virtual
+async def test_overdue_cancel_never_waits_and_loses_the_slow_group_with_its_tokens_accounted() -> None:
+    def delay(spec: AttemptSpec) -> float:
+        return 100.0 if spec.rollout_id == "train/00001/002/01" else 1.0
+
+    attempts, sink = Versions(lambda s: 1.0, delay_s=delay), MemorySink()
+    async with collector(attempts, sink, options(window=1.0, overdue="cancel")).open() as c:
+        for version in (1, 2):
+            await c.next_batch()
+            attempts.version = version
+            c.version_pending(version)
+            await asyncio.sleep(0.0)
+            c.version_published(version)
+        await asyncio.sleep(0.01)
+        assert now() < 10.0
+        slow = ["train/00001/002/00", "train/00001/002/01"]
+        assert sink.discarded == dict.fromkeys(slow, "stale"), "a whole group goes, its graded member too"
+        assert slow[0] in sink.rollouts
+        assert sink.lost["stale"] > 0
+        batch = await c.next_batch()
+        assert batch.dropped == {"stale": 1}
+        assert batch.wasted_s == pytest.approx(1.0 + 2.0), "a second of the graded one, two of the other"
+        assert batch.staleness_max <= 1
+
+
+@virtual
+async def test_a_group_without_a_gradient_is_replaced_at_once_and_boundedly() -> None:
+    def even(group: Group) -> str:
+        return "degenerate" if int(group.id[-3:]) == 1 else ""
+
+    attempts, sink = Versions(lambda spec: 1.0, delay_s=lambda spec: 1.0), MemorySink()
+    async with collector(attempts, sink, options(staleness=0, refill=1), use=even).open() as c:
+        batch = await c.next_batch()
+        assert [g.id for g in batch.groups] == ["train/00001/000", "train/00001/002", "train/00002/000"]
+        assert batch.dropped == {"degenerate": 1}
+        assert set(sink.discarded) == {"train/00001/001/00", "train/00001/001/01"}
+        c.version_published(1)
+        # draws 4, 5, 6: 4 is replaced by 7, which is no better, and the bound of one is reached
+        batch = await c.next_batch()
+        assert [g.id for g in batch.groups] == ["train/00002/002", "train/00003/000", "train/00003/001"]
+    assert sink.undecided == set()
+
+
+@virtual
+async def test_failed_tries_are_repeated_boundedly_and_only_they_shrink_a_group() -> None:
+    def fate(spec: AttemptSpec) -> float | str:
+        if spec.rollout_id == "train/00001/000/00":
+            return "box lost"
+        return "box lost" if spec.rollout_id == "train/00001/001/00" and spec.attempt == 1 else 1.0
+
+    sink = MemorySink()
+    async with collector(Versions(fate), sink, options()).open() as c:
+        batch = await c.next_batch()
+    first = batch.groups[0].rollouts[0]
+    assert (first.status, first.attempt, first.reward) == (Status.INFRA_FAILED, 2, None)
+    assert batch.groups[1].rollouts[0].attempt == 2
+    assert sorted(sink.failed) == [
+        ("train/00001/000/00", 1), ("train/00001/000/00", 2), ("train/00001/001/00", 1),
+    ]  # fmt: skip
+
+
+@virtual
+async def test_at_its_deadline_an_agent_is_stopped_and_graded_and_tries_share_the_time() -> None:
+    seen: dict[tuple[str, int], float] = {}
+
+    def fate(spec: AttemptSpec) -> float | str:
+        seen[spec.rollout_id, spec.attempt] = spec.task.limits.wall_s
+        return "box lost" if spec.rollout_id.endswith("000/00") and spec.attempt == 1 else 1.0
+
+    attempts = Versions(fate, delay_s=lambda spec: min(40.0, spec.task.limits.wall_s))
+    async with collector(attempts, MemorySink(), options(deadline_s=60.0)).open() as c:
+        await c.next_batch()
+    assert seen["train/00001/001/00", 1] == 60.0
+    assert seen["train/00001/000/00", 1] == 60.0
+    assert seen["train/00001/000/00", 2] == pytest.approx(60.0 - 41.0)
+
+
+@virtual
+async def test_a_group_goes_on_without_who_is_undecided_after_its_grace() -> None:
+    def delay(spec: AttemptSpec) -> float:
+        return math.inf if spec.rollout_id == "train/00001/000/01" else 1.0
+
+    attempts, sink = Versions(lambda s: 1.0, delay_s=delay), MemorySink()
+    o = options(deadline_s=20.0, grace_s=30.0, total=3)
+    async with collector(attempts, sink, o).open() as c:
+        batch = await c.next_batch()
+    assert now() == pytest.approx(50.0)
+    assert [len(g.rollouts) for g in sorted(batch.groups, key=lambda g: g.id)] == [1, 2, 2]
+    assert sink.discarded == {"train/00001/000/01": "deadline"}
+    assert (batch.late, batch.wasted_s) == (1, pytest.approx(50.0))
+
+
+@virtual
+async def test_starvation_is_said_and_ends_the_run_with_its_cause() -> None:
+    said: list[str] = []
+    attempts = Versions(lambda s: 1.0, delay_s=lambda s: math.inf)
+    with pytest.raises(TrainError, match=r"for 100 s: 12 rollouts run, 0 wait for a worker, 0 of 6 groups"):
+        async with collector(attempts, MemorySink(), options(), warn=said.append).open() as c:
+            await c.next_batch()
+    assert now() == pytest.approx(100.0)
+    assert [line.split(" for groups")[0] for line in said] == [
+        "the trainer has waited 10 s", "the trainer has waited 30 s",
+    ]  # fmt: skip
+    assert attempts.running == 0
+
+
+@virtual
+async def test_a_wait_in_which_rollouts_end_is_no_starvation() -> None:
+    attempts = Versions(lambda s: 1.0, delay_s=lambda s: 90.0 * (1 + draw_of(s)))
+    async with collector(attempts, MemorySink(), options(staleness=0)).open() as c:
+        await c.next_batch()
+    assert now() == pytest.approx(270.0)
+
+
+@virtual
+async def test_errors_in_a_row_stop_the_run_while_it_trains() -> None:
+    async def train() -> None:
+        async with collector(Versions(lambda s: "no space left"), MemorySink(), options()).open():
+            await asyncio.sleep(1000.0)
+
+    with pytest.raises(SandboxError, match="6 attempts in a row failed; the last: no space left"):
+        await train()
+    assert now() < 10.0
+
+
+@virtual
+async def test_a_dead_learner_ends_the_run_at_once() -> None:
+    async def gone() -> None:
+        raise EngineError("the learner died")
+
+    sink = MemorySink()
+    with pytest.raises(EngineError, match="the learner died"):
+        async with collector(Versions(lambda s: "no engine"), sink, options(), check=gone).open() as c:
+            await c.next_batch()
+    assert sink.rollouts == {}
+    assert sink.failed
+
+
+@virtual
+async def test_what_an_earlier_process_left_is_completed_first_and_the_too_old_is_dropped() -> None:
+    def held(number: int, members: int, version: int) -> HeldDraw:
+        ids = [f"train/0000{1 + number // GROUPS}/00{number % GROUPS}/0{s}" for s in range(members)]
+        task = supply(number)
+        rollouts = {
+            i: with_tokens(fake_rollout(AttemptSpec(rollout_id=i, task=task, seed=5), 1.0), version, version)
+            for i in ids
+        }
+        return HeldDraw(
+            number=number, task=task, rollouts=rollouts, tried={f"train/00002/001/0{s}": 3 for s in range(2)}
+        )
+
+    attempts, sink = Versions(lambda s: 0.0, delay_s=lambda s: 1.0), MemorySink()
+    attempts.version = 2
+    before = Before(draws=[held(2, 2, 0), held(3, 2, 1), held(4, 1, 1)], next_draw=5, delivered=2)
+    for draw in before.draws:
+        sink.plan([], "", 0)
+        sink.planned |= {
+            f"train/0000{1 + draw.number // GROUPS}/00{draw.number % GROUPS}/0{s}": 0 for s in range(2)
+        }
+    async with collector(attempts, sink, options(), version=2, before=before).open() as c:
+        batch = await c.next_batch()
+    assert [g.id for g in batch.groups] == ["train/00002/000", "train/00002/001", "train/00002/002"]
+    assert sink.discarded == {"train/00001/002/00": "stale", "train/00001/002/01": "stale"}
+    ran = {(s.rollout_id, s.attempt) for s in attempts.specs if s.rollout_id.startswith("train/00002/00")}
+    assert ("train/00002/001/01", 4) in ran
+    assert not any(name.startswith("train/00002/000") for name, _ in ran)
+
+
+@virtual
+async def test_a_cancelled_run_leaves_what_ran_undecided_for_the_next_process() -> None:
+    attempts, sink = Versions(lambda s: 1.0, delay_s=lambda s: 5.0), MemorySink()
+
+    async def train() -> None:
+        async with collector(attempts, sink, options()).open() as c:
+            await c.next_batch()
+            await asyncio.sleep(math.inf)
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(2.0):
+            await train()
+    assert (attempts.running, sink.discarded, sink.lost) == (0, {}, {})
+    assert len(sink.undecided) == len(sink.planned) == 6 * SIZE
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("overdue", ["wait", "cancel"])
+def test_every_planned_rollout_has_one_fate_and_no_batch_is_older_than_the_bound(
+    seed: int, overdue: Any
+) -> None:
+    async def run() -> None:
+        version, sink = [0], MemorySink()
+        chances = Chances(seed=seed, failed=0.1, solved=0.8)
+        attempts = SimulatedAttempts(10, chances, lambda: version[0])
+        o = options(staleness=1, total=45, refill=2, deadline_s=6.0, overdue=overdue, starve_limit_s=1e4)
+        o = replace(o, members=replace(o.members, attempts=3))
+        trained: list[str] = []
+
+        def use(group: Group) -> str:
+            return "infra" if len(group.rewards) < 2 else "degenerate" if group.degenerate else ""
+
+        async with collector(attempts, sink, o, use=use).open() as c:
+            for step in range(15):
+                batch = await c.next_batch()
+                assert len(batch.groups) == GROUPS
+                assert batch.staleness_max <= 1
+                trained += [r.id for g in batch.groups for r in g.rollouts]
+                await asyncio.sleep(1.0)
+                version[0] = step + 1
+                c.version_pending(step + 1)
+                await asyncio.sleep(0.1)
+                c.version_published(step + 1)
+        assert sink.undecided == set()
+        assert len(set(trained)) == len(trained)
+        assert set(trained).isdisjoint(sink.discarded)
+        assert set(trained) | set(sink.discarded) == set(sink.planned)
+        assert overdue == "cancel" or "stale" not in sink.discarded.values()
+        assert attempts.running == 0
+
+    run_virtual(run())

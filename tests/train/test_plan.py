@@ -92,10 +92,10 @@ def test_truncated_policies() -> None:
 @pytest.mark.parametrize(
     ("reducer", "expected"),
     [
-        ("rollout_mean", [1 / 2 / 5, 1 / 2 / 5, 1 / 2 / 4]),
-        ("token_mean", [1 / 9] * 3),
+        ("rollout", [1 / 2 / 5, 1 / 2 / 5, 1 / 2 / 4]),
+        ("token", [1 / 9] * 3),
         ("constant", [1 / 200] * 3),
-        ("group_mean", [1 / 9] * 3),
+        ("group", [1 / 9] * 3),
     ],
 )
 def test_segments_of_one_rollout_count_as_one(reducer: Reducer, expected: list[float]) -> None:
@@ -115,7 +115,7 @@ def test_segments_of_one_rollout_count_as_one(reducer: Reducer, expected: list[f
 def test_group_mean_weighs_groups_equally_and_dropping_zero_rows_changes_nothing() -> None:
     big = group("g/0", [simple("g/0/0", 1.0, 8), simple("g/0/1", 0.0, 8)])
     small = group("g/1", [simple("g/1/0", 1.0, 1), simple("g/1/1", 0.0, 1)])
-    plan = plan_step([big, small], PlanConfig(reducer="group_mean"))
+    plan = plan_step([big, small], PlanConfig(reducer="group"))
     assert [r.weight for r in plan.rows] == pytest.approx([1 / 32, 1 / 32, 1 / 4, 1 / 4])
     with_zero = group("g/0", [simple("g/0/0", 1.0), simple("g/0/1", 0.0), simple("g/0/2", 0.5)])
     weights = [r.weight for r in plan_step([with_zero], PlanConfig()).rows]
@@ -132,7 +132,7 @@ def test_arrival_order_does_not_matter_and_content_does() -> None:
     assert [r.rollout_id for r in again.rows] == [r.rollout_id for r in plan.rows]
     names = [r.rollout_id for r in plan.rows]
     assert names == sorted(names, key=lambda n: [int(p) for p in n.split("/")[1:]])
-    other = plan_step(groups, PlanConfig(token_budget=150, reducer="token_mean"))
+    other = plan_step(groups, PlanConfig(token_budget=150, reducer="token"))
     assert other.digest != plan.digest
 
 

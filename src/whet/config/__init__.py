@@ -1,5 +1,6 @@
 """Typed configuration: TOML with one table per folder plus [run] and [model]."""
 
+from whet.config.learning import TrainTable
 from whet.config.load import (
     WARM_START,
     demo_preset,
@@ -16,6 +17,7 @@ __all__ = [
     "Config",
     "HarnessTable",
     "ToyFamily",
+    "TrainTable",
     "demo_preset",
     "dotted_keys",
     "dump_toml",

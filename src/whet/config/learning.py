@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from whet.config.base import Count, CountOrZero, Fraction, Table
 
@@ -25,10 +26,14 @@ class CollectTable(Table):
 class TrainTable(Table):
     """The learner."""
 
-    loss: Literal["dppo", "ppo_clip"] = "dppo"
+    loss: Literal["dppo", "ppo_clip", "cispo", "gspo", "decoupled"] = "dppo"
     """Policy-gradient loss."""
     advantage: Literal["dr_grpo", "grpo", "rloo", "maxrl"] = "dr_grpo"
     """Credit of a rollout against its group."""
+    reducer: Literal["rollout", "token", "constant", "group"] = "rollout"
+    """What the loss is a mean over; constant = rollouts, each its tokens / constant_tokens."""
+    constant_tokens: Count = 1024
+    """reducer constant: what a rollout's token losses are divided by."""
     lr: Annotated[float, Field(gt=0)] = 2e-4
     """Peak learning rate."""
     warmup_steps: CountOrZero = 3
@@ -43,8 +48,14 @@ class TrainTable(Table):
     """Torch threads while training."""
     truncated: Literal["keep", "mask", "penalise"] = "keep"
     """What becomes of the tokens of a rollout that reached a limit."""
+    overlong_tokens: CountOrZero = 0
+    """Sampled tokens of a rollout from which its reward is lowered by 1; 0 = length costs nothing."""
+    overlong_margin_tokens: Count = 4096
+    """overlong_tokens: over this many tokens before it the reward falls evenly."""
     max_logprob_gap: Annotated[float, Field(gt=0)] = 1e-4
     """Largest |sampler - trainer| log-probability of a trained token; the run stops above it."""
+    ratio: Literal["sampler", "trainer"] = "sampler"
+    """ppo_clip, cispo, gspo: divide by the sampler's record, or by what the trainer found before the step."""
     dppo_low: Fraction = 0.2
     """dppo: probability a token may lose against the sampler before its gradient is masked."""
     dppo_high: Fraction = 0.2
@@ -52,9 +63,39 @@ class TrainTable(Table):
     dppo_tau: Annotated[float, Field(ge=0)] = 1e-3
     """dppo: weight of the pull towards the sampler's log-probabilities."""
     clip_low: Fraction = 0.2
-    """ppo_clip: lower clip of the ratio, 1 - clip_low."""
+    """ppo_clip, decoupled: lower clip of the ratio, 1 - clip_low."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """ppo_clip: upper clip of the ratio, 1 + clip_high."""
+    """ppo_clip, decoupled: upper clip of the ratio, 1 + clip_high."""
+    dual_clip: Annotated[float, Field(ge=0)] = 0.0
+    """ppo_clip, decoupled: largest ratio that counts where the advantage is negative; 0 = no bound."""
+    gspo_low: Fraction = 3e-4
+    """gspo: lower clip of a rollout's ratio, 1 - gspo_low."""
+    gspo_high: Annotated[float, Field(ge=0)] = 4e-4
+    """gspo: upper clip of a rollout's ratio, 1 + gspo_high."""
+    cispo_cap: Annotated[float, Field(gt=0)] = 5.0
+    """cispo: largest ratio that a token's gradient is multiplied by."""
+    correction: Literal["none", "tis", "mask", "icepop"] = "none"
+    """Weighs tokens by w, the trainer's probability before the step over the sampler's, within bounds."""
+    correction_level: Literal["token", "rollout", "rollout_mean"] = "token"
+    """Whose w: each token's, its rollout's (product) or its rollout's per token (geometric mean)."""
+    correction_low: Annotated[float, Field(ge=0)] = 0.5
+    """icepop: smallest w that is trained."""
+    correction_high: Annotated[float, Field(ge=0)] = 0.0
+    """tis: where w is cut off; mask, icepop: largest w that is trained; 0 = 2, 3 and 5."""
+    opsm: Annotated[float, Field(ge=0)] = 0.0
+    """Mean log(sampler / trainer) above which a rollout with negative advantage is left out; 0 = never."""
+    kl: Literal["none", "k1", "k2", "k3"] = "none"
+    """Estimator of the divergence from a reference policy."""
+    kl_weight: Annotated[float, Field(ge=0)] = 0.0
+    """kl: its factor in the loss; 0 = it is only measured."""
+    kl_unbiased: bool = True
+    """kl: multiply by the ratio, so that the gradient is that of the divergence."""
+    reference: str = ""
+    """kl: model folder of the reference policy; empty = the model that the run starts with."""
+    reference_alarm: Annotated[float, Field(ge=0)] = 0.0
+    """kl: divergence from the reference from which a warning is given; 0 = never."""
+    kl_alarm: Annotated[float, Field(ge=0)] = 0.1
+    """Divergence of the trainer from what sampled the batch from which a warning is given; 0 = never."""
     token_budget: Count = 16384
     """Tokens per micro-batch."""
     rows: Literal["all", "collapse", "final"] = "all"
@@ -63,3 +104,52 @@ class TrainTable(Table):
     """rows all: most rows of one rollout, the first ones and the last are kept; 0 = no limit."""
     max_row_tokens: CountOrZero = 0
     """Most tokens of one row; a longer one is not trained and counts as overlong; 0 = no limit."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for key, (choice, values) in TRAIN_KEYS.items():
+            default = type(self).model_fields[key].default
+            chosen = self.__dict__[choice]
+            if chosen not in values and self.__dict__[key] != default:
+                allowed = ", ".join(values)
+                raise ValueError(f"{key} means nothing with {choice} = {chosen!r}, only with {allowed}")
+        if self.correction != "none" and self.loss != "decoupled" and self.ratio != "trainer":
+            raise ValueError(
+                f"correction = {self.correction!r} corrects a ratio against the trainer's log-probabilities"
+                f" before the step: it needs ratio = 'trainer', not {self.ratio!r}"
+            )
+        if self.overlong_margin_tokens != 4096 and not self.overlong_tokens:
+            raise ValueError("overlong_margin_tokens means nothing without overlong_tokens")
+        if 0 < self.overlong_tokens < self.overlong_margin_tokens:
+            raise ValueError("overlong_margin_tokens is more than overlong_tokens")
+        if 0 < self.dual_clip <= 1 + self.clip_high:
+            raise ValueError("dual_clip must be above 1 + clip_high, or 0 for no bound")
+        if self.kl == "k1" and not self.kl_unbiased:
+            raise ValueError("kl = 'k1' needs kl_unbiased: its own gradient is zero on average")
+        return self
+
+
+_CLIPPED, _KL = ("ppo_clip", "decoupled"), ("k1", "k2", "k3")
+_CORRECTED = ("tis", "mask", "icepop")
+TRAIN_KEYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "constant_tokens": ("reducer", ("constant",)),
+    "ratio": ("loss", ("ppo_clip", "cispo", "gspo")),
+    "dppo_low": ("loss", ("dppo",)),
+    "dppo_high": ("loss", ("dppo",)),
+    "dppo_tau": ("loss", ("dppo",)),
+    "clip_low": ("loss", _CLIPPED),
+    "clip_high": ("loss", _CLIPPED),
+    "dual_clip": ("loss", _CLIPPED),
+    "gspo_low": ("loss", ("gspo",)),
+    "gspo_high": ("loss", ("gspo",)),
+    "cispo_cap": ("loss", ("cispo",)),
+    "correction": ("loss", ("ppo_clip", "cispo", "gspo", "decoupled")),
+    "correction_level": ("correction", _CORRECTED),
+    "correction_low": ("correction", ("icepop",)),
+    "correction_high": ("correction", _CORRECTED),
+    "kl_weight": ("kl", _KL),
+    "kl_unbiased": ("kl", _KL),
+    "reference": ("kl", _KL),
+    "reference_alarm": ("kl", _KL),
+}
+"""Keys of [train] that mean something only with some choices of another key."""

@@ -312,4 +312,6 @@ class Config(Table):
             raise ValueError(
                 "train.advantage maxrl needs rewards >= 0, train.truncated penalise makes others"
             )
+        if self.train.advantage == "maxrl" and self.train.overlong_tokens:
+            raise ValueError("train.advantage maxrl needs rewards >= 0, train.overlong_tokens makes others")
         return self

@@ -41,3 +41,11 @@ def advantages(rewards: Sequence[float | None], kind: AdvantageKind = "dr_grpo")
         "maxrl": 1.0 / mean if mean else 0.0,
     }[kind]
     return tuple(None if r is None else (r - mean) * scale for r in rewards)
+
+
+def overlong_penalty(tokens: int, limit: int, margin: int) -> float:
+    """What a rollout of `tokens` sampled tokens loses of its reward (soft overlong punishment, DAPO, arXiv
+    2503.14476): 0 up to limit - margin, 1 from the limit on, rising evenly in between. limit 0 = nothing."""
+    if not limit:
+        return 0.0
+    return min(1.0, max(0.0, (tokens - (limit - margin)) / margin))

@@ -65,6 +65,8 @@ def load(trainer: Trainer, folder: Path) -> None:
         raise TrainError(f"checkpoint {folder} has schema {raw['schema_version']}, this is {SCHEMA}")
     if raw["optim"] != json.loads(json.dumps(asdict(trainer.config.optim))):
         raise TrainError(f"checkpoint {folder} was made with other optimiser settings: {raw['optim']}")
+    if raw.get("reference", "") != _reference(trainer):
+        raise TrainError(f"checkpoint {folder} was made with another reference policy (train.reference)")
     held = trainer.model.read(folder)
     random = moments.pop("rng")
     trainer.optimiser.restore(moments)
@@ -100,10 +102,16 @@ def _write(trainer: Trainer, folder: Path, assets: Path | None) -> None:
         "step": trainer.steps,
         "version": trainer.version,
         "optim": asdict(trainer.config.optim),
+        "reference": _reference(trainer),
     }
     (folder / "trainer.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
     sums = {path.name: _digest(path) for path in sorted(folder.iterdir())}
     (folder / SUMS).write_text(json.dumps(sums, indent=2) + "\n")
+
+
+def _reference(trainer: Trainer) -> str:
+    """Checksum of the reference policy, or empty without one."""
+    return trainer.reference.checksum if trainer.reference is not None else ""
 
 
 def _copy(held: Mapping[str, Tensor], target: Policy) -> None:

@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from whet import failpoint
@@ -35,6 +35,7 @@ from whet.train.options import TrainConfig, parse_config
 from whet.train.policy import Policy
 from whet.train.policy_open import open_policy
 from whet.train.probe import probe_engine
+from whet.train.reference import Reference
 from whet.train.trainer import Trainer
 from whet.train.wire import decode_plan
 
@@ -141,7 +142,16 @@ def run(args: argparse.Namespace) -> None:
     config = parse_config(args.train)
     model = open_policy(args.model, config.policy)
     service, gap = sampler(model, args.engine, config)
-    serve(args.socket, Commands(Trainer(model, config), service, args.model, gap), service)
+    trainer = Trainer(model, config, reference=read_reference(config, args.model))
+    serve(args.socket, Commands(trainer, service, args.model, gap), service)
+
+
+def read_reference(config: TrainConfig, model: Path) -> Reference | None:
+    """The policy that the loss names, from its own folder or the one the learner begins with."""
+    if config.loss.kl == "none":
+        return None
+    folder = Path(config.reference) if config.reference else model
+    return Reference(open_policy(folder, replace(config.policy, lora=None)))
 
 
 def main(argv: list[str]) -> int:

@@ -230,8 +230,8 @@ class Loop:
         masked = self._masks.close_step()
         metrics |= {"tries": masked.tries, "masked": masked.masked, "mask_rate": masked.rate}
         metrics["mask_alarm"] = bool(masked.alarm)
-        if masked.alarm:
-            self._view.note(f"step {step}: {masked.alarm}")
+        for alarm in filter(None, (masked.alarm, result.alarm)):
+            self._view.note(f"step {step}: {alarm}")
         metrics["step_s"] = time.monotonic() - began
         metrics["weights"] = self._parts.learner.weights
         self._store.commit_step(

@@ -10,8 +10,19 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from whet.config import Config
+from whet.config import Config, TrainTable
 from whet.errors import ConfigError, boundary
+from whet.train.loss_options import LossConfig
+
+__all__ = [
+    "LossConfig",
+    "OptimConfig",
+    "StepResult",
+    "TrainConfig",
+    "dump_config",
+    "parse_config",
+    "rate",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,30 +59,6 @@ def rate(config: OptimConfig, step: int) -> float:
     done = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
     left = 1.0 - done if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.final + (1.0 - config.final) * left
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossConfig:
-    """Policy-gradient loss and its constants; see loss.py for the formulas."""
-
-    name: Literal["dppo", "ppo_clip", "nll"] = "dppo"
-    """nll is for supervised training: tokens of any origin, nothing is compared with a sampler's record."""
-    dppo_low: float = 0.2
-    """dppo: probability a token may lose against the sampler before its gradient is masked."""
-    dppo_high: float = 0.2
-    """dppo: probability a token may gain against the sampler before its gradient is masked."""
-    dppo_tau: float = 1e-3
-    """dppo: weight of the pull towards the sampler's log-probabilities."""
-    clip_low: float = 0.2
-    """ppo_clip: lower clip of the ratio, 1 - clip_low."""
-    clip_high: float = 0.28
-    """ppo_clip: upper clip of the ratio, 1 + clip_high."""
-    dual_clip: float = 0.0
-    """ppo_clip: bound c > 1 on the loss of tokens with negative advantage, -c A; 0 = off."""
-
-    def __post_init__(self) -> None:
-        if self.dual_clip and self.dual_clip <= 1.0:
-            raise ConfigError(f"dual_clip={self.dual_clip} must be 0 or above 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +105,14 @@ class TrainConfig:
     """Largest |trainer - sampler| log-probability of a token of the current version; above it, no update."""
     max_staleness: int = 0
     """Versions that a trained token may be behind the trainer; 0 = synchronous. Beyond it, no update."""
+    reference: str = ""
+    """Model folder of the reference policy, where the loss has one; empty = the model the learner began
+    with."""
+    kl_alarm: float = 0.1
+    """Divergence of the trainer from the policies that sampled, above which a step gives a warning; 0 =
+    never."""
+    reference_alarm: float = 0.0
+    """Divergence from the reference policy above which a step gives a warning; 0 = never."""
     threads: int = 1
     """Torch threads while training."""
 
@@ -131,20 +126,41 @@ class TrainConfig:
         t = config.train
         return cls(
             optim=OptimConfig(lr=t.lr, warmup_steps=t.warmup_steps, grad_clip=t.grad_clip),
-            loss=LossConfig(
-                name=t.loss,
-                dppo_low=t.dppo_low,
-                dppo_high=t.dppo_high,
-                dppo_tau=t.dppo_tau,
-                clip_low=t.clip_low,
-                clip_high=t.clip_high,
-            ),
+            loss=_loss(t),
             policy=PolicyConfig.of(config),
             epochs=t.epochs,
             temperature=config.engine.temperature,
             max_logprob_gap=t.max_logprob_gap,
+            reference=t.reference,
+            kl_alarm=t.kl_alarm,
+            reference_alarm=t.reference_alarm,
             threads=t.threads,
         )
+
+
+def _loss(t: TrainTable) -> LossConfig:
+    """The loss of a run's configuration."""
+    return LossConfig(
+        name=t.loss,
+        ratio=t.ratio,
+        dppo_low=t.dppo_low,
+        dppo_high=t.dppo_high,
+        dppo_tau=t.dppo_tau,
+        clip_low=t.clip_low,
+        clip_high=t.clip_high,
+        dual_clip=t.dual_clip,
+        gspo_low=t.gspo_low,
+        gspo_high=t.gspo_high,
+        cispo_cap=t.cispo_cap,
+        correction=t.correction,
+        correction_level=t.correction_level,
+        correction_low=t.correction_low,
+        correction_high=t.correction_high,
+        opsm=t.opsm,
+        kl=t.kl,
+        kl_weight=t.kl_weight,
+        kl_unbiased=t.kl_unbiased,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +180,24 @@ class StepResult:
     grad_norm: float = 0.0
     """Global gradient norm before clipping, of the last epoch."""
     clip_fraction: float = 0.0
-    """Share of tokens whose gradient the loss cut off, mean over epochs."""
-    mismatch_k3: float = 0.0
+    """Share of tokens whose gradient the loss bounded, mean over epochs."""
+    clip_low_fraction: float = 0.0
+    """The part of it with a negative advantage."""
+    clip_high_fraction: float = 0.0
+    """The part of it with a positive advantage."""
+    corrected_fraction: float = 0.0
+    """Share of tokens that a correction bounded or left out, mean over epochs."""
+    mismatch_kl: float = 0.0
     """Mean of rho - 1 - log rho, trainer against sampler, before the first update, current version only."""
+    off_policy_kl: float = 0.0
+    """The same over all trained tokens, so staleness counts too: the early sign of a collapse."""
+    ess: float = 1.0
+    """(sum rho)^2 / (N sum rho^2) over all N trained tokens before the first update: which share of them
+    the ratios leave effective."""
+    ref_kl: float = 0.0
+    """Mean estimated divergence from the reference policy before the first update."""
+    alarm: str = ""
+    """What is beyond a limit that calls for a person, or empty."""
     max_logprob_gap: float = 0.0
     """Largest |trainer - sampler| log-probability before the first update, current version only."""
     lr: float = 0.0

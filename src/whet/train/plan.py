@@ -20,7 +20,7 @@ import numpy as np
 from whet.capture.ledger import reassign
 from whet.config import Config
 from whet.errors import ConfigError, TrainError
-from whet.train.advantage import AdvantageKind, advantages
+from whet.train.advantage import AdvantageKind, advantages, overlong_penalty
 from whet.train.digest import plan_digest
 from whet.train.pack import Layout, MicroBatch, pack
 from whet.train.prefix import sort_rows
@@ -29,7 +29,7 @@ from whet.types import BoolArray, FloatArray, Group, IntArray, Ledger, Rollout, 
 
 __all__ = ["PlanConfig", "Reducer", "Row", "StepPlan", "plan_digest", "plan_step"]
 
-Reducer = Literal["rollout_mean", "token_mean", "constant", "group_mean"]
+Reducer = Literal["rollout", "token", "constant", "group"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class PlanConfig:
     """Choices of the planner."""
 
     advantage: AdvantageKind = "dr_grpo"
-    reducer: Reducer = "rollout_mean"
-    """What the loss is a mean over: `rollout_mean` rollouts (each a mean over its own tokens, however many
-    segments), `token_mean` tokens, `constant` rollouts with tokens / constant_tokens each, `group_mean`
+    reducer: Reducer = "rollout"
+    """What the loss is a mean over: `rollout` rollouts (each a mean over its own tokens, however many
+    segments), `token` tokens, `constant` rollouts with tokens / constant_tokens each, `group`
     groups (each a mean over its tokens). Means run over all scorable rollouts of useful groups, so rows
     dropped for a zero advantage do not change the loss."""
     constant_tokens: int = 1024
@@ -48,6 +48,10 @@ class PlanConfig:
     """A truncated rollout is trained with its graded reward; or counts in the baseline only; or loses
     `truncated_penalty` of its reward first."""
     truncated_penalty: float = 1.0
+    overlong_tokens: int = 0
+    """Sampled tokens of a rollout from which its reward is lowered by 1; 0 = length costs nothing."""
+    overlong_margin_tokens: int = 4096
+    """Tokens before that over which the penalty grows from 0."""
     group_min: int = 2
     """Scorable rollouts of a group below which none of it is trained: its baseline would mean nothing."""
     min_groups: int = 1
@@ -64,6 +68,8 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if self.advantage == "maxrl" and self.truncated == "penalise":
             raise ConfigError("maxrl needs rewards >= 0 and cannot be combined with truncated=penalise")
+        if self.advantage == "maxrl" and self.overlong_tokens:
+            raise ConfigError("maxrl needs rewards >= 0 and cannot be combined with overlong_tokens")
         if min(self.constant_tokens, self.token_budget) < 1:
             raise ConfigError("constant_tokens and token_budget must be positive")
 
@@ -73,7 +79,11 @@ class PlanConfig:
         t = config.train
         return cls(
             advantage=t.advantage,
+            reducer=t.reducer,
+            constant_tokens=t.constant_tokens,
             truncated=t.truncated,
+            overlong_tokens=t.overlong_tokens,
+            overlong_margin_tokens=t.overlong_margin_tokens,
             group_min=config.collect.group_min,
             min_groups=t.min_groups,
             token_budget=t.token_budget,
@@ -198,7 +208,9 @@ def _reward(rollout: Rollout, config: PlanConfig) -> float | None:
     if rollout.status is Status.INFRA_FAILED or rollout.reward is None:
         return None
     penalised = rollout.status is Status.TRUNCATED and config.truncated == "penalise"
-    return rollout.reward - (config.truncated_penalty if penalised else 0.0)
+    tokens = rollout.trajectory.ledger.captured
+    penalty = overlong_penalty(tokens, config.overlong_tokens, config.overlong_margin_tokens)
+    return rollout.reward - (config.truncated_penalty if penalised else 0.0) - penalty
 
 
 def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
@@ -256,11 +268,11 @@ def _weights(slots: Sequence[_Slot], config: PlanConfig) -> list[float]:
     for slot in slots:
         if slot.counted:
             of_group[slot.group_id] = of_group.get(slot.group_id, 0) + slot.counted
-    if config.reducer == "token_mean":
+    if config.reducer == "token":
         return [1.0 / tokens for _ in slots]
     if config.reducer == "constant":
         return [1.0 / (rollouts * config.constant_tokens) for _ in slots]
-    if config.reducer == "group_mean":
+    if config.reducer == "group":
         return [1.0 / (len(of_group) * of_group.get(s.group_id, 1)) if of_group else 0.0 for s in slots]
     return [1.0 / (rollouts * s.counted) if s.counted else 0.0 for s in slots]
 

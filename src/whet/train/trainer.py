@@ -10,92 +10,38 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from whet.errors import TrainError
+from whet.errors import ConfigError, TrainError
+from whet.train.batch import Batch, locate, make_batch
 from whet.train.head import Scores, score_masked
 from whet.train.loss import token_loss, weighted
+from whet.train.measure import Sums, result_of
 from whet.train.optim import Optimiser
 from whet.train.options import StepResult, TrainConfig
 from whet.train.pack import MicroBatch
-from whet.train.plan import Row, StepPlan
+from whet.train.plan import StepPlan
 from whet.train.policy import Policy
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A micro-batch as tensors; the per-token ones list masked tokens, row by row."""
-
-    rows: tuple[Row, ...]
-    prefix: Tensor
-    """[P] int64."""
-    ids: Tensor
-    """[B, T] int64, the rests of the rows, right-padded with 0."""
-    mask: Tensor
-    """[B, T] bool."""
-    mu: Tensor
-    """[N] the sampler's log-probabilities."""
-    versions: Tensor
-    """[N] int32."""
-    advantage: Tensor
-    """[N] its row's."""
-    weight: Tensor
-    """[N] its row's."""
-
-
-def make_batch(plan: StepPlan, micro: MicroBatch, device: torch.device | None = None) -> Batch:
-    """Lay one micro-batch of a plan out as tensors; those per masked token on `device`."""
-    rows = tuple(plan.rows[i] for i in micro.rows)
-    cut = micro.prefix
-    width = max(len(row.ids) for row in rows) - cut
-    ids = np.zeros((len(rows), width), np.int64)
-    mask = np.zeros((len(rows), width), np.bool_)
-    for at, row in enumerate(rows):
-        ids[at, : len(row.ids) - cut] = row.ids[cut:]
-        mask[at, : len(row.ids) - cut] = row.mask[cut:]
-    counts = mask.sum(1)
-    if int(counts.sum()) != sum(int(row.mask.sum()) for row in rows):
-        raise TrainError(f"a micro-batch's prefix of {cut} tokens covers trained tokens")
-    return Batch(
-        rows=rows,
-        prefix=torch.from_numpy(rows[0].ids[:cut].astype(np.int64)),
-        ids=torch.from_numpy(ids),
-        mask=torch.from_numpy(mask),
-        mu=torch.from_numpy(np.concatenate([row.logprobs[row.mask] for row in rows])).to(device),
-        versions=torch.from_numpy(np.concatenate([row.versions[row.mask] for row in rows])).to(device),
-        advantage=torch.from_numpy(np.repeat([row.advantage for row in rows], counts).astype(np.float32)).to(
-            device
-        ),
-        weight=torch.from_numpy(np.repeat([row.weight for row in rows], counts).astype(np.float32)).to(
-            device
-        ),
-    )
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Sums of one epoch over its tokens."""
-
-    loss: float = 0.0
-    entropy: float = 0.0
-    cut: int = 0
-    k3: float = 0.0
-    gap: float = 0.0
-    current: int = 0
-    """Tokens sampled by the current version."""
-    tokens: int = 0
+from whet.train.reference import Reference
+from whet.train.terms import StepTerms
 
 
 class Trainer:
     """A model under reinforcement learning. Owns the optimiser, the step count and the policy version."""
 
-    def __init__(self, model: Policy, config: TrainConfig, *, version: int = 0) -> None:
+    def __init__(
+        self, model: Policy, config: TrainConfig, *, version: int = 0, reference: Reference | None = None
+    ) -> None:
+        """Raises ConfigError when the loss has a reference policy and `reference` is none or does not fit."""
         self.model, self.config = model, config
+        if config.loss.kl != "none" and reference is None:
+            raise ConfigError(f"kl={config.loss.kl} needs a reference policy, and there is none")
+        if reference is not None:
+            reference.check(model)
+        self.reference = reference if config.loss.kl != "none" else None
         self.optimiser = Optimiser(model, config.optim)
         self.steps = 0
         """Optimiser steps done."""
@@ -135,32 +81,26 @@ class Trainer:
         return replace(result, seconds=time.monotonic() - began)
 
     def _epochs(self, plan: StepPlan) -> StepResult:
-        first = _Sums()
         norm = lr = 0.0
-        cut = 0
+        every: list[Sums] = []
+        terms = StepTerms(plan, self.config.loss)
         for epoch in range(self.config.epochs):
             self.optimiser.zero()
-            sums = self._accumulate(plan, measure=epoch == 0 and not self._supervised)
+            sums = self._accumulate(plan, terms, epoch, measure=epoch == 0 and not self._supervised)
             norm = self.optimiser.clip()
             if not (math.isfinite(sums.loss) and math.isfinite(norm)):
                 raise TrainError(f"step {self.steps}: loss {sums.loss}, gradient norm {norm}: no update")
             lr = self.optimiser.update(self.steps + epoch)
-            cut += sums.cut
-            first = sums if epoch == 0 else first
+            every.append(sums)
         self.optimiser.zero()
         self.steps += self.config.epochs
         self.version += 1
-        return StepResult(
+        return replace(
+            result_of(every, self.config),
             step=self.steps,
             version=self.version,
-            loss=first.loss,
-            entropy=first.entropy / first.tokens,
             grad_norm=norm,
-            clip_fraction=cut / (first.tokens * self.config.epochs),
-            mismatch_k3=first.k3 / max(1, first.current),
-            max_logprob_gap=first.gap,
             lr=lr,
-            tokens=first.tokens,
             rows=len(plan.rows),
             micro_batches=len(plan.batches),
         )
@@ -169,40 +109,56 @@ class Trainer:
         """Leave the gradients of the step's loss in `.grad`, change nothing else; returns the loss."""
         self.optimiser.zero()
         with self._deterministic():
-            return self._accumulate(plan, measure=False).loss
+            return self._accumulate(plan, StepTerms(plan, self.config.loss), 0, measure=False).loss
 
     def logprobs(self, plan: StepPlan) -> list[Tensor]:
         """Per row of the plan, the trainer's log-probabilities of its trained tokens."""
+        with self._deterministic():
+            found = self._look(plan)
+        return [found[i] for i in range(len(plan.rows))]
+
+    def _look(self, plan: StepPlan) -> dict[int, Tensor]:
         found: dict[int, Tensor] = {}
-        with self._deterministic(), torch.no_grad():
+        with torch.no_grad():
             for micro in plan.batches:
                 batch = make_batch(plan, micro, self.model.device)
-                scores = self._scores(batch)
                 counts = batch.mask.sum(1).tolist()
-                found.update(zip(micro.rows, torch.split(scores.logp, counts), strict=True))
-        return [found[i] for i in range(len(plan.rows))]
+                found.update(zip(micro.rows, torch.split(self._scores(batch).logp, counts), strict=True))
+        return found
 
     def _scores(self, batch: Batch) -> Scores:
         return score_masked(self.model, batch.prefix, batch.ids, batch.mask, self.config.temperature)[0]
 
-    def _accumulate(self, plan: StepPlan, *, measure: bool) -> _Sums:
+    def _accumulate(self, plan: StepPlan, terms: StepTerms, epoch: int, *, measure: bool) -> Sums:
         """Forward and backward over all micro-batches; `measure` compares with the sampler's record."""
-        sums = _Sums()
+        sums = Sums()
+        if self.config.loss.looks_first(epoch):
+            terms.look(self._look(plan), epoch)
         for micro in plan.batches:
             batch = make_batch(plan, micro, self.model.device)
+            ref = self._ref(terms, micro, batch)
             scores = self._scores(batch)
             if measure:
                 self._compare(batch, scores.logp.detach(), sums)
-            loss, cut = token_loss(scores.logp, batch.mu, batch.advantage, self.config.loss)
-            total = weighted(loss, batch.weight)
+            out = token_loss(scores.logp, terms.of(micro, batch.mu, batch.advantage, ref), self.config.loss)
+            total = weighted(out.loss, batch.weight)
             total.backward()  # type: ignore[no-untyped-call]
             sums.loss += float(total.detach())
             sums.entropy += float(scores.entropy.sum())
-            sums.cut += int(cut.sum())
-            sums.tokens += len(cut)
+            sums.add(out, batch.advantage)
+            if epoch == 0 and self.config.epochs > 1:
+                terms.remember(micro, scores.logp, ref)
         return sums
 
-    def _compare(self, batch: Batch, logp: Tensor, sums: _Sums) -> None:
+    def _ref(self, terms: StepTerms, micro: MicroBatch, batch: Batch) -> Tensor | None:
+        if self.reference is None:
+            return None
+        known = terms.reference(micro)
+        if known is not None:
+            return known
+        return self.reference.logprobs(batch.prefix, batch.ids, batch.mask, self.config.temperature)
+
+    def _compare(self, batch: Batch, logp: Tensor, sums: Sums) -> None:
         """Mismatch at the same version; raises TrainError over the limit, naming the token."""
         current = batch.versions == self.version
         log_rho = torch.where(current, logp - batch.mu, 0.0)
@@ -210,18 +166,19 @@ class Trainer:
         # not <=: a gap that is nan must not pass
         if not bool((gap <= self.config.max_logprob_gap).all()):
             worst = int(torch.nan_to_num(gap, nan=math.inf).argmax())
-            row, token = _locate(batch, worst)
+            row, token = locate(batch, worst)
             raise TrainError(
                 f"rollout {row.rollout_id} segment {row.segment} token {token}: trainer and sampler differ"
                 f" by {float(gap[worst]):.3g} in log-probability at version {self.version}, over the limit"
                 f" of {self.config.max_logprob_gap:g}: no update"
             )
         sums.gap = max(sums.gap, float(gap.max()))
-        sums.k3 += float((log_rho.double().exp() - 1.0 - log_rho.double()).sum())
-        sums.current += int(current.sum())
+        sums.compare(logp - batch.mu, current)
 
     def _check_lengths(self, plan: StepPlan) -> None:
         limit = self.model.max_positions
+        if self.reference is not None:
+            limit = min(limit, self.reference.max_positions)
         for row in plan.rows:
             if len(row.ids) > limit:
                 raise TrainError(
@@ -270,17 +227,3 @@ class _Pinned:
     def __exit__(self, *exc: object) -> None:
         torch.set_num_threads(self._before[0])
         torch.use_deterministic_algorithms(self._before[1])
-
-
-def _locate(batch: Batch, token: int) -> tuple[Row, int]:
-    """Row and token index within it of the batch's masked token number `token`."""
-    for row, positions in _masked(batch):
-        if token < len(positions):
-            return row, int(positions[token])
-        token -= len(positions)
-    raise TrainError("a token index lies outside its micro-batch")
-
-
-def _masked(batch: Batch) -> Iterator[tuple[Row, np.ndarray[tuple[int], np.dtype[np.intp]]]]:
-    for row in batch.rows:
-        yield row, np.flatnonzero(row.mask)

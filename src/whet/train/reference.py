@@ -1,0 +1,43 @@
+"""The reference policy: a frozen model that says how likely it finds a token. Called by trainer.py.
+
+Its weights lie outside a run's directory, so their checksum goes into every checkpoint: a resumed run must
+not be pulled to another model than before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from whet.engine.embedded_weights import checksum
+from whet.errors import ConfigError
+from whet.train.head import score_masked
+from whet.train.policy import Policy
+
+
+class Reference:
+    """A policy that is never trained."""
+
+    def __init__(self, model: Policy) -> None:
+        self._model = model
+        for _, parameter in model.named_parameters():
+            parameter.requires_grad_(False)
+        self.checksum = checksum(model)
+        """Hex SHA-256 over name, shape and values of every parameter, in name order."""
+
+    @property
+    def max_positions(self) -> int:
+        return self._model.max_positions
+
+    def check(self, trained: Policy) -> None:
+        """Raises ConfigError when the two do not speak of the same tokens."""
+        if self._model.vocab_size != trained.vocab_size:
+            raise ConfigError(
+                f"the reference policy has {self._model.vocab_size} tokens, the trained model"
+                f" {trained.vocab_size}: a divergence between them means nothing"
+            )
+
+    def logprobs(self, prefix: Tensor, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
+        """[N] of the masked tokens of a batch, as `head.score_masked` takes it."""
+        with torch.no_grad():
+            return score_masked(self._model, prefix, ids, mask, temperature)[0].logp

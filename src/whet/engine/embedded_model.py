@@ -8,7 +8,7 @@ rows is computed once inside that same forward (its keys and values are shared, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whet.errors import EngineError
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Attention over one flat list of tokens; see `Qwen3.flat`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +215,20 @@ class Qwen3(nn.Module):
         x = x + attn.o_proj(mixed.transpose(1, 2).flatten(2))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         return x, y
+
+    def flat(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states [U, d] of a flat list of tokens (ids and positions [U]); `attend` knows which
+        sees which: attend(q [heads, U, hd], k and v [kv_heads, U, hd], scale) -> [heads, U, hd]."""
+        cos, sin = self.cos[positions], self.sin[positions]
+        x = self.model.embed_tokens(ids)
+        for layer in self.model.blocks:
+            attn = layer.self_attn
+            q, k, v = attn.qkv(layer.input_layernorm(x), cos, sin)
+            mixed = attend(q, k, v, attn.head_dim**-0.5)
+            x = x + attn.o_proj(mixed.transpose(0, 1).flatten(1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        out: Tensor = self.model.norm(x)
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] -> [..., vocab]."""

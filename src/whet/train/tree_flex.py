@@ -71,7 +71,7 @@ class FlexAttend:
         return cls(block_mask(tree, device))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        run: Callable[..., Any] = compiled() if q.is_cuda else flex_attention
+        run: Any = compiled() if q.is_cuda else flex_attention
         out: Tensor = run(
             q[None],
             k[None],

@@ -46,6 +46,8 @@ class TrainTable(Table):
     """Groups with a gradient below which the update is skipped."""
     threads: Count = 2
     """Torch threads while training."""
+    ranks: Count = 1
+    """Processes that train together, each with its share of a step; 1 = the learner alone."""
     truncated: Literal["keep", "mask", "penalise"] = "keep"
     """What becomes of the tokens of a rollout that reached a limit."""
     overlong_tokens: CountOrZero = 0

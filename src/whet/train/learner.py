@@ -13,13 +13,11 @@ The process ends when its parent dies, when its client has gone, or at `train.sh
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import os
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from whet import failpoint
@@ -30,26 +28,32 @@ from whet.engine.embedded_model import Qwen3
 from whet.engine.embedded_serve import EngineService
 from whet.engine.embedded_weights import checksum
 from whet.errors import TrainError, WhetError
-from whet.train import checkpoint
+from whet.train import checkpoint, peers
+from whet.train.follow import follow_parent
 from whet.train.options import TrainConfig, parse_config
+from whet.train.peers import Peers
 from whet.train.policy import Policy
 from whet.train.policy_open import open_policy
 from whet.train.probe import probe_engine
-from whet.train.reference import Reference
+from whet.train.reference import read_reference
 from whet.train.trainer import Trainer
 from whet.train.wire import decode_plan
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Commands:
     """The `train.*` commands. Each answers before it returns."""
 
     def __init__(
-        self, trainer: Trainer, service: EngineService | None, assets: Path, probe_gap: float
+        self,
+        trainer: Trainer,
+        service: EngineService | None,
+        assets: Path,
+        probe_gap: float,
+        others: Peers | None = None,
     ) -> None:
         self._trainer, self._service, self._assets = trainer, service, assets
         self._probe_gap = probe_gap
+        self._others = others or Peers(trainer.ranks, [])
         self.stop = False
 
     @property
@@ -70,6 +74,7 @@ class Commands:
     def _step(self, call: Call) -> None:
         plan = decode_plan(call.meta["plan"], call.arrays)
         self._drain()
+        self._others.tell("step", {"plan": call.meta["plan"]}, call.arrays)
         result = self._trainer.step(plan)
         failpoint.hit("learner.stepped")
         call.reply({**asdict(result), **self._held()})
@@ -80,6 +85,7 @@ class Commands:
 
     def _load(self, call: Call) -> None:
         self._drain()
+        self._others.tell("load", {"folder": call.meta["folder"]})
         checkpoint.load(self._trainer, Path(call.meta["folder"]))
         self._info(call)
 
@@ -106,13 +112,6 @@ class Commands:
         """Let every request that was submitted end; nothing new is read meanwhile."""
         while self._service is not None and self._service.core.busy:
             self._service.step()
-
-
-def follow_parent(parent: int) -> None:
-    """Be killed when the parent dies, however it dies (Linux). Raises TrainError if it is already gone."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise TrainError(f"the controller (process {parent}) is gone")
 
 
 def serve(path: Path, commands: Commands, service: EngineService | None) -> None:
@@ -142,16 +141,9 @@ def run(args: argparse.Namespace) -> None:
     config = parse_config(args.train)
     model = open_policy(args.model, config.policy)
     service, gap = sampler(model, args.engine, config)
-    trainer = Trainer(model, config, reference=read_reference(config, args.model))
-    serve(args.socket, Commands(trainer, service, args.model, gap), service)
-
-
-def read_reference(config: TrainConfig, model: Path) -> Reference | None:
-    """The policy that the loss names, from its own folder or the one the learner begins with."""
-    if config.loss.kl == "none":
-        return None
-    folder = Path(config.reference) if config.reference else model
-    return Reference(open_policy(folder, replace(config.policy, lora=None)))
+    with peers.started(args.model, config) as others:
+        trainer = Trainer(model, config, reference=read_reference(config, args.model), ranks=others.ranks)
+        serve(args.socket, Commands(trainer, service, args.model, gap, others), service)
 
 
 def main(argv: list[str]) -> int:

@@ -115,10 +115,12 @@ class TrainConfig:
     """Divergence from the reference policy above which a step gives a warning; 0 = never."""
     threads: int = 1
     """Torch threads while training."""
+    ranks: int = 1
+    """Processes that train together (dist.py)."""
 
     def __post_init__(self) -> None:
-        if not (self.epochs >= 1 and self.threads >= 1 and self.temperature > 0):
-            raise ConfigError("train: epochs and threads must be >= 1, temperature > 0")
+        if not (min(self.epochs, self.threads, self.ranks) >= 1 and self.temperature > 0):
+            raise ConfigError("train: epochs, threads and ranks must be >= 1, temperature > 0")
 
     @classmethod
     def of(cls, config: Config) -> TrainConfig:
@@ -135,6 +137,7 @@ class TrainConfig:
             kl_alarm=t.kl_alarm,
             reference_alarm=t.reference_alarm,
             threads=t.threads,
+            ranks=t.ranks,
         )
 
 

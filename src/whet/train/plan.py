@@ -88,6 +88,7 @@ class PlanConfig:
             min_groups=t.min_groups,
             token_budget=t.token_budget,
             rows=RowRules(mode=t.rows, max_rows=t.max_rows, max_row_tokens=t.max_row_tokens),
+            ranks=t.ranks,
         )
 
 

@@ -6,13 +6,18 @@ not be pulled to another model than before.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from whet.engine.embedded_weights import checksum
 from whet.errors import ConfigError
 from whet.train.head import score_masked
+from whet.train.options import TrainConfig
 from whet.train.policy import Policy
+from whet.train.policy_open import open_policy
 
 
 class Reference:
@@ -41,3 +46,11 @@ class Reference:
         """[N] of the masked tokens of a batch, as `head.score_masked` takes it."""
         with torch.no_grad():
             return score_masked(self._model, prefix, ids, mask, temperature)[0].logp
+
+
+def read_reference(config: TrainConfig, model: Path) -> Reference | None:
+    """The policy that the loss names, from its own folder or `model`, the one training begins with."""
+    if config.loss.kl == "none":
+        return None
+    folder = Path(config.reference) if config.reference else model
+    return Reference(open_policy(folder, replace(config.policy, lora=None)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from whet.errors import ConfigError, TrainError
 from whet.train.batch import Batch, locate, make_batch
+from whet.train.dist import Alone, Ranks
 from whet.train.head import Scores, score_masked
 from whet.train.loss import token_loss, weighted
 from whet.train.measure import Sums, result_of
@@ -33,10 +35,17 @@ class Trainer:
     """A model under reinforcement learning. Owns the optimiser, the step count and the policy version."""
 
     def __init__(
-        self, model: Policy, config: TrainConfig, *, version: int = 0, reference: Reference | None = None
+        self,
+        model: Policy,
+        config: TrainConfig,
+        *,
+        version: int = 0,
+        reference: Reference | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Raises ConfigError when the loss has a reference policy and `reference` is none or does not fit."""
         self.model, self.config = model, config
+        self.ranks = ranks or Alone()
         if config.loss.kl != "none" and reference is None:
             raise ConfigError(f"kl={config.loss.kl} needs a reference policy, and there is none")
         if reference is not None:
@@ -86,13 +95,14 @@ class Trainer:
         terms = StepTerms(plan, self.config.loss)
         for epoch in range(self.config.epochs):
             self.optimiser.zero()
-            sums = self._accumulate(plan, terms, epoch, measure=epoch == 0 and not self._supervised)
+            sums = self._summed(plan, terms, epoch, measure=epoch == 0 and not self._supervised)
             norm = self.optimiser.clip()
             if not (math.isfinite(sums.loss) and math.isfinite(norm)):
                 raise TrainError(f"step {self.steps}: loss {sums.loss}, gradient norm {norm}: no update")
             lr = self.optimiser.update(self.steps + epoch)
             every.append(sums)
         self.optimiser.zero()
+        self.ranks.agree(self.optimiser.named.values())
         self.steps += self.config.epochs
         self.version += 1
         return replace(
@@ -109,18 +119,18 @@ class Trainer:
         """Leave the gradients of the step's loss in `.grad`, change nothing else; returns the loss."""
         self.optimiser.zero()
         with self._deterministic():
-            return self._accumulate(plan, StepTerms(plan, self.config.loss), 0, measure=False).loss
+            return self._summed(plan, StepTerms(plan, self.config.loss), 0, measure=False).loss
 
     def logprobs(self, plan: StepPlan) -> list[Tensor]:
         """Per row of the plan, the trainer's log-probabilities of its trained tokens."""
         with self._deterministic():
-            found = self._look(plan)
+            found = self._look(plan, plan.batches)
         return [found[i] for i in range(len(plan.rows))]
 
-    def _look(self, plan: StepPlan) -> dict[int, Tensor]:
+    def _look(self, plan: StepPlan, batches: Sequence[MicroBatch]) -> dict[int, Tensor]:
         found: dict[int, Tensor] = {}
         with torch.no_grad():
-            for micro in plan.batches:
+            for micro in batches:
                 batch = make_batch(plan, micro, self.model.device)
                 counts = batch.mask.sum(1).tolist()
                 found.update(zip(micro.rows, torch.split(self._scores(batch).logp, counts), strict=True))
@@ -129,12 +139,21 @@ class Trainer:
     def _scores(self, batch: Batch) -> Scores:
         return score_masked(self.model, batch.prefix, batch.ids, batch.mask, self.config.temperature)[0]
 
-    def _accumulate(self, plan: StepPlan, terms: StepTerms, epoch: int, *, measure: bool) -> Sums:
-        """Forward and backward over all micro-batches; `measure` compares with the sampler's record."""
-        sums = Sums()
+    def _summed(self, plan: StepPlan, terms: StepTerms, epoch: int, *, measure: bool) -> Sums:
+        """Gradients and measures of the whole plan; `measure` compares with the sampler's record."""
+        mine = self.ranks.mine(plan.batches)
         if self.config.loss.looks_first(epoch):
-            terms.look(self._look(plan), epoch)
-        for micro in plan.batches:
+            terms.look(self.ranks.attempt(lambda: self._look(plan, mine)), epoch, self.ranks.total)
+        sums = self.ranks.attempt(lambda: self._accumulate(plan, mine, terms, epoch, measure=measure))
+        self.ranks.combine(list(self.optimiser.named.values()), sums)
+        return sums
+
+    def _accumulate(
+        self, plan: StepPlan, batches: Sequence[MicroBatch], terms: StepTerms, epoch: int, *, measure: bool
+    ) -> Sums:
+        """Forward and backward over some micro-batches."""
+        sums = Sums()
+        for micro in batches:
             batch = make_batch(plan, micro, self.model.device)
             ref = self._ref(terms, micro, batch)
             scores = self._scores(batch)

@@ -15,6 +15,7 @@ from whet.engine.probe import probe_engine
 from whet.engine.sglang import open_sglang
 from whet.errors import EngineError
 from whet.testing.fake_sglang import FakeSglang, serve_sglang
+from whet.testing.weight_folders import chance_folder
 from whet.types import IntArray, RequestKey, SamplingParams
 
 VOCAB = 97
@@ -37,9 +38,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def weights(folder: Path, content: bytes) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors").write_bytes(content)
-    return folder
+    return chance_folder(folder, content.decode())
 
 
 async def test_what_the_server_is_asked() -> None:

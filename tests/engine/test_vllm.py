@@ -15,6 +15,7 @@ from whet.engine.probe import probe_engine
 from whet.engine.vllm import VllmEngine, open_vllm
 from whet.errors import ConfigError, EngineError
 from whet.testing.fake_vllm import FakeVllm, serve_vllm
+from whet.testing.weight_folders import chance_folder
 from whet.types import IntArray, RequestKey, SamplingParams
 
 VOCAB = 97
@@ -41,9 +42,7 @@ async def probe(engine: VllmEngine, temperature: float) -> None:
 
 
 def weights(folder: Path, content: bytes) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors").write_bytes(content)
-    return folder
+    return chance_folder(folder, content.decode())
 
 
 # --------------------------------------------------------------------------- what is sent
@@ -209,15 +208,24 @@ async def test_a_restart_in_the_middle_of_a_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.case(46)
-async def test_two_version_spans_are_kept_apart() -> None:
+async def test_two_version_spans_are_kept_apart(tmp_path: Path) -> None:
+    folder = chance_folder(tmp_path, "one")
     async with serve_vllm(VOCAB, token_delay_s=0.01) as fake, open_vllm(options(fake)) as engine:
         call = asyncio.create_task(engine.generate(PROMPT, params(40), KEY))
         await until(lambda: fake.sampler.jobs and len(fake.sampler.jobs[0].ids) >= 5)
-        fake.sampler.label = "1"
+        await engine.load(folder, 1, mode="keep")
         said = await call
         (start, first), (change, second) = said.version_runs
         assert (start, first, second) == (0, 0, 1)
         assert change == fake.sampler.received[-1].labels.index("1") >= 5
+
+
+async def test_a_version_without_a_receipt_is_refused() -> None:
+    """Somebody else gave the server weights, or the label of some: nothing vouches for them."""
+    async with serve_vllm(VOCAB, token_delay_s=0.01) as fake, open_vllm(options(fake)) as engine:
+        fake.sampler.label = "1"
+        with pytest.raises(EngineError, match="version 1, for which there is no receipt"):
+            await engine.generate(PROMPT, params(4), KEY)
 
 
 @pytest.mark.case(46)
@@ -313,20 +321,21 @@ async def test_a_reload_that_did_nothing_is_found_out(tmp_path: Path) -> None:
     async with serve_vllm(VOCAB) as fake, open_vllm(options(fake)) as engine:
         await engine.load(weights(tmp_path / "a", b"one"), 1)
         fake.loads_nothing = True
-        with pytest.raises(EngineError, match="did not load this one"):
+        with pytest.raises(EngineError, match="model.embed_tokens.weight still holds its old weights"):
             await engine.load(weights(tmp_path / "b", b"two"), 2)
 
 
 async def test_tied_weights_are_refused_where_tensors_are_packed(tmp_path: Path) -> None:
-    tied, untied = weights(tmp_path / "a", b"one"), weights(tmp_path / "b", b"two")
-    (tied / "config.json").write_text('{"tie_word_embeddings": true}')
-    (untied / "config.json").write_text('{"tie_word_embeddings": false}')
+    tied = chance_folder(tmp_path / "a", "one")
+    untied = chance_folder(tmp_path / "b", "two", tied=False)
     async with serve_vllm(VOCAB) as fake, open_vllm(options(fake)) as engine:
         assert (await engine.load(tied, 1)).version == 1
     async with serve_vllm(VOCAB) as fake, open_vllm(options(fake)) as engine:
         fake.packs = True
         with pytest.raises(EngineError, match="would keep the old output head"):
             await engine.load(tied, 1)
+        fake.sums["lm_head.weight"] = "as it was"
+        assert await engine.has_own_head()
         assert (await engine.generate(PROMPT, params(), KEY)).version_runs == ((0, 0),)
         assert (await engine.load(untied, 1)).version == 1
 

@@ -19,6 +19,7 @@ from whet.gateway.server import Gateway, GatewayConfig
 from whet.gateway.session import Session
 from whet.render.template import TemplateFamily
 from whet.testing.fake_vllm import FakeVllm, serve_vllm
+from whet.testing.weight_folders import chance_folder
 from whet.types import Limits
 
 ASK = {"messages": [{"role": "user", "content": "Fix f."}], "max_tokens": 24}
@@ -98,7 +99,7 @@ async def test_a_reply_that_cannot_be_trusted_ends_the_session(family: TemplateF
 @pytest.mark.case(46)
 async def test_a_restart_in_the_middle_of_a_call(family: TemplateFamily, tmp_path: Path) -> None:
     async with lab(family, token_delay_s=0.02) as it:
-        (tmp_path / "model.safetensors").write_bytes(b"one")
+        chance_folder(tmp_path, "one")
         await it.engine.load(tmp_path, 3)
         call = asyncio.create_task(it.post())
         await until(lambda: it.fake.sampler.jobs)
@@ -115,7 +116,7 @@ async def test_a_restart_in_the_middle_of_a_call(family: TemplateFamily, tmp_pat
 @pytest.mark.case(46)
 async def test_a_reload_in_the_middle_of_a_call(family: TemplateFamily, tmp_path: Path) -> None:
     async with lab(family, token_delay_s=0.02) as it:
-        (tmp_path / "model.safetensors").write_bytes(b"one")
+        chance_folder(tmp_path, "one")
         call = asyncio.create_task(it.post())
         await until(lambda: it.fake.sampler.jobs and len(it.fake.sampler.jobs[0].ids) > 3)
         await it.engine.load(tmp_path, 1, mode="keep")

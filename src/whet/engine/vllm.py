@@ -11,65 +11,49 @@ when it cuts the prompt of a request with a seed.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import hashlib
 import itertools
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from whet.engine.base import EngineInfo, PauseMode, Receipt
-from whet.engine.folder import folder_digest, ties_embeddings
+from whet.engine.base import EngineInfo, Receipt
 from whet.engine.http import EngineHttp, HttpOptions, NotOffered, open_http
 from whet.engine.reply import RawReply, checked, first, runs_of_spans, version_number
 from whet.engine.streams import request_name, session_name, stream_seed
+from whet.engine.vllm_control import (
+    FRESH,
+    VllmControl,
+    VllmServer,
+    set_label,
+    tensor_sums,
+    weight_label,
+)
 from whet.errors import EngineError
 from whet.types import Generation, IntArray, RequestKey, SamplingParams, VersionRuns
 
-Route = Literal["generate", "completions"]
-FRESH = "default"
-"""What vLLM calls the weights it was started with."""
+__all__ = ["FRESH", "VllmEngine", "VllmServer", "open_vllm"]
+
 _ABORT_S = 1.0
-_EMPTY = hashlib.sha256(b"").hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmServer:
-    """What the server said of itself when it was attached."""
-
-    model: str
-    max_context_tokens: int
-    route: Route
-    controlled: bool
-    """It has the routes that pause it and change its weights."""
-
-
-class VllmEngine:
-    """Implements `engine.base.Engine`, and `load` besides. Make one with `open_vllm`."""
+class VllmEngine(VllmControl):
+    """Implements `engine.base.LoadingEngine`. Make one with `open_vllm`."""
 
     def __init__(self, http: EngineHttp, server: VllmServer, receipt: Receipt) -> None:
-        self._http, self.server, self._receipt = http, server, receipt
-        self._labels = {} if server.controlled else {FRESH: receipt.version}
+        super().__init__(http, server, receipt)
         self._numbers = itertools.count()
-        self._broken = ""
-        self._loaded: dict[str, str] = {}
-        """Digest of a model folder -> checksum of the weights the engine then held."""
 
     @property
     def info(self) -> EngineInfo:
         return EngineInfo(name="vllm", max_context_tokens=self.server.max_context_tokens)
 
-    @property
-    def receipt(self) -> Receipt:
-        return self._receipt
+    async def close(self) -> None:
+        """Nothing to do: the context of `open_vllm` owns the connections."""
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         """Sample a continuation of `ids`. Raises EngineError; cancellation and the deadline abort it."""
-        if self._broken:
-            raise EngineError(self._broken)
+        await self._admitted()
         name = request_name(key, next(self._numbers))
         headers = {"X-Request-Id": name, "X-Session-ID": session_name(key)}
         done = False
@@ -102,7 +86,9 @@ class VllmEngine:
             ids=new,
             logprobs=_paired(choice.get("logprobs"), new),
             finish=choice.get("finish_reason"),
-            version_runs=runs_of_spans(choice.get("weight_versions"), self._labels, count, f"vllm {path}"),
+            version_runs=self._checked_runs(
+                runs_of_spans(choice.get("weight_versions"), self._labels, count, f"vllm {path}")
+            ),
             prompt=_prompt(answer),
         )
         return checked(raw, ids, params, f"vllm {path}")
@@ -151,87 +137,6 @@ class VllmEngine:
             body = {"request_ids": [name]}
             await self._http.post("/inference/v1/abort_requests", body, deadline_s=_ABORT_S)
 
-    # ----------------------------------------------------------------------- control plane
-
-    async def version(self) -> int:
-        """Ask the server which weights it holds. Raises EngineError for a label that nobody set."""
-        return version_number(await _label(self._http), self._labels, "vllm /weight_info")
-
-    async def pause(self, mode: PauseMode = "wait") -> None:
-        """Stop starting new work. `wait` lets what runs finish, `abort` ends it, `keep` freezes it."""
-        self._need_control("pause")
-        limit = self._http.options.call_deadline_s
-        await self._http.post("/pause", query={"mode": mode}, deadline_s=limit)
-        if (await self._http.get("/is_paused")).get("is_paused") is not True:
-            raise EngineError("vllm says it is paused and is not")
-
-    async def resume(self) -> None:
-        self._need_control("resume")
-        await self._http.post("/resume")
-
-    async def flush(self, *, running: bool = False) -> None:
-        """Forget the prefix cache; with `running` the requests under way are computed anew too."""
-        self._need_control("reset_prefix_cache")
-        query = {"reset_running_requests": "true" if running else "false"}
-        if (await self._http.post("/reset_prefix_cache", query=query)).get("success") is not True:
-            raise EngineError("vllm did not reset its prefix cache")
-
-    async def load(self, folder: Path, version: int, *, mode: PauseMode = "wait") -> Receipt:
-        """Sample with the weights in `folder` from now on; the path must mean the same at the server.
-
-        Pauses, reloads, forgets the prefix cache, sets the version and reads it back, then resumes. When any
-        of that fails the engine stays paused and refuses to sample until a later `load` succeeds.
-        Raises EngineError.
-        """
-        self._need_control("reload_weights")
-        folder = await asyncio.to_thread(folder.resolve)
-        before = await asyncio.to_thread(folder_digest, folder)
-        tied = await asyncio.to_thread(ties_embeddings, folder)
-        if tied and not (await tensor_sums(self._http)).complete:
-            raise EngineError(
-                f"vllm has packed its weights, as on CPUs, and would keep the old output head: {folder} ties "
-                "it to the embeddings; publish lm_head.weight of its own with tie_word_embeddings = false"
-            )
-        await self.pause(mode)
-        self._broken = f"vllm was to load version {version} and has not: its weights are unknown"
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        limit = self._http.options.call_deadline_s
-        await self._http.post("/collective_rpc", body, deadline_s=limit)
-        await self.flush(running=mode == "keep")
-        if await asyncio.to_thread(folder_digest, folder) != before:
-            raise EngineError(f"{folder} was written to while vllm loaded it")
-        sums = await tensor_sums(self._http)
-        checksum = sums.digest(before)
-        self._check_changed(before, checksum, complete=sums.complete)
-        await self._set_version(version)
-        self._receipt = Receipt(version=version, checksum=checksum)
-        self._broken = ""
-        await self.resume()
-        return self._receipt
-
-    def _check_changed(self, folder: str, checksum: str, *, complete: bool) -> None:
-        """The same files must give the same weights, and other files others where all tensors were seen."""
-        if self._loaded.get(folder, checksum) != checksum:
-            raise EngineError("vllm holds other weights than when it loaded the same files before")
-        for other, held in self._loaded.items():
-            if complete and other != folder and held == checksum:
-                raise EngineError("vllm holds the weights of another folder: it did not load this one")
-        self._loaded[folder] = checksum
-
-    async def _set_version(self, version: int) -> None:
-        await _relabel(self._http, version)
-        if await self.version() != version:
-            raise EngineError(f"vllm did not take version {version}")
-
-    def _need_control(self, what: str) -> None:
-        if not self.server.controlled:
-            raise EngineError(
-                f"vllm cannot {what}: start it with VLLM_SERVER_DEV_MODE=1 for its control routes"
-            )
-
-    async def close(self) -> None:
-        """Nothing to do: the context of `open_vllm` owns the connections."""
-
 
 def neutral(params: SamplingParams, key: RequestKey) -> dict[str, Any]:
     """Sampling parameters that leave the distribution alone but for the temperature."""
@@ -267,44 +172,6 @@ def _prompt(*places: Mapping[str, object]) -> object:
     return next(
         (found for place in places if (found := place.get("prompt_token_ids")) is not None), "missing"
     )
-
-
-async def _label(http: EngineHttp) -> str:
-    label = (await http.get("/weight_info")).get("weight_version")
-    if not isinstance(label, str):
-        raise EngineError("vllm /weight_info names no version")
-    return label
-
-
-async def _relabel(http: EngineHttp, version: int) -> None:
-    await http.post("/update_weight_version", {"new_version": str(version)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSums:
-    """What vLLM reports for each of its tensors. On a CPU it repacks some and then reports empty ones."""
-
-    by_name: Mapping[str, str]
-
-    @property
-    def complete(self) -> bool:
-        return _EMPTY not in self.by_name.values()
-
-    def digest(self, folder: str = "") -> str:
-        """Hex digest over all tensors in name order; `folder` stands in for empty ones."""
-        text = "".join(f"{name}\0{self.by_name[name]}\0" for name in sorted(self.by_name))
-        if not self.complete:
-            text += folder
-        return hashlib.sha256(text.encode()).hexdigest()
-
-
-async def tensor_sums(http: EngineHttp) -> TensorSums:
-    body = {"action": "checksum"}
-    answer = await http.post("/weight_checker", body, deadline_s=http.options.call_deadline_s)
-    sums = answer.get("checksums")
-    if not isinstance(sums, dict) or not sums:
-        raise EngineError("vllm /weight_checker names no tensor")
-    return TensorSums(by_name=sums)
 
 
 async def _describe(http: EngineHttp) -> VllmServer:
@@ -353,9 +220,9 @@ async def open_vllm(options: HttpOptions) -> AsyncIterator[VllmEngine]:
             )
         receipt = Receipt(version=0, checksum="unknown")
         if server.controlled:
-            label = await _label(http)
+            label = await weight_label(http)
             if label == FRESH:
-                await _relabel(http, 0)
+                await set_label(http, 0)
                 label = "0"
             version = version_number(label, None, "vllm /weight_info")
             receipt = Receipt(version=version, checksum=(await tensor_sums(http)).digest())

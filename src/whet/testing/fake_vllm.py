@@ -8,8 +8,7 @@ that no healthy server shows.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,12 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from whet.engine.fed import EMPTY as _EMPTY
+from whet.engine.tensor_file import read_folder
 from whet.testing.fake_sampler import FakeSampler, Job
+from whet.testing.weight_folders import chance_tensors, served_sums
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Corrupt = Callable[[dict[str, Any]], object]
 """Gets the answer; what it returns is sent instead (bytes as they stand)."""
 
@@ -51,10 +54,17 @@ class FakeVllm:
         self.loads_fail = False
         self.loads_nothing = False
         """A reload is answered as done and changes nothing."""
+        self.skips = ""
+        """Of a reload, the parameter that keeps what it held."""
+        self.hangs: set[str] = set()
+        """Routes that never answer."""
+        self.sleeping = False
+        self.sums = served_sums(chance_tensors("start"))
+        """Of its parameters, by name; those of a real server have more than one shard."""
 
     def restart(self) -> None:
         """The process dies and comes back with the weights it was started with: connections break."""
-        self.sampler.label = "default"
+        self.sampler.label, self.sums = "default", served_sums(chance_tensors("start"))
         for task in list(self._tasks):
             task.cancel()
 
@@ -73,7 +83,17 @@ class FakeVllm:
             app.router.add_post("/weight_checker", self._checker)
             app.router.add_post("/reset_prefix_cache", self._reset)
             app.router.add_post("/collective_rpc", self._rpc)
+            app.router.add_post("/sleep", self._sleep)
+            app.router.add_post("/wake_up", self._wake)
+            app.router.add_get("/is_sleeping", self._is_sleeping)
+        app.middlewares.append(self._hanging)
         return app
+
+    @web.middleware
+    async def _hanging(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+        if http.path in self.hangs:
+            await asyncio.Event().wait()
+        return await handler(http)
 
     async def _models(self, http: web.Request) -> web.Response:
         return _json({"object": "list", "data": [{"id": "policy", "max_model_len": self.max_model_len}]})
@@ -182,9 +202,8 @@ class FakeVllm:
         return _json({"success": True, "new_version": self.sampler.label})
 
     async def _checker(self, http: web.Request) -> web.Response:
-        digest = hashlib.sha256(self.sampler.model.weights.encode()).hexdigest()
-        packed = hashlib.sha256(b"").hexdigest() if self.packs else digest
-        return _json({"checksums": {"tp0:model.embed_tokens.weight": digest, "tp0:qkv_proj.weight": packed}})
+        held = {name: _EMPTY if self.packs and "_proj" in name else held for name, held in self.sums.items()}
+        return _json({"checksums": {f"dp0:pp0:pcp0:tp0:{name}": one for name, one in held.items()}})
 
     async def _reset(self, http: web.Request) -> web.Response:
         self.sampler.flush()
@@ -195,8 +214,25 @@ class FakeVllm:
         if body["method"] != "reload_weights" or self.loads_fail:
             return _error(500, "EngineCore encountered an issue")
         if not self.loads_nothing:
-            self.sampler.load(Path(body["kwargs"]["weights_path"]))
+            self._load(Path(body["kwargs"]["weights_path"]))
         return _json({"results": [None]})
+
+    def _load(self, folder: Path) -> None:
+        self.sampler.load(folder)
+        kept = {self.skips: self.sums[self.skips]} if self.skips else {}
+        self.sums = served_sums(read_folder(folder)) | kept
+
+    async def _sleep(self, http: web.Request) -> web.Response:
+        await self.sampler.pause(http.query.get("mode", "abort"))
+        self.sleeping = True
+        return _json({"status": "sleeping", "level": int(http.query.get("level", "1"))})
+
+    async def _wake(self, http: web.Request) -> web.Response:
+        self.sleeping = False
+        return _json({"status": "awake", "tags": None})
+
+    async def _is_sleeping(self, http: web.Request) -> web.Response:
+        return _json({"is_sleeping": self.sleeping})
 
 
 def _json(body: Mapping[str, object], status: int = 200) -> web.Response:

@@ -1,0 +1,100 @@
+"""Which published tensors feed which parameter of an engine, and the proof that each received its own.
+
+Servers fuse matrices (q, k and v into one; gate and up; the experts of a layer) and name the shard that holds
+a part. The map is closed: a parameter that nothing feeds, or a published tensor that feeds none, is an error,
+since either would be sampled with old weights. Callers: vllm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from whet.engine.tensor_file import Stored, digest
+from whet.errors import EngineError
+
+_SHARD = re.compile(r"^(?:[a-z]+\d+:)+")
+"""E.g. `dp0:pp0:pcp0:tp1:`; which part of the tensor, not which tensor."""
+_FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+_EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "w13_weight": ("gate_proj", "up_proj"),
+    "w2_weight": ("down_proj",),
+}
+_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
+EMPTY = digest([])
+"""Sum that a server gives for a tensor whose bytes it has packed away."""
+
+
+def plain(name: str) -> str:
+    """The parameter's own name: no shard, no wrapper for adapters."""
+    return _SHARD.sub("", name).replace(".base_layer.", ".")
+
+
+def _sources(name: str, published: Mapping[str, object]) -> tuple[str, ...]:
+    """The published tensors that parameter `name` consists of, in their order; empty = none known."""
+    if name in published:
+        return (name,)
+    if name == _HEAD and _EMBED in published:
+        return (_EMBED,)
+    path, _, leaf = name.rpartition(".")
+    parent, _, module = path.rpartition(".")
+    wanted: tuple[str, ...] = ()
+    if module in _FUSED:
+        wanted = tuple(f"{parent}.{part}.{leaf}" for part in _FUSED[module])
+    elif leaf in _EXPERTS:
+        count = 0
+        while f"{path}.{count}.{_EXPERTS[leaf][0]}.weight" in published:
+            count += 1
+        wanted = tuple(f"{path}.{e}.{part}.weight" for e in range(count) for part in _EXPERTS[leaf])
+    return wanted if all(part in published for part in wanted) else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fed:
+    """The map of one engine and one published set."""
+
+    sources: Mapping[str, tuple[str, ...]]
+    """Engine's own name of a parameter -> published tensors, in the order they lie in it."""
+
+
+def feed(engine_names: Iterable[str], published: Mapping[str, object]) -> Fed:
+    """Raises EngineError, naming the first, for a parameter without a source or a tensor without a use."""
+    sources: dict[str, tuple[str, ...]] = {}
+    for name in sorted(engine_names):
+        found = _sources(plain(name), published)
+        if not found:
+            raise EngineError(f"the engine's parameter {name} would receive none of the published tensors")
+        sources[name] = found
+    used = {part for parts in sources.values() for part in parts}
+    idle = sorted(published.keys() - used)
+    if idle:
+        raise EngineError(f"{idle[0]} was published and feeds no parameter of the engine")
+    return Fed(sources=sources)
+
+
+def check_received(
+    fed: Fed,
+    tensors: Mapping[str, Stored],
+    changed: Iterable[str] | None,
+    before: Mapping[str, str],
+    after: Mapping[str, str],
+) -> int:
+    """How many parameters hold exactly the published bytes.
+
+    Others (sharded, padded, of another type) must at least have changed when one of their tensors did;
+    `changed` None = not known. Packed ones say nothing. Raises EngineError for one that did not.
+    """
+    moved = None if changed is None else set(changed)
+    exact = 0
+    for name, parts in fed.sources.items():
+        if after.get(name) in (None, EMPTY):
+            continue
+        if digest([tensors[part].data for part in parts]) == after[name]:
+            exact += 1
+        elif moved is not None and moved.intersection(parts) and before.get(name) == after[name]:
+            raise EngineError(f"the engine's parameter {name} still holds its old weights after the update")
+    return exact

@@ -1,0 +1,46 @@
+"""A model folder as it is about to be loaded by a server: its tensors, their sums, and that they stay so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from whet.engine.tensor_file import Stored, check_manifest, read_folder, read_manifest, sums_of, total
+from whet.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What a folder held when it was inspected."""
+
+    folder: Path
+    tensors: Mapping[str, Stored]
+    sums: Mapping[str, str]
+
+    @property
+    def checksum(self) -> str:
+        return total(self.sums)
+
+    def changed_since(self, earlier: Mapping[str, str] | None) -> list[str] | None:
+        """Names of tensors that differ from `earlier` sums; None where those are not known."""
+        if earlier is None:
+            return None
+        return [name for name, held in self.sums.items() if earlier.get(name) != held]
+
+    def check_unchanged(self) -> None:
+        """Raise EngineError when the files are no longer those that were inspected."""
+        if sums_of(read_folder(self.folder)) != self.sums:
+            raise EngineError(f"{self.folder} was written to while the engine loaded it")
+
+
+def inspect(folder: Path, version: int) -> Published:
+    """Read and digest a folder. Raises EngineError when it is damaged or was published as another version."""
+    tensors = read_folder(folder)
+    sums = sums_of(tensors)
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        check_manifest(folder, manifest, sums)
+        if manifest.version != version:
+            raise EngineError(f"{folder} holds version {manifest.version}, not version {version}")
+    return Published(folder=folder, tensors=tensors, sums=sums)

@@ -164,3 +164,35 @@ async def test_pause_modes(mode: Any) -> None:
         assert bool((await asyncio.wait([call], timeout=0.2))[0]) == (mode == "wait")
         await engine.resume()
         assert len((await call).ids) == 60
+
+
+async def test_a_call_that_an_update_cuts_goes_on_with_the_new_weights(tmp_path: Path) -> None:
+    """Every token has the logprob of the model that sampled it, and says which that was."""
+    folder = weights(tmp_path, b"one")
+    async with serve_sglang(VOCAB, token_delay_s=0.01) as fake, open_sglang(options(fake)) as engine:
+        old = fake.sampler.model
+        call = asyncio.create_task(engine.generate(PROMPT, params(60), KEY))
+        await until(lambda: fake.sampler.jobs and len(fake.sampler.jobs[0].ids) > 2)
+        await engine.load(folder, 1, mode="keep")
+        said = await call
+        (start, first), (change, second) = said.version_runs
+        assert (start, first, second, len(said.ids)) == (0, 0, 1, 60)
+        assert change > 2
+        assert said.logprobs is not None
+        seen = [*PROMPT.tolist(), *said.ids.tolist()]
+        for at, token in enumerate(said.ids.tolist()):
+            model = old if at < change else fake.sampler.model
+            row = model.logprobs(seen[: len(PROMPT) + at], 1.0)
+            assert said.logprobs[at] == pytest.approx(float(row[token]), abs=1e-5)
+
+
+async def test_sleep_drains_first() -> None:
+    async with serve_sglang(VOCAB, token_delay_s=0.005) as fake, open_sglang(options(fake)) as engine:
+        running = asyncio.create_task(engine.generate(PROMPT, params(30), KEY))
+        await until(lambda: fake.sampler.jobs)
+        await engine.sleep()
+        assert fake.sleeping
+        assert len((await running).ids) == 30
+        await engine.wake()
+        assert not fake.sleeping
+        assert len((await engine.generate(PROMPT, params(3), KEY)).ids) == 3

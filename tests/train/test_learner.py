@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -17,10 +18,11 @@ from train_lab import VOCAB, group, rollout, segment, small_model
 
 from whet.capture.segments import version_row
 from whet.engine.base import Engine
-from whet.engine.embedded_model import save_model
+from whet.engine.embedded_model import load_model, save_model
+from whet.engine.embedded_weights import checksum
 from whet.errors import EngineError, RecordError, TrainError
 from whet.record.store import Store
-from whet.train.client import Learner, LearnerSpec
+from whet.train.client import Export, Learner, LearnerSpec
 from whet.train.options import OptimConfig, TrainConfig, dump_config, parse_config
 from whet.train.plan import PlanConfig, plan_digest, plan_step
 from whet.train.start_model import START_MODEL, check_start_model, keep_start_model
@@ -210,7 +212,7 @@ async def test_a_learner_that_hangs_meets_a_deadline_and_is_ended(model_folder: 
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from whet.train.client import Learner, LearnerSpec
+from whet.train.client import Export, Learner, LearnerSpec
 async def main():
     async with Learner.start(LearnerSpec(model=Path(sys.argv[1]), max_context=128)) as learner:
         print(learner.pid, flush=True)
@@ -279,7 +281,19 @@ async def test_a_learner_without_an_engine_trains_and_publishes_nowhere(
             await learner.publish(1)
         await learner.save(tmp_path / "one")
         trained = learner.weights
+        with pytest.raises(TrainError, match="version 0 is not the trainer's"):
+            await learner.export(Export(folder=tmp_path / "v0", version=0))
+        whole = await learner.export(Export(folder=tmp_path / "v1", version=1))
+        small = Export(folder=tmp_path / "v2", version=1, dtype="bfloat16", own_head=True)
+        cast = await learner.export(small)
+        assert cast.tensors["lm_head.weight"] == cast.tensors["model.embed_tokens.weight"]
+        assert cast.sent_bytes < whole.sent_bytes
     async with Learner.start(LearnerSpec(model=model_folder, samples=False, train=loose)) as again:
         assert (again.version, again.weights) == (0, before)
         await again.load(tmp_path / "one")
         assert (again.version, again.weights) == (1, trained)
+    read = load_model(tmp_path / "v1")
+    assert checksum(read) == trained
+    config = json.loads((tmp_path / "v2" / "config.json").read_text())
+    assert (config["tie_word_embeddings"], config["dtype"]) == (False, "bfloat16")
+    assert (tmp_path / "v2" / "tokenizer.json").exists()

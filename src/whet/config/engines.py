@@ -32,6 +32,16 @@ class EngineTable(Table):
     """vllm, sglang: seconds for any other call."""
     retries: CountOrZero = 3
     """vllm, sglang: times that a request is sent again which the server has not begun."""
+    publish: Literal["disk", "delta"] = "disk"
+    """vllm, sglang: how new weights travel: as whole files, or as the difference to the version before."""
+    publish_dir: str = ""
+    """vllm, sglang: folder where the server finds them, under this very path; empty = in the run."""
+    publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """vllm, sglang: type of published weights; auto = as the model's config.json says."""
+    publish_mode: Literal["keep", "wait"] = "keep"
+    """vllm, sglang: calls under way go on with the new weights, or end with the old ones first."""
+    share_gpu: bool = False
+    """vllm, sglang: the server sleeps while the trainer works, for one GPU that both use."""
 
     listen: str = "127.0.0.1:0"
     """external: address where the trainer fetches requests; port 0 takes a free one."""
@@ -78,6 +88,11 @@ ENGINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "call_timeout_s": (*_SERVERS, "external", "upstream"),
     "control_timeout_s": _SERVERS,
     "retries": _SERVERS,
+    "publish": _SERVERS,
+    "publish_dir": _SERVERS,
+    "publish_dtype": _SERVERS,
+    "publish_mode": _SERVERS,
+    "share_gpu": _SERVERS,
     "listen": ("external",),
     "model": _UPSTREAM,
     "requests_per_minute": _UPSTREAM,

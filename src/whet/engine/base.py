@@ -70,3 +70,12 @@ class LoadingEngine(Engine, Protocol):
 
     async def version(self) -> int:
         """Ask the engine which weights it holds now."""
+
+    async def has_own_head(self) -> bool:
+        """Whether its output head takes a tensor of its own, though the model ties it to the embeddings."""
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory up: calls under way end first, new ones wait for `wake`."""
+
+    async def wake(self) -> None:
+        """Take it again, with the weights and version as they were."""

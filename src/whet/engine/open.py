@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from whet.config import Config
-from whet.engine.base import Engine
+from whet.engine.base import Engine, LoadingEngine
 from whet.engine.external import ExternalEngine
 from whet.engine.external_http import serve_external, split_address
 from whet.engine.http import HttpOptions, checked_url
@@ -87,41 +87,63 @@ async def open_engine(
     engine cannot be trusted.
     """
     async with _attach(config, announce) as engine:
-        if engine.info.max_context_tokens < config.model.max_context_tokens:
-            raise EngineError(
-                f"{engine.info.name} takes {engine.info.max_context_tokens} tokens per call, "
-                f"model.max_context_tokens asks for {config.model.max_context_tokens}"
-            )
-        if probe:
-            report = await probe_engine(
-                engine,
-                probe_prompt(family),
-                vocab_size=family.vocab_size,
-                temperature=config.engine.temperature,
-                deadline_s=config.engine.call_timeout_s,
-            )
-            log.info(
-                "engine probed name=%s version=%d gap=%.2g",
-                engine.info.name,
-                report.version,
-                report.largest_gap,
-            )
+        await _trust(engine, config, family, probe=probe)
         yield engine
 
 
 @asynccontextmanager
+async def open_server(config: Config, family: ProbeFamily) -> AsyncIterator[LoadingEngine]:
+    """The same for a server that takes weights (vllm, sglang). Raises ConfigError for other kinds."""
+    async with _attach_server(config) as engine:
+        await _trust(engine, config, family, probe=True)
+        yield engine
+
+
+async def _trust(engine: Engine, config: Config, family: ProbeFamily, *, probe: bool) -> None:
+    """Raises EngineError for an engine that is too small, or that the probe finds out."""
+    if engine.info.max_context_tokens < config.model.max_context_tokens:
+        raise EngineError(
+            f"{engine.info.name} takes {engine.info.max_context_tokens} tokens per call, "
+            f"model.max_context_tokens asks for {config.model.max_context_tokens}"
+        )
+    if probe:
+        report = await probe_engine(
+            engine,
+            probe_prompt(family),
+            vocab_size=family.vocab_size,
+            temperature=config.engine.temperature,
+            deadline_s=config.engine.call_timeout_s,
+        )
+        log.info(
+            "engine probed name=%s version=%d gap=%.2g",
+            engine.info.name,
+            report.version,
+            report.largest_gap,
+        )
+
+
+@asynccontextmanager
 async def _attach(config: Config, announce: Callable[[str], None]) -> AsyncIterator[Engine]:
+    if config.engine.kind in ("vllm", "sglang"):
+        async with _attach_server(config) as server:
+            yield server
+    elif config.engine.kind == "external":
+        async with _open_external(config, announce) as external:
+            yield external
+    else:
+        raise ConfigError(f"engine.kind {config.engine.kind}: {_NOT_HERE[config.engine.kind]}")
+
+
+@asynccontextmanager
+async def _attach_server(config: Config) -> AsyncIterator[LoadingEngine]:
     if config.engine.kind == "vllm":
         async with open_vllm(http_options(config)) as vllm:
             yield vllm
     elif config.engine.kind == "sglang":
         async with open_sglang(http_options(config)) as sglang:
             yield sglang
-    elif config.engine.kind == "external":
-        async with _open_external(config, announce) as external:
-            yield external
     else:
-        raise ConfigError(f"engine.kind {config.engine.kind}: {_NOT_HERE[config.engine.kind]}")
+        raise ConfigError(f"engine.kind {config.engine.kind} takes no weights from a trainer of whet's")
 
 
 _NOT_HERE = {

@@ -1,9 +1,11 @@
 """An SGLang server as an Engine: `/generate` with `input_ids`, and its documented control routes.
 
 Written to SGLang's documentation and tested against the shipped fake that follows it (testing/fake_sglang),
-not against a real server. SGLang reports one weight version per reply, the one in force at its end, so a call
-during which it changed is refused. Draws repeat by seed only with --enable-deterministic-inference.
-Its logprobs are of the sampled distribution unless SGLANG_RETURN_ORIGINAL_LOGPROB is set: the probe tells.
+not against a real server. SGLang reports one weight version per reply, the one in force at its end. So a call
+never spans an update there: it is cut, what was sampled is kept under the old version, and after the update
+the rest is asked for as a new request behind it. Draws repeat by seed only with
+--enable-deterministic-inference. Its logprobs are of the sampled distribution unless
+SGLANG_RETURN_ORIGINAL_LOGPROB is set: the probe tells.
 """
 
 from __future__ import annotations
@@ -11,16 +13,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from whet.engine.base import EngineInfo, PauseMode, Receipt
-from whet.engine.folder import folder_digest
 from whet.engine.http import EngineHttp, HttpOptions, open_http
+from whet.engine.published import inspect
 from whet.engine.reply import RawReply, checked, int_row, version_number
 from whet.engine.streams import request_name, session_name, stream_seed
 from whet.errors import EngineError
@@ -29,8 +32,6 @@ from whet.types import Generation, IntArray, RequestKey, SamplingParams
 FRESH = "default"
 """What SGLang calls the weights it was started with."""
 _ABORT_S = 1.0
-_MODES: Mapping[PauseMode, str] = {"wait": "abort", "abort": "abort", "keep": "retract"}
-"""`wait` lets our requests end first, so nothing of ours is left to abort."""
 
 
 class SglangEngine:
@@ -41,6 +42,9 @@ class SglangEngine:
         self._numbers = itertools.count()
         self._broken = ""
         self._in_flight = 0
+        """Requests of ours at the server."""
+        self._keeping = False
+        """A request that the server cuts goes on after the pause."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._admitting = asyncio.Event()
@@ -56,6 +60,19 @@ class SglangEngine:
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         """Sample a continuation of `ids`. Raises EngineError; cancellation and the deadline abort it."""
+        parts: list[Generation] = []
+        while True:
+            await self._admitted()
+            done = sum(len(part.ids) for part in parts)
+            left = replace(params, max_tokens=params.max_tokens - done)
+            prompt = np.concatenate([ids, *(part.ids for part in parts)]).astype(np.int32)
+            part, cut = await self._part(prompt, left, key, len(parts))
+            if part is not None:
+                parts.append(part)
+            if not cut or (part is not None and len(part.ids) == left.max_tokens):
+                return _joined(parts)
+
+    async def _admitted(self) -> None:
         limit = self._http.options.call_deadline_s
         try:
             async with asyncio.timeout(limit):
@@ -64,21 +81,35 @@ class SglangEngine:
             raise EngineError(f"sglang stayed paused for {limit:g} s") from error
         if self._broken:
             raise EngineError(self._broken)
+
+    async def _part(
+        self, ids: IntArray, params: SamplingParams, key: RequestKey, number: int
+    ) -> tuple[Generation | None, bool]:
+        """What one request sampled, if anything, and whether the server cut it for an update."""
         self._in_flight += 1
         self._idle.clear()
+        version = self._receipt.version
         try:
-            return await self._sample(ids, params, key)
+            answer = await self._ask(ids, params, key, number)
         finally:
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
+        raw, cut = _reply(answer, len(ids), version, cuts=self._keeping)
+        if not cut and self._receipt.version != version:
+            raise EngineError("sglang /generate: the weights changed during the call")
+        if cut and not raw.ids:
+            return None, True
+        return checked(raw, ids, params, "sglang /generate"), cut
 
-    async def _sample(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
-        name, version = request_name(key, next(self._numbers)), self._receipt.version
+    async def _ask(
+        self, ids: IntArray, params: SamplingParams, key: RequestKey, number: int
+    ) -> Mapping[str, Any]:
+        name = request_name(key, next(self._numbers))
         body = {
             "rid": name,
             "input_ids": ids,
-            "sampling_params": neutral(params, key),
+            "sampling_params": neutral(params, key, number),
             "return_logprob": True,
             "stream": False,
         }
@@ -91,14 +122,11 @@ class SglangEngine:
                 deadline_s=self._http.options.call_deadline_s,
             )
             done = True
+            return answer
         finally:
             if not done:
                 with contextlib.suppress(EngineError):
                     await self._http.post("/abort_request", {"rid": name}, deadline_s=_ABORT_S)
-        raw = _reply(answer, len(ids), version)
-        if self._receipt.version != version:
-            raise EngineError("sglang /generate: the weights changed during the call")
-        return checked(raw, ids, params, "sglang /generate")
 
     # ----------------------------------------------------------------------- control plane
 
@@ -107,20 +135,26 @@ class SglangEngine:
         return version_number(await _label(self._http), None, "sglang /model_info")
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        """Stop starting new work. `wait` lets our requests end, `abort` ends them, `keep` has them computed
-        anew after `resume`, with the weights of then."""
+        """Stop starting new work. `wait` lets our requests end, `abort` ends them, `keep` has them go on
+        after `resume`, with the weights of then. Returns when none of ours is at the server."""
         self._admitting.clear()
         limit = self._http.options.call_deadline_s
+        self._keeping = mode == "keep"
         if mode == "wait":
-            try:
-                async with asyncio.timeout(limit):
-                    await self._idle.wait()
-            except TimeoutError as error:
-                raise EngineError(f"sglang: requests did not end within {limit:g} s of a pause") from error
-        await self._http.post("/pause_generation", {"mode": _MODES[mode]}, deadline_s=limit)
+            await self._until_idle(limit)
+        await self._http.post("/pause_generation", {"mode": "abort"}, deadline_s=limit)
+        await self._until_idle(limit)
+
+    async def _until_idle(self, limit: float) -> None:
+        try:
+            async with asyncio.timeout(limit):
+                await self._idle.wait()
+        except TimeoutError as error:
+            raise EngineError(f"sglang: requests did not end within {limit:g} s of a pause") from error
 
     async def resume(self) -> None:
         await self._http.post("/continue_generation", {})
+        self._keeping = False
         self._admitting.set()
 
     async def flush(self) -> None:
@@ -135,30 +169,48 @@ class SglangEngine:
         `load` succeeds. Raises EngineError.
         """
         folder = await asyncio.to_thread(folder.resolve)
-        before = await asyncio.to_thread(folder_digest, folder)
-        await self.pause(mode)
-        self._broken = f"sglang was to load version {version} and has not: its weights are unknown"
-        body = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
-        limit = self._http.options.call_deadline_s
-        answer = await self._http.post("/update_weights_from_disk", body, deadline_s=limit)
-        if answer.get("success") is not True:
-            raise EngineError(f"sglang did not load {folder}: {answer.get('message')}")
-        await self.flush()
-        if await asyncio.to_thread(folder_digest, folder) != before:
-            raise EngineError(f"{folder} was written to while sglang loaded it")
-        if await self.version() != version:
-            raise EngineError(f"sglang did not take version {version}")
-        self._receipt = Receipt(version=version, checksum=before)
-        self._broken = ""
-        await self.resume()
+        held = await asyncio.to_thread(inspect, folder, version)
+        try:
+            await self.pause(mode)
+            self._broken = f"sglang was to load version {version} and has not: its weights are unknown"
+            body = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
+            limit = self._http.options.call_deadline_s
+            answer = await self._http.post("/update_weights_from_disk", body, deadline_s=limit)
+            if answer.get("success") is not True:
+                raise EngineError(f"sglang did not load {folder}: {answer.get('message')}")
+            await self.flush()
+            await asyncio.to_thread(held.check_unchanged)
+            if await self.version() != version:
+                raise EngineError(f"sglang did not take version {version}")
+            self._receipt = Receipt(version=version, checksum=held.checksum, tensors=held.sums)
+            self._broken = ""
+            await self.resume()
+        finally:
+            # Whoever waited learns what became of it.
+            self._admitting.set()
         return self._receipt
+
+    async def has_own_head(self) -> bool:
+        return False
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory up: requests under way end first, new ones wait for `wake`."""
+        await self.pause("wait")
+        limit = self._http.options.call_deadline_s
+        await self._http.post("/release_memory_occupation", {}, deadline_s=limit)
+
+    async def wake(self) -> None:
+        limit = self._http.options.call_deadline_s
+        await self._http.post("/resume_memory_occupation", {}, deadline_s=limit)
+        await self.resume()
 
     async def close(self) -> None:
         """Nothing to do: the context of `open_sglang` owns the connections."""
 
 
-def neutral(params: SamplingParams, key: RequestKey) -> dict[str, Any]:
-    """Sampling parameters that leave the distribution alone but for the temperature."""
+def neutral(params: SamplingParams, key: RequestKey, part: int = 0) -> dict[str, Any]:
+    """Sampling parameters that leave the distribution alone but for the temperature; each part of a call
+    that was cut has a random stream of its own."""
     return {
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
@@ -170,7 +222,7 @@ def neutral(params: SamplingParams, key: RequestKey) -> dict[str, Any]:
         "frequency_penalty": 0.0,
         "n": 1,
         # The server keeps seeds in 32 bits.
-        "sampling_seed": stream_seed(key) & 0x7FFFFFFF,
+        "sampling_seed": (stream_seed(key) + 0x9E3779B1 * part) & 0x7FFFFFFF,
         "stop_token_ids": sorted(params.stop_ids),
         "ignore_eos": True,
         "skip_special_tokens": False,
@@ -178,8 +230,29 @@ def neutral(params: SamplingParams, key: RequestKey) -> dict[str, Any]:
     }
 
 
-def _reply(answer: Mapping[str, Any], prompt_tokens: int, version: int) -> RawReply:
-    """Ids and logprobs come in one list of (logprob, id, text), so that they cannot be shifted."""
+def _joined(parts: Sequence[Generation]) -> Generation:
+    """One call out of its parts, with the version of each."""
+    runs: list[tuple[int, int]] = []
+    at = 0
+    for part in parts:
+        version = part.version_runs[0][1]
+        if not runs or runs[-1][1] != version:
+            runs.append((at, version))
+        at += len(part.ids)
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    return Generation(
+        ids=np.concatenate([part.ids for part in parts]),
+        logprobs=np.concatenate(logprobs),
+        finish=parts[-1].finish,
+        version_runs=tuple(runs),
+    )
+
+
+def _reply(
+    answer: Mapping[str, Any], prompt_tokens: int, version: int, *, cuts: bool
+) -> tuple[RawReply, bool]:
+    """Ids and logprobs come in one list of (logprob, id, text), so that they cannot be shifted. With `cuts`
+    an aborted request is one that an update cut; the second value says so."""
     where = "sglang /generate"
     meta = answer.get("meta_info")
     if not isinstance(meta, dict):
@@ -190,7 +263,8 @@ def _reply(answer: Mapping[str, Any], prompt_tokens: int, version: int) -> RawRe
         )
     finish = meta.get("finish_reason")
     kind = finish.get("type") if isinstance(finish, dict) else finish
-    if kind == "abort":
+    cut = kind == "abort" and cuts
+    if kind == "abort" and not cut:
         said = finish.get("message", "") if isinstance(finish, dict) else ""
         raise EngineError(f"{where}: the engine aborted the request: {said}")
     logprobs, ids = _triples(meta.get("output_token_logprobs"), where)
@@ -204,7 +278,8 @@ def _reply(answer: Mapping[str, Any], prompt_tokens: int, version: int) -> RawRe
     reported = version_number(meta.get("weight_version"), None, where)
     if reported != version:
         raise EngineError(f"{where}: sampled by version {reported}, while version {version} is held")
-    return RawReply(ids=ids, logprobs=logprobs, finish=kind, version_runs=((0, version),))
+    finish = "length" if cut else kind
+    return RawReply(ids=ids, logprobs=logprobs, finish=finish, version_runs=((0, version),)), cut
 
 
 def _triples(value: object, where: str) -> tuple[list[object], list[object]]:

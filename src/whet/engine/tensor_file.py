@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ WIDTHS: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, 
 """Bytes of one value, by the format's name of its type."""
 MANIFEST = "weights.json"
 SCHEMA = 1
+_NOTES = "__metadata__"
 _MAX_HEADER = 100 << 20
 _THREADS = 4
 
@@ -52,22 +54,36 @@ class Manifest:
 
 def read_tensors(path: Path) -> dict[str, Stored]:
     """The tensors of one file, not read before they are used. Raises EngineError for a damaged file."""
-    with boundary(EngineError, f"read weights {path}"):
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            head = int.from_bytes(file.read(8), "little")
-            if size < 8 or head > min(size - 8, _MAX_HEADER):
-                raise EngineError(f"{path} is no safetensors file, or only a part of one")
-            raw = orjson.loads(file.read(head))
-            body = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[8 + head :]
-        try:
-            return {n: _entry(path, n, e, body) for n, e in raw.items() if n != "__metadata__"}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise EngineError(f"{path} has a damaged header") from error
+    raw, start = _header(path)
+    with boundary(EngineError, f"read weights {path}"), path.open("rb") as file:
+        body = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[start:]
+    try:
+        return {n: _entry(path, n, e, body) for n, e in raw.items() if n != _NOTES}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise EngineError(f"{path} has a damaged header: {error!r}") from error
 
 
-def _entry(path: Path, name: str, entry: Mapping[str, object], body: Bytes) -> Stored:
-    dtype, shape, (start, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]  # type: ignore[arg-type,misc]
+def read_notes(path: Path) -> dict[str, str]:
+    """The strings in a file's header. Raises EngineError for a damaged file."""
+    notes = _header(path)[0].get(_NOTES, {})
+    return dict(notes) if isinstance(notes, dict) else {}
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Its entries and where the bytes of the tensors begin."""
+    with boundary(EngineError, f"read weights {path}"), path.open("rb") as file:
+        size = path.stat().st_size
+        head = int.from_bytes(file.read(8), "little")
+        if size < 8 or head > min(size - 8, _MAX_HEADER):
+            raise EngineError(f"{path} is no safetensors file, or only a part of one")
+        raw = orjson.loads(file.read(head))
+    if not isinstance(raw, dict):
+        raise EngineError(f"{path} has a damaged header")
+    return raw, 8 + head
+
+
+def _entry(path: Path, name: str, entry: Mapping[str, Any], body: Bytes) -> Stored:
+    dtype, shape, (start, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
     if dtype not in WIDTHS:
         raise EngineError(f"{path}: {name} is of type {dtype}, which is not served")
     if end - start != WIDTHS[dtype] * int(np.prod(shape, dtype=np.int64)) or not 0 <= start <= end <= len(
@@ -95,7 +111,7 @@ def read_folder(folder: Path) -> dict[str, Stored]:
 
 def write_tensors(path: Path, tensors: Mapping[str, Stored], notes: Mapping[str, str] | None = None) -> int:
     """Write one file, tensors in name order; its size in bytes. Raises EngineError."""
-    head: dict[str, object] = {"__metadata__": {"format": "pt", **(notes or {})}}
+    head: dict[str, object] = {_NOTES: {"format": "pt", **(notes or {})}}
     at = 0
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -41,6 +41,7 @@ class FakeSglang:
         self.sampler = FakeSampler(vocab_size, label="default", token_delay_s=token_delay_s)
         self.url = ""
         self.loads_fail = False
+        self.sleeping = False
         self._numbers = 0
         self._tasks: set[asyncio.Task[Job]] = set()
 
@@ -61,6 +62,8 @@ class FakeSglang:
         app.router.add_post("/flush_cache", self._flush)
         app.router.add_post("/update_weights_from_disk", self._update)
         app.router.add_post("/update_weight_version", self._update_version)
+        app.router.add_post("/release_memory_occupation", self._release)
+        app.router.add_post("/resume_memory_occupation", self._occupy)
         return app
 
     async def _models(self, http: web.Request) -> web.Response:
@@ -155,6 +158,16 @@ class FakeSglang:
     async def _update_version(self, http: web.Request) -> web.Response:
         self.sampler.label = (await http.json())["new_version"]
         return _json({"success": True, "new_version": self.sampler.label})
+
+    async def _release(self, http: web.Request) -> web.Response:
+        if self.sampler.jobs:
+            return _json({"error": {"message": "requests are running"}}, 400)
+        self.sleeping = True
+        return _json({})
+
+    async def _occupy(self, http: web.Request) -> web.Response:
+        self.sleeping = False
+        return _json({})
 
 
 def _json(body: Mapping[str, object], status: int = 200) -> web.Response:

@@ -8,7 +8,7 @@ that no healthy server shows.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from whet.engine.tensor_file import read_folder
 from whet.testing.fake_sampler import FakeSampler, Job
 from whet.testing.weight_folders import chance_tensors, served_sums
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Corrupt = Callable[[dict[str, Any]], object]
 """Gets the answer; what it returns is sent instead (bytes as they stand)."""
 
@@ -52,6 +51,8 @@ class FakeVllm:
         self.packs = False
         """As on a CPU: some tensors are packed away and reported as empty."""
         self.loads_fail = False
+        self.refusals = 0
+        """Reloads to refuse before the next succeeds."""
         self.loads_nothing = False
         """A reload is answered as done and changes nothing."""
         self.skips = ""
@@ -86,14 +87,12 @@ class FakeVllm:
             app.router.add_post("/sleep", self._sleep)
             app.router.add_post("/wake_up", self._wake)
             app.router.add_get("/is_sleeping", self._is_sleeping)
-        app.middlewares.append(self._hanging)
+        app.on_response_prepare.append(self._hang)
         return app
 
-    @web.middleware
-    async def _hanging(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _hang(self, http: web.Request, _: web.StreamResponse) -> None:
         if http.path in self.hangs:
             await asyncio.Event().wait()
-        return await handler(http)
 
     async def _models(self, http: web.Request) -> web.Response:
         return _json({"object": "list", "data": [{"id": "policy", "max_model_len": self.max_model_len}]})
@@ -211,7 +210,8 @@ class FakeVllm:
 
     async def _rpc(self, http: web.Request) -> web.Response:
         body = await http.json()
-        if body["method"] != "reload_weights" or self.loads_fail:
+        self.refusals, refused = max(0, self.refusals - 1), self.refusals > 0
+        if body["method"] != "reload_weights" or self.loads_fail or refused:
             return _error(500, "EngineCore encountered an issue")
         if not self.loads_nothing:
             self._load(Path(body["kwargs"]["weights_path"]))

@@ -29,9 +29,7 @@ LAYER = {
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def chance_tensors(
-    seed: str | int, *, layers: int = 2, vocab: int = 32, tied: bool = True
-) -> dict[str, Stored]:
+def chance_tensors(seed: str, *, layers: int = 2, vocab: int = 32, tied: bool = True) -> dict[str, Stored]:
     """Float32 tensors that follow from `seed`."""
     random = np.random.default_rng([ord(c) for c in seed])
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, 8), "model.norm.weight": (8,)}

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from whet.collect.agents import limits_of, open_agents
 from whet.config import Config, model_folder
 from whet.engine.base import Engine
+from whet.engine.open import open_server
 from whet.errors import ConfigError
 from whet.gateway.server import Gateway
 from whet.grade.clean import GradeConfig, Grader
@@ -22,6 +24,7 @@ from whet.harness.pool import WorkerPool
 from whet.record.run import RunDir
 from whet.record.scratch import remove_stale_scratch, scratch_folder
 from whet.record.store import Store
+from whet.render.family import Family
 from whet.render.load import load_family
 from whet.rollout import Judge
 from whet.sandbox.base import SandboxBackend
@@ -29,7 +32,13 @@ from whet.tasks.base import TaskSource
 from whet.tasks.open import open_source
 from whet.train.client import Learner, LearnerSpec
 from whet.train.plan import PlanConfig
-from whet.train.publish import InLearner, Publisher
+from whet.train.publish import (
+    DeltaPublisher,
+    DiskPublisher,
+    InLearner,
+    Publisher,
+    PublishOptions,
+)
 from whet.train.start_model import keep_start_model
 
 
@@ -48,6 +57,35 @@ class Parts:
     plan_config: PlanConfig
 
 
+TRAINED = ("embedded", "vllm", "sglang")
+"""Kinds of engines that take new weights from the trainer."""
+WEIGHTS = "weights"
+"""Folder of a run directory with published weights."""
+
+
+@asynccontextmanager
+async def _sampled_by(
+    run: RunDir, learner: Learner, family: Family
+) -> AsyncIterator[tuple[Engine, Publisher]]:
+    """The engine of a run, not yet with the trainer's weights, and what brings them there."""
+    table = run.config.engine
+    if table.kind == "embedded":
+        yield learner.engine, InLearner(learner)
+        return
+    spool = run.path / WEIGHTS
+    options = PublishOptions(
+        folder=Path(table.publish_dir or spool / "served"),
+        dtype=table.publish_dtype,
+        mode=table.publish_mode,
+        share_gpu=table.share_gpu,
+    )
+    async with open_server(run.config, family) as engine:
+        if table.publish == "delta":
+            yield engine, DeltaPublisher(learner, engine, options, spool)
+        else:
+            yield engine, DiskPublisher(learner, engine, options)
+
+
 def make_judge(config: Config, backend: SandboxBackend, source: TaskSource) -> TaskJudge:
     """The grading side; the caller closes it. The oracle is made inside and never leaves."""
     grader = Grader(backend, GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers))
@@ -57,12 +95,12 @@ def make_judge(config: Config, backend: SandboxBackend, source: TaskSource) -> T
 @asynccontextmanager
 async def assemble(run: RunDir, store: Store) -> AsyncIterator[Parts]:
     """All parts of a run, from the last committed checkpoint if there is one. Raises RecordError when the
-    start model is not the one that the run began with, ConfigError for an engine outside the learner."""
+    start model is not the one that the run began with, ConfigError for an engine that takes no weights."""
     remove_stale_scratch()
     config = run.config
-    if config.engine.kind != "embedded":
+    if config.engine.kind not in TRAINED:
         raise ConfigError(
-            f"engine.kind {config.engine.kind}: a training run samples with the embedded engine"
+            f"engine.kind {config.engine.kind}: a training run samples with {', '.join(TRAINED)}"
         )
     folder = model_folder(config)
     family = load_family(folder, config.model.family)
@@ -74,11 +112,11 @@ async def assemble(run: RunDir, store: Store) -> AsyncIterator[Parts]:
         keep_start_model(store, learner)
         if last is not None:
             await learner.load(run.path / last.checkpoint)
-        publisher = InLearner(learner)
+        engine, publisher = await stack.enter_async_context(_sampled_by(run, learner, family))
         await publisher.publish(learner.version)
         # Unix socket paths are limited to 107 bytes, a run directory may be deep.
         sockets = stack.enter_context(scratch_folder())
-        agents = await stack.enter_async_context(open_agents(config, family, learner.engine, sockets))
+        agents = await stack.enter_async_context(open_agents(config, family, engine, sockets))
         judge = make_judge(config, agents.backend, source)
         stack.push_async_callback(judge.close)
         yield Parts(
@@ -88,7 +126,7 @@ async def assemble(run: RunDir, store: Store) -> AsyncIterator[Parts]:
             gateway=agents.gateway,
             judge=judge,
             learner=learner,
-            engine=learner.engine,
+            engine=engine,
             publisher=publisher,
             plan_config=PlanConfig.of(config),
         )

@@ -17,7 +17,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +74,31 @@ class LearnerSpec:
             engine_threads=config.engine.threads,
             log=log,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """Weights as files."""
+
+    folder: Path
+    version: int
+    dtype: str = "auto"
+    own_head: bool = False
+    """An output head of its own even where it is tied to the embeddings."""
+    base: Path | None = None
+    delta: Path | None = None
+    """With both: the difference to the folder `base` goes into the file `delta` too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    checksum: str
+    tensors: Mapping[str, str]
+    """Checksum of each tensor."""
+    sent_bytes: int
+    """Of the delta where there is one, else of the whole."""
 
 
 class _Engine:
@@ -205,6 +230,19 @@ class Learner:
                 f" published was version {version} with {self.weights[:12]}"
             )
         return held
+
+    async def export(self, wanted: Export) -> Exported:
+        """Write the trainer's weights for an engine elsewhere. Raises TrainError."""
+        meta: Meta = {
+            "folder": _absolute(wanted.folder),
+            "version": wanted.version,
+            "dtype": wanted.dtype,
+            "own_head": wanted.own_head,
+            "base": _absolute(wanted.base) if wanted.base else "",
+            "delta": _absolute(wanted.delta) if wanted.delta else "",
+        }
+        said = (await self._call("train.export", meta, self._spec.call_deadline_s)).meta
+        return Exported(checksum=said["checksum"], tensors=said["tensors"], sent_bytes=int(said["bytes"]))
 
     async def save(self, folder: Path) -> None:
         """Checkpoint into `folder`, whole or not at all. Raises TrainError."""

@@ -29,6 +29,8 @@ from whet.engine.embedded_serve import EngineService
 from whet.engine.embedded_weights import checksum
 from whet.errors import TrainError, WhetError
 from whet.train import checkpoint, peers
+from whet.train.delta import write_delta
+from whet.train.export import Form, export
 from whet.train.follow import follow_parent
 from whet.train.options import TrainConfig, parse_config
 from whet.train.peers import Peers
@@ -64,6 +66,7 @@ class Commands:
             "train.save": self._save,
             "train.load": self._load,
             "train.publish": self._publish,
+            "train.export": self._export,
             "train.shutdown": self._shutdown,
         }
 
@@ -91,15 +94,29 @@ class Commands:
 
     def _publish(self, call: Call) -> None:
         """The sampler takes the trainer's weights, under the trainer's version and no other."""
-        version = int(call.meta["version"])
         if self._service is None:
             raise TrainError("this learner has no engine of its own to publish to")
-        if version != self._trainer.version:
-            raise TrainError(f"version {version} is not the trainer's, which is {self._trainer.version}")
+        version = self._current(int(call.meta["version"]))
         self._drain()
         self._service.core.refresh(version)
         failpoint.hit("learner.published")
         call.reply(self._held())
+
+    def _export(self, call: Call) -> None:
+        """The weights as a model folder, and as the difference to the folder `base` where one is named."""
+        meta, folder = call.meta, Path(call.meta["folder"])
+        form = Form(dtype=meta["dtype"], own_head=bool(meta["own_head"]))
+        version = self._current(int(meta["version"]))
+        manifest = export(self._trainer.model, folder, version, form, self._assets)
+        size = (folder / "model.safetensors").stat().st_size
+        if meta["delta"]:
+            size = write_delta(Path(meta["delta"]), Path(meta["base"]), folder)
+        call.reply({"checksum": manifest.checksum, "tensors": dict(manifest.tensors), "bytes": size})
+
+    def _current(self, version: int) -> int:
+        if version != self._trainer.version:
+            raise TrainError(f"version {version} is not the trainer's, which is {self._trainer.version}")
+        return version
 
     def _held(self) -> Meta:
         return {"version": self._trainer.version, "weights": checksum(self._trainer.model)}

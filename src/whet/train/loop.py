@@ -221,7 +221,8 @@ class Loop:
         plan = plan_step(groups, self._parts.plan_config)
         graded = [r.id for g in groups for r in g.rollouts if r.status is not Status.INFRA_FAILED]
         self._store.assign(step, graded)
-        result = await self._parts.learner.step(plan)
+        async with self._parts.publisher.training():
+            result = await self._parts.learner.step(plan)
         trained = time.monotonic()
         folder = self._run.checkpoints / f"step-{step:05d}"
         await self._parts.learner.save(folder)

@@ -1,0 +1,181 @@
+"""Publishers of files against a fake server: what travels, what is proven, and every way it can fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from whet.engine.base import PauseMode, Receipt
+from whet.engine.http import HttpOptions
+from whet.engine.tensor_file import read_folder, read_manifest, sums_of
+from whet.engine.vllm import VllmEngine, open_vllm
+from whet.errors import EngineError
+from whet.testing.fake_exporter import FakeExporter
+from whet.testing.fake_sglang import serve_sglang
+from whet.testing.fake_vllm import FakeVllm, serve_vllm
+from whet.testing.weight_folders import served_sums
+from whet.train.publish import DeltaPublisher, DiskPublisher, PublishOptions
+from whet.types import RequestKey, SamplingParams
+
+VOCAB = 40
+
+
+@asynccontextmanager
+async def server(**given: float) -> AsyncIterator[tuple[FakeVllm, VllmEngine]]:
+    options = {"call_deadline_s": 5.0, "control_deadline_s": 2.0, **given}
+    async with serve_vllm(VOCAB) as fake, open_vllm(HttpOptions(url=fake.url, **options)) as engine:
+        fake.sums = served_sums(FakeExporter().tensors)
+        yield fake, engine
+
+
+def to(folder: Path, mode: PauseMode = "keep") -> PublishOptions:
+    return PublishOptions(folder=folder, mode=mode)
+
+
+async def sampled_by(engine: VllmEngine) -> int:
+    key = RequestKey(seed=1, rollout_id="r", turn=0)
+    said = await engine.generate(np.arange(4, dtype=np.int32), SamplingParams(max_tokens=3), key)
+    return said.version_runs[0][1]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def test_each_version_is_loaded_proven_and_its_predecessors_go(tmp_path: Path) -> None:
+    async with server() as (fake, engine):
+        exporter = FakeExporter()
+        publisher = DiskPublisher(exporter, engine, to(tmp_path))
+        for version in range(4):
+            receipt = await publisher.publish(version)
+            assert (receipt.version, receipt.tensors) == (version, sums_of(exporter.tensors))
+            assert fake.sums == served_sums(exporter.tensors)
+            assert await sampled_by(engine) == version
+    assert names(tmp_path) == ["v000002", "v000003"]
+
+
+async def test_a_server_with_a_head_of_its_own_gets_one(tmp_path: Path) -> None:
+    async with server() as (fake, engine):
+        fake.sums["lm_head.weight"] = "as it was"
+        receipt = await DiskPublisher(FakeExporter(), engine, to(tmp_path)).publish(1)
+        assert receipt.tensors["lm_head.weight"] == receipt.tensors["model.embed_tokens.weight"]
+
+
+async def test_a_delta_leads_to_the_same_weights_with_fewer_bytes(tmp_path: Path) -> None:
+    async with server() as (fake, engine):
+        exporter = FakeExporter(share=0.01, vocab=4096)
+        publisher = DeltaPublisher(exporter, engine, to(tmp_path / "there"), tmp_path / "spool")
+        await publisher.publish(0)
+        whole = publisher.sent_bytes
+        for version in (1, 2, 5):
+            receipt = await publisher.publish(version)
+            assert fake.sums == served_sums(exporter.tensors)
+            assert receipt.tensors == sums_of(read_folder(tmp_path / "there" / f"v{version:06d}"))
+        assert publisher.sent_bytes < whole / 4
+        assert not list((tmp_path / "there").glob("*.delta"))
+
+
+async def test_a_delta_whose_base_is_gone_travels_whole(tmp_path: Path) -> None:
+    async with server() as (fake, engine):
+        exporter = FakeExporter()
+        publisher = DeltaPublisher(exporter, engine, to(tmp_path / "there"), tmp_path / "spool")
+        await publisher.publish(0)
+        (tmp_path / "there" / "v000000" / "model.safetensors").unlink()
+        await publisher.publish(1)
+        assert exporter.wanted[-1].delta is None
+        assert fake.sums == served_sums(exporter.tensors)
+        await publisher.publish(2)
+        assert exporter.wanted[-1].delta is not None
+
+
+async def test_sglang_takes_the_same_files(tmp_path: Path) -> None:
+    from whet.engine.sglang import open_sglang
+
+    async with serve_sglang(VOCAB) as fake, open_sglang(HttpOptions(url=fake.url)) as engine:
+        publisher = DeltaPublisher(FakeExporter(), engine, to(tmp_path / "there"), tmp_path / "spool")
+        for version in range(3):
+            assert (await publisher.publish(version)).version == version == await engine.version()
+
+
+class Liar:
+    """A server whose receipts are for something else."""
+
+    def __init__(self, engine: VllmEngine, lie: Receipt) -> None:
+        self._engine, self._lie = engine, lie
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    async def load(self, folder: Path, version: int, *, mode: PauseMode = "wait") -> Receipt:
+        await self._engine.load(folder, version, mode=mode)
+        return self._lie
+
+
+async def test_a_receipt_for_something_else_is_refused(tmp_path: Path) -> None:
+    held = sums_of(FakeExporter().tensors)
+    wrong = {**held, "model.norm.weight": "0" * 64}
+    lies = {
+        "receipt is for version 3, published was 0": Receipt(version=3, checksum="x", tensors=held),
+        "checksum 000000000000 for model.norm.weight, published was": Receipt(
+            version=0, checksum="x", tensors=wrong
+        ),
+        "checksum none for model.embed": Receipt(version=0, checksum="x"),
+    }
+    async with server() as (_, engine):
+        for said, lie in lies.items():
+            publisher = DiskPublisher(FakeExporter(), Liar(engine, lie), to(tmp_path))  # type: ignore[arg-type]
+            with pytest.raises(EngineError, match=said):
+                await publisher.publish(0)
+
+
+async def test_one_refusal_is_tried_again_and_two_are_one_clear_error(tmp_path: Path) -> None:
+    async with server() as (fake, engine):
+        publisher = DiskPublisher(FakeExporter(), engine, to(tmp_path))
+        fake.refusals = 1
+        assert (await publisher.publish(1)).version == 1
+        fake.refusals = 2
+        with pytest.raises(EngineError, match=r"refused /collective_rpc \(HTTP 500\)") as caught:
+            await publisher.publish(2)
+        assert "\n" not in str(caught.value)
+        with pytest.raises(EngineError, match="was to load version 2 and has not"):
+            await sampled_by(engine)
+        assert (await publisher.publish(2)).version == 2
+        assert await sampled_by(engine) == 2
+
+
+async def test_an_engine_that_never_answers_ends_in_time(tmp_path: Path) -> None:
+    async with server(call_deadline_s=0.2) as (fake, engine):
+        publisher = DiskPublisher(FakeExporter(), engine, to(tmp_path))
+        fake.hangs = {"/collective_rpc"}
+        async with asyncio.timeout(5):
+            with pytest.raises(EngineError, match="did not answer /collective_rpc within 0.2 s"):
+                await publisher.publish(1)
+
+
+async def test_the_engine_sleeps_while_the_trainer_works(tmp_path: Path) -> None:
+    async with server() as (fake, engine):
+        sharing = DiskPublisher(FakeExporter(), engine, PublishOptions(folder=tmp_path, share_gpu=True))
+        async with sharing.training():
+            assert fake.sleeping
+        assert not fake.sleeping
+        async with DiskPublisher(FakeExporter(), engine, to(tmp_path)).training():
+            assert not fake.sleeping
+
+
+async def test_a_restarted_server_gets_its_weights_back(tmp_path: Path) -> None:
+    async with server() as (fake, engine):
+        publisher = DiskPublisher(FakeExporter(), engine, to(tmp_path))
+        await publisher.publish(3)
+        fake.restart()
+        with pytest.raises(EngineError, match="'default', which no publication of ours set"):
+            await sampled_by(engine)
+        await publisher.publish(3)
+        assert await sampled_by(engine) == 3
+        manifest = read_manifest(tmp_path / "v000003")
+        assert manifest is not None
+        assert manifest.version == 3

@@ -273,9 +273,9 @@ class Collector:
         try:
             async with asyncio.timeout(None) as cut, asyncio.TaskGroup() as deciding:
                 for member in draft.members:
-                    if member.rollout is None:
+                    if member.waited_for:
                         deciding.create_task(self._decide(draft, member, cut))
-                    else:
+                    elif member.rollout is not None:
                         self._finished(member.rollout)
         except TimeoutError:
             late = draft.give_up()
@@ -377,7 +377,7 @@ class Collector:
         active = self._now.active.values()
         members = [m for draft in active for m in draft.members]
         running = sum(m.running_since is not None for m in members)
-        queued = sum(m.rollout is None and m.running_since is None for m in members)
+        queued = sum(m.waited_for and m.running_since is None for m in members)
         ready = sum(draft.group is not None for draft in active)
         line = (
             f"{running} rollouts run, {queued} wait for a worker, {ready} of {len(active)} groups are ready"

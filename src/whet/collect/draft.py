@@ -19,6 +19,8 @@ class HeldDraw:
     task: Task
     rollouts: Mapping[str, Rollout] = field(default_factory=dict)
     """Decided members by rollout id; the rest is run."""
+    given_up: frozenset[str] = frozenset()
+    """Members that were discarded when the group's time was over."""
     tried: Mapping[str, int] = field(default_factory=dict)
     """Rollout id -> number of the last try known."""
 
@@ -42,6 +44,10 @@ class Member:
 
     given_up: bool = False
     """Its group went on without it."""
+
+    @property
+    def waited_for(self) -> bool:
+        return self.rollout is None and not self.given_up
 
     def begin(self, now: float, version: int) -> None:
         self.begun_at = now if self.begun_at is None else self.begun_at
@@ -99,7 +105,7 @@ class Draft:
     @property
     def all_begun_at(self) -> float | None:
         """When the last member first got a worker; None while one waits for it."""
-        begun = [m.begun_at for m in self.members if m.rollout is None or m.begun_at is not None]
+        begun = [m.begun_at for m in self.members if m.waited_for or m.begun_at is not None]
         known = [at for at in begun if at is not None]
         return max(known) if known and len(known) == len(begun) else None
 
@@ -110,7 +116,7 @@ class Draft:
 
     def give_up(self) -> Sequence[str]:
         """Go on without who is undecided; returns their ids."""
-        late = [m for m in self.members if m.rollout is None]
+        late = [m for m in self.members if m.waited_for]
         for member in late:
             member.given_up = True
         return [m.slot.rollout_id for m in late]
@@ -132,6 +138,7 @@ def new_draft(
     if held is not None:
         for member in members:
             member.tried = held.tried.get(member.slot.rollout_id, 0)
+            member.given_up = member.slot.rollout_id in held.given_up
             rollout = held.rollouts.get(member.slot.rollout_id)
             if rollout is not None:
                 member.decide(rollout)

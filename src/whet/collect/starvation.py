@@ -1,7 +1,8 @@
 """Says that the trainer waits for groups, after 1, 10 and 30 seconds, and ends a run that gets no further.
 
-Warnings count the wait. The limit counts from the last sign of progress, a rollout begun or decided: agents
-may take minutes, and a wait in which rollouts end is no fault. Called by collector.py while a batch is short.
+All warnings go to the log, the last one to the person too. The limit counts from the last sign of progress, a
+rollout begun or decided: agents may take minutes, and a wait in which rollouts end is no fault. Called by
+collector.py while a batch is short.
 """
 
 from __future__ import annotations
@@ -43,5 +44,5 @@ class Starvation:
         while self._marks and now >= self._began + self._marks[0]:
             mark = self._marks.pop(0)
             log.warning("starved waited_s=%g %s", mark, cause)
-            if mark > MARKS_S[0]:
+            if not self._marks:
                 self._warn(f"the trainer has waited {mark:g} s for groups: {cause}")

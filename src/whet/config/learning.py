@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from whet.config.base import Count, CountOrZero, Fraction, Table
+from whet.config.base import Count, CountOrZero, Fraction, Seconds, SecondsOrZero, Table
 
 
 class CollectTable(Table):
@@ -21,6 +21,34 @@ class CollectTable(Table):
     """Graded rollouts below which nothing of a group is trained."""
     mask_alarm: Fraction = 0.1
     """Share of a step's tries that failed of the infrastructure from which a warning is given; 0 = never."""
+    error_limit: Count = 20
+    """Tries in a row that failed of the infrastructure: then the run stops, with the last cause."""
+    max_staleness: CountOrZero = 0
+    """Versions a trained token may be behind the trainer; rollouts run while it trains. 0 = synchronous."""
+    window: Annotated[float, Field(gt=0, le=1)] = 0.3
+    """max_staleness > 0: share of the groups under way, from the oldest on, that a step may choose from."""
+    overdue: Literal["wait", "cancel"] = "wait"
+    """max_staleness > 0: a step waits for a group that is late for the bound, or gives the slow one up."""
+    group_deadline_s: SecondsOrZero = 0.0
+    """max_staleness > 0: from a rollout's start to its agent's stop, with all tries; 0 = limits.wall_s."""
+    group_grace_s: Seconds = 600.0
+    """From that deadline until a group goes on without who is still undecided."""
+    refill: Annotated[float, Field(ge=0)] = 1.0
+    """max_staleness > 0: groups without gradient that are replaced per step, as share of groups_per_step."""
+    starve_limit_s: Seconds = 3600.0
+    """max_staleness > 0: wait for groups while no rollout begins or ends, after which the run stops."""
+
+    @model_validator(mode="after")
+    def _fits_staleness(self) -> Self:
+        for key in ("window", "overdue", "group_deadline_s", "refill", "starve_limit_s"):
+            if not self.max_staleness and self.__dict__[key] != type(self).model_fields[key].default:
+                raise ValueError(f"{key} means nothing with max_staleness = 0")
+        if (
+            not self.group_deadline_s
+            and self.group_grace_s != type(self).model_fields["group_grace_s"].default
+        ):
+            raise ValueError("group_grace_s means nothing without group_deadline_s")
+        return self
 
 
 class TrainTable(Table):

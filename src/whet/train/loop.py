@@ -1,9 +1,10 @@
-"""The synchronous training loop in the controller: collect, plan, step, checkpoint, commit, repeat.
+"""The training loop in the controller: collect, plan, step, checkpoint, commit, publish, repeat.
 
-    tasks -> Dispatcher -> groups -> plan_step -> Learner.step -> checkpoint (rename) -> Store.commit_step
+    Batches -> groups -> plan_step -> Learner.step -> checkpoint (rename) -> Store.commit_step -> Publisher
 
-Never imports torch: the learner is a child process. What is stored before a crash is used after it, so a
-resumed run of a scripted agent ends with the same bits. Called by the CLI and the demo.
+Batches (batches.py) are made for the step, or ahead of it while the one before is trained. Never imports
+torch: the learner is a child process. What is stored before a crash is used after it, so a resumed
+synchronous run of a scripted agent ends with the same bits. Called by the CLI and the demo.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from whet import failpoint
 from whet.collect.breaker import Breaker
-from whet.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot, Watcher
+from whet.collect.dispatcher import Dispatcher, Phase, Runner, Watcher
 from whet.collect.masking import MaskRate
 from whet.config import Config
 from whet.errors import RecordError
@@ -32,9 +33,11 @@ from whet.record.store import Score, Store
 from whet.rollout import Attempts
 from whet.stop import run_interruptible
 from whet.train.assembly import Parts, assemble
+from whet.train.batches import Batches, InStep, collect_options, open_ahead
 from whet.train.client import StepResult
 from whet.train.plan import plan_step
-from whet.types import Group, Ledger, Rollout, Status
+from whet.train.sink import StoreSink
+from whet.types import Group, Ledger, Status
 
 
 class Observer(Watcher, Protocol):
@@ -71,29 +74,6 @@ SHOWN = (
 """Metrics of a step that the view gets; all of them are in metrics.jsonl."""
 WALL_S, EXTRA = "wall_s", "summary_extra"
 """Facts of a run."""
-
-
-class StoreSink:
-    """The collector's sink: rollouts and attempts go to the run's store, and into the account of masks."""
-
-    def __init__(self, store: Store, masks: MaskRate) -> None:
-        self._store, self._masks = store, masks
-
-    def put(self, slot: Slot, rollout: Rollout) -> None:
-        self._masks.decided(rollout)
-        self._store.put_rollout(slot.phase, slot.step, slot.group, slot.slot, rollout)
-
-    def attempted(self, slot: Slot, rollout: Rollout) -> None:
-        self._masks.failed(rollout)
-        self._store.put_attempt(rollout)
-
-    def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
-        again = self._store.still_open(phase, step)
-        stored = self._store.rollouts(phase, step)
-        return {r.id: r for r in stored if not (again and r.status is Status.INFRA_FAILED)}
-
-    def tried(self, phase: Phase, step: int) -> Mapping[str, int]:
-        return self._store.tried(f"{phase}/{step:05d}/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,15 +128,16 @@ class Loop:
             keep_log=AgentLogs(run.logs).keep,
             keep_artifacts=AgentArtifacts(run.artifacts).keep,
         )
-        options = CollectOptions(
-            seed=c.run.seed,
-            group_size=c.collect.group_size,
-            attempts=c.collect.attempts,
-            temperature=c.engine.temperature,
-        )
+        self._attempts: Runner = attempts
         self._masks = MaskRate(c.collect.mask_alarm)
+        self._sink = StoreSink(store, self._masks)
         self._dispatcher = Dispatcher(
-            attempts, StoreSink(store, self._masks), view, Breaker(), options, check=parts.learner.check
+            attempts,
+            self._sink,
+            view,
+            Breaker(c.collect.error_limit),
+            collect_options(c),
+            check=parts.learner.check,
         )
 
     async def run(self) -> Mapping[str, Any]:
@@ -169,13 +150,34 @@ class Loop:
         title = f"{c.harness.agent} {self._parts.harness.version}, seed {c.run.seed}"
         self._view.begin(title, left * per_step + (2 + self._evals_left(first)) * self._eval_tasks())
         before = await self._evaluate("eval_before", 0)
-        for step in range(first, c.run.steps + 1):
-            # Before a step, not after one: an evaluation that a kill cut short is finished first.
-            if self._evaluated_after(step - 1):
-                await self._evaluate("eval_during", step - 1)
-            await self._step(step)
+        async with self._batches() as batches:
+            for step in range(first, c.run.steps + 1):
+                # Before a step, not after one: an evaluation that a kill cut short is finished first.
+                if self._evaluated_after(step - 1):
+                    await self._evaluate("eval_during", step - 1)
+                await self._step(step, batches)
         after = await self._evaluate("eval_after", c.run.steps)
         return self._summary(before, after)
+
+    @asynccontextmanager
+    async def _batches(self) -> AsyncIterator[Batches]:
+        """Where steps get their groups from, until the last step."""
+        c, parts = self._run.config, self._parts
+        if not c.collect.max_staleness:
+            yield InStep(self._dispatcher, parts.source, c.tasks.groups_per_step)
+            return
+        async with open_ahead(
+            c,
+            self._store,
+            parts.source,
+            self._attempts,
+            self._sink,
+            self._view,
+            check=parts.learner.check,
+            warn=self._view.note,
+            version=parts.learner.version,
+        ) as ahead:
+            yield ahead
 
     def _evaluated_after(self, step: int) -> bool:
         every = self._run.config.run.eval_every_steps
@@ -210,13 +212,11 @@ class Loop:
         self._metrics.write({"event": phase, "step": step, **counts})
         return groups
 
-    async def _step(self, step: int) -> None:
+    async def _step(self, step: int, batches: Batches) -> None:
         c = self._run.config
         began = time.monotonic()
-        per_step = c.tasks.groups_per_step
-        tasks = self._parts.source.tasks("train", (step - 1) * per_step, per_step)
-        self._view.stage(f"step {step} of {c.run.steps}", per_step * c.collect.group_size)
-        groups = await self._dispatcher.collect("train", step, tasks)
+        self._view.stage(f"step {step} of {c.run.steps}", c.tasks.groups_per_step * c.collect.group_size)
+        groups, told = await batches.next(step)
         collected = time.monotonic()
         plan = plan_step(groups, self._parts.plan_config)
         graded = [r.id for g in groups for r in g.rollouts if r.status is not Status.INFRA_FAILED]
@@ -227,7 +227,7 @@ class Loop:
         folder = self._run.checkpoints / f"step-{step:05d}"
         await self._parts.learner.save(folder)
         metrics = _step_metrics(groups, plan.ledger, result)
-        metrics |= {"collect_s": collected - began, "train_s": trained - collected}
+        metrics |= {"collect_s": collected - began, "train_s": trained - collected, **told}
         masked = self._masks.close_step()
         metrics |= {"tries": masked.tries, "masked": masked.masked, "mask_rate": masked.rate}
         metrics["mask_alarm"] = bool(masked.alarm)
@@ -247,8 +247,10 @@ class Loop:
         )
         failpoint.hit("loop.committed")
         if not result.skipped:
+            batches.pending(result.version)
             await self._parts.publisher.publish(result.version)
         failpoint.hit("loop.published")
+        batches.published(result.version)
         self._metrics.write({"event": "step", "step": step, **metrics})
         self._view.step_done(step, c.run.steps, {name: metrics[name] for name in SHOWN})
         prune(self._run.checkpoints, c.run.keep_checkpoints)

@@ -133,6 +133,7 @@ class TrainConfig:
             epochs=t.epochs,
             temperature=config.engine.temperature,
             max_logprob_gap=t.max_logprob_gap,
+            max_staleness=config.collect.max_staleness,
             reference=t.reference,
             kl_alarm=t.kl_alarm,
             reference_alarm=t.reference_alarm,

@@ -232,6 +232,17 @@ def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
     return slots
 
 
+def use_of(group: Group, config: PlanConfig) -> str:
+    """Why nothing of a group would be trained (infra, degenerate, truncated, ...), or empty. What is said of
+    most of its rollouts; infra only if there is nothing else to say."""
+    slots = _judge(group, config)
+    if any(not s.reason and s.counted for s in slots):
+        return ""
+    reasons = [s.reason or "zero_advantage" for s in slots]
+    others = [reason for reason in reasons if reason != "infra"]
+    return max(others, key=others.count) if others else "infra"
+
+
 def _reason(rollout: Rollout, value: float | None, *, degenerate: bool, masked: bool) -> str:
     """Why a rollout is not trained, or empty. The first that applies names it. `value` None: the
     infrastructure took its score, or so many of its group's that none of them is usable."""

@@ -24,6 +24,12 @@ from whet.train.pack import MicroBatch
 
 T = TypeVar("T")
 _ERROR_BYTES = 1024
+
+
+class RankLostError(TrainError):
+    """A rank is gone or did not answer in time: the others can do nothing without it."""
+
+
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LARGEST = frozenset({"gap"})
 """Measures of which the largest counts; all others are sums."""
@@ -150,7 +156,7 @@ def _all_there(doing: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         line = str(error).strip().partition("\n")[0]
-        raise TrainError(f"{doing}: another rank is gone or did not answer ({line})") from error
+        raise RankLostError(f"{doing}: another rank is gone or did not answer ({line})") from error
 
 
 def _bits(tensor: Tensor) -> int:

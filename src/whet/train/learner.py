@@ -16,7 +16,8 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from whet.engine.embedded_weights import checksum
 from whet.errors import TrainError, WhetError
 from whet.train import checkpoint, peers
 from whet.train.delta import write_delta
+from whet.train.dist import RankLostError
 from whet.train.export import Form, export
 from whet.train.follow import follow_parent
 from whet.train.options import TrainConfig, parse_config
@@ -57,6 +59,8 @@ class Commands:
         self._probe_gap = probe_gap
         self._others = others or Peers(trainer.ranks, [])
         self.stop = False
+        self.lost = ""
+        """Why the learner cannot go on, or empty."""
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
@@ -77,8 +81,9 @@ class Commands:
     def _step(self, call: Call) -> None:
         plan = decode_plan(call.meta["plan"], call.arrays)
         self._drain()
-        self._others.tell("step", {"plan": call.meta["plan"]}, call.arrays)
-        result = self._trainer.step(plan)
+        with self._together():
+            self._others.tell("step", {"plan": call.meta["plan"]}, call.arrays)
+            result = self._trainer.step(plan)
         failpoint.hit("learner.stepped")
         call.reply({**asdict(result), **self._held()})
 
@@ -88,7 +93,8 @@ class Commands:
 
     def _load(self, call: Call) -> None:
         self._drain()
-        self._others.tell("load", {"folder": call.meta["folder"]})
+        with self._together():
+            self._others.tell("load", {"folder": call.meta["folder"]})
         checkpoint.load(self._trainer, Path(call.meta["folder"]))
         self._info(call)
 
@@ -125,6 +131,15 @@ class Commands:
         self.stop = True
         call.reply()
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Without one of its ranks the learner is of no use: it answers this call and ends."""
+        try:
+            yield
+        except RankLostError as error:
+            self.stop, self.lost = True, str(error)
+            raise
+
     def _drain(self) -> None:
         """Let every request that was submitted end; nothing new is read meanwhile."""
         while self._service is not None and self._service.core.busy:
@@ -160,7 +175,10 @@ def run(args: argparse.Namespace) -> None:
     service, gap = sampler(model, args.engine, config)
     with peers.started(args.model, config) as others:
         trainer = Trainer(model, config, reference=read_reference(config, args.model), ranks=others.ranks)
-        serve(args.socket, Commands(trainer, service, args.model, gap, others), service)
+        commands = Commands(trainer, service, args.model, gap, others)
+        serve(args.socket, commands, service)
+    if commands.lost:
+        raise TrainError(commands.lost)
 
 
 def main(argv: list[str]) -> int:

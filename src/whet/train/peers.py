@@ -26,7 +26,7 @@ import numpy.typing as npt
 from whet.engine.channel import Decoder, Frame, Meta, encode
 from whet.errors import TrainError, WhetError, boundary
 from whet.train import checkpoint
-from whet.train.dist import Alone, Ranks, join
+from whet.train.dist import Alone, RankLostError, Ranks, join
 from whet.train.follow import follow_parent
 from whet.train.options import TrainConfig, dump_config, parse_config
 from whet.train.policy_open import open_policy
@@ -51,10 +51,8 @@ class Peers:
         frame = encode({"op": op, **meta}, arrays) if self._children else b""
         for rank, child in enumerate(self._children, 1):
             if (code := child.poll()) is not None:
-                raise TrainError(
-                    f"rank {rank} of the learner died (exit status {code}), see the learner's log"
-                )
-            with boundary(TrainError, f"write to rank {rank} of the learner"):
+                raise RankLostError(f"rank {rank} died (exit status {code}): see the learner's log")
+            with boundary(RankLostError, f"write to rank {rank} of the learner"):
                 pipe = _pipe(child)
                 pipe.write(frame)
                 pipe.flush()

@@ -126,6 +126,8 @@ class TrainTable(Table):
     """kl: divergence from the reference from which a warning is given; 0 = never."""
     kl_alarm: Annotated[float, Field(ge=0)] = 0.1
     """Divergence of the trainer from what sampled the batch from which a warning is given; 0 = never."""
+    restarts: CountOrZero = 3
+    """Times a learner that died is started again before the run ends; each committed step counts anew."""
     token_budget: Count = 16384
     """Tokens per micro-batch."""
     rows: Literal["all", "collapse", "final"] = "all"

@@ -6,7 +6,8 @@ grader <- backend                                 learner <- model folder or che
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from whet.sandbox.base import SandboxBackend
 from whet.tasks.base import TaskSource
 from whet.tasks.open import open_source
 from whet.train.client import Learner, LearnerSpec
+from whet.train.lifeline import Committed, Lifeline, LivingEngine
 from whet.train.plan import PlanConfig
 from whet.train.publish import (
     DeltaPublisher,
@@ -40,6 +42,8 @@ from whet.train.publish import (
     PublishOptions,
 )
 from whet.train.start_model import keep_start_model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,7 @@ class Parts:
     learner: Learner
     engine: Engine
     publisher: Publisher
+    life: Lifeline
     plan_config: PlanConfig
 
 
@@ -92,8 +97,20 @@ def make_judge(config: Config, backend: SandboxBackend, source: TaskSource) -> T
     return TaskJudge(grader, source)
 
 
+def committed(run: RunDir, store: Store) -> Committed:
+    """Where the newest committed checkpoint lies, whenever it is asked for."""
+
+    def newest() -> Path | None:
+        last = store.last_step()
+        return None if last is None else run.path / last.checkpoint
+
+    return newest
+
+
 @asynccontextmanager
-async def assemble(run: RunDir, store: Store) -> AsyncIterator[Parts]:
+async def assemble(
+    run: RunDir, store: Store, note: Callable[[str], None] = log.warning
+) -> AsyncIterator[Parts]:
     """All parts of a run, from the last committed checkpoint if there is one. Raises RecordError when the
     start model is not the one that the run began with, ConfigError for an engine that takes no weights."""
     remove_stale_scratch()
@@ -116,6 +133,9 @@ async def assemble(run: RunDir, store: Store) -> AsyncIterator[Parts]:
         await publisher.publish(learner.version)
         # Unix socket paths are limited to 107 bytes, a run directory may be deep.
         sockets = stack.enter_context(scratch_folder())
+        life = Lifeline(learner, publisher, committed(run, store), restarts=config.train.restarts, say=note)
+        if config.engine.kind == "embedded":
+            engine = LivingEngine(engine, life)
         agents = await stack.enter_async_context(open_agents(config, family, engine, sockets))
         judge = make_judge(config, agents.backend, source)
         stack.push_async_callback(judge.close)
@@ -128,5 +148,6 @@ async def assemble(run: RunDir, store: Store) -> AsyncIterator[Parts]:
             learner=learner,
             engine=engine,
             publisher=publisher,
+            life=life,
             plan_config=PlanConfig.of(config),
         )

@@ -132,6 +132,12 @@ class _Engine:
     async def refresh(self) -> None:
         await self._inner.refresh()
 
+    def replace(
+        self, inner: EmbeddedEngine, explain: Callable[[EngineError], Awaitable[EngineError]]
+    ) -> None:
+        """The learner was started again."""
+        self._inner, self._explain = inner, explain
+
     async def close(self) -> None:
         """Nothing to do: the learner's context owns the channel."""
 
@@ -139,8 +145,10 @@ class _Engine:
 class Learner:
     """See the module. Make one with `Learner.start`."""
 
-    def __init__(self, spec: LearnerSpec, child: _Child, channel: Channel, engine: _Engine | None) -> None:
-        self._spec, self._child, self._channel, self._engine = spec, child, channel, engine
+    def __init__(self, spec: LearnerSpec, folder: Path, child: _Child, channel: Channel) -> None:
+        self._spec, self._folder, self._child, self._channel = spec, folder, child, channel
+        self._engine: _Engine | None = None
+        self._life = 0
         self.version = 0
         """Policy version of the trainer's weights, which the engine need not hold yet."""
         self.weights = ""
@@ -170,35 +178,53 @@ class Learner:
         """A learner that has passed the engine probe. Raises EngineError with the child's own words."""
         # Unix socket paths are limited to 107 bytes, a run directory may be deep.
         with scratch_folder() as folder:
-            child = await _Child.spawn(spec, folder / "learner", spec.log or folder / "learner.log")
+            learner = cls(spec, folder, *await _begin(spec, folder))
             try:
-                channel = await child.connect(spec.start_deadline_s)
-                try:
-                    yield await cls._attach(spec, child, channel)
-                finally:
-                    await _farewell(channel)
+                await learner._attach()
+                yield learner
             finally:
-                await child.end()
+                await learner._end()
 
-    @classmethod
-    async def _attach(cls, spec: LearnerSpec, child: _Child, channel: Channel) -> Learner:
-        engine = None
-        if spec.samples:
-            inner = await EmbeddedEngine.attach(channel, call_deadline_s=spec.call_deadline_s)
-            engine = _Engine(inner, child.explain)
-        learner = cls(spec, child, channel, engine)
-        info = await learner._call("train.info", {}, spec.call_deadline_s)
-        learner.probe_gap = float(info.meta["probe_gap"])
-        learner._note(info)
-        return learner
+    async def restart(self) -> None:
+        """A new process in the place of one that is gone; it holds the start model, and so does its engine.
+        Raises EngineError, TrainError."""
+        await self._end()
+        self._life += 1
+        self._child, self._channel = await _begin(self._spec, self._folder, self._life)
+        await self._attach()
+
+    async def _attach(self) -> None:
+        if self._spec.samples:
+            inner = await EmbeddedEngine.attach(self._channel, call_deadline_s=self._spec.call_deadline_s)
+            if self._engine is None:
+                self._engine = _Engine(inner, self._child.explain)
+            else:
+                self._engine.replace(inner, self._child.explain)
+        info = await self._call("train.info", {}, self._spec.call_deadline_s)
+        self.probe_gap = float(info.meta["probe_gap"])
+        self._note(info)
+
+    async def _end(self) -> None:
+        try:
+            await _farewell(self._channel)
+        finally:
+            await self._child.end()
 
     def _note(self, frame: Frame) -> None:
         self.version, self.weights = int(frame.meta["version"]), str(frame.meta["weights"])
 
+    @property
+    def alive(self) -> bool:
+        return self._channel.alive
+
+    async def death(self) -> EngineError:
+        """How a learner that is gone ended."""
+        return await self._child.explain(EngineError("the connection to the learner ended"))
+
     async def check(self) -> None:
         """Raises EngineError, saying how it ended, when the learner is gone; returns at once otherwise."""
-        if not self._channel.alive:
-            raise await self._child.explain(EngineError("the connection to the learner ended"))
+        if not self.alive:
+            raise await self.death()
 
     async def step(self, plan: StepPlan) -> StepResult:
         """Train one plan; nothing samples with the result before it is published.
@@ -273,6 +299,16 @@ def _module_path() -> str:
     """PYTHONPATH under which a child finds this very package."""
     own = str(Path(__file__).parents[2])
     return os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+async def _begin(spec: LearnerSpec, folder: Path, life: int = 0) -> tuple[_Child, Channel]:
+    """A process and the way to it. Raises EngineError with its own words when it does not come up."""
+    child = await _Child.spawn(spec, folder / f"learner{life}", spec.log or folder / "learner.log")
+    try:
+        return child, await child.connect(spec.start_deadline_s)
+    except BaseException:
+        await child.end()
+        raise
 
 
 async def _farewell(channel: Channel) -> None:

@@ -137,7 +137,7 @@ class Loop:
             view,
             Breaker(c.collect.error_limit),
             collect_options(c),
-            check=parts.learner.check,
+            check=parts.life.check,
         )
 
     async def run(self) -> Mapping[str, Any]:
@@ -173,7 +173,7 @@ class Loop:
             self._attempts,
             self._sink,
             self._view,
-            check=parts.learner.check,
+            check=parts.life.check,
             warn=self._view.note,
             version=parts.learner.version,
         ) as ahead:
@@ -221,20 +221,18 @@ class Loop:
         plan = plan_step(groups, self._parts.plan_config)
         graded = [r.id for g in groups for r in g.rollouts if r.status is not Status.INFRA_FAILED]
         self._store.assign(step, graded)
-        async with self._parts.publisher.training():
-            result = await self._parts.learner.step(plan)
-        trained = time.monotonic()
         folder = self._run.checkpoints / f"step-{step:05d}"
-        await self._parts.learner.save(folder)
+        trained = await self._parts.life.train(plan, folder)
+        result = trained.result
         metrics = _step_metrics(groups, plan.ledger, result)
-        metrics |= {"collect_s": collected - began, "train_s": trained - collected, **told}
+        metrics |= {"collect_s": collected - began, "train_s": time.monotonic() - collected, **told}
         masked = self._masks.close_step()
         metrics |= {"tries": masked.tries, "masked": masked.masked, "mask_rate": masked.rate}
         metrics["mask_alarm"] = bool(masked.alarm)
         for alarm in filter(None, (masked.alarm, result.alarm)):
             self._view.note(f"step {step}: {alarm}")
         metrics["step_s"] = time.monotonic() - began
-        metrics["weights"] = self._parts.learner.weights
+        metrics |= {"weights": trained.weights, "learner_restarts": self._parts.life.restarts}
         self._store.commit_step(
             step,
             metrics,
@@ -248,7 +246,7 @@ class Loop:
         failpoint.hit("loop.committed")
         if not result.skipped:
             batches.pending(result.version)
-            await self._parts.publisher.publish(result.version)
+        await self._parts.life.publish(trained)
         failpoint.hit("loop.published")
         batches.published(result.version)
         self._metrics.write({"event": "step", "step": step, **metrics})
@@ -317,7 +315,7 @@ async def _train(config: Config, view: Observer, options: TrainOptions) -> Mappi
         view.note(f"run directory {run.path}")
         view.stage("starting the learner and the agents")
         try:
-            async with assemble(run, store) as parts:
+            async with assemble(run, store, view.note) as parts:
                 summary = await Loop(run, store, metrics, parts, view, clock).run()
         finally:
             # The disk may be what ended the run: its own line must come through.

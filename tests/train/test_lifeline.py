@@ -1,0 +1,123 @@
+"""A learner that dies anywhere is replaced, and nothing of the run shows it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from whet.errors import EngineError, TrainError
+from whet.testing.fake_learner import FakeLearner
+from whet.train.lifeline import Lifeline, LivingEngine
+from whet.train.plan import StepPlan
+from whet.types import Ledger, RequestKey, SamplingParams
+
+STEPS = 3
+REQUESTS = 4
+
+
+class Run:
+    """Samples, trains and commits like the loop; a commit is a line in a list."""
+
+    def __init__(self, folder: Path, dies_at: Collection[tuple[str, int]], restarts: int = 2) -> None:
+        self.learner, self.folder, self.steps = FakeLearner(dies_at), folder, list[str]()
+        self.said = list[str]()
+        self.life = Lifeline(
+            self.learner, self.learner, self.committed, restarts=restarts, say=self.said.append
+        )
+        self.engine = LivingEngine(self.learner, self.life)
+
+    def committed(self) -> Path | None:
+        return self.folder / f"step{len(self.steps)}" if self.steps else None
+
+    async def generate(self, step: int, slot: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+        key = RequestKey(seed=0, rollout_id=f"{step}/{slot}", turn=0)
+        made = await self.engine.generate(np.zeros(3, np.int32), SamplingParams(max_tokens=4), key)
+        return made.ids.tolist(), made.version_runs
+
+    async def whole(self) -> list[object]:
+        """Everything that was sampled and trained, in order."""
+        happened: list[object] = []
+        for step in range(1, STEPS + 1):
+            sampled = await asyncio.gather(*(self.generate(step, slot) for slot in range(REQUESTS)))
+            plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest=str(sampled))
+            trained = await self.life.train(plan, self.folder / f"step{step}")
+            self.steps.append(trained.weights)
+            await self.life.publish(trained)
+            happened += [*sampled, trained.weights, trained.result.version]
+        happened.append((self.engine.receipt, self.learner.version, self.learner.weights))
+        return happened
+
+
+PLACES = [
+    *[("generate", n) for n in (1, 2, 6, 12)],
+    *[(name, n) for name in ("step", "save", "saved") for n in (1, 2, 3)],
+    *[("publish", n) for n in (1, 3)],
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]}{place[1]}")
+async def test_a_death_anywhere_does_not_show(tmp_path: Path, place: tuple[str, int]) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    undisturbed = await Run(tmp_path / "a", ()).whole()
+    run = Run(tmp_path / "b", [place])
+    assert await run.whole() == undisturbed
+    assert run.learner.lives == 2
+    assert run.life.restarts == 1
+    assert run.said == ["the learner died (killed by signal 9); it is started again (1 of 2)"]
+
+
+async def test_one_that_dies_while_it_is_brought_back_is_brought_back_again(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    undisturbed = await Run(tmp_path / "a", ()).whole()
+    run = Run(tmp_path / "b", [("step", 2), ("load", 1)])
+    assert await run.whole() == undisturbed
+    assert run.learner.lives == 3
+
+
+async def test_a_death_between_checkpoint_and_commit_is_found_when_the_step_is_published(
+    tmp_path: Path,
+) -> None:
+    """Somebody else finds it dead and brings it back at the step before; the step is loaded then."""
+    run = Run(tmp_path, [])
+    plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
+    trained = await run.life.train(plan, tmp_path / "step1")
+    run.learner.alive = False
+    await run.generate(1, 0)
+    assert run.learner.weights == "start"
+    run.steps.append(trained.weights)
+    await run.life.publish(trained)
+    assert (run.learner.weights, run.engine.receipt.checksum) == (trained.weights, trained.weights)
+    assert run.engine.receipt.version == trained.result.version == 1
+
+
+async def test_deaths_without_a_step_in_between_end_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, [("step", 1), ("step", 2), ("step", 3)], restarts=2)
+    with pytest.raises(EngineError, match=r"^the learner died \(killed by signal 9\)$"):
+        await run.whole()
+    assert len(run.said) == 2
+    run = Run(tmp_path, [("step", 1), ("step", 3), ("step", 5)], restarts=1)
+    await run.whole()
+    assert run.life.restarts == 3, "a committed step counts anew"
+    run = Run(tmp_path, [("generate", 1)], restarts=0)
+    with pytest.raises(EngineError, match="the learner died"):
+        await run.whole()
+
+
+async def test_what_a_living_learner_refuses_is_refused(tmp_path: Path) -> None:
+    class Refusing(FakeLearner):
+        async def save(self, folder: Path) -> None:
+            raise TrainError("no space left")
+
+    run = Run(tmp_path, ())
+    learner = Refusing()
+    life = Lifeline(learner, learner, run.committed, restarts=3)
+    plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0)
+    with pytest.raises(TrainError, match="no space left"):
+        await life.train(plan, tmp_path / "step1")
+    assert learner.lives == 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from whet.errors import TrainError
-from whet.train.advantage import advantages
+from whet.train.advantage import advantages, overlong_penalty
 
 
 def test_formulas_against_hand_written_numbers() -> None:
@@ -41,3 +41,10 @@ def test_refusals() -> None:
         advantages([1.0, float("nan")])
     with pytest.raises(TrainError, match="maxrl"):
         advantages([1.0, -0.5], "maxrl")
+
+
+def test_length_costs_nothing_then_evenly_more_then_all() -> None:
+    """DAPO's soft punishment with L = 20, C = 8."""
+    lengths = (0, 12, 14, 16, 20, 400)
+    assert [overlong_penalty(n, 20, 8) for n in lengths] == [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
+    assert overlong_penalty(10**6, 0, 8) == 0.0

@@ -230,8 +230,13 @@ def score_masked(
 
     prefix [P] int64, rows [B, T] int64 right-padded, mask [B, T] bool; at least one token is masked in.
     """
+    hidden, targets, row = chosen(model, prefix, rows, mask)
+    return score(model, hidden, targets, temperature), row
+
+
+def chosen(model: Policy, prefix: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [N, d] that predict the masked tokens, those tokens [N] and their rows [N]."""
     prefix, inputs, targets, mask = predictors(prefix, rows, mask)
     targets, mask = targets.to(model.device), mask.to(model.device)
     hidden = model.hidden(prefix, inputs)
-    row = mask.nonzero()[:, 0]
-    return score(model, hidden[mask], targets[mask], temperature), row
+    return hidden[mask], targets[mask], mask.nonzero()[:, 0]

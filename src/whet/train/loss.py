@@ -50,6 +50,22 @@ class Terms:
     prox_mu: Tensor | None = None
     """log w of its rollout, as the correction's level says."""
 
+    def part(self, part: slice) -> Terms:
+        """Those of some of the tokens."""
+
+        def some(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[part]
+
+        return Terms(
+            mu=self.mu[part],
+            advantage=self.advantage[part],
+            prox=some(self.prox),
+            ref=some(self.ref),
+            live_mu=some(self.live_mu),
+            live_prox=some(self.live_prox),
+            prox_mu=some(self.prox_mu),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
@@ -82,11 +98,6 @@ def token_loss(logp: Tensor, terms: Terms, config: LossConfig) -> TokenLoss:
             pull = kl * (ratio.detach() if config.kl == "k2" else ratio)
         loss = loss + config.kl_weight * pull
     return TokenLoss(loss, cut, corrected, kl.detach())
-
-
-def weighted(loss: Tensor, weight: Tensor) -> Tensor:
-    """The step's objective from token losses and row weights, both [N]: one plain sum."""
-    return (loss * weight).sum()
 
 
 def _needed(tensor: Tensor | None, what: str, config: LossConfig) -> Tensor:

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from whet.engine.embedded_weights import checksum
 from whet.errors import ConfigError
-from whet.train.head import score_masked
+from whet.train.batch import Batch
+from whet.train.head import score
 from whet.train.options import TrainConfig
 from whet.train.policy import Policy
 from whet.train.policy_open import open_policy
+from whet.train.states import states
 
 
 class Reference:
@@ -42,10 +44,10 @@ class Reference:
                 f" {trained.vocab_size}: a divergence between them means nothing"
             )
 
-    def logprobs(self, prefix: Tensor, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
-        """[N] of the masked tokens of a batch, as `head.score_masked` takes it."""
+    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        """[N] of the batch's trained tokens, row by row."""
         with torch.no_grad():
-            return score_masked(self._model, prefix, ids, mask, temperature)[0].logp
+            return score(self._model, *states(self._model, batch), temperature).logp
 
 
 def read_reference(config: TrainConfig, model: Path) -> Reference | None:

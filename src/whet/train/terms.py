@@ -45,6 +45,7 @@ class StepTerms:
         self._live_mu = self._means(live, mu, combine)
         if epoch == 0:
             self._prox.update(live)
+            self._live_prox = torch.zeros_like(self._live_mu)
             self._prox_mu = self._live_mu
             if self._config.correction_level == "rollout":
                 self._prox_mu = self._live_mu * torch.from_numpy(self._tokens)

@@ -19,8 +19,8 @@ from torch import Tensor
 from whet.errors import ConfigError, TrainError
 from whet.train.batch import Batch, locate, make_batch
 from whet.train.dist import Alone, Ranks
-from whet.train.head import Scores, score_masked
-from whet.train.loss import token_loss, weighted
+from whet.train.head import Fused, Scores, objective, score
+from whet.train.loss import Terms, token_loss
 from whet.train.measure import Sums, result_of
 from whet.train.optim import Optimiser
 from whet.train.options import StepResult, TrainConfig
@@ -28,6 +28,7 @@ from whet.train.pack import MicroBatch
 from whet.train.plan import StepPlan
 from whet.train.policy import Policy
 from whet.train.reference import Reference
+from whet.train.states import states
 from whet.train.terms import StepTerms
 
 
@@ -137,7 +138,7 @@ class Trainer:
         return found
 
     def _scores(self, batch: Batch) -> Scores:
-        return score_masked(self.model, batch.prefix, batch.ids, batch.mask, self.config.temperature)[0]
+        return score(self.model, *states(self.model, batch), self.config.temperature)
 
     def _summed(self, plan: StepPlan, terms: StepTerms, epoch: int, *, measure: bool) -> Sums:
         """Gradients and measures of the whole plan; `measure` compares with the sampler's record."""
@@ -156,18 +157,28 @@ class Trainer:
         for micro in batches:
             batch = make_batch(plan, micro, self.model.device)
             ref = self._ref(terms, micro, batch)
-            scores = self._scores(batch)
+            given = terms.of(micro, batch.mu, batch.advantage, ref)
+            fused = self._objective(batch, given)
+            scores = fused.scores
             if measure:
-                self._compare(batch, scores.logp.detach(), sums)
-            out = token_loss(scores.logp, terms.of(micro, batch.mu, batch.advantage, ref), self.config.loss)
-            total = weighted(out.loss, batch.weight)
-            total.backward()  # type: ignore[no-untyped-call]
-            sums.loss += float(total.detach())
+                self._compare(batch, scores.logp, sums)
+            fused.total.backward()  # type: ignore[no-untyped-call]
+            sums.loss += float(fused.total.detach())
+            sums.add(token_loss(scores.logp, given, self.config.loss), batch.advantage)
             sums.entropy += float(scores.entropy.sum())
-            sums.add(out, batch.advantage)
             if epoch == 0 and self.config.epochs > 1:
                 terms.remember(micro, scores.logp, ref)
         return sums
+
+    def _objective(self, batch: Batch, given: Terms) -> Fused:
+        """The weighted loss of a micro-batch and its gradients. Every loss is a function of one token's
+        log-probability, given its terms, so the head can have both while it holds the token's logits."""
+
+        def weighted(logp: Tensor, part: slice) -> Tensor:
+            return token_loss(logp, given.part(part), self.config.loss).loss * batch.weight[part]
+
+        hidden, targets = states(self.model, batch)
+        return objective(hidden, self.model.head_weight, targets, self.config.temperature, weighted)
 
     def _ref(self, terms: StepTerms, micro: MicroBatch, batch: Batch) -> Tensor | None:
         if self.reference is None:
@@ -175,7 +186,7 @@ class Trainer:
         known = terms.reference(micro)
         if known is not None:
             return known
-        return self.reference.logprobs(batch.prefix, batch.ids, batch.mask, self.config.temperature)
+        return self.reference.logprobs(batch, self.config.temperature)
 
     def _compare(self, batch: Batch, logp: Tensor, sums: Sums) -> None:
         """Mismatch at the same version; raises TrainError over the limit, naming the token."""

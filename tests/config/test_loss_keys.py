@@ -1,0 +1,90 @@
+"""[train]: a key that means nothing with the chosen loss is refused, as is a ratio that cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from whet.config import load_config
+from whet.config.learning import TRAIN_KEYS, TrainTable
+from whet.errors import ConfigError
+from whet.train.options import TrainConfig
+from whet.train.plan import PlanConfig
+
+OTHER: dict[str, object] = {"ratio": "trainer", "correction": "tis", "correction_level": "rollout"}
+
+
+def value_of(key: str) -> object:
+    """One that is not the default."""
+    default = TrainTable.model_fields[key].default
+    if key in OTHER:
+        return OTHER[key]
+    if key == "reference":
+        return "/models/ref"
+    if isinstance(default, bool):
+        return not default
+    return default + 1 if isinstance(default, int) else 0.4
+
+
+@pytest.mark.parametrize("key", TRAIN_KEYS)
+def test_a_key_without_meaning_is_refused(key: str) -> None:
+    choice, values = TRAIN_KEYS[key]
+    wrong = {"loss": ["gspo", "dppo"], "reducer": ["token"], "correction": ["none"], "kl": ["none"]}[choice]
+    other = next(value for value in wrong if value not in values)
+    with pytest.raises(ConfigError, match=rf"{key} means nothing with {choice} = '{other}', only with"):
+        load_config(base={"train": {choice: other, key: value_of(key)}})
+
+
+@pytest.mark.parametrize(
+    ("train", "line"),
+    [
+        (
+            {"loss": "gspo", "correction": "tis"},
+            "correction = 'tis' corrects a ratio against the trainer's log-probabilities before the step: it"
+            " needs ratio = 'trainer', not 'sampler'",
+        ),
+        ({"loss": "dppo", "correction": "icepop"}, "correction means nothing with loss = 'dppo'"),
+        ({"loss": "ppo_clip", "dual_clip": 1.2}, "dual_clip must be above 1 + clip_high"),
+        ({"kl": "k1", "kl_unbiased": False}, "kl = 'k1' needs kl_unbiased: its own gradient is zero"),
+        ({"overlong_margin_tokens": 5}, "overlong_margin_tokens means nothing without overlong_tokens"),
+        ({"overlong_tokens": 4000}, "overlong_margin_tokens is more than overlong_tokens"),
+        ({"overlong_tokens": 9000, "advantage": "maxrl"}, "maxrl needs rewards >= 0, train.overlong_tokens"),
+    ],
+)
+def test_choices_that_exclude_each_other_are_one_line(train: dict[str, object], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(base={"train": train})
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_choices_reach_the_learner_and_the_planner() -> None:
+    train = {
+        "loss": "decoupled",
+        "clip_low": 0.1,
+        "clip_high": 0.3,
+        "dual_clip": 2.0,
+        "correction": "icepop",
+        "correction_level": "rollout_mean",
+        "correction_low": 0.25,
+        "correction_high": 4.0,
+        "opsm": 0.5,
+        "kl": "k3",
+        "kl_weight": 0.01,
+        "kl_unbiased": False,
+        "reference": "/models/ref",
+        "reference_alarm": 3.0,
+        "kl_alarm": 0.5,
+        "reducer": "constant",
+        "constant_tokens": 7,
+        "overlong_tokens": 900,
+        "overlong_margin_tokens": 100,
+    }
+    config = load_config(base={"train": train})
+    learner, plan = TrainConfig.of(config), PlanConfig.of(config)
+    parts = [dataclasses.asdict(part) for part in (learner, learner.loss, plan)]
+    assert learner.loss.name == train.pop("loss")
+    for key, value in train.items():
+        held = [part[key] for part in parts if key in part]
+        assert held == [value], key

@@ -195,13 +195,15 @@ def replay_verb(options: argparse.Namespace) -> int:
 
 def bench_verb(options: argparse.Namespace) -> int:
     folder = Path(__file__).parents[1] / "bench"
-    names = sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_"))
+    # a module that is named like a word of the language ends in an underscore
+    modules = {p.stem.rstrip("_"): p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")}
+    names = sorted(modules)
     if not options.name:
         print("\n".join(names))
         return 0
     if options.name not in names:
         raise ConfigError(f"no benchmark {options.name!r}; there are: {', '.join(names) or 'none'}")
-    code: int = importlib.import_module(f"whet.bench.{options.name}").main(options.arguments)
+    code: int = importlib.import_module(f"whet.bench.{modules[options.name]}").main(options.arguments)
     return code
 
 

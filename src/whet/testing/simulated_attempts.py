@@ -76,16 +76,17 @@ class SimulatedAttempts:
 
 
 def with_tokens(rollout: Rollout, first: int, last: int) -> Rollout:
-    """The rollout with one segment, whose tokens were sampled from version `first` to `last`."""
-    versions = np.linspace(first, last, TOKENS).astype(np.int32)
+    """The rollout with one segment: a prompt token and some that were sampled by `first` to `last`."""
+    mask = np.arange(TOKENS + 1) > 0
+    versions = np.concatenate([[0], np.linspace(first, last, TOKENS)]).astype(np.int32)
     segment = Segment(
         rollout_id=rollout.id,
         index=0,
         kind="sampled",
         label="append",
-        ids=np.arange(TOKENS, dtype=np.int32),
-        mask=np.ones(TOKENS, np.bool_),
-        logprobs=np.full(TOKENS, -1.0, np.float32),
+        ids=np.arange(TOKENS + 1, dtype=np.int32),
+        mask=mask,
+        logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
         versions=versions,
     )
     ledger = Ledger(captured=TOKENS, trained=TOKENS)

@@ -1,0 +1,125 @@
+"""Cancelling an attempt reaches all three: the engine's request, the agent's process and its box."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from whet.demo.warm import write_family
+from whet.gateway.server import Gateway
+from whet.harness.pool import Sockets, WorkerPool
+from whet.harness.script import ScriptHarness
+from whet.render.folder import read_folder
+from whet.render.template import TemplateFamily, template_family
+from whet.rollout import Attempts, AttemptSpec
+from whet.tasks.toy import ToySource
+from whet.testing.fake_run import FakeRun
+from whet.testing.fake_sandbox import FakeBackend
+from whet.testing.scripted_engine import ScriptedEngine
+from whet.types import Limits, Message, Outcome, RequestKey, Rollout, Status, Task, Tree, Verdict
+
+SPEC = AttemptSpec(rollout_id="train/00001/000/00", task=ToySource(Limits()).tasks("train", 0, 1)[0], seed=1)
+
+
+@dataclass
+class World:
+    """Real gateway, harness, pool and attempts; engine, box and agent are fakes that can be looked at."""
+
+    attempts: Attempts
+    engine: ScriptedEngine
+    backend: FakeBackend
+    pool: WorkerPool
+    hangs: asyncio.Event = field(default_factory=asyncio.Event)
+    """The engine has a call that it will never answer."""
+    ended: list[str] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def world(tmp_path: Path, *, warm: bool) -> AsyncIterator[World]:
+    socket = tmp_path / "g"
+
+    async def second_call_hangs(key: RequestKey) -> None:
+        if key.turn > 0:
+            made.hangs.set()
+            await asyncio.sleep(3600)
+
+    async def agent(run: FakeRun) -> int:
+        """Asks twice, as an agent in a box would."""
+        url = run.env["OPENAI_BASE_URL"].split("/s/")[1]
+        head = {"Authorization": f"Bearer {run.env['OPENAI_API_KEY']}"}
+        messages = [{"role": "user", "content": "hello"}]
+        try:
+            async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(socket))) as http:
+                for _ in range(2):
+                    body = {"messages": messages}
+                    where = f"http://gateway/s/{url}/chat/completions"
+                    async with http.post(where, json=body, headers=head) as reply:
+                        messages += [(await reply.json())["choices"][0]["message"]]
+                        messages += [{"role": "user", "content": "again"}]
+        except asyncio.CancelledError:
+            made.ended.append("killed")
+            raise
+        return 0
+
+    async def judge(task: Task, tree: Tree) -> Verdict:
+        return Verdict(outcome=Outcome.UNRESOLVED, reward=0.0, strength="strong")
+
+    family = scripted_family(tmp_path)
+    said = Message(role="assistant", text="done")
+    engine = ScriptedEngine(family, lambda ids, key: said, sampled=True, before=second_call_hangs)
+    backend = FakeBackend({"agent": agent})
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(Gateway(engine, family))
+        await stack.enter_async_context(gateway.listen_unix(socket))
+        harness = ScriptHarness(["agent"], {}, backend, warm=warm)
+        pool = WorkerPool(harness, 1, Sockets([socket]), strict=not warm)
+        await stack.enter_async_context(pool)
+        made = World(Attempts(gateway, pool, judge), engine, backend, pool)
+        yield made
+
+
+def scripted_family(tmp_path: Path) -> TemplateFamily:
+    write_family(tmp_path / "family", "")
+    return template_family(read_folder(tmp_path / "family"))
+
+
+@pytest.mark.parametrize("warm", [False, True])
+async def test_engine_agent_and_box_stop_at_once_and_what_was_sampled_is_handed_over(
+    tmp_path: Path, warm: bool
+) -> None:
+    async with world(tmp_path, warm=warm) as w:
+        lost: list[Rollout] = []
+        running = asyncio.create_task(w.attempts.run(SPEC, lambda: None, lost.append))
+        async with asyncio.timeout(10.0):
+            await w.hangs.wait()
+        (box,) = w.backend.open
+        began = time.monotonic()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert time.monotonic() - began < 5.0, "it waited for a reply that nobody wants"
+        assert [key.turn for key in w.engine.aborted] == [1]
+        assert w.engine.in_flight == 0
+        assert w.ended == ["killed"]
+        assert box.closed
+        assert w.backend.open == []
+        (rollout,) = lost
+        assert (rollout.status, rollout.reward, rollout.error) == (Status.INFRA_FAILED, None, "cancelled")
+        ledger = rollout.trajectory.ledger
+        assert ledger.captured > 0, "the first reply was sampled"
+        assert ledger.balanced
+        # the place is free again: the next attempt gets a box of its own
+        w.hangs.clear()
+        after = asyncio.create_task(w.attempts.run(SPEC, lambda: None))
+        async with asyncio.timeout(10.0):
+            await w.hangs.wait()
+        after.cancel()
+        await asyncio.wait([after])
+        assert len(w.backend.boxes) == 2

@@ -199,8 +199,9 @@ class Attempts:
         graded = time.monotonic()
         verdict = await self._judge(spec.task, result.tree)
         under.graded = time.monotonic() - graded
-        if verdict.outcome is Outcome.INFRA:
-            return _unscorable(spec, under, verdict.reason)
+        ungraded = _ungraded(verdict)
+        if ungraded is not None:
+            return _unscorable(spec, under, ungraded)
         base = await self._judge.base(spec.task) if isinstance(self._judge, Forward) else spec.task.files
         return _decided(spec, under, result, verdict, stats, base)
 
@@ -234,6 +235,16 @@ def _waited_away(result: AgentResult, stats: SessionStats, limits: Limits) -> st
     if result.exit != "timeout" or stats.waited_s < WAITED_SHARE * limits.wall_s:
         return ""
     return f"the agent ran out of time; {stats.waited_s:.0f} s of it went by waiting for the provider"
+
+
+def _ungraded(verdict: Verdict) -> str | None:
+    """Why a verdict grades nothing, None when it does. A grader that gives no reward that can be one has
+    failed: that is not the agent's doing, and nothing that training could use."""
+    if verdict.outcome is Outcome.INFRA:
+        return verdict.reason
+    if verdict.reward is None or not 0.0 <= verdict.reward <= 1.0:
+        return f"the grader gave reward {verdict.reward}, which is no number from 0 to 1"
+    return None
 
 
 def _status(result: AgentResult, stats: SessionStats) -> Status:

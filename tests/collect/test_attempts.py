@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,7 +24,7 @@ from whet.harness.pool import Sockets, WorkerPool
 from whet.record.logs import AgentLogs
 from whet.render.folder import read_folder
 from whet.render.template import TemplateFamily, template_family
-from whet.rollout import Attempts, AttemptSpec
+from whet.rollout import Attempts, AttemptSpec, Judge
 from whet.tasks.toy import ToySource
 from whet.testing.scripted_engine import ScriptedEngine
 from whet.types import FileEntry, Limits, Message, Outcome, Rollout, Setup, Status, Task, Tree, Verdict
@@ -80,14 +81,16 @@ def scripted(family: TemplateFamily) -> ScriptedEngine:
 
 
 @asynccontextmanager
-async def attempts(family: TemplateFamily, tmp_path: Path, end: End) -> AsyncIterator[Attempts]:
+async def attempts(
+    family: TemplateFamily, tmp_path: Path, end: End, judge: Judge = unresolved
+) -> AsyncIterator[Attempts]:
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(Gateway(scripted(family), family))
         await stack.enter_async_context(gateway.listen_unix(tmp_path / "g"))
         agent = Agent(tmp_path / "g", end)
         pool = await stack.enter_async_context(WorkerPool(agent, 1, Sockets([tmp_path / "g"])))
         (tmp_path / "logs").mkdir()
-        yield Attempts(gateway, pool, unresolved, keep_log=AgentLogs(tmp_path / "logs").keep)
+        yield Attempts(gateway, pool, judge, keep_log=AgentLogs(tmp_path / "logs").keep)
 
 
 async def run(family: TemplateFamily, tmp_path: Path, end: End) -> Rollout:
@@ -110,6 +113,23 @@ async def test_tokens_of_an_attempt_that_raises_stay_in_the_ledger(
     assert len(rollout.trajectory.turns) == 1
     log = tmp_path / "logs" / "train-00001-000-00.log"
     assert log.read_text() == f"--- attempt 1: infra_failed {error}\n\n"
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -0.5, 7.0, None])
+async def test_a_reward_that_can_be_none_is_a_failure_of_the_grader_and_not_a_zero(
+    family: TemplateFamily, tmp_path: Path, reward: float | None
+) -> None:
+    async def judge(task: Task, tree: Tree) -> Verdict:
+        return Verdict(outcome=Outcome.UNRESOLVED, reward=reward, strength="strong")
+
+    def end(task: Task) -> AgentResult:
+        return AgentResult(exit="finished", tree=task.files)
+
+    async with attempts(family, tmp_path, end, judge) as under_test:
+        rollout = await under_test.run(SPEC)
+    assert (rollout.status, rollout.reward) == (Status.INFRA_FAILED, None)
+    assert rollout.error == f"the grader gave reward {reward}, which is no number from 0 to 1"
+    assert rollout.trajectory.ledger.excluded == {"infra": rollout.trajectory.ledger.captured}
 
 
 async def test_what_the_judge_refuses_is_not_kept(family: TemplateFamily, tmp_path: Path) -> None:

@@ -109,6 +109,23 @@ def test_wrong_dtype_is_refused_not_rounded(tmp_path: Path) -> None:
         store.put_rollout("train", 1, 0, 0, rollout)
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_refused_and_not_kept_as_ungraded(
+    tmp_path: Path, reward: float
+) -> None:
+    """SQLite would store a NaN as NULL."""
+    good = make_rollout("a")
+    assert good.verdict is not None
+    with Store(tmp_path / "s") as store:
+        with pytest.raises(RecordError, match=f"rollout a has reward {reward}, which is no number"):
+            store.put_rollout("train", 1, 0, 0, dataclasses.replace(good, reward=reward))
+        assert store.phases() == {}
+        store.put_rollout("train", 1, 0, 0, good)
+        with pytest.raises(RecordError, match="which is no number"):
+            store.put_verdict("a", dataclasses.replace(good.verdict, reward=reward))
+        assert store.rollout("a").reward == good.reward
+
+
 def test_scores_by_family_leave_out_infrastructure_failures(tmp_path: Path) -> None:
     with Store(tmp_path / "s") as store:
         for slot, (reward, family) in enumerate([(1.0, "a"), (0.0, "a"), (None, "a"), (1.0, "b")]):

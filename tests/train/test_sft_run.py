@@ -11,17 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from sft_lab import FAMILY, said, sft_config, stored_run, student
 
 from whet.engine.embedded_model import load_model
+from whet.engine.embedded_weights import checksum
 from whet.errors import ConfigError, RecordError, TrainError
-from whet.record.metrics import Metrics
+from whet.record.metrics import Metrics, read_metrics
 from whet.record.run import read_store
 from whet.render.load import load_family
 from whet.rollout import NOTHING_SAMPLED
-from whet.train.choose import Wanted, choose, explain
+from whet.train.choose import Wanted, choose, explain, stored_tokens
+from whet.train.sft_plan import plan_lessons, schedule
 from whet.train.sft_run import SftOptions, open_tokens, sft, train_config
+from whet.train.trainer import Trainer
 from whet.types import Rollout, Status
 
 SCHEDULE = (
@@ -66,16 +68,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Mapping[str, object], Watcher]:
-    target, watcher = tmp_path_factory.mktemp("target") / "run", Watcher()
-    return sft(sft_config(source, target, *SCHEDULE), watcher), watcher
-
-
-SCHEDULE = (
-    "sft.epochs=6",
-    "sft.rollouts_per_step=4",
-    "sft.checkpoint_every_steps=4",
-    "run.keep_checkpoints=1",
-)
+    """A run that ended at step 6 of 18, of which 4 were in a checkpoint, and went on."""
+    config, watcher = sft_config(source, tmp_path_factory.mktemp("target") / "run", *SCHEDULE), Watcher()
+    with pytest.raises(RecordError, match="the test stops here"):
+        sft(config, Watcher(stop_at=6))
+    return sft(config, watcher, SftOptions(resume=Path(config.run.dir))), watcher
 
 
 def test_it_learns_what_was_chosen_and_leaves_a_model(
@@ -83,36 +80,37 @@ def test_it_learns_what_was_chosen_and_leaves_a_model(
 ) -> None:
     summary, watcher = finished
     assert (summary["chosen"], summary["tasks"], summary["steps"]) == (12, 3, 18)
-    assert watcher.losses[-1] < 0.6 * watcher.losses[0]
+    run = Path(str(summary["run_dir"]))
+    losses = {line["step"]: line["loss"] for line in read_metrics(run / "metrics.jsonl")}
+    assert list(losses) == list(range(1, 19))
+    assert losses[18] < 0.6 * losses[1]
+    assert len(watcher.losses) == 14
     assert "12 rollouts, 12 chosen" in watcher.notes
     checkpoint = Path(str(summary["checkpoint"]))
     assert load_family(checkpoint).fingerprint == FAMILY.fingerprint
     before, after = load_model(source.parent / "student"), load_model(checkpoint)
     assert before.config == after.config
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
-    run = checkpoint.parents[1]
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00018"]
     with read_store(run) as store:
         assert [s.step for s in store.steps()] == [4, 8, 12, 16, 18]
         assert store.ledger().captured == 0
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 19))
 
 
-def test_a_run_cut_short_goes_on_and_ends_with_the_same_bits(
-    source: Path, finished: tuple[Mapping[str, object], Watcher], tmp_path: Path
+def test_a_run_cut_short_ends_with_the_bits_of_one_that_was_not(
+    source: Path, finished: tuple[Mapping[str, object], Watcher]
 ) -> None:
-    config = sft_config(source, tmp_path / "run", *SCHEDULE)
-    with pytest.raises(RecordError, match="the test stops here"):
-        sft(config, Watcher(stop_at=6))
-    summary = sft(config, Watcher(), SftOptions(resume=tmp_path / "run"))
-    assert summary["weights"] == finished[0]["weights"]
-    whole, resumed = Path(str(finished[0]["checkpoint"])), Path(str(summary["checkpoint"]))
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        one, other = load_file(whole / name), load_file(resumed / name)
-        assert one.keys() == other.keys()
-        # The state of torch's own generator, from which nothing is drawn, has bytes without a meaning.
-        assert all(torch.equal(one[key], other[key]) for key in one if key != "rng")
+    config = sft_config(source, Path("/nowhere"), *SCHEDULE)
+    with read_store(source) as store:
+        held = choose(store, Wanted.of(config), stored_tokens(store), rollouts_held_out=False).lessons
+    steps = schedule([x.rollout_id for x in held], per_step=4, epochs=6, seed=config.run.seed)
+    trainer = Trainer(load_model(source.parent / "student"), train_config(config, len(steps)))
+    for step in steps:
+        plan = plan_lessons([held[i] for i in step], token_budget=config.train.token_budget)
+        result = trainer.step(plan)
+        assert (result.max_logprob_gap, result.mismatch_kl) == (0.0, 0.0)
+    whole = load_model(Path(str(finished[0]["checkpoint"])))
+    assert checksum(whole) == finished[0]["weights"] == checksum(trainer.model)
 
 
 def test_nothing_worth_imitating_is_one_line_that_says_why(tmp_path: Path) -> None:

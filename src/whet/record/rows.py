@@ -7,6 +7,7 @@ that breaks that rule is refused. Every row carries the schema version it was wr
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Mapping
 from typing import Any
@@ -103,6 +104,7 @@ def dumps(value: object) -> str:
 
 def write_rollout(db: sqlite3.Connection, place: Mapping[str, object], rollout: Rollout) -> None:
     """Insert every row of a rollout; the caller holds the transaction. `place`: ulid, phase, step, slot."""
+    _check_reward(rollout.id, rollout.reward)
     write_attempt(db, rollout)
     values = {
         **place,
@@ -128,8 +130,15 @@ def write_rollout(db: sqlite3.Connection, place: Mapping[str, object], rollout: 
 
 def rewrite_verdict(db: sqlite3.Connection, rollout_id: str, verdict: Verdict) -> None:
     """Replace the verdict of a decided rollout, and its reward."""
+    _check_reward(rollout_id, verdict.reward)
     insert(db, "verdicts", {"rollout_id": rollout_id} | _verdict_values(verdict), replace=True)
     db.execute("UPDATE rollouts SET reward = ? WHERE rollout_id = ?", (verdict.reward, rollout_id))
+
+
+def _check_reward(rollout_id: str, reward: float | None) -> None:
+    """SQLite keeps a NaN as NULL, which would read as not graded. Raises RecordError."""
+    if reward is not None and not math.isfinite(reward):
+        raise RecordError(f"rollout {rollout_id} has reward {reward}, which is no number")
 
 
 def write_attempt(db: sqlite3.Connection, rollout: Rollout) -> None:

@@ -28,8 +28,9 @@ def schedule(ids: Sequence[str], *, per_step: int, epochs: int, seed: int) -> li
     return steps
 
 
-def plan_lessons(lessons: Sequence[Lesson], *, token_budget: int) -> StepPlan:
-    """One step over `lessons`. Raises TrainError for a token that cannot be a target."""
+def plan_lessons(lessons: Sequence[Lesson], *, token_budget: int, ranks: int = 1) -> StepPlan:
+    """One step over `lessons`, for `ranks` processes. Raises TrainError for a token that cannot be a
+    target."""
     tokens = sum(lesson.tokens for lesson in lessons)
     if not tokens:
         raise TrainError("a supervised step without a token to train")
@@ -42,7 +43,7 @@ def plan_lessons(lessons: Sequence[Lesson], *, token_budget: int) -> StepPlan:
     first = [int(row.mask.argmax()) for row in rows]
     plan = StepPlan(
         rows=rows,
-        batches=pack([row.ids for row in rows], first, token_budget),
+        batches=pack([row.ids for row in rows], first, token_budget, ranks=ranks),
         ledger=Ledger(captured=tokens, trained=tokens),
         groups=len({lesson.task_id for lesson in lessons}),
     )

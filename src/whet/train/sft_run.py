@@ -98,7 +98,15 @@ def train_config(config: Config, steps: int) -> TrainConfig:
         decay=table.decay,
         total_steps=0 if table.decay == "constant" else steps,
     )
-    return replace(base, optim=optim, loss=LossConfig(name="nll"), epochs=1, temperature=1.0)
+    return replace(
+        base,
+        optim=optim,
+        loss=LossConfig(name="nll"),
+        epochs=1,
+        temperature=1.0,
+        reference="",
+        reference_alarm=0.0,
+    )
 
 
 def open_tokens(config: Config, store: Store, family: Family) -> Tokens:
@@ -192,7 +200,8 @@ class Steps:
         count = len(course.steps)
         for step in range(1 if last is None else last.step + 1, count + 1):
             lessons = [course.lessons[i] for i in course.steps[step - 1]]
-            plan = plan_lessons(lessons, token_budget=config.train.token_budget)
+            table = config.train
+            plan = plan_lessons(lessons, token_budget=table.token_budget, ranks=table.ranks)
             result = await self._learner.step(plan)
             metrics = _metrics(result, step, lessons)
             if step % config.sft.checkpoint_every_steps == 0 or step == count:

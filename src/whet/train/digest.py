@@ -1,30 +1,26 @@
 """What a plan is named by: a hash of its whole content. No torch.
 
 Of a row's ids only those are hashed that the row before it in sorted order does not share: with the lengths
-and the shared prefixes they say the rest. Rows are hashed one by one, long ones in threads (hashing and
-numpy let go of the interpreter), and their hashes in the order of the rows. Used by plan.py and wire.py.
+and the shared prefixes they say the rest. Rows are hashed one by one, many tokens in threads, and their
+hashes in the order of the rows. Used by plan.py and wire.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from whet.train.prefix import Sorted, sort_rows
+from whet.train.spread import each
 from whet.types import FloatArray
 
 if TYPE_CHECKING:
     from whet.train.plan import Row, StepPlan
-
-_MANY = 1 << 20
-"""Tokens of a plan from which threads pay."""
 
 
 def plan_digest(
@@ -47,12 +43,8 @@ def plan_digest(
     def one(i: int) -> bytes:
         return _row_digest(plan.rows[i], shared[i], None if logprobs is None else logprobs[i])
 
-    if sum(len(row.ids) for row in plan.rows) < _MANY:
-        parts = map(one, range(len(plan.rows)))
-        h.update(b"".join(parts))
-    else:
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            h.update(b"".join(pool.map(one, range(len(plan.rows)))))
+    parts = each(one, range(len(plan.rows)), sum(len(row.ids) for row in plan.rows))
+    h.update(b"".join(parts))
     return h.hexdigest()
 
 

@@ -25,6 +25,7 @@ from whet.train.digest import plan_digest
 from whet.train.pack import Layout, MicroBatch, pack
 from whet.train.prefix import sort_rows
 from whet.train.rows import Chosen, RowRules, choose_rows
+from whet.train.spread import each
 from whet.types import BoolArray, FloatArray, Group, IntArray, Ledger, Rollout, Segment, Status
 
 __all__ = ["PlanConfig", "Reducer", "Row", "StepPlan", "plan_digest", "plan_step"]
@@ -262,14 +263,10 @@ def _reason(rollout: Rollout, value: float | None, *, degenerate: bool, masked: 
 
 def _rows(slots: Sequence[_Slot], config: PlanConfig) -> tuple[tuple[Row, ...], list[FloatArray]]:
     """All rows, and the log-probabilities of each one's trained tokens."""
-    rows: list[Row] = []
-    logprobs: list[FloatArray] = []
-    for slot, weight in zip(slots, _weights(slots, config), strict=True):
-        for segment in () if slot.reason else slot.chosen.rows:
-            row, mu = _row(slot, segment, weight)
-            rows.append(row)
-            logprobs.append(mu)
-    return tuple(rows), logprobs
+    weighted = zip(slots, _weights(slots, config), strict=True)
+    todo = [(s, segment, w) for s, w in weighted if not s.reason for segment in s.chosen.rows]
+    made = each(lambda one: _row(*one), todo, sum(len(segment.ids) for _, segment, _ in todo))
+    return tuple(row for row, _ in made), [logprobs for _, logprobs in made]
 
 
 def _weights(slots: Sequence[_Slot], config: PlanConfig) -> list[float]:

@@ -44,7 +44,7 @@ def encode_plan(plan: StepPlan) -> tuple[dict[str, Any], dict[str, Array]]:
 
 
 def _joined(parts: list[Any], dtype: type[np.generic]) -> Array:
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
 
 
 def decode_plan(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> StepPlan:

@@ -20,13 +20,11 @@ _FRAMES = f"{_PROCESS}: expected values stand in the frames that call it"
 _READS = "the tests are in the candidate's box while they run: it can read them and hard-code what they say"
 _SEES = f"{_PROCESS}: it can see that it is tested"
 _EQUALS = f"{_PROCESS} and there are no controls: an object that equals everything satisfies an assertion"
-_SPARES = f"{_PROCESS}: reporting can be patched for those tests alone that call the candidate"
-_ONCE = f"{_PROCESS}: an object that is equal once and never again passes a test and fails it turned"
 _REPORTS = f"{_PROCESS} and there are no controls: what it reports can be patched"
 _FILE = "the reward is a file that the script makes in the box, and so can the candidate"
 RESIDUAL: Mapping[str, Mapping[int, str]] = {
     "json_io": {},
-    "pytest": {10: _SPARES, 15: _ONCE, 16: _FRAMES, 17: _READS, 19: _SEES},
+    "pytest": {19: _SEES},
     "command": {15: _EQUALS, 16: _FRAMES, 17: _READS, 19: _SEES},
     "swebench_log": {
         10: _REPORTS,

@@ -290,6 +290,10 @@ class Grader:
     ) -> RunReport:
         cpu_s = math.ceil(min(task.grading.timeout_s, self._config.timeout_s))
         wall_s = WALL_PER_CPU * patience * cpu_s
+
+        async def another() -> Sandbox:
+            return await self._open(task, self._spec(task, runner))
+
         limits = RunLimits(
             cpu_s=cpu_s,
             wall_s=wall_s,
@@ -298,6 +302,7 @@ class Grader:
                 self._config.memory_bytes if is_plain(task.setup) else self._config.image_memory_bytes
             ),
             python=self._config.python,
+            another=None if task.setup.commands else another,
         )
         try:
             with boundary(SandboxLost, "grade"):

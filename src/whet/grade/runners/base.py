@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,9 @@ class RunLimits:
     """Private memory of one process."""
     python: str
     """Inside path of the interpreter."""
+    another: Callable[[], Awaitable[Sandbox]] | None = None
+    """Opens one more box like the one given, for a process that must not find what an earlier one left. The
+    caller closes it, and the one before first: a grade holds one. None where a box takes long to set up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

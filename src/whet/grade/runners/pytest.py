@@ -2,9 +2,9 @@
 
 Candidate and tests share a process, so what that process says is checked rather than believed: every required
 id exactly once, every control as the host knows it, numbered records with a nonce, an exit code that fits.
-A file is run a second time with some assertions turned round (see controls.py): a test that passes both ways
-was not run. Who reads the hidden tests in that process and forges each by its content gets through; only
-json_io, where the tests never enter the box, is beyond that.
+A file that passes is run again, in fresh boxes, with some tests turned (see turning.py): a test that passes
+both ways was not run. Who knows what each test must say, or sees through a test that could be turned only
+openly, gets through; only json_io, where the tests never enter the box, is beyond that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from whet.errors import GradeError, SandboxLost, TaskError, boundary
 from whet.grade.candidate import Candidate, restored
-from whet.grade.controls import Controlled, inverted, with_controls
+from whet.grade.controls import Controlled, with_controls, with_turned
 from whet.grade.diff import DEFAULT_POLICY, bad_path
 from whet.grade.runners.base import RunLimits, RunReport
 from whet.grade.runners.pytest_files import pytest_folder
@@ -41,6 +41,9 @@ WORKER = Path(__file__).with_name("pytest_worker.py").read_text()
 BUNDLE = "/opt/whet/pytest"
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 MAX_RECORD_BYTES = 16 << 20
+TURNS = 3
+"""Most further runs of a file, and the number of turned tests that they should come to: an object that equals
+whatever it likes must be lucky in each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +89,7 @@ class Pytest:
         return (Bind(source=pytest_folder(cache_folder()), target=BUNDLE),)
 
     def processes(self, task: Task, oracle: Oracle) -> int:
-        return 2 * len(_files(oracle.tests))
+        return (1 + TURNS) * len(_files(oracle.tests))
 
     def control(self) -> tuple[Task, Oracle]:
         files = {"control.py": FileEntry(content=b"def one():\n    return 1\n")}
@@ -106,14 +109,17 @@ class Pytest:
     ) -> RunReport:
         session = _Session(box, task, oracle, candidate, limits)
         ran: list[Ran] = []
-        for path in _files(oracle.tests):
-            try:
-                ran.append(await session.judge(path))
-            except Tampered as found:
-                reason = f"{path}: {found}"
-                return replace(
-                    report(oracle.tests, ran), outcome=Outcome.TAMPERED, reason=reason, complete=False
-                )
+        try:
+            for path in _files(oracle.tests):
+                try:
+                    ran.append(await session.judge(path))
+                except Tampered as found:
+                    reason = f"{path}: {found}"
+                    return replace(
+                        report(oracle.tests, ran), outcome=Outcome.TAMPERED, reason=reason, complete=False
+                    )
+        finally:
+            await session.close()
         return report(oracle.tests, ran)
 
 
@@ -137,7 +143,7 @@ class _Session:
         self._began, self._runs = time.time(), 0
 
     async def judge(self, path: str) -> Ran:
-        """Both runs of one file. Raises Tampered."""
+        """All runs of one file. Raises Tampered."""
         entry = self._hidden.get(path)
         if entry is None:
             raise TaskError(f"task {self._task_id}: {path} is neither hidden nor in the base")
@@ -154,33 +160,56 @@ class _Session:
         ran = _checked(run, path, controlled, required)
         if ran.trouble or any(ran.outcomes.get(name) != "passed" for name in required):
             return ran
-        wanted = [name.removeprefix(path + "::") for name in required]
-        return await self._turn_round(path, entry, ran, wanted)
+        wanted = sorted({name.removeprefix(path + "::").partition("[")[0] for name in required})
+        seen = 0
+        for _ in range(TURNS):
+            turned = with_turned(entry.content, wanted, self._rng)
+            if not turned.turned:
+                return replace(ran, unturned=True)
+            ran = await self._turn(path, turned, ran)
+            seen += len(turned.turned)
+            if seen >= TURNS or ran.trouble or ran.timed_out or ran.cpu:
+                break
+        return ran
 
-    async def _turn_round(self, path: str, entry: FileEntry, ran: Ran, wanted: Sequence[str]) -> Ran:
-        turned = inverted(entry.content, [name.partition("[")[0] for name in wanted], self._rng)
-        if not turned.inverted:
-            return replace(ran, unturned=True)
-        second = await self._run(path, turned)
-        again = _checked(second, path, turned, ())
+    async def _turn(self, path: str, turned: Controlled, ran: Ran) -> Ran:
+        """One run with turned tests; what it adds to what is known. Raises Tampered."""
+        run = await self._run(path, turned)
+        again = _checked(run, path, turned, ())
         failed = 0
-        for name in wanted:
-            if name.partition("[")[0] in turned.inverted:
-                if second.outcomes.get(f"{path}::{name}") == "passed":
-                    raise Tampered("a test passes whichever way its assertion is turned")
+        for name, outcome in run.outcomes.items():
+            # By what stands before the parameters, of which the name of a case may be made.
+            if name.removeprefix(path + "::").partition("[")[0] in turned.turned:
+                if outcome in ("passed", "xpassed"):
+                    raise Tampered("a test passes whichever way it is turned")
                 failed += 1
-        trouble = again.trouble or ("" if second.ended else "the second run did not end")
-        a, b, _ = (x + y for x, y in zip(ran.controls, again.controls, strict=True))
+        a, b, c = (x + y for x, y in zip(ran.controls, again.controls, strict=True))
         return replace(
-            ran, controls=(a, b, failed), trouble=trouble, timed_out=again.timed_out, cpu=again.cpu
+            ran,
+            controls=(a, b, c + failed),
+            trouble=again.trouble or ("" if run.ended else "a further run did not end"),
+            timed_out=again.timed_out,
+            cpu=again.cpu,
         )
 
+    async def close(self) -> None:
+        """Of the boxes that were opened here; idempotent."""
+        await self._box.close()
+
+    async def _empty_box(self, hidden: Tree) -> None:
+        """A box in which no process of the candidate ever ran, or, where one takes long to set up, one from
+        which everything is cleared that an earlier process left."""
+        if self._limits.another is None:
+            await self._candidate.clear(self._box, hidden, self._began)
+            return
+        await self._box.close()
+        self._box = await self._limits.another()
+
     async def _run(self, path: str, controlled: Controlled) -> FileRun:
-        """One process in a box as empty as a fresh one: nothing an earlier process left can tell this one
-        what it is."""
+        """One process in a box as it is for the first: nothing can tell it which one it is."""
         hidden = {**self._hidden, path: FileEntry(content=controlled.source)}
         if self._runs:
-            await self._candidate.clear(self._box, hidden, self._began)
+            await self._empty_box(hidden)
         self._runs += 1
         await self._candidate.lay(self._box, hidden, owner="root")
         nonce = secrets.token_hex(8)

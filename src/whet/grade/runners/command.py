@@ -7,13 +7,13 @@ candidate's and belong to another user, and nothing of one command lives on into
 from __future__ import annotations
 
 import math
-import signal
 from dataclasses import dataclass
 
-from whet.errors import SandboxLost, TaskError, boundary
+from whet.errors import TaskError
 from whet.grade.candidate import Candidate
 from whet.grade.runners.base import RunLimits, RunReport
-from whet.sandbox.base import Bind, ExecResult, Sandbox
+from whet.grade.runners.common import RunnerBase, control_task, out_of_cpu, run_in
+from whet.sandbox.base import Sandbox
 from whet.types import (
     Check,
     FileEntry,
@@ -23,15 +23,11 @@ from whet.types import (
     Outcome,
     Strength,
     Task,
-    Tree,
-    task_hash,
 )
 
 LIMITED = 'ulimit -t "$1" && exec sh -c "$2"'
 MAX_OUTPUT_BYTES = 32 << 20
 """An honest candidate may print much before a marker."""
-SHELL_XCPU = 128 + signal.SIGXCPU
-"""What a shell makes of a child that ran out of CPU time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +39,11 @@ class Done:
     cpu: bool = False
 
 
-class Command:
+class Command(RunnerBase):
     """Runner `command`; strength weak."""
 
     name = "command"
     strength: Strength = "weak"
-    places: tuple[str, ...] = ()
 
     def check(self, task: Task, oracle: Oracle) -> None:
         checks = oracle.tests.checks
@@ -62,24 +57,11 @@ class Command:
         if not any(one.weight > 0 for one in checks):
             raise TaskError(f"task {task.id}: no check has a weight")
 
-    def hopeless(self, task: Task, tree: Tree) -> str:
-        return ""
-
-    def needs(self) -> tuple[Bind, ...]:
-        return ()
-
     def processes(self, task: Task, oracle: Oracle) -> int:
         return len(oracle.tests.checks)
 
     def control(self) -> tuple[Task, Oracle]:
-        plan = GradingPlan(runner=self.name)
-        task = Task(
-            id="control",
-            prompt="",
-            files={"one": FileEntry(content=b"1\n")},
-            grading=plan,
-            content_hash=task_hash("", {"one": FileEntry(content=b"1\n")}, plan),
-        )
+        task = control_task({"one": FileEntry(content=b"1\n")}, GradingPlan(runner=self.name))
         check = Check(name="one", command="cat one", markers=("1",))
         return task, Oracle(task_id="control", tests=HiddenTests(checks=(check,)))
 
@@ -95,22 +77,11 @@ class Command:
 
 
 async def _done(box: Sandbox, check: Check, limits: RunLimits) -> Done:
-    with boundary(SandboxLost, f"run check {check.name}"):
-        result = await box.exec(
-            ["sh", "-c", LIMITED, "check", str(limits.cpu_s), check.command],
-            timeout_s=limits.wall_s,
-            max_output_bytes=MAX_OUTPUT_BYTES,
-        )
-    if result.exit_code is None and not result.timed_out:
-        raise SandboxLost("the box died while a check ran")
+    argv = ["sh", "-c", LIMITED, "check", str(limits.cpu_s), check.command]
+    result = await run_in(box, argv, limits, max_output_bytes=MAX_OUTPUT_BYTES)
     found = all(marker.encode() in result.stdout for marker in check.markers)
     passed = result.exit_code == 0 and found and not result.timed_out
     return Done(passed=passed, timed_out=result.timed_out, cpu=out_of_cpu(result, limits.cpu_s))
-
-
-def out_of_cpu(result: ExecResult, cpu_s: int) -> bool:
-    late = result.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) and result.duration_s > cpu_s
-    return result.exit_code in (-signal.SIGXCPU, SHELL_XCPU) or late
 
 
 def report(checks: tuple[Check, ...], done: list[Done]) -> RunReport:

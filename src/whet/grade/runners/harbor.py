@@ -12,11 +12,11 @@ import math
 import re
 from collections.abc import Mapping
 
-from whet.errors import SandboxError, SandboxLost, TaskError, boundary
+from whet.errors import SandboxError, TaskError
 from whet.grade.candidate import Candidate
 from whet.grade.runners.base import RunLimits, RunReport
-from whet.grade.runners.command import out_of_cpu
-from whet.sandbox.base import Bind, Sandbox
+from whet.grade.runners.common import RunnerBase, control_task, out_of_cpu, run_in
+from whet.sandbox.base import Sandbox
 from whet.types import (
     FileEntry,
     GradingPlan,
@@ -25,8 +25,6 @@ from whet.types import (
     Outcome,
     Strength,
     Task,
-    Tree,
-    task_hash,
 )
 
 TESTS, LOGS = "/tests", "/logs"
@@ -37,7 +35,7 @@ RUN = f'ulimit -t "$1"; mkdir -p {LOGS}/verifier {LOGS}/agent {LOGS}/artifacts &
 NUMBER = re.compile(r"(0|1)(\.\d{1,20})?|\.\d{1,20}")
 
 
-class Harbor:
+class Harbor(RunnerBase):
     """Runner `harbor`; strength weak."""
 
     name = "harbor"
@@ -51,21 +49,8 @@ class Harbor:
         if other:
             raise TaskError(f"task {task.id}: hidden file {other[0]} is not below tests/")
 
-    def hopeless(self, task: Task, tree: Tree) -> str:
-        return ""
-
-    def needs(self) -> tuple[Bind, ...]:
-        return ()
-
-    def processes(self, task: Task, oracle: Oracle) -> int:
-        return 1
-
     def control(self) -> tuple[Task, Oracle]:
-        plan = GradingPlan(runner=self.name)
-        files = {"one": FileEntry(content=b"1\n")}
-        task = Task(
-            id="control", prompt="", files=files, grading=plan, content_hash=task_hash("", files, plan)
-        )
+        task = control_task({"one": FileEntry(content=b"1\n")}, GradingPlan(runner=self.name))
         script = FileEntry(content=b"cat one > /logs/verifier/reward.txt\n")
         return task, Oracle(task_id="control", tests=HiddenTests(files={SCRIPT: script}))
 
@@ -75,14 +60,7 @@ class Harbor:
         await candidate.lay(box)
         for path, entry in oracle.tests.files.items():
             await box.put(f"/{path}", entry.content, executable=entry.executable)
-        with boundary(SandboxLost, "run the tests"):
-            result = await box.exec(
-                ["bash", "-c", RUN, "tests", str(limits.cpu_s)],
-                timeout_s=limits.wall_s,
-                max_output_bytes=limits.max_output_bytes,
-            )
-        if result.exit_code is None and not result.timed_out:
-            raise SandboxLost("the box died while the tests ran")
+        result = await run_in(box, ["bash", "-c", RUN, "tests", str(limits.cpu_s)], limits)
         if result.timed_out or out_of_cpu(result, limits.cpu_s):
             return _report(Outcome.TEST_TIMEOUT, "out of time", complete=not result.timed_out)
         await box.kill_all()

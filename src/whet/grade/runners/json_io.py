@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import json
 import secrets
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from whet.errors import GradeError, SandboxLost, TaskError, boundary
+from whet.errors import GradeError, TaskError
 from whet.grade.candidate import Candidate
 from whet.grade.diff import DEFAULT_POLICY, bad_path
 from whet.grade.runners.base import RunLimits, RunReport
+from whet.grade.runners.common import RunnerBase, control_task, out_of_cpu, run_in
 from whet.grade.runners.json_io_worker import MAX_NODES, encode
-from whet.sandbox.base import Bind, ExecResult, Sandbox
-from whet.types import Case, FileEntry, GradingPlan, Oracle, Outcome, Strength, Task, Tree, task_hash
+from whet.sandbox.base import ExecResult, Sandbox
+from whet.types import Case, FileEntry, GradingPlan, Oracle, Outcome, Strength, Task, Tree
 
 WORKER = Path(__file__).with_name("json_io_worker.py").read_text()
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONSAFEPATH": "1"}
@@ -47,12 +47,11 @@ class Claim:
     """The JSON value if ok, else the name of the error."""
 
 
-class JsonIo:
+class JsonIo(RunnerBase):
     """Runner `json_io`; strength strong."""
 
     name = "json_io"
     strength: Strength = "strong"
-    places: tuple[str, ...] = ()
 
     def check(self, task: Task, oracle: Oracle) -> None:
         entry = task.grading.entry
@@ -72,17 +71,8 @@ class JsonIo:
 
     def control(self) -> tuple[Task, Oracle]:
         files = {"control.py": FileEntry(content=b"def one():\n    return 1\n")}
-        plan = GradingPlan(entry="control.py")
-        task = Task(
-            id="control", prompt="", files=files, grading=plan, content_hash=task_hash("", files, plan)
-        )
+        task = control_task(files, GradingPlan(entry="control.py"))
         return task, Oracle(task_id="control", cases=(Case(function="one", args=(), expected=1),), gold={})
-
-    def needs(self) -> tuple[Bind, ...]:
-        return ()
-
-    def processes(self, task: Task, oracle: Oracle) -> int:
-        return 1
 
     async def run(
         self, box: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
@@ -90,17 +80,9 @@ class JsonIo:
         await candidate.lay(box)
         nonce = secrets.token_hex(8)
         ids = [f"{nonce}-{number}" for number in range(len(oracle.cases))]
-        with boundary(SandboxLost, "run the candidate"):
-            result = await box.exec(
-                [limits.python, "-s", "-S", "-B", "-c", WORKER],
-                cwd="/",
-                env=ENVIRONMENT,
-                timeout_s=limits.wall_s,
-                stdin=_job(box.workdir, task, oracle, ids, nonce, limits),
-                max_output_bytes=limits.max_output_bytes,
-            )
-        if result.exit_code is None and not result.timed_out:
-            raise SandboxLost("the box died while the candidate ran")
+        argv = [limits.python, "-s", "-S", "-B", "-c", WORKER]
+        job = _job(box.workdir, task, oracle, ids, nonce, limits)
+        result = await run_in(box, argv, limits, cwd="/", env=ENVIRONMENT, stdin=job)
         if not result.stdout.startswith(f'["{nonce}"]\n'.encode()):
             tail = ascii(result.stderr[-200:].decode("utf-8", "replace"))
             raise GradeError(f"the worker did not start (exit {result.exit_code}): {tail}")
@@ -131,7 +113,7 @@ def judge(cases: Sequence[Case], ids: Sequence[str], result: ExecResult, cpu_s: 
         return RunReport(outcome=Outcome.TAMPERED, passed=0, total=total, reason=str(found))
     right = [c.ok and equal(c.value, case) for c, case in zip(claims, cases, strict=False)]
     passed = sum(right)
-    if result.timed_out or _out_of_cpu(result, cpu_s):
+    if result.timed_out or out_of_cpu(result, cpu_s):
         what = "time" if result.timed_out else "CPU time"
         return RunReport(
             outcome=Outcome.TEST_TIMEOUT,
@@ -146,13 +128,6 @@ def judge(cases: Sequence[Case], ids: Sequence[str], result: ExecResult, cpu_s: 
     outcome = Outcome.RESOLVED if passed == total else Outcome.UNRESOLVED
     reason = f"{passed} of {total} cases pass" + _first_error(claims)
     return RunReport(outcome=outcome, passed=passed, total=total, reason=reason, complete=True)
-
-
-def _out_of_cpu(result: ExecResult, cpu_s: int) -> bool:
-    """By the signal that the limit sends: SIGXCPU, then SIGKILL. A candidate that sends it to itself gains
-    nothing: all it changes is the name of its failure."""
-    late = result.exit_code == -signal.SIGKILL and result.duration_s > cpu_s
-    return result.exit_code == -signal.SIGXCPU or late
 
 
 def _first_error(claims: Sequence[Claim]) -> str:

@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from whet.errors import GradeError, SandboxLost, TaskError, boundary
+from whet.errors import GradeError, TaskError
 from whet.grade.candidate import Candidate, restored
 from whet.grade.controls import Controlled, with_controls, with_turned
 from whet.grade.diff import DEFAULT_POLICY, bad_path
 from whet.grade.runners.base import RunLimits, RunReport
+from whet.grade.runners.common import RunnerBase, control_task, passing, run_in, share
 from whet.grade.runners.pytest_files import pytest_folder
 from whet.grade.runners.pytest_records import FileRun, Tampered, read_run
 from whet.record.scratch import cache_folder
@@ -34,7 +35,6 @@ from whet.types import (
     Strength,
     Task,
     Tree,
-    task_hash,
 )
 
 WORKER = Path(__file__).with_name("pytest_worker.py").read_text()
@@ -63,12 +63,11 @@ class Ran:
     """Its time was CPU time."""
 
 
-class Pytest:
+class Pytest(RunnerBase):
     """Runner `pytest`; strength standard, or weak where no assertion of a file could be turned round."""
 
     name = "pytest"
     strength: Strength = "standard"
-    places: tuple[str, ...] = ()
 
     def check(self, task: Task, oracle: Oracle) -> None:
         tests = oracle.tests
@@ -82,9 +81,6 @@ class Pytest:
         if len(set(required)) != len(required):
             raise TaskError(f"task {task.id}: a test id is required twice")
 
-    def hopeless(self, task: Task, tree: Tree) -> str:
-        return ""
-
     def needs(self) -> tuple[Bind, ...]:
         return (Bind(source=pytest_folder(cache_folder()), target=BUNDLE),)
 
@@ -94,15 +90,11 @@ class Pytest:
     def control(self) -> tuple[Task, Oracle]:
         files = {"control.py": FileEntry(content=b"def one():\n    return 1\n")}
         source = b"from control import one\n\n\ndef test_one():\n    assert one() == 1\n"
-        plan = GradingPlan(runner=self.name)
         tests = HiddenTests(
             files={"test_control.py": FileEntry(content=source)}, fail_to_pass=("test_control.py::test_one",)
         )
-        name = task_hash("", files, plan)
-        return (
-            Task(id="control", prompt="", files=files, grading=plan, content_hash=name),
-            Oracle(task_id="control", tests=tests),
-        )
+        task = control_task(files, GradingPlan(runner=self.name))
+        return task, Oracle(task_id="control", tests=tests)
 
     async def run(
         self, box: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
@@ -223,17 +215,16 @@ class _Session:
             "address_space": 4 * self._limits.memory_bytes,
             "cpu_s": self._limits.cpu_s,
         }
-        with boundary(SandboxLost, "run the tests"):
-            result = await self._box.exec(
-                [self._limits.python, "-s", "-B", "-c", WORKER],
-                cwd="/",
-                env=ENVIRONMENT,
-                timeout_s=self._limits.wall_s,
-                stdin=ascii(job).encode(),
-                max_output_bytes=MAX_RECORD_BYTES,
-            )
-        if result.exit_code is None and not result.timed_out:
-            raise SandboxLost("the box died while the tests ran")
+        argv = [self._limits.python, "-s", "-B", "-c", WORKER]
+        result = await run_in(
+            self._box,
+            argv,
+            self._limits,
+            cwd="/",
+            env=ENVIRONMENT,
+            stdin=ascii(job).encode(),
+            max_output_bytes=MAX_RECORD_BYTES,
+        )
         run = read_run(result, nonce, self._limits.cpu_s)
         if not run.started:
             tail = ascii(result.stderr[-200:].decode("utf-8", "replace"))
@@ -281,12 +272,8 @@ def report(tests: HiddenTests, ran: Sequence[Ran]) -> RunReport:
     outcome = Outcome.RESOLVED if resolved else Outcome.UNRESOLVED
     if late:
         outcome, trouble = Outcome.TEST_TIMEOUT, "out of time"
-    missing = sum(name not in outcomes for name in (*tests.fail_to_pass, *tests.pass_to_pass))
-    reason = f"{f2p + p2p} of {total} tests pass" + (f", {missing} are missing" if missing else "")
+    reason = passing(tests, f2p + p2p, outcomes)
     failed, good, turned = (sum(one.controls[n] for one in ran) for n in range(3))
-    share = f2p / max(1, len(tests.fail_to_pass))
-    if tests.pass_to_pass:
-        share *= p2p / len(tests.pass_to_pass)
     return RunReport(
         outcome=outcome,
         passed=f2p + p2p,
@@ -296,7 +283,7 @@ def report(tests: HiddenTests, ran: Sequence[Ran]) -> RunReport:
         fail_to_pass=(f2p, len(tests.fail_to_pass)),
         pass_to_pass=(p2p, len(tests.pass_to_pass)),
         controls=f"{failed} failed as they must, {good} passed as they must, {_turned(ran, turned)}",
-        score=share,
+        score=share(tests, f2p, p2p),
         strength="weak" if any(one.unturned for one in ran) else None,
     )
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from whet.grade.runners.common import out_of_cpu
 from whet.sandbox.base import ExecResult
 
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed", "missing")
@@ -60,7 +60,7 @@ def read_run(result: ExecResult, nonce: str, cpu_s: int) -> FileRun:
         uncollected="uncollected" in marks,
         exit_code=result.exit_code,
         timed_out=result.timed_out,
-        out_of_cpu=_out_of_cpu(result, cpu_s),
+        out_of_cpu=out_of_cpu(result, cpu_s),
         unusable=marks.get("unusable", ""),
     )
 
@@ -75,8 +75,3 @@ def _record(line: bytes, nonce: str, seq: int) -> tuple[str, str]:
     if record[0] != nonce or record[1] != seq or not all(type(part) is str for part in record[2:]):
         raise Tampered("a record is not of this run or out of order")
     return record[2], record[3]
-
-
-def _out_of_cpu(result: ExecResult, cpu_s: int) -> bool:
-    late = result.exit_code == -signal.SIGKILL and result.duration_s > cpu_s
-    return result.exit_code == -signal.SIGXCPU or late

@@ -11,12 +11,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 
-from whet.errors import GradeError, SandboxLost, TaskError, boundary
+from whet.errors import GradeError, TaskError
 from whet.grade.candidate import Candidate
 from whet.grade.runners.base import RunLimits, RunReport
-from whet.grade.runners.command import out_of_cpu
+from whet.grade.runners.common import RunnerBase, control_task, out_of_cpu, passing, run_in, share
 from whet.grade.runners.log_parsers import PARSERS, SKIPPED, XFAIL, read_log
-from whet.sandbox.base import Bind, ExecResult, Sandbox
+from whet.sandbox.base import ExecResult, Sandbox
 from whet.types import (
     FileEntry,
     GradingPlan,
@@ -25,8 +25,6 @@ from whet.types import (
     Outcome,
     Strength,
     Task,
-    Tree,
-    task_hash,
 )
 
 FRAMED = """
@@ -42,12 +40,11 @@ BEGIN, END = b">>>>> Start Test Output", b">>>>> End Test Output"
 MAX_LOG_BYTES = 32 << 20
 
 
-class SwebenchLog:
+class SwebenchLog(RunnerBase):
     """Runner `swebench_log`; strength weak."""
 
     name = "swebench_log"
     strength: Strength = "weak"
-    places: tuple[str, ...] = ()
 
     def check(self, task: Task, oracle: Oracle) -> None:
         tests = oracle.tests
@@ -62,21 +59,9 @@ class SwebenchLog:
         if len(set(required)) != len(required) or len(dict(tests.expected)) != len(tests.expected):
             raise TaskError(f"task {task.id}: a test id is required twice")
 
-    def hopeless(self, task: Task, tree: Tree) -> str:
-        return ""
-
-    def needs(self) -> tuple[Bind, ...]:
-        return ()
-
-    def processes(self, task: Task, oracle: Oracle) -> int:
-        return 1
-
     def control(self) -> tuple[Task, Oracle]:
-        plan = GradingPlan(runner=self.name)
         files = {"one": FileEntry(content=b"PASSED one\n")}
-        task = Task(
-            id="control", prompt="", files=files, grading=plan, content_hash=task_hash("", files, plan)
-        )
+        task = control_task(files, GradingPlan(runner=self.name))
         tests = HiddenTests(script="cat one", parser="pytest", fail_to_pass=("one",))
         return task, Oracle(task_id="control", tests=tests)
 
@@ -87,15 +72,9 @@ class SwebenchLog:
         own = lays_tests(tests.script)
         await candidate.lay(box, candidate.hidden(tests), owner="box" if own else "root")
         nonce = secrets.token_hex(16)
-        with boundary(SandboxLost, "run the tests"):
-            result = await box.exec(
-                ["bash", "-c", FRAMED, "tests", str(limits.cpu_s)],
-                timeout_s=limits.wall_s,
-                stdin=f"{nonce}\n{tests.script}".encode(),
-                max_output_bytes=MAX_LOG_BYTES,
-            )
-        if result.exit_code is None and not result.timed_out:
-            raise SandboxLost("the box died while the tests ran")
+        argv = ["bash", "-c", FRAMED, "tests", str(limits.cpu_s)]
+        stdin = f"{nonce}\n{tests.script}".encode()
+        result = await run_in(box, argv, limits, stdin=stdin, max_output_bytes=MAX_LOG_BYTES)
         return judge(tests, result, nonce.encode(), limits.cpu_s)
 
 
@@ -150,19 +129,15 @@ def _required(tests: HiddenTests, outcomes: Mapping[str, str]) -> RunReport:
     f2p = sum(outcomes.get(name) == "PASSED" for name in tests.fail_to_pass)
     p2p = sum(outcomes.get(name) in still for name in tests.pass_to_pass)
     total = len(tests.fail_to_pass) + len(tests.pass_to_pass)
-    missing = sum(name not in outcomes for name in (*tests.fail_to_pass, *tests.pass_to_pass))
-    share = f2p / len(tests.fail_to_pass)
-    if tests.pass_to_pass:
-        share *= p2p / len(tests.pass_to_pass)
     return RunReport(
         outcome=Outcome.RESOLVED if f2p + p2p == total else Outcome.UNRESOLVED,
         passed=f2p + p2p,
         total=total,
-        reason=f"{f2p + p2p} of {total} tests pass" + (f", {missing} are missing" if missing else ""),
+        reason=passing(tests, f2p + p2p, outcomes),
         complete=True,
         fail_to_pass=(f2p, len(tests.fail_to_pass)),
         pass_to_pass=(p2p, len(tests.pass_to_pass)),
-        score=share,
+        score=share(tests, f2p, p2p),
     )
 
 

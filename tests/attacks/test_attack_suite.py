@@ -169,7 +169,7 @@ def test_a_users_own_tasks_are_attacked_with_their_gold_as_the_honest_twin(
     argv = ["attack", str(tmp_path / "own.toml"), "--tasks", "1", "--only", "10,16,49", "--json"]
     assert main(argv) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said == {"attacks": 2, "defeated": 2, "twins": 3, "twins_ok": 3, "failed": []}
+    assert said == {"attacks": 2, "defeated": 2, "twins": 5, "twins_ok": 5, "failed": []}
 
 
 def _weak_task(check: str) -> tuple[Task, Oracle]:

@@ -41,7 +41,9 @@ def a_plan(token_budget: int = 100) -> StepPlan:
 
 
 def gradients(model: Policy, plan: StepPlan) -> tuple[float, dict[str, torch.Tensor]]:
-    loss = Trainer(model, TrainConfig()).gradients(plan)
+    trainer = Trainer(model, TrainConfig())
+    trainer.fit = None
+    loss = trainer.gradients(plan)
     return loss, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 

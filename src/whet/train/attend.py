@@ -2,11 +2,13 @@
 
 A flat list is the prefix followed by the rows, each padded to the same width. No mask is ever held where the
 device has a kernel for the pattern, and keys and values of the prefix are computed once. Each class is an
-`Attend` of policy.py.
+`Attend` of policy.py. On tensors without content (dry.py) the kernels of the device that they stand for are
+emulated: what they give, keep for the backward pass and take for themselves.
 """
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -14,15 +16,84 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+EMULATED: ContextVar[str] = ContextVar(
+    "device whose kernels tensors without content stand for", default="cuda"
+)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
+    """[B, heads, Q, hd] from q and k, v [B, kv_heads, K, hd]; without `seen` causal."""
+    if q.is_meta:
+        return _emulated(q, k, v, scale, seen)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _emulated(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
+    """What the device's kernel would give and keep, of tensors that have no content."""
+    q, k, v = _Release.apply(q, k, v)  # type: ignore[no-untyped-call]
+    if EMULATED.get() == "cpu":
+        mask = None if seen is None else torch.where(seen, 0.0, -torch.inf).to(q.dtype)
+        on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        out = on_cpu(q, k, v, 0.0, seen is None, attn_mask=mask, scale=scale)[0]
+        torch.empty(_blocks(q.shape[2], k.shape[2]), device="meta")
+        # and the gradient laid out anew
+        workspace = [(2 * _blocks(q.shape[2], k.shape[2]), torch.float32), (out.numel(), out.dtype)]
+    else:
+        on_gpu = torch.ops.aten._scaled_dot_product_flash_attention.default
+        out = on_gpu(q, k, v, 0.0, True, False, scale=scale)[0]
+        # fp32 sums of dq and of the softmax; dk and dv of every head before heads of a group are added up
+        workspace = [(out.numel() + out.numel() // out.shape[-1], torch.float32)]
+        if q.shape[1] != k.shape[1]:
+            workspace.append((2 * out.numel(), out.dtype))
+    held: Tensor = _Workspace.apply(out, workspace)  # type: ignore[no-untyped-call]
+    return held
+
+
+def _blocks(queries: int, keys: int) -> int:
+    """Numbers in the score blocks that the threads of the CPU kernel hold."""
+    split = 256 if queries >= 768 else 64 if queries >= 192 else 32
+    return torch.get_num_threads() * min(split, queries) * min(512, keys)
+
+
+_WORKSPACE: list[Tensor] = []
+"""What the backward kernel that runs holds for itself."""
+
+
+class _Workspace(torch.autograd.Function):
+    """In the backward pass: what a kernel takes for itself, as (numbers, type), until `_Release`."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, sizes: list[tuple[int, torch.dtype]]) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.sizes = sizes
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        _WORKSPACE.extend(torch.empty(n, dtype=dtype, device="meta") for n, dtype in ctx.sizes)
+        return grad, None
+
+
+class _Release(torch.autograd.Function):
+    """In the backward pass: the kernel is done."""
+
+    @staticmethod
+    def forward(ctx, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+        return tuple(t.view_as(t) for t in inputs)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+        _WORKSPACE.clear()
+        return grads
+
 
 @dataclass(frozen=True, slots=True)
 class Causal:
     """Every token sees itself and all before it."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=q.shape[0] != k.shape[0]
-        )[0]
+        return _attention(q[None], k[None], v[None], scale)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +104,15 @@ class Shared:
     rows: int
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        gqa, n = q.shape[0] != k.shape[0], self.prefix
+        n = self.prefix
         own = (self._rows(q), self._behind(k), self._behind(v))
         width, length = own[0].shape[2], own[1].shape[2]
         seen = (
             causal_lower_right(width, length)
             if q.is_cuda
-            else torch.ones(width, length, dtype=torch.bool).tril(length - width)
+            else torch.ones(width, length, dtype=torch.bool, device=q.device).tril(length - width)
         )
-        mixed = F.scaled_dot_product_attention(*own, attn_mask=seen, scale=scale, enable_gqa=gqa)
+        mixed = _attention(*own, scale, seen)
         flat = mixed.transpose(0, 1).flatten(1, 2)
         if not n:
             return flat

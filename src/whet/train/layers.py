@@ -110,7 +110,7 @@ def wrap_cast(module: nn.Module, mode: Mode) -> None:
 
 def _mlp(raw: Raw, mode: Mode, x: Tensor) -> Tensor:
     tile = mode.techniques.tile_mlp
-    if not tile or x.shape[-2] <= tile or not torch.is_grad_enabled():
+    if not tile or x.shape[-2] <= tile:
         out: Tensor = raw(x)
         return out
     names, weights = zip(*raw.named_parameters(), strict=True)

@@ -21,11 +21,11 @@ nearly twice its size."""
 class _Parked:
     """One tensor away from the device."""
 
-    __slots__ = ("back", "before", "like", "pieces", "ready")
+    __slots__ = ("back", "before", "dtype", "pieces", "ready", "shape")
 
     def __init__(self, pieces: list[Tensor], like: Tensor, before: _Parked | None) -> None:
         self.pieces, self.before = pieces, before
-        self.like = torch.empty_like(like, device="meta")
+        self.shape, self.dtype = like.shape, like.dtype
         self.back: Tensor | None = None
         """On the device again."""
         self.ready: torch.cuda.Event | None = None
@@ -54,7 +54,7 @@ class Offload:
             return tensor
         self.bytes += tensor.nbytes
         if self._stream is None:
-            self._last = _Parked([tensor.clone()], tensor, self._last)
+            self._last = _Parked([] if tensor.is_meta else [tensor.clone()], tensor, self._last)
             return self._last
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         pieces = []
@@ -70,29 +70,34 @@ class Offload:
     def _unpack(self, held: _Parked | Tensor) -> Tensor:
         if isinstance(held, Tensor):
             return held
-        if self._stream is None:
-            return held.pieces[0]
-        self._fetch(held)
+        back = self._fetch(held)
         if held.before is not None:
             self._fetch(held.before)
-        if held.back is None or held.ready is None:
-            raise RuntimeError("a parked tensor did not come back")
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(held.ready)
-        held.back.record_stream(current)
-        back, held.back, held.before = held.back, None, None
+        if held.ready is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(held.ready)
+            back.record_stream(current)
+        held.back = held.before = None
         if self._last is held:
             self._last = None
         return back
 
-    def _fetch(self, held: _Parked) -> None:
-        if held.back is not None or self._stream is None:
-            return
+    def _fetch(self, held: _Parked) -> Tensor:
+        """Begin to bring it back, once."""
+        if held.back is not None:
+            return held.back
+        if self._stream is None:
+            held.back = held.pieces[0] if held.pieces else self._empty(held)
+            return held.back
         with torch.cuda.stream(self._stream):
-            held.back = torch.empty(held.like.shape, dtype=held.like.dtype, device=self._device)
+            held.back = self._empty(held)
             at = 0
             for piece in held.pieces:
                 held.back.view(-1)[at : at + len(piece)].copy_(piece, non_blocking=True)
                 at += len(piece)
             held.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             held.ready.record(self._stream)
+            return held.back
+
+    def _empty(self, held: _Parked) -> Tensor:
+        return torch.empty(held.shape, dtype=held.dtype, device=self._device)

@@ -27,6 +27,7 @@ class Optimiser:
         self.named: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         hidden = [n for n, p in self.named.items() if config.muon_lr and p.ndim == 2 and ".layers." in n]
         rest = [n for n in self.named if n not in set(hidden)]
+        self._parked = False
         # foreach=False: one loop over tensors, so the order of float operations is fixed.
         self._parts: list[tuple[list[str], torch.optim.Optimizer, float]] = [
             (
@@ -58,8 +59,18 @@ class Optimiser:
         factor = rate(self.config, step)
         for _, part, base in self._parts:
             part.param_groups[0]["lr"] = base * factor
-            part.step()
+            if self._parked:
+                _step_parked(part)
+            else:
+                part.step()
         return self.config.lr * factor
+
+    def park(self) -> None:
+        """Keep the moments in the host's memory from now on; an update brings one parameter's at a time."""
+        self._parked = True
+        for _, part, _ in self._parts:
+            for state in part.state.values():
+                _move(state, None)
 
     def zero(self) -> None:
         for _, part, _ in self._parts:
@@ -86,4 +97,35 @@ class Optimiser:
             part.state.clear()
             for name in names:
                 if name in moments:
-                    part.state[self.named[name]] = {k: t.clone() for k, t in moments[name].items()}
+                    part.state[self.named[name]] = {
+                        k: t.to(self._home(name, t), copy=True) for k, t in moments[name].items()
+                    }
+
+    def _home(self, name: str, moment: Tensor) -> torch.device:
+        """Where it is kept; counters are the host's."""
+        cpu = torch.device("cpu")
+        return cpu if self._parked or moment.dim() == 0 else self.named[name].device
+
+
+def _move(state: dict[str, Tensor], device: torch.device | None) -> None:
+    """A parameter's moments to a device, None = the host; its step counter is there anyway."""
+    for key, tensor in state.items():
+        if tensor.dim() and device is not None:
+            state[key] = tensor.to(device, non_blocking=True)
+        elif tensor.is_cuda:
+            # pinned, so that the way back need not be copied through a second buffer
+            state[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+def _step_parked(part: torch.optim.Optimizer) -> None:
+    """`part.step()`, one parameter after the other."""
+    group = part.param_groups[0]
+    parameters = group["params"]
+    try:
+        for p in parameters:
+            group["params"] = [p]
+            _move(part.state[p], p.device)
+            part.step()
+            _move(part.state[p], None)
+    finally:
+        group["params"] = parameters

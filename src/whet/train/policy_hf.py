@@ -219,6 +219,16 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
+def empty_model(config: Any) -> Any:
+    """The model of a configuration without content, on torch's meta device, weights as fp32."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(NAME, attention_function)
+    with torch.device("meta"):
+        build: Any = AutoModelForCausalLM.from_config
+        return build(config, dtype=torch.float32, attn_implementation=NAME)
+
+
 def _probe_ids(vocab: int) -> Tensor:
     return torch.randint(0, vocab, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
 

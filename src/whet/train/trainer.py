@@ -19,6 +19,7 @@ from torch import Tensor
 from whet.errors import ConfigError, TrainError
 from whet.train.batch import Batch, locate, make_batch
 from whet.train.dist import Alone, Ranks
+from whet.train.fit import Fit
 from whet.train.head import Fused, Scores, objective, score
 from whet.train.loss import Terms, token_loss
 from whet.train.measure import Sums, result_of
@@ -27,8 +28,10 @@ from whet.train.options import StepResult, TrainConfig
 from whet.train.pack import MicroBatch
 from whet.train.plan import StepPlan
 from whet.train.policy import Policy
+from whet.train.policy_hf import HfPolicy
 from whet.train.reference import Reference
 from whet.train.states import states
+from whet.train.techniques import Techniques
 from whet.train.terms import StepTerms
 
 
@@ -53,6 +56,9 @@ class Trainer:
             reference.check(model)
         self.reference = reference if config.loss.kl != "none" else None
         self.optimiser = Optimiser(model, config.optim)
+        self.fit = Fit.of(model, config.policy.memory_gib) if isinstance(model, HfPolicy) else None
+        """Chooses memory techniques; None = they stay as they are."""
+        self._chosen: dict[MicroBatch, Techniques] = {}
         self.steps = 0
         """Optimiser steps done."""
         self.version = version
@@ -68,7 +74,8 @@ class Trainer:
 
         Raises TrainError, with weights and optimiser as before, when a token of the current version differs
         from the sampler's record by more than the limit, when a token's version is too old or unknown, when
-        a loss or gradient is not finite, and when a row is longer than the model's context.
+        a loss or gradient is not finite, and when a row is longer than the model's context or the device's
+        memory allows.
         """
         began = time.monotonic()
         if not plan.rows:
@@ -78,6 +85,7 @@ class Trainer:
         self._check_lengths(plan)
         if not self._supervised:
             self._check_versions(plan)
+        self._fit_memory(plan)
         with self._deterministic():
             # One epoch computes everything before it changes anything; more need a way back.
             before = self._snapshot() if self.config.epochs > 1 else None
@@ -119,6 +127,7 @@ class Trainer:
     def gradients(self, plan: StepPlan) -> float:
         """Leave the gradients of the step's loss in `.grad`, change nothing else; returns the loss."""
         self.optimiser.zero()
+        self._fit_memory(plan)
         with self._deterministic():
             return self._summed(plan, StepTerms(plan, self.config.loss), 0, measure=False).loss
 
@@ -157,6 +166,7 @@ class Trainer:
         for micro in batches:
             batch = make_batch(plan, micro, self.model.device)
             ref = self._ref(terms, micro, batch)
+            self._use(micro)
             given = terms.of(micro, batch.mu, batch.advantage, ref)
             fused = self._objective(batch, given)
             scores = fused.scores
@@ -179,6 +189,17 @@ class Trainer:
 
         hidden, targets = states(self.model, batch)
         return objective(hidden, self.model.head_weight, targets, self.config.temperature, weighted)
+
+    def _fit_memory(self, plan: StepPlan) -> None:
+        if self.fit is None:
+            return
+        self._chosen = dict(zip(plan.batches, self.fit.plan(plan), strict=True))
+        if any(t.offload_optimizer for t in self._chosen.values()):
+            self.optimiser.park()
+
+    def _use(self, micro: MicroBatch) -> None:
+        if isinstance(self.model, HfPolicy) and micro in self._chosen:
+            self.model.techniques = self._chosen[micro]
 
     def _ref(self, terms: StepTerms, micro: MicroBatch, batch: Batch) -> Tensor | None:
         if self.reference is None:
@@ -240,19 +261,20 @@ class Trainer:
         self.optimiser.restore(before[1])
 
     def _deterministic(self) -> _Pinned:
-        return _Pinned(self.config.threads)
+        # on a GPU it forbids products and makes scatters many times slower
+        return _Pinned(self.config.threads, self.model.device.type == "cpu")
 
 
 class _Pinned:
     """Thread count and deterministic algorithms for the length of a step; the sampler's come back after."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
+    def __init__(self, threads: int, deterministic: bool) -> None:
+        self._threads, self._deterministic = threads, deterministic
         self._before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
 
     def __enter__(self) -> None:
         torch.set_num_threads(self._threads)
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(self._deterministic)
 
     def __exit__(self, *exc: object) -> None:
         torch.set_num_threads(self._before[0])

@@ -29,6 +29,10 @@ from whet.types import Group
 class Batches(Protocol):
     """The loop's side."""
 
+    @property
+    def rollouts(self) -> int:
+        """How many will be decided while a step waits for its groups; 0 = no telling."""
+
     async def next(self, step: int) -> tuple[Sequence[Group], Mapping[str, Any]]:
         """The groups that this step trains, and what there is to say of how they were collected."""
 
@@ -42,8 +46,9 @@ class Batches(Protocol):
 class InStep:
     """Synchronous: the groups of a step are drawn when it begins."""
 
-    def __init__(self, dispatcher: Dispatcher, source: TaskSource, groups: int) -> None:
+    def __init__(self, dispatcher: Dispatcher, source: TaskSource, groups: int, group_size: int) -> None:
         self._dispatcher, self._source, self._groups = dispatcher, source, groups
+        self.rollouts = groups * group_size
 
     async def next(self, step: int) -> tuple[Sequence[Group], Mapping[str, Any]]:
         tasks = self._source.tasks("train", (step - 1) * self._groups, self._groups)
@@ -58,6 +63,8 @@ class InStep:
 
 class Ahead:
     """Asynchronous. Made by `open_ahead`."""
+
+    rollouts = 0
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector

@@ -70,8 +70,11 @@ SHOWN = (
     "max_logprob_gap",
     "tokens_trained",
     "step_s",
+    "staleness_max",
+    "waited_s",
+    "wasted",
 )
-"""Metrics of a step that the view gets; all of them are in metrics.jsonl."""
+"""Metrics of a step that the view gets, where it has them; all of them are in metrics.jsonl."""
 WALL_S, EXTRA = "wall_s", "summary_extra"
 """Facts of a run."""
 
@@ -164,7 +167,7 @@ class Loop:
         """Where steps get their groups from, until the last step."""
         c, parts = self._run.config, self._parts
         if not c.collect.max_staleness:
-            yield InStep(self._dispatcher, parts.source, c.tasks.groups_per_step)
+            yield InStep(self._dispatcher, parts.source, c.tasks.groups_per_step, c.collect.group_size)
             return
         async with open_ahead(
             c,
@@ -215,7 +218,7 @@ class Loop:
     async def _step(self, step: int, batches: Batches) -> None:
         c = self._run.config
         began = time.monotonic()
-        self._view.stage(f"step {step} of {c.run.steps}", c.tasks.groups_per_step * c.collect.group_size)
+        self._view.stage(f"step {step} of {c.run.steps}", batches.rollouts)
         groups, told = await batches.next(step)
         collected = time.monotonic()
         plan = plan_step(groups, self._parts.plan_config)
@@ -250,7 +253,7 @@ class Loop:
         failpoint.hit("loop.published")
         batches.published(result.version)
         self._metrics.write({"event": "step", "step": step, **metrics})
-        self._view.step_done(step, c.run.steps, {name: metrics[name] for name in SHOWN})
+        self._view.step_done(step, c.run.steps, {name: metrics[name] for name in SHOWN if name in metrics})
         prune(self._run.checkpoints, c.run.keep_checkpoints)
         failpoint.hit("loop.pruned")
 

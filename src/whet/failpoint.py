@@ -1,10 +1,10 @@
 """Places where a test can make a process die, to prove that nothing is lost there.
 
-`hit(name)` does nothing unless the environment variable WHET_FAILPOINT is `name:count:file`. The process
-that passes the place for the count-th time makes the file and kills itself with SIGKILL, as an out-of-memory
-killer would; where the file is there already, nothing happens any more. A test in the same process arms a
-place with `armed` instead and gets `Reached` raised. `POINTS` are the names: one before and one after each
-commit of the store, and those between the writes that a commit rests on.
+`hit(name)` does nothing unless the environment variable WHET_FAILPOINT holds `name:count:file`; several have
+commas between them. The process that passes the place for the count-th time makes the file and kills itself
+with SIGKILL, as an out-of-memory killer would; where the file is there already, nothing happens any more. A
+test in the same process arms a place with `armed` instead and gets `Reached` raised. `POINTS` are the names:
+one before and one after each commit of the store, and those between the writes that a commit rests on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 VARIABLE = "WHET_FAILPOINT"
 COMMITS = ("plan", "start", "attempt", "graded", "score", "assign", "discard", "step", "recover")
@@ -35,29 +36,39 @@ class Reached(BaseException):
     """A place armed in this process was passed. No handler of errors takes it for one."""
 
 
+@dataclass(slots=True)
 class _Armed:
-    """What is armed in this process, and how often it is still to be passed."""
+    """A place at which this process is to die."""
 
-    def __init__(self, text: str) -> None:
-        self.name, _, rest = text.partition(":")
-        count, _, once = rest.partition(":")
-        self.left, self.once = int(count or "1"), once
+    left: int
+    """How often it is still to be passed."""
+    once: str = ""
+    """File that says that it has happened; empty: raise instead."""
 
 
-_armed = _Armed(os.environ.get(VARIABLE, ""))
+def _parse(text: str) -> dict[str, _Armed]:
+    armed = {}
+    for entry in filter(None, text.split(",")):
+        name, count, once = entry.split(":", 2)
+        armed[name] = _Armed(int(count), once)
+    return armed
+
+
+_armed = _parse(os.environ.get(VARIABLE, ""))
 
 
 def hit(name: str) -> None:
     """Die here if this place is armed and it is time."""
-    if name != _armed.name:
+    if not _armed or name not in _armed:
         return
-    _armed.left -= 1
-    if _armed.left:
+    place = _armed[name]
+    place.left -= 1
+    if place.left:
         return
-    if not _armed.once:
+    if not place.once:
         raise Reached(name)
     with contextlib.suppress(FileExistsError):
-        os.close(os.open(_armed.once, os.O_CREAT | os.O_EXCL))
+        os.close(os.open(place.once, os.O_CREAT | os.O_EXCL))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -66,8 +77,8 @@ def armed(name: str, count: int = 1) -> Iterator[None]:
     """Have `Reached` raised when this process passes the place for the `count`-th time."""
     if name not in POINTS:
         raise ValueError(f"no such failpoint: {name}")
-    _armed.name, _armed.left, _armed.once = name, count, ""
+    _armed[name] = _Armed(count)
     try:
         yield
     finally:
-        _armed.name = ""
+        del _armed[name]

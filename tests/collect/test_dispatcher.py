@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -25,6 +25,16 @@ class Memory:
         self.rollouts: dict[str, Rollout] = dict(held or {})
         self.failed: list[tuple[str, int]] = []
         self.tries: dict[str, int] = {}
+        self.planned: list[tuple[str, str, int]] = []
+        self.started: list[tuple[str, int]] = []
+
+    def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
+        self.planned += [(slot.rollout_id, task_id, version) for slot in slots]
+
+    def start(self, rollout_id: str, attempt: int, version: int) -> None:
+        assert rollout_id in {name for name, _, _ in self.planned}
+        assert rollout_id not in self.rollouts
+        self.started.append((rollout_id, attempt))
 
     def put(self, slot: Slot, rollout: Rollout) -> None:
         assert slot.rollout_id == rollout.id
@@ -90,6 +100,8 @@ async def test_only_infrastructure_failures_start_another_attempt_and_boundedly(
     assert (first.status, first.reward, first.attempt) == (Status.INFRA_FAILED, None, 3)
     assert (second.status, second.reward, second.attempt) == (Status.OK, 1.0, 2)
     assert [r.attempt for r in others] == [1, 1]
+    assert [name for name, _, _ in sink.planned] == [r.id for r in groups[0].rollouts]
+    assert sorted(sink.started) == sorted((spec.rollout_id, spec.attempt) for spec in attempts.specs)
     assert list(groups[0].rewards) == [1.0, 0.0, 0.0]
     assert sorted(sink.failed) == [
         ("train/00001/000/00", 1),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Protocol
 
 from whet.collect.breaker import Breaker
@@ -40,6 +41,12 @@ class Slot:
 
 class Sink(Protocol):
     """Where decided rollouts go; durable before `put` returns."""
+
+    def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
+        """These rollouts of a group are to be made; said again after a resume."""
+
+    def start(self, rollout_id: str, attempt: int, version: int) -> None:
+        """A try has got its worker."""
 
     def put(self, slot: Slot, rollout: Rollout) -> None: ...
 
@@ -107,9 +114,11 @@ class Dispatcher:
         options: CollectOptions,
         *,
         check: Check = nothing_to_check,
+        version: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`version`: policy version in force."""
         self._attempts, self._sink, self._watcher = attempts, sink, watcher
-        self._breaker, self._options, self._check = breaker, options, check
+        self._breaker, self._options, self._check, self._version = breaker, options, check, version
 
     async def collect(
         self, phase: Phase, step: int, tasks: Sequence[Task], *, group_size: int | None = None
@@ -122,6 +131,8 @@ class Dispatcher:
             for g, task in enumerate(tasks)
             for s in range(size)
         ]
+        for g, task in enumerate(tasks):
+            self._sink.plan([slot for slot, _ in slots[g * size : (g + 1) * size]], task.id, self._version())
         try:
             async with asyncio.TaskGroup() as running:
                 pending = [
@@ -158,7 +169,7 @@ class Dispatcher:
                 temperature=self._options.temperature,
                 evaluation=slot.phase != "train",
             )
-            rollout = await self._attempts.run(spec, lambda: self._watcher.rollout_started(slot.rollout_id))
+            rollout = await self._attempts.run(spec, partial(self._began, spec))
             if rollout.status is not Status.INFRA_FAILED:
                 self._breaker.record(False, "")
                 break
@@ -168,6 +179,10 @@ class Dispatcher:
         self._sink.put(slot, rollout)
         self._finished(rollout)
         return rollout if self._options.whole else replace(rollout, trajectory=NOTHING_SAMPLED, changed={})
+
+    def _began(self, spec: AttemptSpec) -> None:
+        self._sink.start(spec.rollout_id, spec.attempt, self._version())
+        self._watcher.rollout_started(spec.rollout_id)
 
     def _finished(self, rollout: Rollout) -> None:
         tokens = rollout.trajectory.ledger.captured

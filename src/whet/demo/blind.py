@@ -36,6 +36,12 @@ BLIND = Habits(look=0.0, blind_wrong=0.0, recover=0.0, verify=0.0)
 class _Nowhere:
     """Sink and watcher that keep nothing."""
 
+    def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
+        """Nothing of this kind is trained: what is not stored is made again."""
+
+    def start(self, rollout_id: str, attempt: int, version: int) -> None:
+        """See `plan`."""
+
     def put(self, slot: Slot, rollout: Rollout) -> None: ...
 
     def attempted(self, slot: Slot, rollout: Rollout) -> None: ...

@@ -26,6 +26,12 @@ class ResultSink:
         self._store, self._clock, self._note = store, clock, note
         self._noted_s = time.monotonic()
 
+    def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
+        """Nothing of this kind is trained: what is not stored is made again."""
+
+    def start(self, rollout_id: str, attempt: int, version: int) -> None:
+        """See `plan`."""
+
     def put(self, slot: Slot, rollout: Rollout) -> None:
         self._store.put_rollout(slot.phase, slot.step, slot.group, slot.slot, rollout)
         if time.monotonic() - self._noted_s >= CLOCK_S:

@@ -106,10 +106,14 @@ class Store(States):
             write_attempt(db, rollout)
 
     def tried(self, prefix: str) -> dict[str, int]:
-        """Rollout id -> number of its last recorded try, for ids that begin with `prefix`."""
-        query = "SELECT rollout_id, MAX(attempt) AS n FROM attempts GROUP BY rollout_id"
-        found = {row["rollout_id"]: row["n"] for row in self._all(query)}
-        return {rollout_id: n for rollout_id, n in found.items() if rollout_id.startswith(prefix)}
+        """Rollout id -> number of its last try, ended or not, for ids that begin with `prefix`."""
+        query = "SELECT rollout_id, attempt AS n FROM attempts"
+        with self._reading() as db:
+            if has_table(db, "states"):
+                query += " UNION ALL SELECT rollout_id, attempt FROM states"
+            rows = db.execute(f"SELECT rollout_id, MAX(n) AS n FROM ({query}) GROUP BY rollout_id").fetchall()
+        found = {row["rollout_id"]: row["n"] for row in rows}
+        return {name: n for name, n in found.items() if n and name.startswith(prefix)}
 
     def attempts(self, rollout_id: str) -> list[tuple[int, Status, str]]:
         """(attempt, status, error) of every recorded try, in order."""

@@ -121,19 +121,16 @@ async def assemble(
         )
     folder = model_folder(config)
     family = load_family(folder, config.model.family)
-    last = store.last_step()
     source = open_source(config, limits_of(config))
     async with AsyncExitStack() as stack:
         spec = LearnerSpec.of(config, model=folder, log=run.logs / "learner.log")
         learner = await stack.enter_async_context(Learner.start(spec))
         keep_start_model(store, learner)
-        if last is not None:
-            await learner.load(run.path / last.checkpoint)
         engine, publisher = await stack.enter_async_context(_sampled_by(run, learner, family))
-        await publisher.publish(learner.version)
+        life = Lifeline(learner, publisher, committed(run, store), restarts=config.train.restarts, say=note)
+        await life.begin()
         # Unix socket paths are limited to 107 bytes, a run directory may be deep.
         sockets = stack.enter_context(scratch_folder())
-        life = Lifeline(learner, publisher, committed(run, store), restarts=config.train.restarts, say=note)
         if config.engine.kind == "embedded":
             engine = LivingEngine(engine, life)
         agents = await stack.enter_async_context(open_agents(config, family, engine, sockets))

@@ -12,68 +12,24 @@ ends with the last of its standard error. Leaving the context ends the child.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
-import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from whet.config import Config
 from whet.engine.base import Engine, EngineInfo, Receipt
 from whet.engine.channel import Channel, Frame, Meta
 from whet.engine.embedded import EmbeddedEngine
-from whet.errors import EngineError, TrainError, boundary
+from whet.errors import EngineError, TrainError
 from whet.record.scratch import scratch_folder
-from whet.train.options import StepResult, TrainConfig, dump_config
+from whet.train.options import StepResult
 from whet.train.plan import StepPlan
+from whet.train.process import Child, LearnerSpec, absolute
 from whet.train.wire import decode_result, encode_plan
 from whet.types import Generation, IntArray, RequestKey, SamplingParams
 
 __all__ = ["Learner", "LearnerSpec", "StepResult"]
-
-_TAIL = 600
-"""Characters of the child's standard error that an error line may carry."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerSpec:
-    """What a learner is started with."""
-
-    model: Path
-    """Model folder; its tokenizer files go along into checkpoints."""
-    train: TrainConfig = field(default_factory=TrainConfig)
-    samples: bool = True
-    """It holds an engine; otherwise a server elsewhere samples."""
-    max_rows: int = 32
-    """Requests that the engine runs at once."""
-    max_context: int = 2048
-    """Prompt plus sampled tokens of one request."""
-    engine_threads: int = 1
-    cache_tokens: int = 65536
-    """Prompt tokens whose keys and values the engine keeps."""
-    log: Path | None = None
-    """File for the child's output; None = a temporary one."""
-    start_deadline_s: float = 120.0
-    step_deadline_s: float = 1800.0
-    call_deadline_s: float = 300.0
-    """Of one generation, save, load or other call."""
-
-    @classmethod
-    def of(cls, config: Config, *, model: Path, log: Path | None = None) -> LearnerSpec:
-        """The learner of a run's configuration."""
-        return cls(
-            model=model,
-            train=TrainConfig.of(config),
-            samples=config.engine.kind == "embedded",
-            max_rows=config.engine.max_rows,
-            max_context=config.model.max_context_tokens,
-            engine_threads=config.engine.threads,
-            log=log,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,10 +101,13 @@ class _Engine:
 class Learner:
     """See the module. Make one with `Learner.start`."""
 
-    def __init__(self, spec: LearnerSpec, folder: Path, child: _Child, channel: Channel) -> None:
-        self._spec, self._folder, self._child, self._channel = spec, folder, child, channel
+    _child: Child
+    _channel: Channel
+
+    def __init__(self, spec: LearnerSpec, folder: Path) -> None:
+        self._spec, self._folder = spec, folder
         self._engine: _Engine | None = None
-        self._life = 0
+        self._lives = 0
         self.version = 0
         """Policy version of the trainer's weights, which the engine need not hold yet."""
         self.weights = ""
@@ -178,9 +137,9 @@ class Learner:
         """A learner that has passed the engine probe. Raises EngineError with the child's own words."""
         # Unix socket paths are limited to 107 bytes, a run directory may be deep.
         with scratch_folder() as folder:
-            learner = cls(spec, folder, *await _begin(spec, folder))
+            learner = cls(spec, folder)
+            await learner._begin()
             try:
-                await learner._attach()
                 yield learner
             finally:
                 await learner._end()
@@ -189,9 +148,26 @@ class Learner:
         """A new process in the place of one that is gone; it holds the start model, and so does its engine.
         Raises EngineError, TrainError."""
         await self._end()
-        self._life += 1
-        self._child, self._channel = await _begin(self._spec, self._folder, self._life)
-        await self._attach()
+        await self._begin()
+
+    async def _begin(self) -> None:
+        """Come up; one that is killed meanwhile is started again, one that ends by itself is not."""
+        for left in reversed(range(self._spec.restarts + 1)):
+            log = self._spec.log or self._folder / "learner.log"
+            self._lives += 1
+            self._child = await Child.spawn(self._spec, self._folder / f"learner{self._lives}", log)
+            try:
+                self._channel = await self._child.connect(self._spec.start_deadline_s)
+                await self._attach()
+            except BaseException as error:
+                killed = self._child.killed
+                if self._child.connected():
+                    await self._channel.close()
+                await self._child.end()
+                if not (left and killed and isinstance(error, EngineError | TrainError)):
+                    raise
+            else:
+                return
 
     async def _attach(self) -> None:
         if self._spec.samples:
@@ -260,23 +236,23 @@ class Learner:
     async def export(self, wanted: Export) -> Exported:
         """Write the trainer's weights for an engine elsewhere. Raises TrainError."""
         meta: Meta = {
-            "folder": _absolute(wanted.folder),
+            "folder": absolute(wanted.folder),
             "version": wanted.version,
             "dtype": wanted.dtype,
             "own_head": wanted.own_head,
-            "base": _absolute(wanted.base) if wanted.base else "",
-            "delta": _absolute(wanted.delta) if wanted.delta else "",
+            "base": absolute(wanted.base) if wanted.base else "",
+            "delta": absolute(wanted.delta) if wanted.delta else "",
         }
         said = (await self._call("train.export", meta, self._spec.call_deadline_s)).meta
         return Exported(checksum=said["checksum"], tensors=said["tensors"], sent_bytes=int(said["bytes"]))
 
     async def save(self, folder: Path) -> None:
         """Checkpoint into `folder`, whole or not at all. Raises TrainError."""
-        await self._call("train.save", {"folder": _absolute(folder)}, self._spec.call_deadline_s)
+        await self._call("train.save", {"folder": absolute(folder)}, self._spec.call_deadline_s)
 
     async def load(self, folder: Path) -> None:
         """Continue from a checkpoint, whose weights are to be published then. Raises TrainError."""
-        self._note(await self._call("train.load", {"folder": _absolute(folder)}, self._spec.call_deadline_s))
+        self._note(await self._call("train.load", {"folder": absolute(folder)}, self._spec.call_deadline_s))
 
     async def _call(self, op: str, meta: Meta, deadline_s: float) -> Frame:
         async with self._failing(op):
@@ -291,113 +267,8 @@ class Learner:
             raise TrainError(f"{op}: {await self._child.explain(error)}") from error
 
 
-def _absolute(path: Path) -> str:
-    return str(path.absolute())
-
-
-def _module_path() -> str:
-    """PYTHONPATH under which a child finds this very package."""
-    own = str(Path(__file__).parents[2])
-    return os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-async def _begin(spec: LearnerSpec, folder: Path, life: int = 0) -> tuple[_Child, Channel]:
-    """A process and the way to it. Raises EngineError with its own words when it does not come up."""
-    child = await _Child.spawn(spec, folder / f"learner{life}", spec.log or folder / "learner.log")
-    try:
-        return child, await child.connect(spec.start_deadline_s)
-    except BaseException:
-        await child.end()
-        raise
-
-
 async def _farewell(channel: Channel) -> None:
     """Ask for a clean end; a learner that is gone or busy is ended by other means."""
     with contextlib.suppress(EngineError):
         await channel.call("train.shutdown", deadline_s=2.0)
     await channel.close()
-
-
-class _Child:
-    """The process and what it says on standard error."""
-
-    def __init__(self, process: asyncio.subprocess.Process, socket: Path, log: Path) -> None:
-        self.process, self._socket, self._log = process, socket, log
-        self.connected: Callable[[], bool] = lambda: False
-        self.patience_s = 5.0
-        """How long the process may take to end by itself."""
-        self._started = log.stat().st_size
-
-    @classmethod
-    async def spawn(cls, spec: LearnerSpec, socket: Path, log: Path) -> _Child:
-        engine = {
-            "max_rows": spec.max_rows,
-            "max_context": spec.max_context,
-            "threads": spec.engine_threads,
-            "cache_tokens": spec.cache_tokens,
-        }
-        arguments = [
-            *("--socket", str(socket), "--model", _absolute(spec.model), "--parent", str(os.getpid())),
-            *("--train", dump_config(spec.train), "--engine", json.dumps(engine) if spec.samples else ""),
-        ]
-        with boundary(EngineError, "start the learner"):
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as output:
-                process = await asyncio.create_subprocess_exec(
-                    # -P: a folder that happens to be the working directory must not supply modules
-                    *(sys.executable, "-P", "-m", "whet.train.learner", *arguments),
-                    # PASSIVE: between parallel regions torch's threads sleep instead of spinning; on a busy
-                    # machine, where agents share the cores, spinning costs many times the work itself.
-                    env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": _module_path()},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                )
-            return cls(process, socket, log)
-
-    async def connect(self, deadline_s: float) -> Channel:
-        """The channel, or EngineError as soon as the child has died."""
-        dead = asyncio.ensure_future(self.process.wait())
-        opened = asyncio.ensure_future(Channel.connect(self._socket, deadline_s=deadline_s))
-        try:
-            await asyncio.wait({dead, opened}, return_when=asyncio.FIRST_COMPLETED)
-            if not opened.done():
-                raise await self.explain(EngineError("the learner did not start"))
-            channel = opened.result()
-            self.connected = lambda: channel.alive
-            return channel
-        finally:
-            dead.cancel()
-            opened.cancel()
-            await asyncio.gather(dead, opened, return_exceptions=True)
-
-    async def explain(self, error: EngineError) -> EngineError:
-        """The error itself, or, if the child is dead, how it ended and its last words."""
-        if not self.connected():
-            # the socket closes a moment before the process can be reaped
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), 2.0)
-        code = self.process.returncode
-        if code is None:
-            return error
-        words = self._words()
-        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-        return EngineError(f"the learner died ({how}){': ' + words if words else ''}")
-
-    def _words(self) -> str:
-        try:
-            with self._log.open("rb") as file:
-                file.seek(max(self._started, self._log.stat().st_size - _TAIL))
-                lines = file.read().decode(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return " | ".join(line.strip() for line in lines[-6:])
-
-    async def end(self) -> None:
-        """Wait for the end, and force it when patience is over."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), self.patience_s)
-            return
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()

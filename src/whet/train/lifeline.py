@@ -105,6 +105,16 @@ class Lifeline:
             await self._restart()
             return True
 
+    async def begin(self) -> None:
+        """Before anything is asked: the last committed step's weights, in trainer and engine."""
+        life = await self.alive()
+        try:
+            async with self._mending:
+                await self._catch_up()
+        except (TrainError, EngineError):
+            if not await self.mend(life):
+                raise
+
     async def check(self) -> None:
         """As `Learner.check`, but a learner that is gone is replaced first."""
         await self.mend(await self.alive())

@@ -141,6 +141,7 @@ class Loop:
             Breaker(c.collect.error_limit),
             collect_options(c),
             check=parts.life.check,
+            version=lambda: parts.engine.receipt.version,
         )
 
     async def run(self) -> Mapping[str, Any]:
@@ -221,8 +222,9 @@ class Loop:
         self._view.stage(f"step {step} of {c.run.steps}", batches.rollouts)
         groups, told = await batches.next(step)
         collected = time.monotonic()
-        plan = plan_step(groups, self._parts.plan_config)
         graded = [r.id for g in groups for r in g.rollouts if r.status is not Status.INFRA_FAILED]
+        self._store.score(graded)
+        plan = plan_step(groups, self._parts.plan_config)
         self._store.assign(step, graded)
         folder = self._run.checkpoints / f"step-{step:05d}"
         trained = await self._parts.life.train(plan, folder)

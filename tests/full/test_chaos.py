@@ -1,0 +1,21 @@
+"""Processes of whole runs are killed -9, at every failpoint and fifty times at random."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.full
+DEADLINE_S = 2 * 3600
+
+
+def test_nothing_is_lost_and_nothing_is_trained_twice() -> None:
+    command = [sys.executable, "-m", "whet.cli", "bench", "chaos", "--kills", "50", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("kills") >= 50 + 20
+    assert found == {"lost": 0, "trained_twice": 0, "ledger_balanced": True, "bit_identical": True}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from train_lab import group, rollout, sampled_groups, segment, small_model
 
-from whet.config import load_config
+from whet.config import load_config, model_folder
+from whet.engine.embedded_model import ModelConfig, initialise, save_model
 from whet.errors import ConfigError, TrainError
-from whet.train.pack import common_prefix, pack
+from whet.train.costs import pair_cost
+from whet.train.pack import PAIR_COST, common_prefix, pack
 from whet.train.plan import PlanConfig, Reducer, plan_digest, plan_step
 from whet.types import Ledger, Rollout, Status
 
@@ -209,6 +212,25 @@ def test_ranks_have_about_as_much_to_do() -> None:
         for b in pack(ids, [50] * 64, 16384, ranks=ranks):
             load[b.rank] += sum(len(ids[i]) + len(ids[i]) ** 2 // 2000 for i in b.rows)
         assert max(load) < 1.1 * sum(load) / ranks
+
+
+def test_pairs_cost_what_they_do_in_the_model(tmp_path: Path) -> None:
+    """2 operations per weight and token, 4 per pair and head dimension, from config.json alone."""
+    config = ModelConfig(vocab_size=50, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+                         head_dim=16, intermediate_size=48, num_hidden_layers=1)  # fmt: skip
+    model = initialise(config, 0)
+    save_model(model, tmp_path)
+    matrices = sum(p.numel() for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2)
+    assert pair_cost(tmp_path) == pytest.approx(4 * 4 * 16 / (2 * matrices))
+    (tmp_path / "config.json").write_text('{"hidden_size": 32}')
+    with pytest.raises(ConfigError, match="does not say 'num_attention_heads'"):
+        pair_cost(tmp_path)
+    # Padding a short row to a long one costs pairs; a pass of its own costs BATCH_COST tokens.
+    ids = [np.full(n, n, np.int32) for n in (10, 70)]
+    assert [len(pack(ids, [1, 1], 10_000, pair_cost=c)) for c in (0.0, 0.1)] == [1, 2]
+    config_of = load_config(None, ["train.ranks=2"])
+    assert PlanConfig.of(config_of).pair_cost == pair_cost(model_folder(config_of))
+    assert PlanConfig.of(load_config(None, [])).pair_cost == PAIR_COST
 
 
 def test_packing_shares_the_common_prompt_and_keeps_long_rows() -> None:

@@ -67,13 +67,15 @@ def pack(
     *,
     layout: Layout = "prefix",
     ranks: int = 1,
+    pair_cost: float = PAIR_COST,
     known: Sorted | None = None,
 ) -> tuple[MicroBatch, ...]:
     """Cut rows into micro-batches of at most `token_budget` tokens at the least total cost.
 
     ids[i] ends at the row's last trained token; first_trained[i] >= 1 is the index of its first one: no
     trained token may lie in a prefix. A row that alone exceeds the budget gets its own micro-batch: long rows
-    are trained, not dropped. `known`: what sort_rows says of the rows, where that is known already.
+    are trained, not dropped. `pair_cost`: of one query-key pair, as PAIR_COST. `known`: what sort_rows says
+    of the rows, where that is known already.
     """
     if not ids:
         return ()
@@ -81,9 +83,10 @@ def pack(
     lengths = np.array([len(ids[i]) for i in found.order], np.int64)
     shared = np.array(found.shared, np.int64)
     if layout == "tree":
-        table = _tree_table(lengths, shared)
+        table = _tree_table(lengths, shared, pair_cost)
     else:
-        table = _prefix_table(lengths, shared, np.array([first_trained[i] for i in found.order], np.int64))
+        first = np.array([first_trained[i] for i in found.order], np.int64)
+        table = _prefix_table(lengths, shared, first, pair_cost)
     # Of a single row any number of tokens; of several no more than the budget.
     table.cost[1:][table.tokens[1:] > token_budget] = np.inf
     cuts, rank_of = _share_out(table, ranks) if ranks > 1 else (_cut(table.cost), ())
@@ -104,7 +107,7 @@ def _blank(rows: int) -> _Table:
     return _Table(np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, np.inf))
 
 
-def _prefix_table(lengths: Ints, shared: Ints, first: Ints) -> _Table:
+def _prefix_table(lengths: Ints, shared: Ints, first: Ints, pair_cost: float) -> _Table:
     n = len(lengths)
     table = _blank(n)
     prefix = first.copy()
@@ -117,11 +120,11 @@ def _prefix_table(lengths: Ints, shared: Ints, first: Ints) -> _Table:
         width = longest - prefix
         tokens = prefix + count * width
         pairs = prefix * prefix / 2.0 + count * width * (prefix + width)
-        _fill(table, count, prefix, tokens, pairs)
+        _fill(table, count, prefix, tokens, pair_cost * pairs)
     return table
 
 
-def _tree_table(lengths: Ints, shared: Ints) -> _Table:
+def _tree_table(lengths: Ints, shared: Ints, pair_cost: float) -> _Table:
     """A row adds to a tree what it does not share with the row before."""
     n = len(lengths)
     table = _blank(n)
@@ -132,7 +135,7 @@ def _tree_table(lengths: Ints, shared: Ints) -> _Table:
         more = tokens[count:] - tokens[1 : n - count + 2]
         sums = pairs[count:] - pairs[1 : n - count + 2]
         own = _triangle(lengths[first])
-        _fill(table, count, np.zeros_like(more), lengths[first] + more, (own + sums).astype(np.float64))
+        _fill(table, count, np.zeros_like(more), lengths[first] + more, pair_cost * (own + sums))
     return table
 
 
@@ -141,10 +144,10 @@ def _triangle(n: Ints) -> Ints:
     return n * (n + 1) // 2
 
 
-def _fill(table: _Table, count: int, prefix: Ints, tokens: Ints, pairs: Floats) -> None:
+def _fill(table: _Table, count: int, prefix: Ints, tokens: Ints, attention: Floats) -> None:
     table.prefix[count - 1, count:] = prefix
     table.tokens[count - 1, count:] = tokens
-    table.cost[count - 1, count:] = tokens + PAIR_COST * pairs + BATCH_COST
+    table.cost[count - 1, count:] = tokens + attention + BATCH_COST
 
 
 def _cut(cost: Floats) -> list[tuple[int, int]]:

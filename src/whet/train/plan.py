@@ -18,11 +18,12 @@ from typing import Literal
 import numpy as np
 
 from whet.capture.ledger import reassign
-from whet.config import Config
+from whet.config import Config, model_folder
 from whet.errors import ConfigError, TrainError
 from whet.train.advantage import AdvantageKind, advantages, overlong_penalty
+from whet.train.costs import pair_cost
 from whet.train.digest import plan_digest
-from whet.train.pack import Layout, MicroBatch, pack
+from whet.train.pack import PAIR_COST, Layout, MicroBatch, pack
 from whet.train.prefix import sort_rows
 from whet.train.rows import Chosen, RowRules, choose_rows
 from whet.train.spread import each
@@ -65,6 +66,8 @@ class PlanConfig:
     """What the rows of a micro-batch share (pack.py)."""
     ranks: int = 1
     """Processes that train together; each micro-batch is one's."""
+    pair_cost: float = PAIR_COST
+    """A query-key pair, in units of one token through the matrices."""
 
     def __post_init__(self) -> None:
         if self.advantage == "maxrl" and self.truncated == "penalise":
@@ -78,6 +81,8 @@ class PlanConfig:
     def of(cls, config: Config) -> PlanConfig:
         """The planner's part of a run's configuration."""
         t = config.train
+        # What costs most of a small model's pass on a CPU is told well enough by the constant.
+        shaped = t.ranks > 1
         return cls(
             advantage=t.advantage,
             reducer=t.reducer,
@@ -90,6 +95,7 @@ class PlanConfig:
             token_budget=t.token_budget,
             rows=RowRules(mode=t.rows, max_rows=t.max_rows, max_row_tokens=t.max_row_tokens),
             ranks=t.ranks,
+            pair_cost=pair_cost(model_folder(config)) if shaped else PAIR_COST,
         )
 
 
@@ -176,6 +182,7 @@ def plan_step(groups: Sequence[Group], config: PlanConfig) -> StepPlan:
             config.token_budget,
             layout=config.layout,
             ranks=config.ranks,
+            pair_cost=config.pair_cost,
             known=found,
         ),
         ledger=_account(slots, sum(map(len, logprobs))),

@@ -203,6 +203,9 @@ def test_a_gpu_tile_is_large_and_within_its_budget(hidden: int, positions: int) 
     tiles = -(-positions // cut.rows)
     assert cut.rows * tiles - positions < 128 * tiles
     assert cut.columns % 256 == 0
+    blocks = cut.rows // 128 * cut.columns // 256
+    assert 396 <= blocks <= 792
+    assert blocks / (-(-blocks // 132) * 132) > 0.97
     assert tiling(10**6, hidden, 10**6, element=2, gpu=True).held <= GPU_BUDGET
 
 

@@ -1,4 +1,5 @@
-"""The head's Triton kernels, run by Triton's interpreter on the CPU, against the torch version.
+"""The head's Triton kernels: run by Triton's interpreter on the CPU, against the torch version, and compiled
+for a GPU that need not be there, with wide loads and stores.
 
 Runs in this Python where Triton is installed, else in that of the real vLLM server, which brings Triton.
 """
@@ -55,6 +56,29 @@ assert bool((stores[0][:, 48:] == 9.0).all())
 print("agreed")
 """
 
+COMPILES = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from whet.train import head_triton
+
+def build(kernel, given, kinds):
+    names = kernel.arg_names
+    kind = lambda n: kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32")
+    signature = {n: "constexpr" if n in given else kind(n) for n in names}
+    aligned = {"x_ptr", "x_stride", "e_ptr", "e_stride", "start"} & set(names)
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+    target = GPUTarget("cuda", 90, 32)
+    return compile(ASTSource(kernel, signature, given, attributes), target=target).asm["ptx"]
+
+kinds = {"e_ptr": "*bf16", "target_ptr": "*i64", "by": "fp32"}
+given = {"width": 4608, "slack": 40.0, "STORE": True, "BLOCK": head_triton.BLOCK}
+ptx = build(head_triton._absorb, given, kinds)
+assert "ld.global.v4" in ptx and "st.global.v4" in ptx and ".local" not in ptx, ptx
+build(head_triton._absorb, {**given, "STORE": False}, kinds | {"e_ptr": "*fp32"})
+build(head_triton._settle, {"columns": 4608, "BLOCK": head_triton.BLOCK}, kinds)
+print("agreed")
+"""
+
 
 def python_with_triton() -> Path:
     if importlib.util.find_spec("triton") is not None:
@@ -65,15 +89,16 @@ def python_with_triton() -> Path:
 
 
 @pytest.mark.full
-def test_kernels_agree_with_torch() -> None:
+@pytest.mark.parametrize(("program", "interpret"), [(PROGRAM, "1"), (COMPILES, "0")])
+def test_kernels_agree_with_torch_and_compile_for_hopper(program: str, interpret: str) -> None:
     environment = {
         **os.environ,
-        "TRITON_INTERPRET": "1",
+        "TRITON_INTERPRET": interpret,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT / "src"),
     }
     done = subprocess.run(
-        [python_with_triton(), "-c", PROGRAM],
+        [python_with_triton(), "-c", program],
         env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

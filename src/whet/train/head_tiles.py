@@ -25,12 +25,13 @@ from whet.errors import TrainError
 
 SLACK = 40.0
 """Nats by which a logit may exceed its row's reference before that moves: exp(40) x 10^6 is finite."""
-GPU_BUDGET = 1 << 30
-"""Bytes that a tile may take beside the gradients on a GPU."""
+GPU_BUDGET = 928 << 20
+"""Bytes that a tile may take beside the gradients on a GPU: a GiB less what the matrix library works in."""
 CPU_TILE = (512, 512)
 """Rows and columns on a CPU: a chunk and its exponentials stay in the second-level cache."""
-GPU_BLOCK, GPU_UNITS = (128, 256), 132
-"""Output tile of a large GPU matrix product, and how many run at once: chunks fill whole waves of them."""
+GPU_BLOCK, GPU_UNITS, GPU_WAVES = (128, 256), 132, 4
+"""Output block of a large GPU matrix product, how many run at once, and how many such waves a chunk has:
+whole ones, that none runs half empty, and enough that launching a chunk takes less than computing it."""
 
 Kernels = Literal["auto", "torch", "triton"]
 Out = Tensor | None
@@ -69,13 +70,14 @@ def _fit(hidden: int, vocab: int, element: int) -> int:
 
 
 def _columns(rows: int) -> int:
-    """Columns of a chunk: of 8 to 16 blocks, the number that leaves least of a last wave empty."""
+    """Columns of a chunk: near the waves it should have, those that leave least of a last wave empty."""
     down = math.ceil(rows / GPU_BLOCK[0])
+    across = GPU_UNITS * GPU_WAVES / down
 
-    def filled(across: int) -> float:
-        return down * across / (math.ceil(down * across / GPU_UNITS) * GPU_UNITS)
+    def filled(blocks: int) -> float:
+        return down * blocks / (math.ceil(down * blocks / GPU_UNITS) * GPU_UNITS)
 
-    return max(range(8, 17), key=filled) * GPU_BLOCK[1]
+    return max(range(math.ceil(0.75 * across), math.ceil(1.25 * across) + 1), key=filled) * GPU_BLOCK[1]
 
 
 def _held(rows: int, columns: int, hidden: int, vocab: int, element: int) -> int:

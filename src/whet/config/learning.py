@@ -130,6 +130,8 @@ class TrainTable(Table):
     """Times a learner that died is started again before the run ends; each committed step counts anew."""
     token_budget: Count = 16384
     """Tokens per micro-batch."""
+    layout: Literal["prefix", "tree"] = "prefix"
+    """What a micro-batch computes once: a prefix that all its rows share, or every token that some share."""
     rows: Literal["all", "collapse", "final"] = "all"
     """Rows with credit: all; collapse: only the final one exists; final: the others count, with no credit."""
     max_rows: CountOrZero = 0

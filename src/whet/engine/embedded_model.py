@@ -154,6 +154,10 @@ class Qwen3(nn.Module):
         return self.lm_head.weight
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
     def device(self) -> torch.device:
         return self.cos.device
 

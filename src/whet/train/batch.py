@@ -1,9 +1,10 @@
-"""A micro-batch of a plan as tensors. Called by trainer.py."""
+"""A micro-batch of a plan as tensors, in its layout. Called by trainer.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,19 @@ from torch import Tensor
 from whet.errors import TrainError
 from whet.train.pack import MicroBatch
 from whet.train.plan import Row, StepPlan
+from whet.train.tree_plan import Tree, build_tree
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Rows behind what they all share."""
+
+    prefix: Tensor
+    """[P] int64."""
+    ids: Tensor
+    """[B, T] int64, the rests of the rows, right-padded with 0."""
+    mask: Tensor
+    """[B, T] bool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +33,9 @@ class Batch:
     """A micro-batch as tensors; the per-token ones list masked tokens, row by row."""
 
     rows: tuple[Row, ...]
-    prefix: Tensor
-    """[P] int64."""
-    ids: Tensor
-    """[B, T] int64, the rests of the rows, right-padded with 0."""
-    mask: Tensor
-    """[B, T] bool."""
+    counts: list[int]
+    """Masked tokens of each row."""
+    layout: Padded | Tree
     mu: Tensor
     """[N] the sampler's log-probabilities."""
     versions: Tensor
@@ -38,29 +49,33 @@ class Batch:
 def make_batch(plan: StepPlan, micro: MicroBatch, device: torch.device | None = None) -> Batch:
     """Lay one micro-batch of a plan out as tensors; those per masked token on `device`."""
     rows = tuple(plan.rows[i] for i in micro.rows)
-    cut = micro.prefix
+    counts = [int(row.mask.sum()) for row in rows]
+
+    def per_token(parts: list[np.ndarray[tuple[int], Any]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    return Batch(
+        rows=rows,
+        counts=counts,
+        layout=build_tree(rows) if micro.layout == "tree" else _padded(rows, micro.prefix, sum(counts)),
+        mu=per_token([row.logprobs[row.mask] for row in rows]),
+        versions=per_token([row.versions[row.mask] for row in rows]),
+        advantage=per_token([np.full(n, r.advantage, np.float32) for r, n in zip(rows, counts, strict=True)]),
+        weight=per_token([np.full(n, r.weight, np.float32) for r, n in zip(rows, counts, strict=True)]),
+    )
+
+
+def _padded(rows: Sequence[Row], cut: int, trained: int) -> Padded:
     width = max(len(row.ids) for row in rows) - cut
     ids = np.zeros((len(rows), width), np.int64)
     mask = np.zeros((len(rows), width), np.bool_)
     for at, row in enumerate(rows):
         ids[at, : len(row.ids) - cut] = row.ids[cut:]
         mask[at, : len(row.ids) - cut] = row.mask[cut:]
-    counts = mask.sum(1)
-    if int(counts.sum()) != sum(int(row.mask.sum()) for row in rows):
+    if int(mask.sum()) != trained:
         raise TrainError(f"a micro-batch's prefix of {cut} tokens covers trained tokens")
-    return Batch(
-        rows=rows,
-        prefix=torch.from_numpy(rows[0].ids[:cut].astype(np.int64)),
-        ids=torch.from_numpy(ids),
-        mask=torch.from_numpy(mask),
-        mu=torch.from_numpy(np.concatenate([row.logprobs[row.mask] for row in rows])).to(device),
-        versions=torch.from_numpy(np.concatenate([row.versions[row.mask] for row in rows])).to(device),
-        advantage=torch.from_numpy(np.repeat([row.advantage for row in rows], counts).astype(np.float32)).to(
-            device
-        ),
-        weight=torch.from_numpy(np.repeat([row.weight for row in rows], counts).astype(np.float32)).to(
-            device
-        ),
+    return Padded(
+        torch.from_numpy(rows[0].ids[:cut].astype(np.int64)), torch.from_numpy(ids), torch.from_numpy(mask)
     )
 
 

@@ -93,6 +93,7 @@ class PlanConfig:
             group_min=config.collect.group_min,
             min_groups=t.min_groups,
             token_budget=t.token_budget,
+            layout=t.layout,
             rows=RowRules(mode=t.rows, max_rows=t.max_rows, max_row_tokens=t.max_row_tokens),
             ranks=t.ranks,
             pair_cost=pair_cost(model_folder(config)) if shaped else PAIR_COST,

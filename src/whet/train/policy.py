@@ -45,6 +45,15 @@ class Policy(Protocol):
         """Where hidden states are; rows may be handed over on the CPU."""
         ...
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of hidden states."""
+        ...
+
+    def flat(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Of a flat list of tokens, ids and positions [U] int64, between which `attend` works: [U, d]."""
+        ...
+
     def hidden(self, prefix: Tensor, rows: Tensor) -> Tensor:
         """Of `rows` [B, T] (right-padded) behind the shared `prefix` [P]: [B, T, d]. P may be 0."""
         ...

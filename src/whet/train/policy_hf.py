@@ -90,6 +90,10 @@ class HfPolicy:
         return self._head.weight
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.mode.dtype
+
+    @property
     def device(self) -> torch.device:
         return self._embed.weight.device
 

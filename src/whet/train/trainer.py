@@ -142,8 +142,8 @@ class Trainer:
         with torch.no_grad():
             for micro in batches:
                 batch = make_batch(plan, micro, self.model.device)
-                counts = batch.mask.sum(1).tolist()
-                found.update(zip(micro.rows, torch.split(self._scores(batch).logp, counts), strict=True))
+                logp = self._scores(batch).logp
+                found.update(zip(micro.rows, torch.split(logp, batch.counts), strict=True))
         return found
 
     def _scores(self, batch: Batch) -> Scores:

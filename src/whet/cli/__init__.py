@@ -1,5 +1,5 @@
-"""The verbs: demo, train, rollout, serve, recover, replay, grade, bench, show, tasks, conformance, attack,
-doctor.
+"""The verbs: demo, train, sft, rollout, serve, recover, replay, grade, bench, show, tasks, conformance,
+attack, doctor.
 
 Every failure a person can meet is one line on stderr beginning `whet:`. Exit codes: 0 done, 1 failed,
 2 wrong command line or configuration, 130 stopped by Ctrl-C (resumable). Each verb imports what it needs at

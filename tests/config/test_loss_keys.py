@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +89,10 @@ def test_choices_reach_the_learner_and_the_planner() -> None:
     for key, value in train.items():
         held = [part[key] for part in parts if key in part]
         assert held == [value], key
+
+
+def test_every_choice_of_a_loss_is_explained() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+    words = {*TRAIN_KEYS, "loss", "advantage", "reducer", "kl", "opsm", "kl_alarm"}
+    words |= {value for _, values in TRAIN_KEYS.values() for value in values}
+    assert {word for word in words if f"`{word}`" not in text and f'"{word}"' not in text} == set()

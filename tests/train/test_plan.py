@@ -92,6 +92,21 @@ def test_truncated_policies() -> None:
     assert penalised.ledger.excluded == {"degenerate": 6}  # type: ignore[attr-defined]
 
 
+def test_length_lowers_the_reward_that_is_compared() -> None:
+    """Sampled tokens of the whole rollout count, those that are not trained too."""
+    ids, mask = [1, 2, 3, 4], [False, False, True, True]
+    names = [f"g/0/{k}" for k in range(3)]
+    members = [
+        rollout(name, 1.0, [segment(name, 0, ids, mask, [-1.0] * 4)], excluded={"auxiliary": 4 * k})
+        for k, name in enumerate(names)
+    ]
+    same = plan_step([group("g/0", members)], PlanConfig())
+    assert (same.skipped != "", same.ledger.excluded["degenerate"]) == (True, 6)
+    plan = plan_step([group("g/0", members)], PlanConfig(overlong_tokens=10, overlong_margin_tokens=8))
+    assert [r.advantage for r in plan.rows] == pytest.approx([0.5, -0.5])  # rewards 1, 0.5 and 0
+    assert [r.rollout_id for r in plan.rows] == ["g/0/0", "g/0/2"]
+
+
 @pytest.mark.parametrize(
     ("reducer", "expected"),
     [
@@ -154,6 +169,8 @@ def test_refusals_name_the_place() -> None:
         plan_step([group("g/0", [lost, simple("g/0/2", 1.0)])], PlanConfig())
     with pytest.raises(ConfigError, match="maxrl"):
         PlanConfig(advantage="maxrl", truncated="penalise")
+    with pytest.raises(ConfigError, match="maxrl .* overlong_tokens"):
+        PlanConfig(advantage="maxrl", overlong_tokens=10)
 
 
 def test_a_rollout_without_tokens_makes_no_row() -> None:

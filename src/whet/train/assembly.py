@@ -117,7 +117,8 @@ async def assemble(
     config = run.config
     if config.engine.kind not in TRAINED:
         raise ConfigError(
-            f"engine.kind {config.engine.kind}: a training run samples with {', '.join(TRAINED)}"
+            f"engine.kind {config.engine.kind}: a training run samples with {', '.join(TRAINED)}, which take"
+            " its weights and give a log-probability for every sampled token, as losses and corrections need"
         )
     folder = model_folder(config)
     family = load_family(folder, config.model.family)

@@ -62,6 +62,8 @@ HIDDEN = {
         "@pytest.mark.parametrize('y', [2, 3], ids=['a', 'b'])\ndef test_a(y):\n    assert f() == y\n"
     ),
     "unittest": "class T:\n    def test_a(self):\n        self.assertEqual(f(3), -5)\n",
+    "a wrapper": "def test_a():\n    assert tuple(f(1)) == tuple([1, 2])\n",
+    "is": "def test_a():\n    assert f(2) is True\n",
     "approx": "def test_a():\n    assert f(2) == pytest.approx(0.33)\n",
     "a helper": ("def check(g):\n    assert g(1) == [\n        2,\n    ]\n\n\ndef test_a():\n    check(f)\n"),
 }
@@ -100,7 +102,7 @@ OPEN = {
     "used twice": "def test_a():\n    want = 3\n    assert f(want) == want\n",
     "set twice": "def test_a():\n    want = 3\n    want = f(1)\n    assert f(2) == want\n",
     "indirect": "@pytest.mark.parametrize('y', [2], indirect=True)\ndef test_a(y):\n    assert f() == y\n",
-    "truth": "def test_a():\n    assert f(2)\n",
+    "a sum": "def test_a():\n    assert f(2) + f(3)\n",
 }
 
 
@@ -110,6 +112,23 @@ def test_what_cannot_be_turned_unseen_is_turned_openly(body: str) -> None:
     assert found.names == {"test_a"}
     assert found.hidden == set()
     assert found.text != whole(body)
+
+
+FLIPS = {
+    "assert f(2)": "assert not f(2)",
+    "assert not f(2)": "assert f(2)",
+    "assert abs(f(2) - 1.5) < 1e-6": "assert abs(f(2) - 1.5) >= 1e-06",
+    "assert (f(2) in\n        [1])": "assert (f(2) not in [1])",
+    "assert f(2) != 3": "assert f(2) == 3",
+}
+
+
+@pytest.mark.parametrize(("real", "flipped"), FLIPS.items())
+def test_what_asks_a_question_asks_the_opposite(real: str, flipped: str) -> None:
+    text = whole(f"def test_a():\n    {real}\n    f(1)\n")
+    found = turned(text, ["test_a"], random.Random(0))
+    assert found.hidden == {"test_a"}
+    assert found.text == text.replace(real, flipped)
 
 
 NEVER = {
@@ -137,6 +156,7 @@ def test_no_more_than_four_and_the_unseen_first() -> None:
     found = turned(whole("\n\n".join(tests)), names, random.Random(0))
     assert len(found.names) == 4
     assert found.hidden == found.names
+    tests[-1] = "def test_open():\n    assert f(9) + 1\n"
     few = turned(whole("\n\n".join(tests[5:])), names, random.Random(0))
     assert few.names == {"test_5", "test_open"}
     assert few.hidden == {"test_5"}

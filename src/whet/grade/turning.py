@@ -24,6 +24,8 @@ EQUALITIES = frozenset(
     {"assertEqual", "assertListEqual", "assertTupleEqual", "assertDictEqual", "assertSetEqual",
      "assertSequenceEqual", "assertMultiLineEqual", "assertCountEqual"}
 )  # fmt: skip
+WRAPPERS = frozenset({"approx", "pytest.approx", "tuple", "list"})
+"""What gives another value for each other literal."""
 OPPOSITE = {
     "assertEqual": "assertNotEqual", "assertNotEqual": "assertEqual", "assertTrue": "assertFalse",
     "assertFalse": "assertTrue", "assertIs": "assertIsNot", "assertIsNot": "assertIs",
@@ -100,7 +102,9 @@ def _hidden_turn(test: Function, helpers: Mapping[str, Function], rng: random.Ra
     """Edits of literals by which one assertion of the test expects another value; empty where none can."""
     places = [(owner, statement) for owner in _owners(test, helpers) for statement in owner.body]
     rng.shuffle(places)
-    return next((edits for owner, statement in places if (edits := _expecting(owner, statement, rng))), [])
+    near_ones = (edits for owner, statement in places if (edits := _expecting(owner, statement, rng)))
+    flips = (edits for _, statement in places if (edits := _flipped(statement)))
+    return next(near_ones, None) or next(flips, [])
 
 
 def _owners(test: Function, helpers: Mapping[str, Function]) -> list[Function]:
@@ -148,6 +152,37 @@ def _expecting(owner: Function, statement: ast.stmt, rng: random.Random) -> list
     return []
 
 
+FLIPPED: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.NotEq: ast.Eq,
+    ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt,
+}  # fmt: skip
+
+
+def _flipped(statement: ast.stmt) -> list[Edit]:
+    """Edits by which an assertion asks for the opposite, as real tests do too. Weaker than another value: an
+    object may have an answer of its own to each question."""
+    if not isinstance(statement, ast.Assert):
+        return []
+    test = statement.test
+    opposite: ast.expr | None = None
+    if isinstance(test, ast.Call):
+        opposite = ast.UnaryOp(op=ast.Not(), operand=test)
+    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        opposite = test.operand
+    elif isinstance(test, ast.Compare) and len(test.ops) == 1 and type(test.ops[0]) in FLIPPED:
+        right, op = test.comparators[0], test.ops[0]
+        if (
+            isinstance(op, ast.Is | ast.IsNot)
+            and isinstance(right, ast.Constant)
+            and isinstance(right.value, bool)
+        ):
+            right = ast.Constant(value=not right.value)
+        else:
+            op = FLIPPED[type(op)]()
+        opposite = ast.Compare(left=test.left, ops=[op], comparators=[right])
+    return [_in_place(test, ast.unparse(opposite))] if opposite is not None else []
+
+
 def _equality(statement: ast.stmt) -> tuple[ast.expr, ...]:
     """Both sides of what the statement says is equal; empty when it says something else."""
     if isinstance(statement, ast.Assert):
@@ -173,8 +208,9 @@ def _expected(side: ast.expr, test: Function, loop: ast.For | None) -> list[ast.
     """The literals that a side of an equality comes to, all of them, where that is certain."""
     if _is_literal(side):
         return [side]
-    if isinstance(side, ast.Call) and ast.unparse(side.func) in ("approx", "pytest.approx"):
-        return [side.args[0]] if len(side.args) == 1 and _is_literal(side.args[0]) else []
+    if isinstance(side, ast.Call) and ast.unparse(side.func) in WRAPPERS:
+        plain = len(side.args) == 1 and not side.keywords and _is_literal(side.args[0])
+        return [side.args[0]] if plain else []
     if not isinstance(side, ast.Name) or _uses(test, side.id) != 1:
         return []
     if loop is not None:
@@ -269,11 +305,12 @@ def _is_literal(node: ast.expr) -> bool:
 
 def _replaced(node: ast.expr, rng: random.Random) -> Edit:
     """Raises ValueError for a literal that has nothing near it."""
-    return Edit(
-        start=(node.lineno, node.col_offset),
-        end=(node.end_lineno or node.lineno, node.end_col_offset or node.col_offset),
-        text=repr(near(ast.literal_eval(node), rng)),
-    )
+    return _in_place(node, repr(near(ast.literal_eval(node), rng)))
+
+
+def _in_place(node: ast.expr, text: str) -> Edit:
+    end = (node.end_lineno or node.lineno, node.end_col_offset or node.col_offset)
+    return Edit(start=(node.lineno, node.col_offset), end=end, text=text)
 
 
 # --------------------------------------------------------------------------- assertions turned round

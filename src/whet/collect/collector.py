@@ -305,6 +305,8 @@ class Collector:
             if attempt:
                 await asyncio.sleep(o.members.pause_s * 2 ** (attempt - 1))
             await self._live.wait()
+            if attempt and member.left_s(self._clock(), o.deadline_s) <= 0:
+                break
             rollout = await self._try(draft, member, cut)
             if rollout.status is not Status.INFRA_FAILED:
                 self._breaker.record(False, "")
@@ -313,8 +315,6 @@ class Collector:
             self._sink.attempted(member.slot, rollout)
             await self._check()
             self._breaker.record(True, rollout.error)
-            if member.left_s(self._clock(), o.deadline_s) <= 0:
-                break
         self._sink.put(member.slot, rollout)
         member.decide(rollout)
         self._finished(rollout)

@@ -252,6 +252,30 @@ async def test_a_group_goes_on_without_who_is_undecided_after_its_grace() -> Non
     assert (batch.late, batch.wasted_s) == (1, pytest.approx(50.0))
 
 
+@virtual
+async def test_groups_that_never_fill_end_the_run_with_their_cause() -> None:
+    attempts, sink = Versions(lambda s: 1.0, delay_s=lambda s: math.inf), MemorySink()
+    with pytest.raises(SandboxError, match="the last: train/.* was undecided when the time"):
+        async with collector(attempts, sink, options(deadline_s=20.0, grace_s=30.0)).open() as c:
+            await c.next_batch()
+    assert now() == pytest.approx(50.0)
+    assert attempts.running == 0
+    assert set(sink.discarded.values()) == {"deadline"}
+
+
+@virtual
+async def test_a_group_of_which_nobody_was_decided_is_replaced_whatever_the_bound() -> None:
+    def delay(spec: AttemptSpec) -> float:
+        return math.inf if draw_of(spec) == 1 else 1.0
+
+    sink = MemorySink()
+    o = options(staleness=0, deadline_s=20.0, grace_s=30.0, refill=0, total=3)
+    async with collector(Versions(lambda s: 1.0, delay_s=delay), sink, o).open() as c:
+        batch = await c.next_batch()
+    assert [g.id for g in batch.groups] == ["train/00001/000", "train/00001/002", "train/00002/000"]
+    assert sink.undecided == set()
+
+
 def test_starvation_is_said_and_ends_the_run_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     run_virtual(starve(caplog))
 

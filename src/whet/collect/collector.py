@@ -281,6 +281,8 @@ class Collector:
             late = draft.give_up()
             self._sink.discard(late, "deadline")
             self._tally.late += len(late)
+            for rollout_id in late:
+                self._breaker.record(True, f"{rollout_id} was undecided when the time of its group was over")
         except asyncio.CancelledError:
             if not draft.doom:
                 raise
@@ -292,8 +294,8 @@ class Collector:
     def _settle(self, draft: Draft) -> None:
         """Every member is decided or given up."""
         draft.group = Group(id=draft.id, task_id=draft.task.id, rollouts=tuple(draft.decided))
-        reason = self._use(draft.group)
-        if reason and self._now.refilled < self._options.refill:
+        reason = self._use(draft.group) if draft.decided else "deadline"
+        if reason and (self._now.refilled < self._options.refill or not draft.decided):
             self._now.refilled += 1
             self._doom(draft, reason)
             self._admit()

@@ -221,3 +221,21 @@ def test_score_takes_the_models_own_head() -> None:
     scores = head.score(model, hidden, targets, 0.7)
     logp = torch.log_softmax(model.logits(hidden) / 0.7, -1)[torch.arange(7), targets]
     assert torch.allclose(scores.logp, logp, atol=1e-5)
+
+
+def test_the_gradient_a_head_adds_to_is_made_only_where_it_belongs() -> None:
+    weight = torch.ones(3, 2, requires_grad=True)
+    made = head.kept_gradient(weight)
+    assert made is weight.grad
+    assert torch.equal(made, torch.zeros(3, 2))
+    assert head.kept_gradient(weight) is made
+    for other in (torch.ones(2), weight * 2, torch.ones(2, dtype=torch.bfloat16, requires_grad=True)):
+        assert head.kept_gradient(other) is None
+
+
+def test_a_loss_that_leaves_every_token_out_has_no_gradient() -> None:
+    given = case()
+    hidden = given[0].clone().requires_grad_()
+    out = head.objective(hidden, given[1], given[2], 1.0, lambda logp, part: torch.zeros(logp.shape))
+    out.total.backward()
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))

@@ -69,6 +69,7 @@ def medians(runs: dict[str, Callable[[], object]], repeats: int, device: torch.d
                 run()
             except torch.OutOfMemoryError:
                 seen.pop(name, None)
+                torch.cuda.empty_cache()
                 continue
             if turn:
                 seen.setdefault(name, []).append(clock(device) - begin)

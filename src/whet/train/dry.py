@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from whet.train.head import kept_gradient
 from whet.train.head_tiles import tiling
 
 
@@ -84,7 +85,7 @@ class DryHead(torch.autograd.Function):
         compute = weight.detach().to(hidden.dtype)
         found = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3)]
         d_hidden = torch.empty_like(hidden)
-        wanted = weight.requires_grad
+        wanted = weight.requires_grad and kept_gradient(weight) is None
         d_weight = [torch.zeros(weight.shape, dtype=torch.float32, device="meta")] if wanted else []
         _head_pass(hidden, compute, gpu)
         ctx.save_for_backward(d_hidden, *d_weight)

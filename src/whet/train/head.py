@@ -129,7 +129,8 @@ def _slope(loss: Objective, logp: Tensor, part: slice) -> tuple[Tensor, Tensor]:
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
         total = loss(leaf, part).sum()
-        (slope,) = torch.autograd.grad(total, [leaf])
+        # of tokens that the loss leaves out altogether there is no slope to follow
+        slope = torch.autograd.grad(total, [leaf])[0] if total.requires_grad else torch.zeros_like(leaf)
     return total.detach(), slope
 
 
@@ -191,6 +192,16 @@ def objective(
     call = Call(used, targets, temperature, loss, into if weight.requires_grad else None, kernels, train)
     total, *scores = _Fused.apply(hidden, weight, call)  # type: ignore[no-untyped-call]
     return Fused(total, Scores(*scores))
+
+
+def kept_gradient(weight: Tensor) -> Tensor | None:
+    """The gradient of a head's weight for `into`, zeros if there is none yet; None where autograd must see to
+    it: the weight is frozen, not kept in float32, or made from something else."""
+    if not (weight.requires_grad and weight.is_leaf and weight.dtype == torch.float32):
+        return None
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
 
 
 def scores(

@@ -20,7 +20,7 @@ from whet.errors import ConfigError, TrainError
 from whet.train.batch import Batch, locate, make_batch
 from whet.train.dist import Alone, Ranks
 from whet.train.fit import Fit
-from whet.train.head import Fused, Scores, objective, score
+from whet.train.head import Fused, Scores, kept_gradient, objective, score
 from whet.train.loss import Terms, token_loss
 from whet.train.measure import Sums, result_of
 from whet.train.optim import Optimiser
@@ -188,7 +188,9 @@ class Trainer:
             return token_loss(logp, given.part(part), self.config.loss).loss * batch.weight[part]
 
         hidden, targets = states(self.model, batch)
-        return objective(hidden, self.model.head_weight, targets, self.config.temperature, weighted)
+        weight = self.model.head_weight
+        into = kept_gradient(weight)
+        return objective(hidden, weight, targets, self.config.temperature, weighted, into=into)
 
     def _fit_memory(self, plan: StepPlan) -> None:
         if self.fit is None:

@@ -202,7 +202,6 @@ async def test_a_learner_of_two_processes_trains_resumes_and_says_when_one_dies(
         assert learner.weights == once
         (peer,) = descendants(learner.pid)
         os.kill(peer, signal.SIGKILL)
-        with pytest.raises(TrainError, match=r"rank 1 .*died|another rank is gone"):
+        with pytest.raises(TrainError, match=r"the learner died \(exit status 1\): .*RankLostError|is gone"):
             await learner.step(plan_step(sampled_groups(small_model(0), version=1), PlanConfig(ranks=2)))
-        with pytest.raises(TrainError, match=r"learner (is gone|died)"):
-            await learner.save(tmp_path / "end")
+        assert not learner.alive

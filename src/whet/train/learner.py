@@ -59,8 +59,6 @@ class Commands:
         self._probe_gap = probe_gap
         self._others = others or Peers(trainer.ranks, [])
         self.stop = False
-        self.lost = ""
-        """Why the learner cannot go on, or empty."""
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
@@ -133,12 +131,11 @@ class Commands:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Without one of its ranks the learner is of no use: it answers this call and ends."""
+        """Without one of its ranks the learner is of no use: it ends at once, and may be started again."""
         try:
             yield
         except RankLostError as error:
-            self.stop, self.lost = True, str(error)
-            raise
+            raise SystemExit(f"RankLostError: {error}") from error
 
     def _drain(self) -> None:
         """Let every request that was submitted end; nothing new is read meanwhile."""
@@ -175,10 +172,7 @@ def run(args: argparse.Namespace) -> None:
     service, gap = sampler(model, args.engine, config)
     with peers.started(args.model, config) as others:
         trainer = Trainer(model, config, reference=read_reference(config, args.model), ranks=others.ranks)
-        commands = Commands(trainer, service, args.model, gap, others)
-        serve(args.socket, commands, service)
-    if commands.lost:
-        raise TrainError(commands.lost)
+        serve(args.socket, Commands(trainer, service, args.model, gap, others), service)
 
 
 def main(argv: list[str]) -> int:

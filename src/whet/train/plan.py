@@ -82,7 +82,7 @@ class PlanConfig:
         """The planner's part of a run's configuration."""
         t = config.train
         # What costs most of a small model's pass on a CPU is told well enough by the constant.
-        shaped = t.ranks > 1
+        shaped = t.layout == "tree" or t.ranks > 1
         return cls(
             advantage=t.advantage,
             reducer=t.reducer,

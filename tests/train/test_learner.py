@@ -288,6 +288,13 @@ async def test_a_learner_without_an_engine_trains_and_publishes_nowhere(
         cast = await learner.export(small)
         assert cast.tensors["lm_head.weight"] == cast.tensors["model.embed_tokens.weight"]
         assert cast.sent_bytes < whole.sent_bytes
+        names = (await learner.transfer("describe", version=1))["names"]
+        sums = (await learner.transfer("sums", groups=[[name] for name in names]))["sums"]
+        assert dict(zip(names, sums, strict=True)) == whole.tensors
+        for do in ("share", "unique_id"):
+            with pytest.raises(TrainError, match="need the trainer's weights on a GPU"):
+                await learner.transfer(do)
+        await learner.transfer("release")
     async with Learner.start(LearnerSpec(model=model_folder, samples=False, train=loose)) as again:
         assert (again.version, again.weights) == (0, before)
         await again.load(tmp_path / "one")

@@ -15,11 +15,12 @@ from whet.engine.http import HttpOptions
 from whet.engine.tensor_file import read_folder, read_manifest, sums_of
 from whet.engine.vllm import VllmEngine, open_vllm
 from whet.errors import EngineError
-from whet.testing.fake_exporter import FakeExporter
+from whet.testing.fake_exporter import FakeExporter, FakeTransfers
 from whet.testing.fake_sglang import serve_sglang
 from whet.testing.fake_vllm import FakeVllm, serve_vllm
-from whet.testing.weight_folders import served_sums
+from whet.testing.weight_folders import chance_tensors, served_sums
 from whet.train.publish import DeltaPublisher, DiskPublisher, PublishOptions
+from whet.train.publish_gpu import TransferPublisher, Way
 from whet.types import RequestKey, SamplingParams
 
 VOCAB = 40
@@ -179,3 +180,56 @@ async def test_a_restarted_server_gets_its_weights_back(tmp_path: Path) -> None:
         manifest = read_manifest(tmp_path / "v000003")
         assert manifest is not None
         assert manifest.version == 3
+
+
+# --------------------------------------------------------------------------- without files
+
+
+@pytest.mark.parametrize("way", ["ipc", "nccl"])
+async def test_tensors_reach_a_server_without_files(way: Way, tmp_path: Path) -> None:
+    async with server() as (fake, engine):
+        learner = FakeTransfers(fake)
+        publisher = TransferPublisher(learner, engine, to(tmp_path), way)
+        for version, seed in enumerate(["start", "one", "two"]):
+            learner.tensors = chance_tensors(seed)
+            receipt = await publisher.publish(version)
+            assert (receipt.version, receipt.tensors) == (version, sums_of(learner.tensors))
+            assert fake.sums == served_sums(learner.tensors)
+            assert await sampled_by(engine) == version
+        first = fake.transfers[0]["init_info"]
+        assert first["packed"] is False
+        assert (first.get("world_size"), first.get("rank_offset")) == (
+            (3, 1) if way == "nccl" else (None, None)
+        )
+        assert sum("init_info" in body for body in fake.transfers) == 1
+        assert [body["start"] for body in fake.transfers if "start" in body] == [True] * 3
+        assert learner.asked[-1] == "release"
+
+
+async def test_an_update_whose_trainer_never_sends_ends_in_time_and_joins_anew(tmp_path: Path) -> None:
+    async with server(call_deadline_s=0.3) as (fake, engine):
+        learner = FakeTransfers(fake)
+        publisher = TransferPublisher(learner, engine, to(tmp_path), "nccl")
+        await publisher.publish(0)
+        learner.sends = False
+        async with asyncio.timeout(5):
+            with pytest.raises(EngineError, match="did not answer /update_weights within 0.3 s"):
+                await publisher.publish(1)
+        with pytest.raises(EngineError, match="its weights are unknown"):
+            await sampled_by(engine)
+        learner.sends = True
+        assert (await publisher.publish(1)).version == 1
+        assert learner.asked.count("join") == 2
+
+
+async def test_tensors_that_the_server_does_not_have_are_refused_before_anything_stops(
+    tmp_path: Path,
+) -> None:
+    async with server() as (fake, engine):
+        learner = FakeTransfers(fake)
+        learner.tensors = {n: t for n, t in chance_tensors("one").items() if "k_proj" not in n}
+        publisher = TransferPublisher(learner, engine, to(tmp_path), "ipc")
+        with pytest.raises(EngineError, match=r"qkv_proj\.weight would receive none"):
+            await publisher.publish(1)
+        assert await sampled_by(engine) == 0
+        assert learner.asked[-1] == "release"

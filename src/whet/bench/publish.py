@@ -177,23 +177,18 @@ async def in_process(options: argparse.Namespace) -> dict[str, Cost]:
 
 
 async def to_vllm(options: argparse.Namespace, scratch: Path) -> dict[str, Cost]:
-    """A real server: whole files, then deltas."""
-    own = _with_dtype(options, "auto")
+    """A real server: whole files, then deltas. It is left with the weights it was started with."""
+    model = Path(options.model)
     found: dict[str, Cost] = {}
     for name in ("vllm_disk", "vllm_delta"):
         async with (
-            Learner.start(_spec(Path(options.model), own, samples=False)) as learner,
+            Learner.start(_spec(model, options, samples=False)) as learner,
             open_vllm(HttpOptions(url=options.url)) as engine,
         ):
-            publisher = _to_server(name, learner, engine, own, scratch)
-            found |= await measure(learner, {name: publisher}, own, 200)
-            # It is left with the weights it was started with.
-            await engine.load(Path(options.model), 0)
+            publisher = _to_server(name, learner, engine, options, scratch)
+            found |= await measure(learner, {name: publisher}, options, 200)
+            await engine.load(model, 0)
     return found
-
-
-def _with_dtype(options: argparse.Namespace, dtype: str) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(options), "dtype": dtype})
 
 
 async def run(options: argparse.Namespace) -> dict[str, Cost]:

@@ -32,8 +32,8 @@ class EngineTable(Table):
     """vllm, sglang: seconds for any other call."""
     retries: CountOrZero = 3
     """vllm, sglang: times that a request is sent again which the server has not begun."""
-    publish: Literal["disk", "delta"] = "disk"
-    """vllm, sglang: how new weights travel: as whole files, or as the difference to the version before."""
+    publish: Literal["disk", "delta", "ipc", "nccl"] = "disk"
+    """vllm, sglang: how new weights travel: whole files, differences; vllm: ipc on one GPU, nccl."""
     publish_dir: str = ""
     """vllm, sglang: folder where the server finds them, under this very path; empty = in the run."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -72,6 +72,13 @@ class EngineTable(Table):
                 )
         if self.kind in ENGINE_KEYS["url"] and not self.url:
             raise ValueError(f"kind = {self.kind!r} needs url")
+        if self.publish in ("ipc", "nccl"):
+            if self.kind != "vllm":
+                raise ValueError(f"publish = {self.publish!r} is for vllm, not for {self.kind}")
+            if self.publish_dir or self.publish_dtype != "auto":
+                raise ValueError(
+                    f"publish_dir and publish_dtype mean nothing with publish = {self.publish!r}"
+                )
         if self.kind == "upstream" and not self.model:
             raise ValueError("kind = 'upstream' needs model: which of the provider's agents should ask for")
         if self.max_cost and not (self.input_price or self.output_price):

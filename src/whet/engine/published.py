@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from whet.engine.tensor_file import Stored, check_manifest, read_folder, read_manifest, sums_of, total
+from whet.engine.fed import Fed
+from whet.engine.tensor_file import (
+    Stored,
+    check_manifest,
+    digest,
+    read_folder,
+    read_manifest,
+    sums_of,
+    total,
+)
 from whet.errors import EngineError
 
 
@@ -22,11 +31,12 @@ class Published:
     def checksum(self) -> str:
         return total(self.sums)
 
-    def changed_since(self, earlier: Mapping[str, str] | None) -> list[str] | None:
-        """Names of tensors that differ from `earlier` sums; None where those are not known."""
-        if earlier is None:
-            return None
-        return [name for name, held in self.sums.items() if earlier.get(name) != held]
+    def expected(self, fed: Fed) -> dict[str, str]:
+        """What a server that holds these bytes says of each parameter."""
+        return {
+            name: self.sums[parts[0]] if len(parts) == 1 else digest([self.tensors[p].data for p in parts])
+            for name, parts in fed.sources.items()
+        }
 
     def check_unchanged(self) -> None:
         """Raise EngineError when the files are no longer those that were inspected."""

@@ -11,18 +11,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from whet.engine.base import PauseMode, Receipt
-from whet.engine.fed import EMPTY, check_received, feed
+from whet.engine.fed import EMPTY, Fed, check_received, feed
 from whet.engine.folder import ties_embeddings
 from whet.engine.http import EngineHttp
-from whet.engine.published import Published, inspect
+from whet.engine.published import inspect
 from whet.engine.reply import version_number
+from whet.engine.tensor_file import total
 from whet.errors import EngineError
 from whet.types import VersionRuns
 
@@ -62,6 +63,22 @@ class TensorSums:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What a server must hold after an update."""
+
+    sums: Mapping[str, str]
+    """Of the published tensors."""
+    fed: Fed
+    expected: Mapping[str, str]
+    """Sum of each parameter that holds exactly the published bytes."""
+    unchanged: Callable[[], None] | None = None
+    """Raises when what was sent is no longer what the sums are of."""
+
+    def changed_since(self, earlier: Mapping[str, str]) -> list[str]:
+        return [name for name, held in self.sums.items() if earlier.get(name) != held]
+
+
 async def tensor_sums(http: EngineHttp) -> TensorSums:
     body = {"action": "checksum"}
     answer = await http.post("/weight_checker", body, deadline_s=http.options.call_deadline_s)
@@ -96,6 +113,10 @@ class VllmControl:
         self._open = asyncio.Event()
         """New calls may be sent; otherwise they wait, for new weights or for the end of a sleep."""
         self._open.set()
+
+    @property
+    def http(self) -> EngineHttp:
+        return self._http
 
     @property
     def receipt(self) -> Receipt:
@@ -144,16 +165,20 @@ class VllmControl:
                 f"vllm has packed its weights, as on CPUs, and would keep the old output head: {folder} ties "
                 "it to the embeddings; publish lm_head.weight of its own with tie_word_embeddings = false"
             )
-        feed(before.by_name, held.tensors)
-        async with self._updating(version, mode):
+        fed = feed(before.by_name, held.tensors)
+        proof = Proof(
+            sums=held.sums,
+            fed=fed,
+            expected=await asyncio.to_thread(held.expected, fed),
+            unchanged=held.check_unchanged,
+        )
+        async with self.updating(version, mode):
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             await self._http.post("/collective_rpc", body, deadline_s=self._http.options.call_deadline_s)
-            await self.flush(running=mode == "keep")
-            await asyncio.to_thread(held.check_unchanged)
-            return await self._settle(held, version, before)
+            return await self.settle(proof, version, before, mode)
 
     @asynccontextmanager
-    async def _updating(self, version: int, mode: PauseMode) -> AsyncIterator[None]:
+    async def updating(self, version: int, mode: PauseMode) -> AsyncIterator[None]:
         """Paused, new calls waiting here; with an error inside, they and later ones fail."""
         self._open.clear()
         try:
@@ -163,25 +188,21 @@ class VllmControl:
         finally:
             self._open.set()
 
-    async def _settle(self, held: Published, version: int, before: TensorSums) -> Receipt:
-        """The last part of an update: compare, set the version, give the receipt, resume."""
+    async def settle(self, proof: Proof, version: int, before: TensorSums, mode: PauseMode) -> Receipt:
+        """The last part of an update: forget, compare, set the version, give the receipt, resume."""
+        await self.flush(running=mode == "keep")
         after = await tensor_sums(self._http)
-        changed = held.changed_since(self._sums)
-        exact = await asyncio.to_thread(
-            check_received,
-            feed(after.by_name, held.tensors),
-            held.tensors,
-            changed,
-            before.by_name,
-            after.by_name,
-        )
+        changed = None if self._sums is None else proof.changed_since(self._sums)
+        exact = check_received(proof.fed, proof.expected, changed, before.by_name, after.by_name)
+        if exact < len(after.by_name) and proof.unchanged is not None:
+            await asyncio.to_thread(proof.unchanged)
         await set_label(self._http, version)
         if await self.version() != version:
             raise EngineError(f"vllm did not take version {version}")
-        checksum = after.digest(held.checksum)
-        self._sums, self._broken = held.sums, ""
+        checksum = after.digest(total(proof.sums))
+        self._sums, self._broken = proof.sums, ""
         self._vouched.add(version)
-        self._receipt = Receipt(version=version, checksum=checksum, tensors=held.sums)
+        self._receipt = Receipt(version=version, checksum=checksum, tensors=proof.sums)
         log.info("weights loaded version=%d exact=%d of=%d", version, exact, len(after.by_name))
         await self.resume()
         return self._receipt

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import orjson
 
-from whet.engine.tensor_file import Stored, sums_of, write_manifest, write_tensors
+from whet.engine.tensor_file import Stored, digest, sums_of, write_manifest, write_tensors
+from whet.testing.fake_vllm import FakeVllm
 from whet.testing.weight_folders import chance_tensors
 from whet.train.client import Export, Exported
 from whet.train.delta import write_delta
@@ -48,3 +51,30 @@ class FakeExporter:
         values = tensor.data.view(np.float32).copy()
         values[random.random(len(values)) < self.share] += np.float32(1e-3)
         return Stored(dtype=tensor.dtype, shape=tensor.shape, data=values.view(np.uint8))
+
+
+class FakeTransfers:
+    """`train.publish_gpu.Transferring`: what a learner with its weights on a GPU answers."""
+
+    def __init__(self, fake: FakeVllm) -> None:
+        self.tensors: Mapping[str, Stored] = chance_tensors("start")
+        self.asked: list[str] = []
+        self.sends = True
+        """Without it the trainer's half of a send never comes."""
+        self._fake = fake
+
+    async def transfer(self, do: str, **more: Any) -> dict[str, Any]:
+        self.asked.append(do)
+        if do == "describe":
+            dtypes, shapes = ["float32"] * len(self.tensors), [list(t.shape) for t in self.tensors.values()]
+            return {"names": list(self.tensors), "dtypes": dtypes, "shapes": shapes}
+        if do == "sums":
+            return {"sums": [digest([self.tensors[n].data for n in names]) for names in more["groups"]]}
+        if do == "share":
+            self._fake.memory["handles"] = self.tensors
+            return {"handles": "handles"}
+        if do == "unique_id":
+            return {"unique_id": "id"}
+        if do in ("join", "send") and self.sends:
+            await self._fake.broadcast.put(self.tensors)
+        return {}

@@ -17,8 +17,8 @@ import orjson
 from aiohttp import web
 
 from whet.engine.fed import EMPTY as _EMPTY
-from whet.engine.tensor_file import read_folder
-from whet.testing.fake_sampler import FakeSampler, Job
+from whet.engine.tensor_file import Stored, read_folder, sums_of, total
+from whet.testing.fake_sampler import ChanceModel, FakeSampler, Job
 from whet.testing.weight_folders import chance_tensors, served_sums
 
 Corrupt = Callable[[dict[str, Any]], object]
@@ -60,6 +60,12 @@ class FakeVllm:
         self.hangs: set[str] = set()
         """Routes that never answer."""
         self.sleeping = False
+        self.memory: dict[str, Mapping[str, Stored]] = {}
+        """What handles of shared memory stand for."""
+        self.broadcast: asyncio.Queue[Mapping[str, Stored]] = asyncio.Queue()
+        """What a trainer sends; an update waits for it as NCCL does."""
+        self.transfers: list[Mapping[str, Any]] = []
+        """Bodies of the weight-transfer routes, in order."""
         self.sums = served_sums(chance_tensors("start"))
         """Of its parameters, by name; those of a real server have more than one shard."""
 
@@ -85,6 +91,11 @@ class FakeVllm:
             app.router.add_post("/reset_prefix_cache", self._reset)
             app.router.add_post("/collective_rpc", self._rpc)
             app.router.add_post("/sleep", self._sleep)
+            app.router.add_get("/get_world_size", self._world_size)
+            app.router.add_post("/init_weight_transfer_engine", self._transfer_init)
+            app.router.add_post("/start_weight_update", self._transfer_start)
+            app.router.add_post("/update_weights", self._transfer_update)
+            app.router.add_post("/finish_weight_update", self._transfer_finish)
             app.router.add_post("/wake_up", self._wake)
             app.router.add_get("/is_sleeping", self._is_sleeping)
         app.on_response_prepare.append(self._hang)
@@ -221,6 +232,34 @@ class FakeVllm:
         self.sampler.load(folder)
         kept = {self.skips: self.sums[self.skips]} if self.skips else {}
         self.sums = served_sums(read_folder(folder)) | kept
+
+    async def _world_size(self, http: web.Request) -> web.Response:
+        return _json({"world_size": 2})
+
+    async def _transfer_init(self, http: web.Request) -> web.Response:
+        self.transfers.append(await http.json())
+        if "nccl_unique_id_b64" in self.transfers[-1]["init_info"]:
+            await self.broadcast.get()
+        return _json({"message": "Weight transfer initialized"})
+
+    async def _transfer_start(self, http: web.Request) -> web.Response:
+        self.transfers.append({"start": self.sampler.paused})
+        return _json({"message": "Weight update started"})
+
+    async def _transfer_update(self, http: web.Request) -> web.Response:
+        info = (await http.json())["update_info"]
+        self.transfers.append(info)
+        handles = info.get("ipc_handles_pickled")
+        held = self.memory[handles] if handles else await self.broadcast.get()
+        if [*info["names"]] != [*held] or len(info["dtype_names"]) != len(held):
+            return _error(500, "the tensors are not those that were announced")
+        self.sampler.model = ChanceModel(self.sampler.model.vocab_size, total(sums_of(held)))
+        self.sums = served_sums(held)
+        return _json({"message": "Weights updated"})
+
+    async def _transfer_finish(self, http: web.Request) -> web.Response:
+        self.sampler.label = (await http.json())["weight_version"]
+        return _json({"message": "Weight update finished"})
 
     async def _sleep(self, http: web.Request) -> web.Response:
         await self.sampler.pause(http.query.get("mode", "abort"))

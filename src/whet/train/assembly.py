@@ -16,6 +16,7 @@ from whet.collect.agents import limits_of, open_agents
 from whet.config import Config, model_folder
 from whet.engine.base import Engine
 from whet.engine.open import open_server
+from whet.engine.vllm import VllmEngine
 from whet.errors import ConfigError
 from whet.gateway.server import Gateway
 from whet.grade.clean import GradeConfig, Grader
@@ -41,6 +42,7 @@ from whet.train.publish import (
     Publisher,
     PublishOptions,
 )
+from whet.train.publish_gpu import TransferPublisher, Way
 from whet.train.start_model import keep_start_model
 
 log = logging.getLogger(__name__)
@@ -85,7 +87,10 @@ async def _sampled_by(
         share_gpu=table.share_gpu,
     )
     async with open_server(run.config, family) as engine:
-        if table.publish == "delta":
+        if isinstance(engine, VllmEngine) and table.publish in ("ipc", "nccl"):
+            way: Way = "ipc" if table.publish == "ipc" else "nccl"
+            yield engine, TransferPublisher(learner, engine, options, way)
+        elif table.publish == "delta":
             yield engine, DeltaPublisher(learner, engine, options, spool)
         else:
             yield engine, DiskPublisher(learner, engine, options)

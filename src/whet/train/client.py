@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from whet.engine.base import Engine, EngineInfo, Receipt
 from whet.engine.channel import Channel, Frame, Meta
@@ -245,6 +246,12 @@ class Learner:
         }
         said = (await self._call("train.export", meta, self._spec.call_deadline_s)).meta
         return Exported(checksum=said["checksum"], tensors=said["tensors"], sent_bytes=int(said["bytes"]))
+
+    async def transfer(self, do: str, **more: Any) -> dict[str, Any]:
+        """The trainer's half of a publication without files (transfer.py). Raises TrainError."""
+        limit = self._spec.call_deadline_s
+        meta: Meta = {"do": do, "deadline_s": 0.9 * limit, **more}
+        return dict((await self._call("train.transfer", meta, limit)).meta)
 
     async def save(self, folder: Path) -> None:
         """Checkpoint into `folder`, whole or not at all. Raises TrainError."""

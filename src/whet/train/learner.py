@@ -41,6 +41,7 @@ from whet.train.policy_open import open_policy
 from whet.train.probe import probe_engine
 from whet.train.reference import read_reference
 from whet.train.trainer import Trainer
+from whet.train.transfer import Transfers
 from whet.train.wire import decode_plan
 
 
@@ -57,6 +58,7 @@ class Commands:
     ) -> None:
         self._trainer, self._service, self._assets = trainer, service, assets
         self._probe_gap = probe_gap
+        self._transfers = Transfers(trainer.model)
         self._others = others or Peers(trainer.ranks, [])
         self.stop = False
 
@@ -69,6 +71,7 @@ class Commands:
             "train.load": self._load,
             "train.publish": self._publish,
             "train.export": self._export,
+            "train.transfer": self._transfer,
             "train.shutdown": self._shutdown,
         }
 
@@ -116,6 +119,12 @@ class Commands:
         if meta["delta"]:
             size = write_delta(Path(meta["delta"]), Path(meta["base"]), folder)
         call.reply({"checksum": manifest.checksum, "tensors": dict(manifest.tensors), "bytes": size})
+
+    def _transfer(self, call: Call) -> None:
+        """The trainer's half of bringing weights to an engine without files; see transfer.py."""
+        if "version" in call.meta:
+            self._current(int(call.meta["version"]))
+        call.reply(self._transfers.answer(call.meta))
 
     def _current(self, version: int) -> int:
         if version != self._trainer.version:

@@ -251,7 +251,9 @@ class Loop:
         failpoint.hit("loop.committed")
         if not result.skipped:
             batches.pending(result.version)
+        publishing = time.monotonic()
         await self._parts.life.publish(trained)
+        metrics["publish_s"] = time.monotonic() - publishing
         failpoint.hit("loop.published")
         batches.published(result.version)
         self._metrics.write({"event": "step", "step": step, **metrics})

@@ -47,9 +47,19 @@ class Publisher(Protocol):
 
 
 @asynccontextmanager
-async def _apart() -> AsyncIterator[None]:
+async def apart() -> AsyncIterator[None]:
     """Trainer and engine do not share a GPU."""
     yield
+
+
+@asynccontextmanager
+async def alone(engine: LoadingEngine) -> AsyncIterator[None]:
+    """The engine sleeps meanwhile; its calls under way end first."""
+    await engine.sleep()
+    try:
+        yield
+    finally:
+        await engine.wake()
 
 
 class InLearner:
@@ -62,7 +72,7 @@ class InLearner:
         return await self._learner.publish(version)
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        return _apart()
+        return apart()
 
 
 class Exporter(Protocol):
@@ -122,15 +132,7 @@ class DiskPublisher:
         return await self._engine.load(folder, version, mode=self._options.mode)
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        return self._asleep() if self._options.share_gpu else _apart()
-
-    @asynccontextmanager
-    async def _asleep(self) -> AsyncIterator[None]:
-        await self._engine.sleep()
-        try:
-            yield
-        finally:
-            await self._engine.wake()
+        return alone(self._engine) if self._options.share_gpu else apart()
 
 
 class DeltaPublisher(DiskPublisher):

@@ -12,6 +12,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from whet.collect.breaker import Breaker
+from whet.collect.collector import AsyncOptions, Collector
+from whet.collect.dispatcher import CollectOptions
 from whet.demo.warm import write_family
 from whet.gateway.server import Gateway
 from whet.harness.pool import Sockets, WorkerPool
@@ -22,6 +25,7 @@ from whet.rollout import Attempts, AttemptSpec
 from whet.tasks.toy import ToySource
 from whet.testing.fake_run import FakeRun
 from whet.testing.fake_sandbox import FakeBackend
+from whet.testing.memory_sink import MemorySink
 from whet.testing.scripted_engine import ScriptedEngine
 from whet.types import Limits, Message, Outcome, RequestKey, Rollout, Status, Task, Tree, Verdict
 
@@ -123,3 +127,34 @@ async def test_engine_agent_and_box_stop_at_once_and_what_was_sampled_is_handed_
         after.cancel()
         await asyncio.wait([after])
         assert len(w.backend.boxes) == 2
+
+
+class Quiet:
+    def rollout_started(self, rollout_id: str) -> None: ...
+
+    def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None: ...
+
+
+async def test_a_version_on_its_way_stops_what_it_makes_too_old_in_engine_agent_and_box(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, warm=True) as w:
+        sink = MemorySink()
+        members = CollectOptions(seed=1, group_size=1)
+        options = AsyncOptions(members=members, groups=1, staleness=0, total=1, starve_limit_s=9.0)
+        collector = Collector(w.attempts, sink, Quiet(), Breaker(), options, lambda number: SPEC.task)
+        async with asyncio.timeout(10.0), collector.open() as c:
+            await w.hangs.wait()
+            (box,) = w.backend.open
+            c.version_pending(1)
+            await asyncio.sleep(0.5)
+            assert w.engine.in_flight == 0
+            assert w.ended == ["killed"]
+            assert box.closed
+            assert sink.discarded == {SPEC.rollout_id: "stale"}
+            assert sink.lost["stale"] > 0
+            assert len(sink.planned) == 1, "nothing begins before the version is live"
+            w.hangs.clear()
+            c.version_published(1)
+            await w.hangs.wait()
+            assert sink.started[1:] == [("train/00002/000/00", 1, 1)]

@@ -45,6 +45,8 @@ def test_a_short_run_learns_and_its_rollouts_are_one_version_old_at_most(tmp_pat
     steps = [line for line in map(json.loads, lines) if line["event"] == "step"]
     assert [step["step"] for step in steps] == list(range(1, 13))
     assert {step["staleness_max"] for step in steps} == {0, 1}
+    assert summary["staleness_max"] == 1
+    assert 0 < summary["trainer_idle"] < 1
     assert summary["max_logprob_gap"] <= 1e-4
     assert finish("replay", tmp_path / "run", "--plain")["identical"] is True
 

@@ -276,7 +276,21 @@ class Loop:
             "seed": self._run.config.run.seed,
             "weights": self._parts.learner.weights,
             "run_dir": str(self._run.path),
+            **_ahead([step.metrics for step in steps]),
         }
+
+
+def _ahead(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a run whose rollouts ran ahead says of that; nothing for another."""
+    told = [metrics for metrics in steps if "staleness_max" in metrics]
+    if not told:
+        return {}
+    total = {name: sum(m[name] for m in told) for name in ("wasted_s", "rollout_s", "waited_s", "step_s")}
+    return {
+        "staleness_max": max(m["staleness_max"] for m in told),
+        "wasted": round(total["wasted_s"] / (total["rollout_s"] or 1.0), 4),
+        "trainer_idle": round(total["waited_s"] / (total["step_s"] or 1.0), 4),
+    }
 
 
 def _rate(groups: Sequence[Group]) -> float:

@@ -32,6 +32,8 @@ class EngineTable(Table):
     """vllm, sglang: seconds for any other call."""
     retries: CountOrZero = 3
     """vllm, sglang: times that a request is sent again which the server has not begun."""
+    return_timeout_s: Seconds = 300.0
+    """vllm, sglang: seconds that a server which is gone may take to come back, published to by files."""
     publish: Literal["disk", "delta", "ipc", "nccl"] = "disk"
     """vllm, sglang: how new weights travel: whole files, differences; vllm: ipc on one GPU, nccl."""
     publish_dir: str = ""
@@ -95,6 +97,7 @@ ENGINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "call_timeout_s": (*_SERVERS, "external", "upstream"),
     "control_timeout_s": _SERVERS,
     "retries": _SERVERS,
+    "return_timeout_s": _SERVERS,
     "publish": _SERVERS,
     "publish_dir": _SERVERS,
     "publish_dtype": _SERVERS,

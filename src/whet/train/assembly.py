@@ -43,6 +43,7 @@ from whet.train.publish import (
     PublishOptions,
 )
 from whet.train.publish_gpu import TransferPublisher, Way
+from whet.train.returning import ReturningEngine
 from whet.train.start_model import keep_start_model
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ WEIGHTS = "weights"
 
 @asynccontextmanager
 async def _sampled_by(
-    run: RunDir, learner: Learner, family: Family
+    run: RunDir, learner: Learner, family: Family, note: Callable[[str], None]
 ) -> AsyncIterator[tuple[Engine, Publisher]]:
     """The engine of a run, not yet with the trainer's weights, and what brings them there."""
     table = run.config.engine
@@ -90,10 +91,14 @@ async def _sampled_by(
         if isinstance(engine, VllmEngine) and table.publish in ("ipc", "nccl"):
             way: Way = "ipc" if table.publish == "ipc" else "nccl"
             yield engine, TransferPublisher(learner, engine, options, way)
-        elif table.publish == "delta":
-            yield engine, DeltaPublisher(learner, engine, options, spool)
+            return
+        if table.publish == "delta":
+            publisher: DiskPublisher = DeltaPublisher(learner, engine, options, spool)
         else:
-            yield engine, DiskPublisher(learner, engine, options)
+            publisher = DiskPublisher(learner, engine, options)
+        # what was sent by files can be sent again; what crossed a GPU is gone
+        returning = ReturningEngine(engine, publisher, patience_s=table.return_timeout_s, say=note)
+        yield returning, returning
 
 
 def make_judge(config: Config, backend: SandboxBackend, source: TaskSource) -> TaskJudge:
@@ -132,7 +137,7 @@ async def assemble(
         spec = LearnerSpec.of(config, model=folder, log=run.logs / "learner.log")
         learner = await stack.enter_async_context(Learner.start(spec))
         keep_start_model(store, learner)
-        engine, publisher = await stack.enter_async_context(_sampled_by(run, learner, family))
+        engine, publisher = await stack.enter_async_context(_sampled_by(run, learner, family, note))
         life = Lifeline(learner, publisher, committed(run, store), restarts=config.train.restarts, say=note)
         await life.begin()
         # Unix socket paths are limited to 107 bytes, a run directory may be deep.

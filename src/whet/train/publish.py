@@ -101,6 +101,8 @@ class DiskPublisher:
     def __init__(self, learner: Exporter, engine: LoadingEngine, options: PublishOptions) -> None:
         self._learner, self._engine, self._options = learner, engine, options
         self._own_head: bool | None = None
+        self._last: tuple[Path, int, Mapping[str, str]] | None = None
+        """Folder, version and checksums of what the engine was given last."""
         self.sent_bytes = 0
         """Of the last publication, as far as they had to travel."""
 
@@ -112,7 +114,18 @@ class DiskPublisher:
         self.sent_bytes = sent.sent_bytes
         receipt = await self._load(folder, version)
         check_receipt(receipt, version, sent.tensors)
+        self._last = folder, version, sent.tensors
         await asyncio.to_thread(_prune, self._options.folder, folder)
+        return receipt
+
+    async def restore(self) -> Receipt:
+        """The version that was published last, from the files it was published with, for a server that was
+        started again and lost it; the trainer may be further by now. Raises EngineError."""
+        if self._last is None:
+            raise EngineError("nothing was published yet that the engine could get back")
+        folder, version, tensors = self._last
+        receipt = await self._load(folder, version)
+        check_receipt(receipt, version, tensors)
         return receipt
 
     async def _bring(self, folder: Path, version: int) -> Exported:

@@ -1,0 +1,85 @@
+"""A server that was started again in the middle of a run gets the run's weights back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from whet.engine.http import HttpOptions
+from whet.engine.vllm import open_vllm
+from whet.errors import EngineError
+from whet.testing.fake_exporter import FakeExporter
+from whet.testing.fake_vllm import FakeVllm, serve_vllm
+from whet.testing.weight_folders import served_sums
+from whet.train.publish import DiskPublisher, PublishOptions
+from whet.train.returning import ReturningEngine
+from whet.types import Generation, RequestKey, SamplingParams
+
+VOCAB = 40
+
+
+@asynccontextmanager
+async def server(
+    folder: Path, *, patience_s: float = 10.0
+) -> AsyncIterator[tuple[FakeVllm, ReturningEngine, list[str], FakeExporter]]:
+    said: list[str] = []
+    exporter = FakeExporter()
+    async with serve_vllm(VOCAB, token_delay_s=0.005) as fake:
+        fake.sums = served_sums(exporter.tensors)
+        options = HttpOptions(url=fake.url, call_deadline_s=5.0, control_deadline_s=2.0)
+        async with open_vllm(options) as engine:
+            publisher = DiskPublisher(exporter, engine, PublishOptions(folder=folder))
+            yield (
+                fake,
+                ReturningEngine(engine, publisher, patience_s=patience_s, say=said.append),
+                said,
+                exporter,
+            )
+
+
+async def sample(engine: ReturningEngine, slot: int) -> Generation:
+    key = RequestKey(seed=1, rollout_id=f"r{slot}", turn=0)
+    return await engine.generate(np.arange(4, dtype=np.int32), SamplingParams(max_tokens=12), key)
+
+
+async def test_requests_that_its_death_cut_short_are_made_again_with_the_published_weights(
+    tmp_path: Path,
+) -> None:
+    async with server(tmp_path) as (fake, engine, said, exporter):
+        await engine.publish(3)
+        before = [(await sample(engine, slot)).ids.tolist() for slot in range(4)]
+        running = [asyncio.create_task(sample(engine, slot)) for slot in range(4)]
+        await asyncio.sleep(0.02)
+        fake.restart()
+        after = await asyncio.gather(*running)
+        assert [made.ids.tolist() for made in after] == before
+        assert {made.version_runs for made in after} == {((0, 3),)}
+        assert len(exporter.wanted) == 1, "the trainer was not asked: it may be further"
+        assert len(said) == 1
+        assert said[0].endswith("it gets version 3 back")
+        await engine.publish(4)
+        assert (await sample(engine, 0)).version_runs == ((0, 4),)
+
+
+async def test_a_failure_of_a_server_that_holds_its_weights_is_a_failure(tmp_path: Path) -> None:
+    async with server(tmp_path) as (_, engine, said, _exporter):
+        await engine.publish(1)
+        with pytest.raises(EngineError, match="out of vocabulary"):
+            key = RequestKey(seed=1, rollout_id="r", turn=0)
+            await engine.generate(np.array([VOCAB + 1], np.int32), SamplingParams(max_tokens=2), key)
+        assert said == []
+
+
+async def test_a_server_that_stays_away_is_one_clear_line(tmp_path: Path) -> None:
+    async with server(tmp_path, patience_s=0.3) as (_, engine, _said, _exporter):
+        await engine.publish(1)
+        gone = HttpOptions(url="http://127.0.0.1:9", retries=0)
+        engine._engine._http.options = gone  # type: ignore[attr-defined]
+        engine._engine._http._base = gone.url  # type: ignore[attr-defined]
+        with pytest.raises(EngineError, match=r"is not reachable .*; it did not come back in 0\.3 s"):
+            await sample(engine, 0)

@@ -109,6 +109,28 @@ async def test_deaths_without_a_step_in_between_end_the_run(tmp_path: Path) -> N
         await run.whole()
 
 
+async def test_who_waits_for_a_new_one_may_go_away(tmp_path: Path) -> None:
+    """At whatever moment the request that found it dead is cancelled, the next one gets the right weights."""
+    undisturbed = Run(tmp_path, [])
+    undisturbed.steps.append("x")
+    plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
+    await undisturbed.life.train(plan, tmp_path / "step1")
+    await undisturbed.learner.publish(1)
+    wanted = await undisturbed.generate(1, 1)
+    for moment in range(8):
+        run = Run(tmp_path, [], restarts=1)
+        await run.life.train(plan, tmp_path / "step1")
+        run.steps.append("x")
+        await run.learner.publish(1)
+        run.learner.alive = False
+        waiting = asyncio.create_task(run.generate(1, 0))
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert await run.generate(1, 1) == wanted
+
+
 async def test_what_a_living_learner_refuses_is_refused(tmp_path: Path) -> None:
     class Refusing(FakeLearner):
         async def save(self, folder: Path) -> None:

@@ -294,6 +294,7 @@ def test_the_curve_of_a_stored_run(tmp_path: Path) -> None:
 def test_finish_leaves_curve_and_report_and_show_reads_them_again(tmp_path: Path) -> None:
     folder = stored_run(tmp_path / "r")
     assert "not finished: 1 of 2 steps" in show_run(folder)
+    assert "  rollouts: 4 trained, 8 discarded (evaluation)" in show_run(folder)
     text = finish(folder, SUMMARY)
     assert "  before  0.25 (1/4, " in text
     assert "  after   0.75 (3/4, " in text

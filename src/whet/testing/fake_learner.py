@@ -48,7 +48,7 @@ class FakeLearner:
         return EngineError("the learner died (killed by signal 9)")
 
     async def restart(self) -> None:
-        self._call("restart")
+        await asyncio.sleep(0)
         self.alive, self.version, self.weights = True, 0, _START
         self.published = Receipt(version=0, checksum=_START)
         self.lives += 1

@@ -80,6 +80,9 @@ class Lifeline:
         self._life = 0
         self._deaths = 0
         """Since the last committed step."""
+        self._sound = True
+        """False from a death until the new process has the right weights, also when whoever waited for it was
+        cancelled."""
         self._mending = asyncio.Lock()
         """Held from a death until the new process has the right weights: nothing is asked of it before."""
 
@@ -92,6 +95,8 @@ class Lifeline:
         """Which process it is, once there is one that holds the right weights. What follows without an await
         is asked of that process."""
         async with self._mending:
+            if not self._sound:
+                await self._restart()
             return self._life
 
     async def mend(self, life: int) -> bool:
@@ -100,7 +105,7 @@ class Lifeline:
         async with self._mending:
             if self._life != life:
                 return True
-            if self._learner.alive:
+            if self._learner.alive and self._sound:
                 return False
             await self._restart()
             return True
@@ -153,21 +158,29 @@ class Lifeline:
                     raise
 
     async def _restart(self) -> None:
-        while True:
-            cause = await self._learner.death()
-            if self._deaths >= self._restarts:
-                raise cause
-            self._deaths += 1
-            self._say(f"{cause}; it is started again ({self._deaths} of {self._restarts})")
+        self._sound = False
+        while not self._sound:
             try:
-                await self._learner.restart()
+                if not self._learner.alive:
+                    await self._replace()
                 await self._catch_up()
-            except (TrainError, EngineError):
-                if self._learner.alive:
-                    raise
-            else:
                 self._life += 1
-                return
+                self._sound = True
+            except (TrainError, EngineError):
+                if self._learner.alive or self._deaths >= self._restarts:
+                    raise
+
+    async def _replace(self) -> None:
+        cause = await self._learner.death()
+        if self._deaths >= self._restarts:
+            raise cause
+        self._deaths += 1
+        self._say(f"{cause}; it is started again ({self._deaths} of {self._restarts})")
+        try:
+            await self._learner.restart()
+        except asyncio.CancelledError:
+            self._deaths -= 1  # whoever waited went away: no death
+            raise
 
     async def _catch_up(self) -> None:
         """The last committed step's weights, in trainer and engine."""

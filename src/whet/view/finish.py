@@ -64,6 +64,7 @@ def show_run(run_dir: Path) -> str:
         summary = read_summary(run_dir)
         if summary is not None:
             return "\n".join(lines) + "\n" + render_report(report_of(run_dir, store, summary))
+        lines += _state_lines(store)
         last = store.last_step()
     done = 0 if last is None else last.step
     lines.append(f"not finished: {done} of {config.run.steps} steps; continue with --resume {run_dir}")
@@ -97,6 +98,14 @@ def _step_lines(store: Store) -> Iterator[str]:
             f"  step {record.step:>4}  solved {score.rate:.2f} ({score.solved}/{score.total})"
             f"  trained {ledger.trained:,} of {ledger.captured:,} tokens"
         )
+
+
+def _state_lines(store: Store) -> Iterator[str]:
+    """Where the rollouts of a run that is not finished stand."""
+    states = {state: count for state, count in store.states().items() if count and state != "discarded"}
+    states |= {f"discarded ({reason})": count for reason, count in store.discards().items()}
+    if states:
+        yield f"  rollouts: {', '.join(f'{count} {state}' for state, count in states.items())}"
 
 
 def _eval_lines(store: Store, tasks: int) -> Iterator[str]:

@@ -85,7 +85,7 @@ def test_loss_and_gradient_do_not_depend_on_the_number_of_ranks(
 
 def test_a_ratio_of_whole_rollouts_is_gathered_from_all_ranks(tmp_path: Path) -> None:
     """Two segments of a rollout lie on two ranks; gspo needs the mean over both."""
-    config = dataclasses.replace(CONFIG, loss=LossConfig(name="gspo", clip_low=0.5, clip_high=9.0))
+    config = dataclasses.replace(CONFIG, loss=LossConfig(name="gspo", gspo_low=0.5, gspo_high=9.0))
     split = []
     for g in sampled_groups(small_model(0)):
         members = []

@@ -183,11 +183,13 @@ def test_a_step_tells_how_far_the_policy_is_from_those_that_sampled() -> None:
     sampler = small_model()
     groups = sampled_groups(sampler, version=3)
     model, reference = moved(sampler, 0.02), moved(sampler, 0.03)
-    found = []
+    found, credit = [], []
     for g in groups:
         for r in g.rollouts:
             (row,) = r.trajectory.segments
-            if r.reward != sum(g.rewards) / len(g.rewards):
+            a = (r.reward or 0.0) - sum(g.rewards) / len(g.rewards)
+            if a:
+                credit += [a] * int(row.mask.sum())
                 with torch.no_grad():
                     found.append(
                         (tokens(model, r), tokens(reference, r), torch.from_numpy(row.logprobs[row.mask]))
@@ -210,7 +212,11 @@ def test_a_step_tells_how_far_the_policy_is_from_those_that_sampled() -> None:
     assert 0.5 < result.ess < 1.0
     assert result.ref_kl == pytest.approx(float(((-d).exp() - 1 + d).mean()), rel=1e-3)
     assert result.mismatch_kl == 0.0  # every token is of an older version
-    assert result.clip_low_fraction > 0 < result.clip_high_fraction
+    low = (np.array(credit) < 0) & (rho < 0.99)
+    high = (np.array(credit) > 0) & (rho > 1.02)
+    assert result.clip_low_fraction == pytest.approx(low.mean())
+    assert result.clip_high_fraction == pytest.approx(high.mean())
+    assert 0 < low.sum() != high.sum() > 0
     assert result.clip_fraction == pytest.approx(result.clip_low_fraction + result.clip_high_fraction)
     assert result.alarm.startswith(f"the policy is {result.off_policy_kl:.3g} nats from those that sampled")
     assert f"; the policy is {result.ref_kl:.3g} nats from the reference" in result.alarm

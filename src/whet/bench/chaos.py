@@ -5,8 +5,9 @@ die at each failpoint in turn (before and after each commit of the store, and be
 rests on); then as many random kills as asked for, of the controller, the learner (the engine is in its
 process) and what runs in boxes. Every run is continued until it ends. `bit_identical`: synchronous runs in
 which no box was shot equal the undisturbed one in every token, plan and weight, and every run of all replays
-from its own ledger with the same weights. (What is shot in a box is its agent's failure, which is graded:
-decision 0038.) Status 1 unless all is well.
+from its own ledger with the same weights. A step that does not counts as `trained_twice`, like a rollout in
+the accounts of two steps. (What is shot in a box is its agent's failure, which is
+graded: decision 0038.) Status 1 unless all is well.
 """
 
 from __future__ import annotations
@@ -113,9 +114,10 @@ def deaths(points: Sequence[str]) -> list[list[str]]:
 def judge(chaos: Chaos, reference: Run, same: Sequence[Run]) -> dict[str, Any]:
     """The result; what is wrong is said line by line."""
     lost = sum(len(run.lost()) for run in chaos.runs)
-    twice = sum(run.trained_twice() for run in chaos.runs)
+    differing = sum([run.differing() for run in chaos.runs])
+    twice = differing + sum(run.trained_twice() for run in chaos.runs)
     balanced = all([run.balanced() for run in chaos.runs])
-    identical = all([run.replays() for run in chaos.runs])
+    identical = not differing
     for run in same:
         if run.bits() != reference.bits():
             identical = False

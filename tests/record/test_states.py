@@ -333,3 +333,15 @@ def test_every_failpoint_is_somewhere_and_every_place_is_a_failpoint() -> None:
         assert f'hit("{point}")' in text or f'_writing("{name}")' in text or f'_move("{name}"' in text, point
     with pytest.raises(ValueError, match="no such failpoint"), failpoint.armed("nowhere"):
         pass
+
+
+def test_tries_that_were_begun_count_although_they_never_ended(tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+        store.plan(slots(), "t", 0)
+        store.plan(slots(step=2), "t", 0)
+        first, second, *_ = (place.rollout_id for place in slots())
+        store.start(first, 2, 0)
+        store.put_attempt(graded(slots()[1], attempt=3, reward=None))
+        assert store.tried("train/00001/") == {first: 2, second: 3}
+        assert store.tried("train/00001/000/00") == {first: 2}
+        assert store.tried("train/00002/") == {}

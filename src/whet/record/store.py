@@ -107,13 +107,14 @@ class Store(States):
 
     def tried(self, prefix: str) -> dict[str, int]:
         """Rollout id -> number of its last try, ended or not, for ids that begin with `prefix`."""
-        query = "SELECT rollout_id, attempt AS n FROM attempts"
+        among = "WHERE rollout_id >= :first AND rollout_id < :after"
+        query = f"SELECT rollout_id, attempt AS n FROM attempts {among}"
+        bounds = {"first": prefix, "after": prefix + "\U0010ffff"}
         with self._reading() as db:
             if has_table(db, "states"):
-                query += " UNION ALL SELECT rollout_id, attempt FROM states"
-            rows = db.execute(f"SELECT rollout_id, MAX(n) AS n FROM ({query}) GROUP BY rollout_id").fetchall()
-        found = {row["rollout_id"]: row["n"] for row in rows}
-        return {name: n for name, n in found.items() if n and name.startswith(prefix)}
+                query += f" UNION ALL SELECT rollout_id, attempt FROM states {among}"
+            grouped = f"SELECT rollout_id, MAX(n) AS n FROM ({query}) GROUP BY rollout_id HAVING MAX(n) > 0"
+            return {row["rollout_id"]: row["n"] for row in db.execute(grouped, bounds)}
 
     def attempts(self, rollout_id: str) -> list[tuple[int, Status, str]]:
         """(attempt, status, error) of every recorded try, in order."""

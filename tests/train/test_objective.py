@@ -12,13 +12,13 @@ import pytest
 import torch
 from train_lab import CONFIG, group, rollout, sampled_groups, segment, slow_logprobs, small_model
 
-from whet.engine.embedded_model import Qwen3
+from whet.engine.embedded_model import Qwen3, save_model
 from whet.errors import ConfigError, TrainError
 from whet.train import checkpoint
 from whet.train.loss_options import LossConfig
 from whet.train.options import TrainConfig
 from whet.train.plan import PlanConfig, StepPlan, plan_step
-from whet.train.reference import Reference
+from whet.train.reference import Reference, read_reference
 from whet.train.terms import StepTerms
 from whet.train.trainer import Trainer
 from whet.types import Group, Rollout
@@ -258,3 +258,20 @@ def test_a_checkpoint_knows_its_reference(tmp_path: Path) -> None:
     ):
         with pytest.raises(TrainError, match="was made with another reference policy"):
             checkpoint.load(other, tmp_path / "c")
+
+
+def test_the_reference_comes_from_its_own_folder_or_the_one_training_begins_with(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        save_model(small_model(seed), tmp_path / str(seed))
+    loss = LossConfig(kl="k3")
+    assert read_reference(TrainConfig(), tmp_path / "1") is None
+    own = read_reference(TrainConfig(loss=loss, reference=str(tmp_path / "2")), tmp_path / "1")
+    begun = read_reference(TrainConfig(loss=loss), tmp_path / "1")
+    assert own is not None
+    assert begun is not None
+    assert own.checksum == Reference(small_model(2)).checksum
+    assert begun.checksum == Reference(small_model(1)).checksum
+    with pytest.raises(
+        ConfigError, match=r"^train.reference: .*none is not a model folder: it has no config"
+    ):
+        read_reference(TrainConfig(loss=loss, reference=str(tmp_path / "none")), tmp_path / "1")

@@ -51,8 +51,11 @@ class Reference:
 
 
 def read_reference(config: TrainConfig, model: Path) -> Reference | None:
-    """The policy that the loss names, from its own folder or `model`, the one training begins with."""
+    """The policy that the loss names, from its own folder or `model`, the one training begins with. Raises
+    ConfigError when there is none."""
     if config.loss.kl == "none":
         return None
     folder = Path(config.reference) if config.reference else model
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"train.reference: {folder} is not a model folder: it has no config.json")
     return Reference(open_policy(folder, replace(config.policy, lora=None)))

@@ -83,6 +83,16 @@ def test_loss_and_gradient_do_not_depend_on_the_number_of_ranks(
         assert gap(grad, other_grad) < 1e-5 * max(float(g.abs().max()) for g in grad.values())
 
 
+def test_trees_over_ranks_give_what_padded_rows_give(tmp_path: Path) -> None:
+    loss, grad = gradients(None, made_plan(1, budget=10_000))
+    config = PlanConfig(token_budget=120, ranks=2, layout="tree")
+    plan = plan_step(sampled_groups(small_model(0)), config)
+    assert {(b.rank, b.layout) for b in plan.batches} == {(0, "tree"), (1, "tree")}
+    for other_loss, other_grad in on_ranks(2, tmp_path, lambda ranks: gradients(ranks, plan)):
+        assert other_loss == pytest.approx(loss, rel=1e-5, abs=1e-7)
+        assert gap(grad, other_grad) < 1e-5 * max(float(g.abs().max()) for g in grad.values())
+
+
 def test_a_ratio_of_whole_rollouts_is_gathered_from_all_ranks(tmp_path: Path) -> None:
     """Two segments of a rollout lie on two ranks; gspo needs the mean over both."""
     config = dataclasses.replace(CONFIG, loss=LossConfig(name="gspo", gspo_low=0.5, gspo_high=9.0))

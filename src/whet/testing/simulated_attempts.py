@@ -42,8 +42,6 @@ class SimulatedAttempts:
         self._permits = asyncio.Semaphore(workers)
         self._chances, self._version = chances, version
         self.running = 0
-        self.busy_s = 0.0
-        """Worker-seconds of everything that ended."""
 
     async def run(
         self, spec: AttemptSpec, began: Callable[[], None], cancelled: Callable[[Rollout], None] = forget
@@ -56,9 +54,8 @@ class SimulatedAttempts:
         takes, luck, broken = c.median_s * float(np.exp(c.sigma * rng.normal())), rng.random(), rng.random()
         async with self._permits:
             began()
-            clock = asyncio.get_running_loop().time
             self.running += 1
-            start, first = clock(), self._version()
+            first = self._version()
             try:
                 await asyncio.sleep(min(takes, spec.task.limits.wall_s))
             except asyncio.CancelledError:
@@ -66,7 +63,6 @@ class SimulatedAttempts:
                 raise
             finally:
                 self.running -= 1
-                self.busy_s += clock() - start
             if broken < c.failed:
                 return fake_rollout(spec, "the box was lost")
             decided = fake_rollout(spec, float(luck < c.solved))

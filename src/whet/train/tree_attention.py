@@ -136,9 +136,9 @@ def _attend(p: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Te
         _spread(v[:, p.k0 : p.k1], q.shape[0])[None],
     )
     if q.is_cuda:
-        found = aten._scaled_dot_product_flash_attention(*given, 0.0, p.causal, False, scale=scale)
+        found = aten._scaled_dot_product_flash_attention.default(*given, 0.0, p.causal, False, scale=scale)
     else:
-        found = aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, p.causal, scale=scale)
+        found = aten._scaled_dot_product_flash_attention_for_cpu.default(*given, 0.0, p.causal, scale=scale)
     return found[0][0], found[1][0, :, : p.q1 - p.q0].float()
 
 
@@ -158,11 +158,13 @@ def _backward(p: Piece, given: tuple[Tensor, ...], scale: float) -> tuple[Tensor
         # of a dense batch: no sequence offsets, and no random state without dropout
         none = torch.empty(0, dtype=torch.int32, device=q.device)
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        found = aten._scaled_dot_product_flash_attention_backward(
+        found = aten._scaled_dot_product_flash_attention_backward.default(
             *args, none, none, p.q1 - p.q0, p.k1 - p.k0, 0.0, p.causal, state, state[:0], scale=scale
         )
     else:
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, 0.0, p.causal, scale=scale)
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+            *args, 0.0, p.causal, scale=scale
+        )
     return found[0][0], _gather(found[1][0], k.shape[0]), _gather(found[2][0], k.shape[0])
 
 

@@ -13,6 +13,8 @@ from train_lab import VOCAB, group, rollout, sampled_groups, segment, slow_logpr
 from whet.config import load_config
 from whet.engine.embedded_model import Qwen3
 from whet.errors import TrainError
+from whet.train.batch import make_batch
+from whet.train.fit import load_of
 from whet.train.loss_options import LossConfig
 from whet.train.options import TrainConfig
 from whet.train.plan import PlanConfig, StepPlan, plan_step
@@ -97,6 +99,9 @@ def test_a_tree_computes_fewer_tokens() -> None:
     groups = forked_groups(small_model())
     padded, tree = (plan_step(groups, PlanConfig(layout=layout)) for layout in ("prefix", "tree"))
     assert sum(b.tokens for b in tree.batches) < 0.8 * sum(b.tokens for b in padded.batches)
+    # and that is what its memory is predicted from
+    assert [load_of(tree, b).tokens for b in tree.batches] == [b.tokens for b in tree.batches]
+    assert all(make_batch(tree, b).layout.tokens == b.tokens for b in tree.batches)  # type: ignore[union-attr]
 
 
 def test_a_step_takes_the_samplers_record_and_refuses_another() -> None:

@@ -119,8 +119,11 @@ class Fit:
 
 def load_of(plan: StepPlan, micro: MicroBatch) -> Load:
     """What the forward of a micro-batch computes: a prefix's last token stands before each row, and the last
-    token of a row predicts nothing."""
+    token of a row predicts nothing. A tree is one flat stretch."""
     rows = [plan.rows[i] for i in micro.rows]
+    if micro.layout == "tree":
+        trained = sum(int(row.mask.sum()) for row in rows)
+        return Load(prefix=0, rows=1, width=micro.tokens, trained=trained)
     longest = max(len(row.ids) for row in rows)
     return Load(
         prefix=max(0, micro.prefix - 1),

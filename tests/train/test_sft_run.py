@@ -21,10 +21,12 @@ from whet.record.run import read_store
 from whet.render.load import load_family
 from whet.rollout import NOTHING_SAMPLED
 from whet.train.choose import Wanted, choose, explain, stored_tokens
+from whet.train.replay import replay
 from whet.train.sft_plan import plan_lessons, schedule
 from whet.train.sft_run import SftOptions, open_tokens, sft, train_config
 from whet.train.trainer import Trainer
 from whet.types import Rollout, Status
+from whet.view.finish import show_run
 
 SCHEDULE = (
     "sft.epochs=6",
@@ -173,6 +175,15 @@ def test_what_a_teacher_wrote_is_told_in_the_students_tokens(tmp_path: Path) -> 
     assert "rollout-0-1-0.1.jsonl turn 0: 'response_format" in explain(choice)
     (segment,) = choice.lessons[0].segments
     assert FAMILY.parse(segment.ids[segment.mask]).text == "answer 0"
+
+
+def test_a_finished_run_is_shown_and_cannot_be_replayed(
+    finished: tuple[Mapping[str, object], Watcher],
+) -> None:
+    run = Path(str(finished[0]["run_dir"]))
+    assert "18 steps over 12 rollouts of 3 tasks" in show_run(run)
+    with pytest.raises(RecordError, match="holds a run of `whet sft`"):
+        replay(run, Watcher())
 
 
 def test_a_directory_of_another_kind_is_not_continued(source: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from whet.config import model_folder
 from whet.errors import RecordError
-from whet.record.run import read_config, read_store
+from whet.record.run import KIND, read_config, read_store
 from whet.record.scratch import scratch_folder
 from whet.record.store import Store
 from whet.stop import run_interruptible
@@ -53,6 +53,11 @@ async def _replay(run_dir: Path, view: Watcher) -> Mapping[str, Any]:
     async with AsyncExitStack() as stack:
         store = stack.enter_context(read_store(run_dir))
         steps = store.steps()
+        if KIND in store.meta():
+            kind = store.meta()[KIND]
+            raise RecordError(
+                f"{run_dir} holds a run of `whet {kind}`: it has no rollouts that it was trained on"
+            )
         if not steps:
             raise RecordError(f"{run_dir} has no committed step to replay")
         scratch = stack.enter_context(scratch_folder())

@@ -200,8 +200,8 @@ class Steps:
         count = len(course.steps)
         for step in range(1 if last is None else last.step + 1, count + 1):
             lessons = [course.lessons[i] for i in course.steps[step - 1]]
-            table = config.train
-            plan = plan_lessons(lessons, token_budget=table.token_budget, ranks=table.ranks)
+            train = config.train
+            plan = plan_lessons(lessons, token_budget=train.token_budget, ranks=train.ranks)
             result = await self._learner.step(plan)
             metrics = _metrics(result, step, lessons)
             if step % config.sft.checkpoint_every_steps == 0 or step == count:

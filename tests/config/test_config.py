@@ -161,3 +161,24 @@ def test_the_demo_runs_its_example() -> None:
 def test_policy_keys_that_mean_nothing_are_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(None, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["engine.publish=delta"], "publish means nothing with kind = 'embedded'"),
+        (["engine.kind=sglang", "engine.url=http://x", "engine.publish=nccl"], "is for vllm, not for sglang"),
+        (
+            ["engine.kind=vllm", "engine.url=http://x", "engine.publish=ipc", "engine.publish_dir=/x"],
+            "publish_dir and publish_dtype mean nothing with 'ipc'",
+        ),
+        (
+            ["engine.kind=vllm", "engine.url=http://x", "engine.publish=delta", "policy.kind=hf"]
+            + ["policy.lora_rank=4"],
+            "must be disk with policy.lora_rank",
+        ),
+    ],
+)  # fmt: skip
+def test_ways_to_publish_that_do_not_fit(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(overrides=overrides)

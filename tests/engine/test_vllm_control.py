@@ -145,7 +145,7 @@ async def test_a_call_that_comes_during_an_update_waits_for_the_new_weights(tmp_
         early = asyncio.create_task(ask(engine, 60))
         await until(lambda: fake.sampler.jobs and len(fake.sampler.jobs[0].ids) > 3)
         loading = asyncio.create_task(engine.load(folder, 1, mode="keep"))
-        await until(lambda: fake.sampler.paused)
+        await until(lambda: fake.sampler.paused or loading.done())
         late = asyncio.create_task(ask(engine, 5, turn=1))
         receipt = await loading
         assert [v for _, v in (await early).version_runs] == [0, 1]
@@ -164,6 +164,47 @@ async def test_sleep_drains_first_and_wake_lets_waiting_calls_go_on() -> None:
         await engine.wake()
         assert not fake.sleeping
         assert len((await waiting).ids) == 4
+
+
+def adapter(folder: Path, seed: str, version: int) -> Path:
+    folder.mkdir()
+    write_tensors(folder / "adapter_model.safetensors", chance_tensors(seed, layers=1))
+    (folder / "adapter_config.json").write_text("{}")
+    write_manifest(folder, version, sums_of(read_folder(folder)))
+    return folder
+
+
+async def test_each_version_of_an_adapter_has_a_name_and_a_call_keeps_its_own(tmp_path: Path) -> None:
+    async with serve_vllm(VOCAB, token_delay_s=0.005) as fake, open_vllm(options(fake)) as engine:
+        plain = await ask(engine)
+        receipt = await engine.load(adapter(tmp_path / "a", "one", 1), 1)
+        assert (receipt.version, receipt.tensors) == (1, sums_of(chance_tensors("one", layers=1)))
+        running = asyncio.create_task(ask(engine, 60))
+        await until(lambda: fake.sampler.jobs and len(fake.sampler.jobs[0].ids) > 3)
+        await engine.load(adapter(tmp_path / "b", "two", 2), 2)
+        assert (await running).version_runs == ((0, 1),)
+        said = await ask(engine)
+        assert said.version_runs == ((0, 2),)
+        assert said.ids.tolist() != (await running).ids[:8].tolist() != plain.ids.tolist()
+        await engine.load(adapter(tmp_path / "c", "three", 3), 3)
+        assert [name.split("-")[1] for name in fake.adapters] == ["v2", "v3"]
+        await engine.load(tmp_path / "c", 3)
+        assert (await ask(engine)).version_runs == ((0, 3),)
+
+
+async def test_an_adapter_that_is_gone_or_whose_base_changed_is_noticed(tmp_path: Path) -> None:
+    async with serve_vllm(VOCAB) as fake, open_vllm(options(fake)) as engine:
+        await engine.load(adapter(tmp_path / "a", "one", 1), 1)
+        fake.sampler.label = "7"
+        with pytest.raises(EngineError, match="own weights changed below an adapter|no receipt"):
+            await ask(engine)
+        fake.sampler.label = "0"
+        assert await engine.version() == 1
+        fake.restart()
+        with pytest.raises(EngineError, match="has lost adapter whet-v1-"):
+            await engine.version()
+        with pytest.raises(EngineError, match="does not exist"):
+            await ask(engine)
 
 
 def test_files_are_those_that_other_libraries_read(tmp_path: Path) -> None:

@@ -206,6 +206,18 @@ async def test_tensors_reach_a_server_without_files(way: Way, tmp_path: Path) ->
         assert learner.asked[-1] == "release"
 
 
+async def test_a_restarted_server_gets_what_crossed_a_gpu_again_while_the_trainer_has_it(tmp_path: Path) -> None:
+    async with server() as (fake, engine):
+        learner = FakeTransfers(fake)
+        publisher = TransferPublisher(learner, engine, to(tmp_path), "ipc")
+        with pytest.raises(EngineError, match="nothing was published yet"):
+            await publisher.restore()
+        await publisher.publish(4)
+        fake.restart()
+        assert (await publisher.restore()).version == 4
+        assert await sampled_by(engine) == 4
+
+
 async def test_an_update_whose_trainer_never_sends_ends_in_time_and_joins_anew(tmp_path: Path) -> None:
     async with server(call_deadline_s=0.3) as (fake, engine):
         learner = FakeTransfers(fake)

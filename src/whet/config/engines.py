@@ -78,9 +78,7 @@ class EngineTable(Table):
             if self.kind != "vllm":
                 raise ValueError(f"publish = {self.publish!r} is for vllm, not for {self.kind}")
             if self.publish_dir or self.publish_dtype != "auto":
-                raise ValueError(
-                    f"publish_dir and publish_dtype mean nothing with publish = {self.publish!r}"
-                )
+                raise ValueError(f"publish_dir and publish_dtype mean nothing with {self.publish!r}")
         if self.kind == "upstream" and not self.model:
             raise ValueError("kind = 'upstream' needs model: which of the provider's agents should ask for")
         if self.max_cost and not (self.input_price or self.output_price):

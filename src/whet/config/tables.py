@@ -315,3 +315,9 @@ class Config(Table):
         if self.train.advantage == "maxrl" and self.train.overlong_tokens:
             raise ValueError("train.advantage maxrl needs rewards >= 0, train.overlong_tokens makes others")
         return self
+
+    @model_validator(mode="after")
+    def _publishes(self) -> Self:
+        if self.policy.lora_rank and self.engine.publish != "disk":
+            raise ValueError("engine.publish must be disk with policy.lora_rank: adapters travel as they are")
+        return self

@@ -170,6 +170,8 @@ class SglangEngine:
         """
         folder = await asyncio.to_thread(folder.resolve)
         held = await asyncio.to_thread(inspect, folder, version)
+        if await asyncio.to_thread((folder / "adapter_config.json").exists):
+            raise EngineError("whet brings adapters to vllm only, not to sglang")
         try:
             await self.pause(mode)
             self._broken = f"sglang was to load version {version} and has not: its weights are unknown"

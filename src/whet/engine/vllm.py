@@ -72,8 +72,9 @@ class VllmEngine(VllmControl):
         self, ids: IntArray, params: SamplingParams, key: RequestKey, headers: Mapping[str, str]
     ) -> Generation:
         path = "/inference/v1/generate"
+        model, adapter = self.asked
         body = {
-            "model": self.server.model,
+            "model": model,
             "token_ids": ids,
             "return_token_ids": True,
             "sampling_params": {**neutral(params, key), "logprobs": 0, "detokenize": False},
@@ -82,13 +83,13 @@ class VllmEngine(VllmControl):
         choice = first(answer.get("choices"), f"vllm {path}")
         new = choice.get("token_ids")
         count = len(new) if isinstance(new, list) else 0
+        logprobs = _paired(choice.get("logprobs"), new)
+        runs = runs_of_spans(choice.get("weight_versions"), self._labels, count, f"vllm {path}")
         raw = RawReply(
             ids=new,
-            logprobs=_paired(choice.get("logprobs"), new),
+            logprobs=logprobs,
             finish=choice.get("finish_reason"),
-            version_runs=self._checked_runs(
-                runs_of_spans(choice.get("weight_versions"), self._labels, count, f"vllm {path}")
-            ),
+            version_runs=self._checked_runs(runs) if adapter is None else self._under(runs, adapter),
             prompt=_prompt(answer),
         )
         return checked(raw, ids, params, f"vllm {path}")
@@ -99,7 +100,7 @@ class VllmEngine(VllmControl):
         """This route does not say which weights sampled what: they must be the same before and after."""
         path = "/v1/completions"
         body = {
-            "model": self.server.model,
+            "model": self.asked[0],
             "prompt": ids,
             "return_token_ids": True,
             "logprobs": 0,

@@ -20,8 +20,8 @@ from typing import Literal
 from whet.engine.base import PauseMode, Receipt
 from whet.engine.fed import EMPTY, Fed, check_received, feed
 from whet.engine.folder import ties_embeddings
-from whet.engine.http import EngineHttp
-from whet.engine.published import inspect
+from whet.engine.http import EngineHttp, NotOffered
+from whet.engine.published import Published, inspect
 from whet.engine.reply import version_number
 from whet.engine.tensor_file import total
 from whet.errors import EngineError
@@ -30,6 +30,9 @@ from whet.types import VersionRuns
 log = logging.getLogger(__name__)
 
 Route = Literal["generate", "completions"]
+ADAPTER = "adapter_config.json"
+_ADAPTERS = 2
+"""Kept at the server: the one in use and the one that calls under way began with."""
 FRESH = "default"
 """What vLLM calls the weights it was started with."""
 
@@ -105,11 +108,15 @@ class VllmControl:
     def __init__(self, http: EngineHttp, server: VllmServer, receipt: Receipt) -> None:
         self._http, self.server, self._receipt = http, server, receipt
         self._labels = {} if server.controlled else {FRESH: receipt.version}
+        self._below = receipt.version
+        """Of the server's own weights, while adapters are published."""
         self._vouched = {receipt.version}
         """Versions that there was a receipt for."""
         self._sums: Mapping[str, str] | None = None
         """Of the published tensors that were loaded last."""
         self._broken = ""
+        self._adapters: list[str] = []
+        """Names of those at the server, oldest first."""
         self._open = asyncio.Event()
         """New calls may be sent; otherwise they wait, for new weights or for the end of a sleep."""
         self._open.set()
@@ -123,7 +130,13 @@ class VllmControl:
         return self._receipt
 
     async def version(self) -> int:
-        """Ask the server which weights it holds. Raises EngineError for a label that nobody set."""
+        """Ask the server which weights it holds. Raises EngineError for a label that nobody set, or when the
+        adapter in use is gone."""
+        name, adapter = self.asked
+        if adapter is not None:
+            if name not in await self._models():
+                raise EngineError(f"vllm has lost adapter {name}")
+            return adapter
         return version_number(await weight_label(self._http), self._labels, "vllm /weight_info")
 
     async def has_own_head(self) -> bool:
@@ -156,9 +169,11 @@ class VllmControl:
         parameters, and tied weights that a CPU server would mix are refused before anything is paused.
         Raises EngineError.
         """
-        self._need_control("reload_weights")
         folder = await asyncio.to_thread(folder.resolve)
         held = await asyncio.to_thread(inspect, folder, version)
+        if await asyncio.to_thread((folder / ADAPTER).exists):
+            return await self._load_adapter(held, version)
+        self._need_control("reload_weights")
         before = await tensor_sums(self._http)
         if not before.complete and await asyncio.to_thread(ties_embeddings, folder):
             raise EngineError(
@@ -176,6 +191,39 @@ class VllmControl:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             await self._http.post("/collective_rpc", body, deadline_s=self._http.options.call_deadline_s)
             return await self.settle(proof, version, before, mode)
+
+    async def _load_adapter(self, held: Published, version: int) -> Receipt:
+        """Each version under a name of its own: the server keys cached prefixes on the name alone, and a call
+        under way goes on with the adapter that it began with. The server proves nothing of adapters: the
+        receipt's checksums are those of the files."""
+        name = f"whet-v{version}-{held.checksum[:8]}"
+        limit = self._http.options.call_deadline_s
+        if name not in await self._models():
+            body = {"lora_name": name, "lora_path": str(held.folder)}
+            try:
+                await self._http.post("/v1/load_lora_adapter", body, deadline_s=limit)
+            except NotOffered as error:
+                needs = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+                raise EngineError(f"vllm takes no adapters: {needs}") from error
+            if name not in await self._models():
+                raise EngineError(f"vllm did not take adapter {name}")
+        await asyncio.to_thread(held.check_unchanged)
+        self._adapters = [a for a in self._adapters if a != name] + [name]
+        while len(self._adapters) > _ADAPTERS:
+            old = self._adapters.pop(0)
+            await self._http.post("/v1/unload_lora_adapter", {"lora_name": old}, deadline_s=limit)
+        self._vouched.add(version)
+        self._receipt = Receipt(version=version, checksum=held.checksum, tensors=held.sums)
+        return self._receipt
+
+    async def _models(self) -> list[object]:
+        models = (await self._http.get("/v1/models")).get("data")
+        return [m.get("id") for m in models if isinstance(m, dict)] if isinstance(models, list) else []
+
+    @property
+    def asked(self) -> tuple[str, int | None]:
+        """The model to ask for now, and the version that its adapter is; None = the server says which."""
+        return (self._adapters[-1], self._receipt.version) if self._adapters else (self.server.model, None)
 
     @asynccontextmanager
     async def updating(self, version: int, mode: PauseMode) -> AsyncIterator[None]:
@@ -243,6 +291,12 @@ class VllmControl:
             if version not in self._vouched:
                 raise EngineError(f"vllm sampled with version {version}, for which there is no receipt")
         return runs
+
+    def _under(self, runs: VersionRuns, adapter: int) -> VersionRuns:
+        """Of a call under an adapter. Raises EngineError when the weights below it changed."""
+        if runs != ((0, self._below),):
+            raise EngineError(f"vllm's own weights changed below an adapter: {list(runs)}")
+        return ((0, adapter),)
 
     def _need_control(self, what: str) -> None:
         if not self.server.controlled:

@@ -50,6 +50,8 @@ class Job:
     temperature: float
     seed: int
     stop_ids: frozenset[int] = frozenset()
+    model: ChanceModel | None = None
+    """Of an adapter; None = the sampler's own, whichever it is then."""
     ids: list[int] = field(default_factory=list)
     processed: list[float] = field(default_factory=list)
     """Logprobs of the sampled distribution."""
@@ -115,11 +117,12 @@ class FakeSampler:
 
     def _step(self, job: Job, draws: np.random.Generator) -> None:
         seen = job.prompt + job.ids
-        row = self.model.logprobs(seen, job.temperature)
+        model = job.model or self.model
+        row = model.logprobs(seen, job.temperature)
         token = int(np.argmax(row + draws.gumbel(size=len(row))))
         job.ids.append(token)
         job.processed.append(float(np.float32(row[token])))
-        job.raw.append(float(np.float32(self.model.logprobs(seen, 1.0)[token])))
+        job.raw.append(float(np.float32(model.logprobs(seen, 1.0)[token])))
         job.labels.append(self.label)
         if token in job.stop_ids:
             job.finish = "stop"

@@ -60,6 +60,7 @@ class FakeVllm:
         self.hangs: set[str] = set()
         """Routes that never answer."""
         self.sleeping = False
+        self.adapters: dict[str, ChanceModel] = {}
         self.memory: dict[str, Mapping[str, Stored]] = {}
         """What handles of shared memory stand for."""
         self.broadcast: asyncio.Queue[Mapping[str, Stored]] = asyncio.Queue()
@@ -71,6 +72,7 @@ class FakeVllm:
 
     def restart(self) -> None:
         """The process dies and comes back with the weights it was started with: connections break."""
+        self.adapters.clear()
         self.sampler.label, self.sums = "default", served_sums(chance_tensors("start"))
         for task in list(self._tasks):
             task.cancel()
@@ -90,6 +92,8 @@ class FakeVllm:
             app.router.add_post("/weight_checker", self._checker)
             app.router.add_post("/reset_prefix_cache", self._reset)
             app.router.add_post("/collective_rpc", self._rpc)
+            app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
+            app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
             app.router.add_post("/sleep", self._sleep)
             app.router.add_get("/get_world_size", self._world_size)
             app.router.add_post("/init_weight_transfer_engine", self._transfer_init)
@@ -106,10 +110,24 @@ class FakeVllm:
             await asyncio.Event().wait()
 
     async def _models(self, http: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [{"id": "policy", "max_model_len": self.max_model_len}]})
+        cards = [{"id": name, "max_model_len": self.max_model_len} for name in ("policy", *self.adapters)]
+        return _json({"object": "list", "data": cards})
+
+    async def _load_adapter(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        if body["lora_name"] in self.adapters:
+            return _error(400, "already been loaded")
+        held = total(sums_of(read_folder(Path(body["lora_path"]))))
+        self.adapters[body["lora_name"]] = ChanceModel(self.sampler.model.vocab_size, held)
+        return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
+
+    async def _unload_adapter(self, http: web.Request) -> web.Response:
+        if self.adapters.pop((await http.json())["lora_name"], None) is None:
+            return _error(404, "cannot be found")
+        return web.Response(text="Success")
 
     async def _run(
-        self, http: web.Request, name: str, prompt: object, params: Mapping[str, Any]
+        self, http: web.Request, name: str, prompt: object, params: Mapping[str, Any], model: str
     ) -> Job | None:
         """The finished job; None when the server is too busy to begin one."""
         self.headers.append(http.headers.copy())
@@ -121,9 +139,12 @@ class FakeVllm:
             raise web.HTTPBadRequest(text='{"error":{"message":"Token id out of vocabulary"}}')
         if len(ids) + 1 > self.max_model_len:
             raise web.HTTPBadRequest(text='{"error":{"message":"The prompt is too long"}}')
+        if model not in ("policy", *self.adapters):
+            raise web.HTTPNotFound(text='{"error":{"message":"The model does not exist"}}')
         job = Job(
             name=name,
             prompt=ids,
+            model=self.adapters.get(model),
             max_tokens=min(params["max_tokens"], self.max_model_len - len(ids)),
             temperature=params["temperature"],
             seed=params.get("seed") or 0,
@@ -147,7 +168,7 @@ class FakeVllm:
         body = await http.json()
         params = body["sampling_params"]
         name = "generate-tokens-" + http.headers.get("X-Request-Id", "none")
-        job = await self._run(http, name, body["token_ids"], params)
+        job = await self._run(http, name, body["token_ids"], params, body["model"])
         if job is None:
             return _error(503, "busy")
         content = [
@@ -168,7 +189,7 @@ class FakeVllm:
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()
         name = "cmpl-" + http.headers.get("X-Request-Id", "none")
-        job = await self._run(http, name, body["prompt"], body)
+        job = await self._run(http, name, body["prompt"], body, body["model"])
         if job is None:
             return _error(503, "busy")
         choice = {

@@ -43,7 +43,7 @@ from whet.train.publish import (
     PublishOptions,
 )
 from whet.train.publish_gpu import TransferPublisher, Way
-from whet.train.returning import ReturningEngine
+from whet.train.returning import Restorer, ReturningEngine
 from whet.train.start_model import keep_start_model
 
 log = logging.getLogger(__name__)
@@ -88,15 +88,14 @@ async def _sampled_by(
         share_gpu=table.share_gpu,
     )
     async with open_server(run.config, family) as engine:
+        publisher: Restorer
         if isinstance(engine, VllmEngine) and table.publish in ("ipc", "nccl"):
             way: Way = "ipc" if table.publish == "ipc" else "nccl"
-            yield engine, TransferPublisher(learner, engine, options, way)
-            return
-        if table.publish == "delta":
-            publisher: DiskPublisher = DeltaPublisher(learner, engine, options, spool)
+            publisher = TransferPublisher(learner, engine, options, way)
+        elif table.publish == "delta":
+            publisher = DeltaPublisher(learner, engine, options, spool)
         else:
             publisher = DiskPublisher(learner, engine, options)
-        # what was sent by files can be sent again; what crossed a GPU is gone
         returning = ReturningEngine(engine, publisher, patience_s=table.return_timeout_s, say=note)
         yield returning, returning
 

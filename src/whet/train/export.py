@@ -51,7 +51,9 @@ def export(policy: Policy, folder: Path, version: int, form: Form, assets: Path)
 
 
 def _rewrite(folder: Path, version: int, form: Form, assets: Path) -> Manifest:
-    """Cast and untie what the policy wrote; its own files give way to one."""
+    """Cast and untie what the policy wrote; its own files give way to one. Adapters stay as they are."""
+    if (folder / "adapter_config.json").exists():
+        return write_manifest(folder, version, sums_of(read_folder(folder)))
     config = json.loads((folder / "config.json").read_text())
     dtype = form.dtype if form.dtype != "auto" else _dtype_of(assets)
     held = read_folder(folder)

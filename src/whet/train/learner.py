@@ -115,7 +115,7 @@ class Commands:
         form = Form(dtype=meta["dtype"], own_head=bool(meta["own_head"]))
         version = self._current(int(meta["version"]))
         manifest = export(self._trainer.model, folder, version, form, self._assets)
-        size = (folder / "model.safetensors").stat().st_size
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         if meta["delta"]:
             size = write_delta(Path(meta["delta"]), Path(meta["base"]), folder)
         call.reply({"checksum": manifest.checksum, "tensors": dict(manifest.tensors), "bytes": size})

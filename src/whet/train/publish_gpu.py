@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from whet.engine.base import Receipt
 from whet.engine.vllm import VllmEngine
 from whet.engine.vllm_transfer import Described, initialise, receive, world_size
-from whet.errors import WhetError
+from whet.errors import EngineError, TrainError, WhetError
 from whet.train.publish import PublishOptions, alone, apart, check_receipt
 
 Way = Literal["ipc", "nccl"]
@@ -32,13 +32,16 @@ class TransferPublisher:
     def __init__(self, learner: Transferring, engine: VllmEngine, options: PublishOptions, way: Way) -> None:
         self._learner, self._engine, self._options, self._way = learner, engine, options, way
         self._ready = False
+        self._version: int | None = None
 
     async def publish(self, version: int) -> Receipt:
         try:
             if not self._ready:
                 await self._prepare()
                 self._ready = True
-            return await self._transfer(version)
+            receipt = await self._transfer(version)
+            self._version = version
+            return receipt
         except WhetError:
             # A communicator that one side has left is of no use to either.
             self._ready = False
@@ -74,6 +77,17 @@ class TransferPublisher:
         said = await self._learner.transfer("sums", groups=[list(names) for names in groups])
         found: list[str] = said["sums"]
         return found
+
+    async def restore(self) -> Receipt:
+        """The version that was published last, for a server that was started again, while the trainer still
+        holds it. Raises EngineError."""
+        if self._version is None:
+            raise EngineError("nothing was published yet that the engine could get back")
+        self._ready = False
+        try:
+            return await self.publish(self._version)
+        except TrainError as error:
+            raise EngineError(f"the engine cannot get version {self._version} back: {error}") from error
 
     def training(self) -> AbstractAsyncContextManager[None]:
         return alone(self._engine) if self._options.share_gpu else apart()

@@ -23,7 +23,7 @@ PAUSE_S = 0.5
 
 
 class Restorer(Publisher, Protocol):
-    """A publisher that keeps what it published (publish.DiskPublisher)."""
+    """A publisher that can bring again what it published (publish, publish_gpu)."""
 
     async def restore(self) -> Receipt:
         """Bring the version that was published last to a server that lost it. Raises EngineError."""

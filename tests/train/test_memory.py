@@ -120,7 +120,8 @@ def test_the_least_costly_techniques_that_fit_are_chosen(tmp_path: Path) -> None
     assert roomy.fit.plan(plan) == [PLAIN]
     model = MemoryModel(AutoConfig.from_pretrained(folder), dtype=torch.float32, lora=None, kernels="cpu")
     plain = model.predict(load, PLAIN).peak / GIB
-    trainer = limited(folder, 0.6 * plain)
+    checkpoint = model.predict(load, Techniques(checkpoint=True)).peak / GIB
+    trainer = limited(folder, (checkpoint + plain) / 2)
     before = trained(trainer.model)
     assert not trainer.step(plan).skipped
     assert isinstance(trainer.model, HfPolicy)

@@ -185,6 +185,19 @@ def open_hf(
     """
     with boundary(TrainError, f"load model {folder}"):
         model = _read(folder, torch.float32)
+    return adopt(model, device=device, dtype=dtype, lora=lora, limit=limit)
+
+
+def adopt(
+    model: Any,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    lora: Lora | None = None,
+    limit: float = PROBE_LIMIT,
+) -> HfPolicy:
+    """A `PreTrainedModel` that is there already, in fp32 and with its own attention; see `open_hf`."""
+    _register()
     own = _own_logprobs(model)
     model.set_attn_implementation(NAME)
     model.requires_grad_(True)
@@ -201,13 +214,20 @@ def open_hf(
     return policy
 
 
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attention_function)
+
+
 def _read(folder: Path, dtype: torch.dtype) -> Any:
     try:
-        from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
+
+        _register()
     except ImportError as error:
         raise TrainError("train.policy hf needs transformers: pip install 'whet[hf]'") from error
-    AttentionInterface.register(NAME, attention_function)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -225,9 +245,9 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
 
 def empty_model(config: Any) -> Any:
     """The model of a configuration without content, on torch's meta device, weights as fp32."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    AttentionInterface.register(NAME, attention_function)
+    _register()
     with torch.device("meta"):
         build: Any = AutoModelForCausalLM.from_config
         return build(config, dtype=torch.float32, attn_implementation=NAME)
@@ -239,10 +259,10 @@ def _probe_ids(vocab: int) -> Tensor:
 
 def _own_logprobs(model: Any) -> Tensor:
     """[PROBE_TOKENS / 2, V] of the second half, of the model as transformers runs it."""
-    ids = _probe_ids(model.get_output_embeddings().weight.shape[0])
+    ids = _probe_ids(model.get_output_embeddings().weight.shape[0]).to(model.device)
     with torch.no_grad():
         logits = model.eval()(input_ids=ids[None], use_cache=False).logits[0, PROBE_TOKENS // 2 :]
-        return torch.log_softmax(logits.float(), -1)
+        return torch.log_softmax(logits.float(), -1).cpu()
 
 
 def _logprobs(policy: HfPolicy) -> Tensor:

@@ -165,6 +165,10 @@ class Qwen3(nn.Module):
         """`save_model`."""
         save_model(self, folder)
 
+    def save_whole(self, folder: Path) -> None:
+        """`save_model`: there are no adapters."""
+        save_model(self, folder)
+
     def read(self, folder: Path) -> Mapping[str, Tensor]:
         """What `save` wrote, by parameter. Raises EngineError when it is another model."""
         held = load_model(folder)

@@ -41,7 +41,7 @@ def export(policy: Policy, folder: Path, version: int, form: Form, assets: Path)
         for left in (fresh, folder):
             shutil.rmtree(left, ignore_errors=True)
         fresh.mkdir(parents=True)
-        policy.save(fresh)
+        policy.save_whole(fresh)
         manifest = _rewrite(fresh, version, form, assets)
         for path in assets.iterdir():
             if path.is_file() and path.name not in _OWN and not (fresh / path.name).exists():

@@ -80,6 +80,17 @@ def adapter_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{_PREFIX}{n}{_SUFFIX}": t for n, t in named.items() if n.endswith((A, B))}
 
 
+def merged(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
+    """The model's own tensors, adapters added to their matrices in fp32 and rounded to the matrix's type."""
+    found = {n: t.detach() for n, t in model.state_dict().items() if not n.endswith((A, B))}
+    for name, module in model.named_modules():
+        if A in module._parameters and isinstance(module, nn.Linear):
+            down, up = getattr(module, A).detach(), getattr(module, B).detach()
+            whole = module.weight.detach().float() + (lora.alpha / lora.rank) * (up @ down)
+            found[f"{name}.weight"] = whole.to(module.weight.dtype)
+    return found
+
+
 def save_adapter(named: Mapping[str, Tensor], lora: Lora, base: str, folder: Path) -> None:
     """Write adapters as PEFT does. Raises TrainError."""
     with boundary(TrainError, f"save adapters {folder}"):

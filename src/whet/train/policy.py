@@ -63,7 +63,11 @@ class Policy(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write config.json and safetensors files that engines load."""
+        """Write config.json and what is trained as safetensors files: all weights, or the adapters."""
+        ...
+
+    def save_whole(self, folder: Path) -> None:
+        """`save`, but all that an engine without adapters needs: adapters are added to their matrices."""
         ...
 
     def read(self, folder: Path) -> Mapping[str, Tensor]:

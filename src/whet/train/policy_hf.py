@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from whet.errors import TrainError, boundary
 from whet.train.attend import lay_flat
 from whet.train.layers import CURRENT, Mode, wrap_cast, wrap_layer
-from whet.train.lora import adapter_tensors, add_lora, read_adapter, save_adapter
+from whet.train.lora import adapter_tensors, add_lora, merged, read_adapter, save_adapter
 from whet.train.offload import Offload
 from whet.train.options import Lora
 from whet.train.policy import Attend
@@ -147,6 +147,14 @@ class HfPolicy:
             return
         with boundary(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
             self.model.save_pretrained(folder, max_shard_size="1TB")
+
+    def save_whole(self, folder: Path) -> None:
+        if self.lora is None:
+            self.save(folder)
+            return
+        with boundary(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
+            tensors = merged(self.model, self.lora)
+            self.model.save_pretrained(folder, max_shard_size="1TB", state_dict=tensors)
 
     def read(self, folder: Path) -> Mapping[str, Tensor]:
         if self.lora is not None:

@@ -177,5 +177,9 @@ def test_a_long_row_of_the_real_shapes_is_predicted_without_a_gpu() -> None:
     ]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == len(peaks)
+    shared = model.predict(
+        Load(prefix=50000, rows=2, width=51000, trained=38000), Techniques(checkpoint=True)
+    )
+    assert shared.peak < 1.3 * peaks[2], "a mask of width x length would be held"
     parked = model.predict(load, Techniques(checkpoint=True, offload_activations=True)).host
     assert parked == 2 * 152000 * 1024 * 2

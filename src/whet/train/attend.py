@@ -109,7 +109,7 @@ class Shared:
         width, length = own[0].shape[2], own[1].shape[2]
         seen = (
             causal_lower_right(width, length)
-            if q.is_cuda
+            if q.is_cuda or (q.is_meta and EMULATED.get() == "cuda")
             else torch.ones(width, length, dtype=torch.bool, device=q.device).tril(length - width)
         )
         mixed = _attention(*own, scale, seen)

@@ -57,12 +57,14 @@ class Fit:
         self._model = self._of(policy.lora)
 
     @classmethod
-    def of(cls, policy: HfPolicy, memory_gib: float) -> Fit:
-        """memory_gib: what training may fill; 0 = what is free now, with the policy's own weights."""
+    def of(cls, policy: HfPolicy, memory_gib: float, *, copies: bool = False) -> Fit:
+        """memory_gib: what training may fill; 0 = what is free now, with the policy's own weights.
+        copies: a step keeps a copy of weights and moments, to go back to."""
         held = sum(p.nbytes for _, p in policy.named_parameters())
         free = _free(policy.device)
         limit = int(memory_gib * GIB) or int((free + held) * (1.0 - KEPT_FREE))
-        return cls(policy.model.config, policy, limit=limit, host=_available())
+        kept = sum(3 * p.nbytes for _, p in policy.named_parameters() if p.requires_grad) if copies else 0
+        return cls(policy.model.config, policy, limit=limit - kept, host=_available())
 
     def plan(self, plan: StepPlan) -> list[Techniques]:
         """Techniques of every micro-batch of a step. Raises TrainError when one fits with none of them."""

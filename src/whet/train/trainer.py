@@ -56,7 +56,11 @@ class Trainer:
             reference.check(model)
         self.reference = reference if config.loss.kl != "none" else None
         self.optimiser = Optimiser(model, config.optim)
-        self.fit = Fit.of(model, config.policy.memory_gib) if isinstance(model, HfPolicy) else None
+        self.fit = (
+            Fit.of(model, config.policy.memory_gib, copies=config.epochs > 1)
+            if isinstance(model, HfPolicy)
+            else None
+        )
         """Chooses memory techniques; None = they stay as they are."""
         self._chosen: dict[MicroBatch, Techniques] = {}
         self.steps = 0

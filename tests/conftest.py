@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("whet", deadline=None)  # machines are noisy: time is for benchmarks
+settings.load_profile("whet")
 
 KNOWN_SKIPS = (
     # Root and ordinary users are tested apart; no machine can do both.

@@ -371,7 +371,7 @@ STEPS = [name.removeprefix("do_") for name in dir(World) if name.startswith("do_
 
 @pytest.mark.fuzz
 @pytest.mark.case(28, 36, 60)
-@settings(max_examples=HISTORIES, deadline=None)
+@settings(max_examples=HISTORIES)
 @given(
     style=st.sampled_from(["sorted", "spaced", "ascii"]),
     keeps=st.tuples(st.booleans(), st.booleans(), st.booleans()),

@@ -94,7 +94,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.dictionaries(st.text(), JSON, max_size=4), st.booleans())
 def test_re_dumping_never_changes_the_key(value: dict[str, object], ascii_only: bool) -> None:
     import json

@@ -173,8 +173,7 @@ def test_policy_keys_that_mean_nothing_are_refused(overrides: list[str], said: s
             "publish_dir and publish_dtype mean nothing with 'ipc'",
         ),
         (
-            ["engine.kind=vllm", "engine.url=http://x", "engine.publish=delta", "policy.kind=hf"]
-            + ["policy.lora_rank=4"],
+            "engine.kind=vllm engine.url=x engine.publish=delta policy.kind=hf policy.lora_rank=4".split(),
             "must be disk with policy.lora_rank",
         ),
     ],

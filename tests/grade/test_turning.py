@@ -31,7 +31,7 @@ LITERAL = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(value=LITERAL, seed=st.integers(0, 2**32))
 def test_a_near_value_is_another_one_of_the_same_type(value: object, seed: int) -> None:
     other = near(value, random.Random(seed))

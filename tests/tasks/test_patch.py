@@ -145,7 +145,7 @@ def test_a_patch_that_was_applied_already_is_refused() -> None:
 lines = st.lists(st.sampled_from(["a", "b", "", "  c", "\td", "é"]), max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lines, lines)
 def test_what_difflib_writes_applies_both_ways(one: list[str], two: list[str]) -> None:
     before = {"m.txt": FileEntry(content="".join(line + "\n" for line in one).encode())}

@@ -187,7 +187,7 @@ rows_strategy = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(rows=rows_strategy, budget=st.integers(1, 60))
 def test_packing_is_a_partition_with_true_prefixes_under_the_budget(
     rows: list[tuple[list[int], int]], budget: int
@@ -204,7 +204,7 @@ def test_packing_is_a_partition_with_true_prefixes_under_the_budget(
         assert b.tokens <= budget or len(members) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=rows_strategy, budget=st.integers(1, 60), ranks=st.integers(1, 4))
 def test_trees_and_ranks_are_a_partition_under_the_budget(
     rows: list[tuple[list[int], int]], budget: int, ranks: int

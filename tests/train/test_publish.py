@@ -206,7 +206,7 @@ async def test_tensors_reach_a_server_without_files(way: Way, tmp_path: Path) ->
         assert learner.asked[-1] == "release"
 
 
-async def test_a_restarted_server_gets_what_crossed_a_gpu_again_while_the_trainer_has_it(tmp_path: Path) -> None:
+async def test_a_restarted_server_gets_what_crossed_a_gpu_again(tmp_path: Path) -> None:
     async with server() as (fake, engine):
         learner = FakeTransfers(fake)
         publisher = TransferPublisher(learner, engine, to(tmp_path), "ipc")

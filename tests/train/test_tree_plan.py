@@ -71,7 +71,7 @@ def path_of(tree: Tree, token: int) -> list[int]:
     return [k for k in range(token + 1) if tree.end[node[k]] > token]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(raw=rows_strategy)
 def test_the_tree_is_the_trie(raw: list[tuple[list[int], set[int]]]) -> None:
     rows = [made_row(number, ids, trained) for number, (ids, trained) in enumerate(raw)]
@@ -97,7 +97,7 @@ def test_the_tree_is_the_trie(raw: list[tuple[list[int], set[int]]]) -> None:
     assert (np.diff(tree.row) >= 0).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(raw=rows_strategy)
 def test_nodes_are_as_long_as_they_can_be_and_in_preorder(raw: list[tuple[list[int], set[int]]]) -> None:
     tree = build_tree([made_row(i, ids, trained) for i, (ids, trained) in enumerate(raw)])
@@ -113,7 +113,7 @@ def test_nodes_are_as_long_as_they_can_be_and_in_preorder(raw: list[tuple[list[i
         assert tree.end[n] == max(ends)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(raw=st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=12))
 def test_sorted_rows_are_in_pythons_order(raw: list[list[int]]) -> None:
     ids = [np.array(row, np.int32) for row in raw]

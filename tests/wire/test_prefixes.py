@@ -83,7 +83,7 @@ def parse(name: str, elements: list[dict[str, Any]]) -> ModelRequest:
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     drawn=st.lists(
         st.tuples(st.lists(TEXT, min_size=1, max_size=3), st.lists(TEXT, max_size=3)),

@@ -155,7 +155,7 @@ def as_message(reply: Reply) -> Message:
 @pytest.mark.parametrize("keep", [True, False], ids=["reasoning", "no reasoning"])
 @pytest.mark.parametrize("pieces", [lambda text: [text], halves], ids=["whole", "split"])
 @pytest.mark.parametrize("name", DIALECTS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(reply=replies())
 def test_an_echo_means_what_was_sent(name: str, pieces: Respell, keep: bool, reply: Reply) -> None:
     first, *said, last = echoed(name, reply, pieces, keep)

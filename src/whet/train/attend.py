@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 EMULATED: ContextVar[str] = ContextVar(
     "device whose kernels tensors without content stand for", default="cuda"
@@ -22,12 +21,26 @@ EMULATED: ContextVar[str] = ContextVar(
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
-    """[B, heads, Q, hd] from q and k, v [B, kv_heads, K, hd]; without `seen` causal."""
+    """[B, heads, Q, hd] from q and k, v [B, kv_heads, K, hd]; without `seen` causal: the last query sees the
+    last key."""
     if q.is_meta:
         return _emulated(q, k, v, scale, seen)
+    if seen is None and q.shape[2] != k.shape[2]:
+        if q.dtype != torch.float32 and q.shape[3] % 8 == 0:
+            # torch's CausalBias runs the same kernel, but is itself a tensor of Q x K numbers on the host
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention.default
+            out: Tensor = kernel(q, k, v, 0.0, True, False, scale=scale)[0]
+            return out
+        seen = _lower_right(q, k)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def _lower_right(q: Tensor, k: Tensor) -> Tensor:
+    """[Q, K]: which keys each query sees."""
+    queries, keys = q.shape[2], k.shape[2]
+    return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
 
 
 def _emulated(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
@@ -106,13 +119,8 @@ class Shared:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         n = self.prefix
         own = (self._rows(q), self._behind(k), self._behind(v))
-        width, length = own[0].shape[2], own[1].shape[2]
-        seen = (
-            causal_lower_right(width, length)
-            if q.is_cuda or (q.is_meta and EMULATED.get() == "cuda")
-            else torch.ones(width, length, dtype=torch.bool, device=q.device).tril(length - width)
-        )
-        mixed = _attention(*own, scale, seen)
+        on_gpu = q.is_cuda or (q.is_meta and EMULATED.get() == "cuda")
+        mixed = _attention(*own, scale, None if on_gpu else _lower_right(*own[:2]))
         flat = mixed.transpose(0, 1).flatten(1, 2)
         if not n:
             return flat

@@ -127,9 +127,6 @@ def load_of(plan: StepPlan, micro: MicroBatch) -> Load:
         trained = sum(int(row.mask.sum()) for row in rows)
         return Load(prefix=0, rows=1, width=micro.tokens, trained=trained)
     longest = max(len(row.ids) for row in rows)
-    if micro.layout == "tree":
-        trained = sum(int(row.mask.sum()) for row in rows)
-        return Load(prefix=0, rows=1, width=micro.tokens, trained=trained)
     return Load(
         prefix=max(0, micro.prefix - 1),
         rows=len(rows),

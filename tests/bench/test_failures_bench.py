@@ -12,7 +12,7 @@ import pytest
 from whet.bench._failures_run import Trouble
 from whet.bench._failures_world import MOST_TRIES, TRIES, Setting, World, collected, credits_of
 from whet.bench.failures import MEASURES, _cases, sums_of, table
-from whet.train.plan import PlanConfig
+from whet.train.plan.step import PlanConfig
 
 PLAN = PlanConfig()
 

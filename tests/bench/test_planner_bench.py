@@ -8,7 +8,7 @@ import pytest
 
 from whet.bench import planner
 from whet.errors import TrainError
-from whet.train.prefix import Sorted, sort_rows
+from whet.train.plan.prefix import Sorted, sort_rows
 
 
 def test_it_prints_seconds_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:

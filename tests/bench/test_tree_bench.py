@@ -12,8 +12,8 @@ import torch
 from whet.bench import tree
 from whet.bench._tree_rows import Line, Work, rows_of
 from whet.bench.tree import SMALL, operations
-from whet.train.tree_attention import TreeAttend
-from whet.train.tree_plan import build_tree
+from whet.train.attention.tree import TreeAttend
+from whet.train.plan.tree import build_tree
 
 TINY = Work(tokens=3000, group_size=4, system=40, task=6, turns=(4, 8), observation=16, reply=5)
 

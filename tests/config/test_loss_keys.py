@@ -11,7 +11,7 @@ from whet.config import load_config
 from whet.config.learning import TRAIN_KEYS, TrainTable
 from whet.errors import ConfigError
 from whet.train.options import TrainConfig
-from whet.train.plan import PlanConfig
+from whet.train.plan.step import PlanConfig
 
 OTHER: dict[str, object] = {"ratio": "trainer", "correction": "tis", "correction_level": "rollout"}
 

@@ -25,7 +25,7 @@ from whet.testing.fake_sampler import FakeSampler, Job
 from whet.testing.fake_sglang import serve_sglang
 from whet.testing.fake_vllm import serve_vllm
 from whet.testing.scripted_engine import ScriptedEngine
-from whet.train.client import Learner, LearnerSpec
+from whet.train.learner.client import Learner, LearnerSpec
 from whet.types import IntArray, RequestKey, SamplingParams
 
 VOCAB = 448

@@ -45,7 +45,7 @@ def peers(root: int) -> list[int]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"whet.train.peers" in command:
+        if b"whet.train.learner.peers" in command:
             found.append(pid)
     return found
 

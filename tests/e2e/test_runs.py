@@ -166,7 +166,7 @@ def test_a_learner_that_may_not_come_back_ends_the_run_at_once_with_one_line(tmp
 
 def _is_learner(pid: int) -> bool:
     try:
-        return b"whet.train.learner" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"whet.train.learner.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

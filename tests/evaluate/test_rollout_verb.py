@@ -18,8 +18,8 @@ from whet.record.run import read_store
 from whet.render.family import Family
 from whet.tasks.toy import ToyProblem, ToySource
 from whet.testing.scripted_engine import ScriptedEngine
+from whet.train.learner.sampler import Sampler
 from whet.train.loop import TrainOptions, train
-from whet.train.sampler import Sampler
 from whet.types import IntArray, Limits, Message, RequestKey
 from whet.view.plain import PlainView
 

@@ -20,10 +20,10 @@ from whet import cli
 from whet.capture.forest import Forest
 from whet.engine.embedded_model import Qwen3, load_model
 from whet.errors import TrainError
-from whet.train import checkpoint
 from whet.train.options import OptimConfig, TrainConfig
-from whet.train.plan import PlanConfig, StepPlan, plan_step
-from whet.train.trainer import Trainer
+from whet.train.plan.step import PlanConfig, StepPlan, plan_step
+from whet.train.trainer import checkpoint
+from whet.train.trainer.trainer import Trainer
 from whet.types import Generation, Message, ModelRequest, Rollout
 
 SMALL = TrainConfig(optim=OptimConfig(lr=1e-3))

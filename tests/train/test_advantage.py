@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from whet.errors import TrainError
-from whet.train.advantage import advantages, overlong_penalty
+from whet.train.plan.advantage import advantages, overlong_penalty
 
 
 def test_formulas_against_hand_written_numbers() -> None:

@@ -20,7 +20,7 @@ from whet.testing.fake_attempts import fake_rollout
 from whet.testing.simulated_attempts import Chances, SimulatedAttempts, with_tokens
 from whet.testing.virtual_time import run_virtual
 from whet.train.batches import Batches, left_before, open_ahead
-from whet.train.plan import PlanConfig, plan_step, use_of
+from whet.train.plan.step import PlanConfig, plan_step, use_of
 from whet.train.sink import StoreSink
 from whet.types import Group, Limits, Status
 

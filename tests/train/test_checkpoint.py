@@ -12,10 +12,10 @@ from train_lab import sampled_groups, small_model
 from transformers import Qwen3ForCausalLM
 
 from whet.errors import TrainError
-from whet.train import checkpoint
 from whet.train.options import OptimConfig, TrainConfig
-from whet.train.plan import PlanConfig, StepPlan, plan_step
-from whet.train.trainer import Trainer
+from whet.train.plan.step import PlanConfig, StepPlan, plan_step
+from whet.train.trainer import checkpoint
+from whet.train.trainer.trainer import Trainer
 
 
 def trainer(muon_lr: float = 0.0) -> Trainer:

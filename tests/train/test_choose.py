@@ -10,9 +10,9 @@ from sft_lab import said
 
 from whet.errors import TrainError
 from whet.record.store import Store
-from whet.train.choose import Choice, Wanted, choose, explain, stored_tokens
-from whet.train.pack import MicroBatch
-from whet.train.sft_plan import plan_lessons, schedule
+from whet.train.plan.pack import MicroBatch
+from whet.train.sft.choose import Choice, Wanted, choose, explain, stored_tokens
+from whet.train.sft.plan import plan_lessons, schedule
 from whet.types import Rollout, Status
 
 WANTED = Wanted(min_reward=1.0, per_task=2, dedup=True, held_out=False, truncated=True)

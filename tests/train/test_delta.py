@@ -9,8 +9,8 @@ import pytest
 
 from whet.engine.tensor_file import Stored, read_folder, sums_of, write_manifest, write_tensors
 from whet.errors import EngineError
-from whet.train.delta import apply_delta, difference, read_delta, write_delta
-from whet.train.export import cast
+from whet.train.publish.delta import apply_delta, difference, read_delta, write_delta
+from whet.train.publish.export import cast
 
 
 def stored(values: np.ndarray, dtype: str) -> Stored:

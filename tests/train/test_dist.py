@@ -20,11 +20,11 @@ from train_lab import group, rollout, sampled_groups, segment, small_model
 from whet.engine.embedded_model import save_model
 from whet.errors import TrainError
 from whet.stop import descendants
-from whet.train.client import Learner, LearnerSpec
-from whet.train.dist import Together, join
+from whet.train.learner.client import Learner, LearnerSpec
 from whet.train.options import LossConfig, OptimConfig, StepResult, TrainConfig
-from whet.train.plan import PlanConfig, StepPlan, plan_step
-from whet.train.trainer import Trainer
+from whet.train.plan.step import PlanConfig, StepPlan, plan_step
+from whet.train.trainer.dist import Together, join
+from whet.train.trainer.trainer import Trainer
 
 T = TypeVar("T")
 Named = dict[str, torch.Tensor]

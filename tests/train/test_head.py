@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train_lab import VOCAB, small_model
 
 from whet.errors import TrainError
-from whet.train import head, head_tiles
-from whet.train.head_tiles import GPU_BUDGET, SLACK, tiling
+from whet.train.head import objective, tiles
+from whet.train.head.tiles import GPU_BUDGET, SLACK, tiling
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -46,17 +46,17 @@ def far(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).abs().max() / expected.abs().max())
 
 
-def fused(given: Case, temperature: float) -> tuple[head.Fused, Tensor, Tensor]:
+def fused(given: Case, temperature: float) -> tuple[objective.Fused, Tensor, Tensor]:
     hidden, weight = (t.clone().requires_grad_() for t in given[:2])
-    out = head.objective(
+    out = objective.objective(
         hidden, weight, given[2], temperature, lambda logp, part: token_loss(logp, given[3][part])
     )
     return out, *torch.autograd.grad(out.total, [hidden, weight])
 
 
-def scored(given: Case, temperature: float) -> tuple[head.Scores, Tensor, Tensor]:
+def scored(given: Case, temperature: float) -> tuple[objective.Scores, Tensor, Tensor]:
     hidden, weight = (t.clone().requires_grad_() for t in given[:2])
-    out = head.scores(hidden, weight, given[2], temperature)
+    out = objective.scores(hidden, weight, given[2], temperature)
     return out, *torch.autograd.grad(token_loss(out.logp, given[3]).sum(), [hidden, weight])
 
 
@@ -66,11 +66,11 @@ def scored(given: Case, temperature: float) -> tuple[head.Scores, Tensor, Tensor
 def test_scores_and_gradients_equal_whole_logits(
     cut: tuple[int, int], temperature: float, way: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_tiles, "CPU_TILE", cut)
+    monkeypatch.setattr(tiles, "CPU_TILE", cut)
     given = case()
     logp, entropy, d_hidden, d_weight = reference(given, temperature)
     out, found_hidden, found_weight = way(given, temperature)
-    scores = out if isinstance(out, head.Scores) else out.scores
+    scores = out if isinstance(out, objective.Scores) else out.scores
     assert far(scores.logp.detach(), logp) < 1e-6
     assert far(scores.entropy, entropy) < 1e-6
     assert torch.equal(scores.best, (given[0] @ given[1].T).argmax(-1) == given[2])
@@ -83,7 +83,9 @@ def test_scores_and_gradients_equal_whole_logits(
 def test_total_is_the_sum_of_losses_and_scales_its_gradients() -> None:
     given = case()
     hidden, weight = (t.clone().requires_grad_() for t in given[:2])
-    out = head.objective(hidden, weight, given[2], 1.0, lambda logp, part: token_loss(logp, given[3][part]))
+    out = objective.objective(
+        hidden, weight, given[2], 1.0, lambda logp, part: token_loss(logp, given[3][part])
+    )
     assert float(out.total.detach()) == pytest.approx(
         float(token_loss(out.scores.logp, given[3]).sum()), abs=1e-5
     )
@@ -95,7 +97,7 @@ def test_total_is_the_sum_of_losses_and_scales_its_gradients() -> None:
 
 def test_a_later_chunk_may_hold_the_largest_logits_by_far(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first chunk's reference is then overtaken, and what was stored under it is brought in line."""
-    monkeypatch.setattr(head_tiles, "CPU_TILE", (4, 16))
+    monkeypatch.setattr(tiles, "CPU_TILE", (4, 16))
     given = case()
     given[1][40:] *= 40
     logits = given[0] @ given[1].T
@@ -105,7 +107,7 @@ def test_a_later_chunk_may_hold_the_largest_logits_by_far(monkeypatch: pytest.Mo
     logp, entropy, d_hidden, d_weight = reference(given, 1.0)
     for way in (fused, scored):
         out, found_hidden, found_weight = way(given, 1.0)
-        scores = out if isinstance(out, head.Scores) else out.scores
+        scores = out if isinstance(out, objective.Scores) else out.scores
         assert far(scores.logp.detach(), logp) < 1e-5
         assert float((scores.entropy - entropy).abs().max()) < 1e-4
         assert far(found_hidden, d_hidden) < 1e-5
@@ -115,7 +117,7 @@ def test_a_later_chunk_may_hold_the_largest_logits_by_far(monkeypatch: pytest.Mo
 def test_an_almost_certain_token_keeps_the_digits_of_its_small_gradient() -> None:
     weight = torch.eye(8) * 12.0
     hidden = torch.eye(8)[:1].clone().requires_grad_()
-    out = head.objective(hidden, weight, torch.tensor([0]), 1.0, lambda logp, part: logp)
+    out = objective.objective(hidden, weight, torch.tensor([0]), 1.0, lambda logp, part: logp)
     (found,) = torch.autograd.grad(out.total, [hidden])
     other = 1.0 / (torch.tensor(12.0).double().exp() + 7)
     assert float(found[0, 0]) == pytest.approx(float(12 * 7 * other), rel=1e-2)
@@ -126,12 +128,12 @@ def test_the_weight_gradient_can_be_added_where_it_belongs() -> None:
     given = case()
     hidden, weight = (t.clone().requires_grad_() for t in given[:2])
     weight.grad = torch.ones_like(weight)
-    out = head.objective(
+    out = objective.objective(
         hidden, weight, given[2], 1.0, lambda logp, part: token_loss(logp, given[3][part]), into=weight.grad
     )
     out.total.backward()
     assert far(weight.grad - 1.0, reference(given, 1.0)[3]) < 1e-5
-    again = head.objective(hidden, weight, given[2], 1.0, lambda logp, part: logp, into=weight.grad)
+    again = objective.objective(hidden, weight, given[2], 1.0, lambda logp, part: logp, into=weight.grad)
     with pytest.raises(TrainError, match="no factor"):
         (again.total * 2.0).backward()
 
@@ -139,11 +141,13 @@ def test_the_weight_gradient_can_be_added_where_it_belongs() -> None:
 def test_a_frozen_head_and_no_gradients_at_all() -> None:
     given = case()
     hidden = given[0].clone().requires_grad_()
-    out = head.objective(hidden, given[1], given[2], 1.0, lambda logp, part: token_loss(logp, given[3][part]))
+    out = objective.objective(
+        hidden, given[1], given[2], 1.0, lambda logp, part: token_loss(logp, given[3][part])
+    )
     out.total.backward()
     assert far(hidden.grad, reference(given, 1.0)[2]) < 1e-5
     with torch.no_grad():
-        quiet = head.objective(hidden, given[1], given[2], 1.0, lambda logp, part: logp)
+        quiet = objective.objective(hidden, given[1], given[2], 1.0, lambda logp, part: logp)
     assert not quiet.total.requires_grad
     assert torch.equal(quiet.scores.logp, out.scores.logp)
 
@@ -154,7 +158,7 @@ def test_bfloat16_gradients_come_from_float32_logits() -> None:
     logp, _, d_hidden, d_weight = reference((rounded[0].float(), rounded[1].float(), *given[2:]), 1.0)
     hidden = rounded[0].clone().requires_grad_()
     master = rounded[1].float().requires_grad_()
-    out = head.objective(
+    out = objective.objective(
         hidden, master, given[2], 1.0, lambda lp, part: token_loss(lp, given[3][part]), compute=rounded[1]
     )
     out.total.backward()
@@ -163,7 +167,7 @@ def test_bfloat16_gradients_come_from_float32_logits() -> None:
     assert far(master.grad, d_weight) < 1e-5
     assert hidden.grad.dtype == torch.bfloat16
     assert far(hidden.grad, d_hidden) < 2**-8
-    scores = head.scores(hidden, master, given[2], 1.0)
+    scores = objective.scores(hidden, master, given[2], 1.0)
     (again,) = torch.autograd.grad(token_loss(scores.logp, given[3]).sum(), [master])
     assert far(again, d_weight) < 1e-5
 
@@ -184,7 +188,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_whole_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_tiles, "CPU_TILE", (8, 64))
+    monkeypatch.setattr(tiles, "CPU_TILE", (8, 64))
     given = case(positions=64, vocab=640)
     with Largest() as largest:
         fused(given, 1.0)
@@ -212,30 +216,30 @@ def test_a_gpu_tile_is_large_and_within_its_budget(hidden: int, positions: int) 
 def test_a_model_dtype_without_the_range_is_refused() -> None:
     given = case()
     with pytest.raises(TrainError, match="float16"):
-        head.scores(given[0].half(), given[1].half(), given[2], 1.0)
+        objective.scores(given[0].half(), given[1].half(), given[2], 1.0)
 
 
 def test_score_takes_the_models_own_head() -> None:
     model = small_model()
     hidden, _, targets, _ = case()
-    scores = head.score(model, hidden, targets, 0.7)
+    scores = objective.score(model, hidden, targets, 0.7)
     logp = torch.log_softmax(model.logits(hidden) / 0.7, -1)[torch.arange(7), targets]
     assert torch.allclose(scores.logp, logp, atol=1e-5)
 
 
 def test_the_gradient_a_head_adds_to_is_made_only_where_it_belongs() -> None:
     weight = torch.ones(3, 2, requires_grad=True)
-    made = head.kept_gradient(weight)
+    made = objective.kept_gradient(weight)
     assert made is weight.grad
     assert torch.equal(made, torch.zeros(3, 2))
-    assert head.kept_gradient(weight) is made
+    assert objective.kept_gradient(weight) is made
     for other in (torch.ones(2), weight * 2, torch.ones(2, dtype=torch.bfloat16, requires_grad=True)):
-        assert head.kept_gradient(other) is None
+        assert objective.kept_gradient(other) is None
 
 
 def test_a_loss_that_leaves_every_token_out_has_no_gradient() -> None:
     given = case()
     hidden = given[0].clone().requires_grad_()
-    out = head.objective(hidden, given[1], given[2], 1.0, lambda logp, part: torch.zeros(logp.shape))
+    out = objective.objective(hidden, given[1], given[2], 1.0, lambda logp, part: torch.zeros(logp.shape))
     out.total.backward()
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))

@@ -18,22 +18,23 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import torch
 torch.set_num_threads(1)
-from whet.train import head, head_tiles, head_triton
+from whet.train.head import kernels, objective, tiles
 
 torch.manual_seed(0)
-head_tiles.CPU_TILE, head_triton.BLOCK = (5, 48), 32
+tiles.CPU_TILE, kernels.BLOCK = (5, 48), 32
 hidden, weight = torch.randn(7, 16) * 3, torch.randn(100, 16)
 weight[80:] *= 12
 hidden[:4] *= 0.02
 targets, factor = torch.randint(0, 100, (7,)), torch.randn(7)
 over = (hidden @ weight.T / 0.7)[:, 48:].amax(1) - (hidden @ weight.T / 0.7)[:, :48].amax(1)
-assert (over > 2 * head_tiles.SLACK).any(), over
+assert (over > 2 * tiles.SLACK).any(), over
 
 def run(kernels):
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    out = head.objective(h, w, targets, 0.7, lambda logp, part: factor[part] * logp.square(), kernels=kernels)
+    loss = lambda logp, part: factor[part] * logp.square()
+    out = objective.objective(h, w, targets, 0.7, loss, kernels=kernels)
     fused = torch.autograd.grad(out.total, [h, w])
-    scores = head.scores(h, w, targets, 0.7, kernels)
+    scores = objective.scores(h, w, targets, 0.7, kernels)
     split = torch.autograd.grad((factor * scores.logp.square()).sum(), [h, w])
     assert torch.equal(scores.best, out.scores.best)
     return [out.scores.logp, out.scores.entropy, *fused, scores.logp.detach(), scores.entropy, *split]
@@ -45,9 +46,9 @@ for found, expected in zip(run("triton"), run("torch"), strict=True):
 
 # the dtype of a GPU's exponentials
 stores = []
-for kind in (head_triton.TritonBackend(), head_tiles.TorchBackend()):
+for kind in (kernels.TritonBackend(), tiles.TorchBackend()):
     e, mark = torch.full((7, 100), 9.0, dtype=torch.bfloat16), torch.zeros(7)
-    stats = head_tiles.Stats.fresh(mark)
+    stats = tiles.Stats.fresh(mark)
     kind.absorb((hidden @ weight.T)[:, :48].contiguous(), e[:, :48], 0, targets, stats, mark, 1.0)
     assert torch.equal(mark, stats.ref)
     stores.append(e)
@@ -59,7 +60,7 @@ print("agreed")
 COMPILES = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from whet.train import head_triton
+from whet.train.head import kernels
 
 def build(kernel, given, kinds):
     names = kernel.arg_names
@@ -71,11 +72,11 @@ def build(kernel, given, kinds):
     return compile(ASTSource(kernel, signature, given, attributes), target=target).asm["ptx"]
 
 kinds = {"e_ptr": "*bf16", "target_ptr": "*i64", "by": "fp32"}
-given = {"width": 4608, "slack": 40.0, "STORE": True, "BLOCK": head_triton.BLOCK}
-ptx = build(head_triton._absorb, given, kinds)
+given = {"width": 4608, "slack": 40.0, "STORE": True, "BLOCK": kernels.BLOCK}
+ptx = build(kernels._absorb, given, kinds)
 assert "ld.global.v4" in ptx and "st.global.v4" in ptx and ".local" not in ptx, ptx
-build(head_triton._absorb, {**given, "STORE": False}, kinds | {"e_ptr": "*fp32"})
-build(head_triton._settle, {"columns": 4608, "BLOCK": head_triton.BLOCK}, kinds)
+build(kernels._absorb, {**given, "STORE": False}, kinds | {"e_ptr": "*fp32"})
+build(kernels._settle, {"columns": 4608, "BLOCK": kernels.BLOCK}, kinds)
 print("agreed")
 """
 

@@ -22,11 +22,11 @@ from whet.engine.embedded_model import load_model, save_model
 from whet.engine.embedded_weights import checksum
 from whet.errors import EngineError, RecordError, TrainError
 from whet.record.store import Store
-from whet.train.client import Export, Learner, LearnerSpec
+from whet.train.learner.client import Export, Learner, LearnerSpec
+from whet.train.learner.wire import decode_plan, encode_plan
 from whet.train.options import OptimConfig, TrainConfig, dump_config, parse_config
-from whet.train.plan import PlanConfig, plan_digest, plan_step
+from whet.train.plan.step import PlanConfig, plan_digest, plan_step
 from whet.train.start_model import START_MODEL, check_start_model, keep_start_model
-from whet.train.wire import decode_plan, encode_plan
 from whet.types import Group, RequestKey, SamplingParams
 
 
@@ -212,7 +212,7 @@ async def test_a_learner_that_hangs_meets_a_deadline_and_is_ended(model_folder: 
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from whet.train.client import Export, Learner, LearnerSpec
+from whet.train.learner.client import Export, Learner, LearnerSpec
 async def main():
     async with Learner.start(LearnerSpec(model=Path(sys.argv[1]), max_context=128)) as learner:
         print(learner.pid, flush=True)
@@ -256,8 +256,9 @@ def test_a_plan_survives_the_wire_and_a_changed_one_is_refused() -> None:
 
 
 def test_the_controllers_side_never_imports_torch() -> None:
-    modules = "whet.train.client, whet.train.plan, whet.train.advantage, whet.train.wire, whet.train.options"
-    code = f"import {modules}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    modules = ("learner.client", "plan.step", "plan.advantage", "learner.wire", "options")
+    imports = ", ".join(f"whet.train.{module}" for module in modules)
+    code = f"import {imports}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -14,9 +14,9 @@ from transformers import Qwen3ForCausalLM
 from whet.config import load_config
 from whet.engine.embedded_model import load_model, save_model
 from whet.errors import ConfigError, TrainError
-from whet.train.client import Export, Learner, LearnerSpec
+from whet.train.learner.client import Export, Learner, LearnerSpec
 from whet.train.options import Lora, OptimConfig, PolicyConfig, TrainConfig
-from whet.train.policy_open import open_policy
+from whet.train.policy.opening import open_policy
 
 
 def spec(folder: Path, **policy: object) -> LearnerSpec:

@@ -11,8 +11,8 @@ import pytest
 
 from whet.errors import EngineError, TrainError
 from whet.testing.fake_learner import FakeLearner
-from whet.train.lifeline import Lifeline, LivingEngine
-from whet.train.plan import StepPlan
+from whet.train.learner.lifeline import Lifeline, LivingEngine
+from whet.train.plan.step import StepPlan
 from whet.types import Ledger, RequestKey, SamplingParams
 
 STEPS = 3

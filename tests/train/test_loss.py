@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from whet.errors import ConfigError, TrainError
-from whet.train.kl import divergence
-from whet.train.loss import Terms, TokenLoss, token_loss
-from whet.train.loss_options import LossConfig
+from whet.train.loss.kl import divergence
+from whet.train.loss.losses import Terms, TokenLoss, token_loss
+from whet.train.loss.options import LossConfig
 
 log, exp = math.log, math.exp
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from trl_lab import Host, assigned, sampler_ratio
 
-from whet.train.advantage import advantages
-from whet.train.loss import Terms, token_loss
-from whet.train.loss_options import LossConfig
+from whet.train.loss.losses import Terms, token_loss
+from whet.train.loss.options import LossConfig
+from whet.train.plan.advantage import advantages
 
 ROWS, WIDTH = 6, 7
 LENGTHS = (7, 3, 5, 1, 6, 4)

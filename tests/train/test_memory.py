@@ -17,14 +17,14 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config,
 from whet.bench._memory import peak_bytes
 from whet.engine.embedded_model import save_model
 from whet.errors import TrainError
-from whet.train.dry import Load
-from whet.train.fit import load_of
-from whet.train.memory import GIB, MemoryModel
+from whet.train.memory.dry import Load
+from whet.train.memory.fit import load_of
+from whet.train.memory.predict import GIB, MemoryModel
+from whet.train.memory.techniques import PLAIN, Techniques
 from whet.train.options import Lora, PolicyConfig
-from whet.train.plan import StepPlan
-from whet.train.policy_hf import HfPolicy
-from whet.train.techniques import PLAIN, Techniques
-from whet.train.trainer import Trainer
+from whet.train.plan.step import StepPlan
+from whet.train.policy.hf import HfPolicy
+from whet.train.trainer.trainer import Trainer
 
 SHAPES: dict[str, Any] = {
     "wide": Qwen3Config(

@@ -14,13 +14,13 @@ from train_lab import CONFIG, group, rollout, sampled_groups, segment, slow_logp
 
 from whet.engine.embedded_model import Qwen3, save_model
 from whet.errors import ConfigError, TrainError
-from whet.train import checkpoint
-from whet.train.loss_options import LossConfig
+from whet.train.loss.options import LossConfig
+from whet.train.loss.terms import StepTerms
 from whet.train.options import TrainConfig
-from whet.train.plan import PlanConfig, StepPlan, plan_step
-from whet.train.reference import Reference, read_reference
-from whet.train.terms import StepTerms
-from whet.train.trainer import Trainer
+from whet.train.plan.step import PlanConfig, StepPlan, plan_step
+from whet.train.trainer import checkpoint
+from whet.train.trainer.reference import Reference, read_reference
+from whet.train.trainer.trainer import Trainer
 from whet.types import Group, Rollout
 
 Named = dict[str, torch.Tensor]

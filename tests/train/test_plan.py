@@ -16,9 +16,9 @@ from train_lab import group, rollout, sampled_groups, segment, small_model
 from whet.config import load_config, model_folder
 from whet.engine.embedded_model import ModelConfig, initialise, save_model
 from whet.errors import ConfigError, TrainError
-from whet.train.costs import pair_cost
-from whet.train.pack import PAIR_COST, common_prefix, pack
-from whet.train.plan import PlanConfig, Reducer, plan_digest, plan_step
+from whet.train.plan.costs import pair_cost
+from whet.train.plan.pack import PAIR_COST, common_prefix, pack
+from whet.train.plan.step import PlanConfig, Reducer, plan_digest, plan_step
 from whet.types import Ledger, Rollout, Status
 
 

@@ -12,13 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from whet.engine.embedded_model import Qwen3, save_model
 from whet.errors import TrainError
-from whet.train import checkpoint
+from whet.train.memory.techniques import Techniques
 from whet.train.options import Lora, OptimConfig, TrainConfig
-from whet.train.plan import PlanConfig, StepPlan, plan_step
-from whet.train.policy import Policy
-from whet.train.policy_hf import HfPolicy, open_hf
-from whet.train.techniques import Techniques
-from whet.train.trainer import Trainer
+from whet.train.plan.step import PlanConfig, StepPlan, plan_step
+from whet.train.policy.base import Policy
+from whet.train.policy.hf import HfPolicy, open_hf
+from whet.train.trainer import checkpoint
+from whet.train.trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,8 @@ from whet.testing.fake_exporter import FakeExporter, FakeTransfers
 from whet.testing.fake_sglang import serve_sglang
 from whet.testing.fake_vllm import FakeVllm, serve_vllm
 from whet.testing.weight_folders import chance_tensors, served_sums
-from whet.train.publish import DeltaPublisher, DiskPublisher, PublishOptions
-from whet.train.publish_gpu import TransferPublisher, Way
+from whet.train.publish.files import DeltaPublisher, DiskPublisher, PublishOptions
+from whet.train.publish.gpu import TransferPublisher, Way
 from whet.types import RequestKey, SamplingParams
 
 VOCAB = 40

@@ -16,8 +16,8 @@ from whet.errors import EngineError
 from whet.testing.fake_exporter import FakeExporter
 from whet.testing.fake_vllm import FakeVllm, serve_vllm
 from whet.testing.weight_folders import served_sums
-from whet.train.publish import DiskPublisher, PublishOptions
-from whet.train.returning import ReturningEngine
+from whet.train.publish.files import DiskPublisher, PublishOptions
+from whet.train.publish.returning import ReturningEngine
 from whet.types import Generation, RequestKey, SamplingParams
 
 VOCAB = 40

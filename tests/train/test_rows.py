@@ -10,8 +10,8 @@ from train_lab import group, rollout, segment
 
 from whet.config import load_config
 from whet.errors import ConfigError
-from whet.train.plan import PlanConfig, StepPlan, plan_step
-from whet.train.rows import RowRules, choose_rows
+from whet.train.plan.rows import RowRules, choose_rows
+from whet.train.plan.step import PlanConfig, StepPlan, plan_step
 from whet.types import Ledger, Rollout, Segment
 
 A, B = "train/0/0/0", "train/0/0/1"

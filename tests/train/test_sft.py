@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from whet.engine.embedded_model import ModelConfig, Qwen3, initialise
 from whet.errors import TrainError
-from whet.train.optim import OptimConfig, rate
-from whet.train.sft import Sft, SftBatch, SftConfig
+from whet.train.sft.warm import Sft, SftBatch, SftConfig
+from whet.train.trainer.optim import OptimConfig, rate
 
 CONFIG = ModelConfig(
     vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -20,11 +20,11 @@ from whet.record.metrics import Metrics, read_metrics
 from whet.record.run import read_store
 from whet.render.load import load_family
 from whet.rollout import NOTHING_SAMPLED
-from whet.train.choose import Wanted, choose, explain, stored_tokens
 from whet.train.replay import replay
-from whet.train.sft_plan import plan_lessons, schedule
-from whet.train.sft_run import SftOptions, open_tokens, sft, train_config
-from whet.train.trainer import Trainer
+from whet.train.sft.choose import Wanted, choose, explain, stored_tokens
+from whet.train.sft.plan import plan_lessons, schedule
+from whet.train.sft.run import SftOptions, open_tokens, sft, train_config
+from whet.train.trainer.trainer import Trainer
 from whet.types import Rollout, Status
 from whet.view.finish import show_run
 

@@ -16,8 +16,8 @@ from transformers import Qwen3ForCausalLM
 from whet.engine.embedded_model import Qwen3, save_model
 from whet.errors import TrainError
 from whet.train.options import LossConfig, OptimConfig, TrainConfig
-from whet.train.plan import PlanConfig, StepPlan, plan_step
-from whet.train.trainer import Trainer
+from whet.train.plan.step import PlanConfig, StepPlan, plan_step
+from whet.train.trainer.trainer import Trainer
 from whet.types import Group
 
 Named = dict[str, torch.Tensor]

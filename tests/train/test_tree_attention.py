@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from train_lab import VOCAB, small_model
 
-from whet.train.tree_attention import TreeAttend, pairs, tree_pieces, visible
-from whet.train.tree_flex import FlexAttend, block_mask
-from whet.train.tree_plan import Tree, build_tree
+from whet.train.attention.flex import FlexAttend, block_mask
+from whet.train.attention.tree import TreeAttend, pairs, tree_pieces, visible
+from whet.train.plan.tree import Tree, build_tree
 from whet.types import BoolArray, FloatArray, IntArray
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.errors import TrainError
-from whet.train.prefix import common_prefix, sort_rows
-from whet.train.tree_plan import Tree, build_tree, tree_work
+from whet.train.plan.prefix import common_prefix, sort_rows
+from whet.train.plan.tree import Tree, build_tree, tree_work
 from whet.types import BoolArray, FloatArray, IntArray
 
 

@@ -13,12 +13,12 @@ from train_lab import VOCAB, group, rollout, sampled_groups, segment, slow_logpr
 from whet.config import load_config
 from whet.engine.embedded_model import Qwen3
 from whet.errors import TrainError
-from whet.train.batch import make_batch
-from whet.train.fit import load_of
-from whet.train.loss_options import LossConfig
+from whet.train.loss.options import LossConfig
+from whet.train.memory.fit import load_of
 from whet.train.options import TrainConfig
-from whet.train.plan import PlanConfig, StepPlan, plan_step
-from whet.train.trainer import Trainer
+from whet.train.plan.step import PlanConfig, StepPlan, plan_step
+from whet.train.trainer.batch import make_batch
+from whet.train.trainer.trainer import Trainer
 from whet.types import Group
 
 Named = dict[str, torch.Tensor]

@@ -211,7 +211,7 @@ def pick(controller: int, victim: Victim, chance: random.Random) -> int | None:
         except OSError:
             continue
         if command:
-            found[b"whet.train.learner" in command].append(pid)
+            found[b"whet.train.learner.main" in command].append(pid)
     among = found[victim == "learner"]
     return chance.choice(among) if among else None
 

@@ -29,8 +29,8 @@ from whet.render.load import load_family
 from whet.rollout import Attempts, AttemptSpec, forget
 from whet.tasks.open import open_source
 from whet.train.assembly import make_judge
-from whet.train.client import Learner, LearnerSpec
-from whet.train.plan import PlanConfig, StepPlan, plan_step
+from whet.train.learner.client import Learner, LearnerSpec
+from whet.train.plan.step import PlanConfig, StepPlan, plan_step
 from whet.types import (
     Generation,
     Group,

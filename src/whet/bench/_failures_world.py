@@ -18,7 +18,7 @@ import numpy.typing as npt
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot
 from whet.rollout import AttemptSpec, forget
-from whet.train.plan import PlanConfig, plan_step
+from whet.train.plan.step import PlanConfig, plan_step
 from whet.types import (
     Group,
     Ledger,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from whet.train.head import objective
+from whet.train.head.objective import objective
 
 LOW, HIGH = 0.2, 0.28
 TRL_COLUMNS = 32768

@@ -32,7 +32,7 @@ from whet.bench._failures_world import (
     credits_of,
 )
 from whet.errors import WhetError
-from whet.train.plan import PlanConfig
+from whet.train.plan.step import PlanConfig
 from whet.types import Group, Status
 
 RATES = (0.0, 0.05, 0.15)

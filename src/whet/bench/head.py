@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from whet.bench._head_sides import Grads, Problem, Side, problem, sides
-from whet.train.head_tiles import tiling
+from whet.train.head.tiles import tiling
 
 RATE = {"H200": 788e12}
 """Operations per second of the largest bf16 products, by a word in the device's name."""

@@ -26,14 +26,14 @@ from rich.table import Table
 
 from whet.bench._memory import peak_bytes
 from whet.errors import TrainError
-from whet.train.fit import load_of
-from whet.train.memory import GIB, MemoryModel
+from whet.train.memory.fit import load_of
+from whet.train.memory.predict import GIB, MemoryModel
+from whet.train.memory.techniques import PLAIN
 from whet.train.options import OptimConfig, PolicyConfig, TrainConfig
-from whet.train.pack import MicroBatch
-from whet.train.plan import Row, StepPlan
-from whet.train.policy_hf import HfPolicy, adopt
-from whet.train.techniques import PLAIN
-from whet.train.trainer import Trainer
+from whet.train.plan.pack import MicroBatch
+from whet.train.plan.step import Row, StepPlan
+from whet.train.policy.hf import HfPolicy, adopt
+from whet.train.trainer.trainer import Trainer
 from whet.types import Ledger
 
 TRAINED = 0.25

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from whet.errors import TrainError
-from whet.train.plan import PlanConfig, plan_step
-from whet.train.prefix import Sorted, sort_rows
-from whet.train.tree_plan import build_tree, tree_work
+from whet.train.plan.prefix import Sorted, sort_rows
+from whet.train.plan.step import PlanConfig, plan_step
+from whet.train.plan.tree import build_tree, tree_work
 from whet.types import (
     BoolArray,
     Group,

@@ -39,10 +39,10 @@ from whet.errors import TrainError
 from whet.record.scratch import scratch_folder
 from whet.testing.fake_vllm import serve_vllm
 from whet.testing.weight_folders import served_sums
-from whet.train.client import Learner, LearnerSpec
+from whet.train.learner.client import Learner, LearnerSpec
 from whet.train.options import OptimConfig, TrainConfig
-from whet.train.plan import PlanConfig, StepPlan, plan_step
-from whet.train.publish import DeltaPublisher, DiskPublisher, InLearner, Publisher, PublishOptions
+from whet.train.plan.step import PlanConfig, StepPlan, plan_step
+from whet.train.publish.files import DeltaPublisher, DiskPublisher, InLearner, Publisher, PublishOptions
 from whet.types import Group, Ledger, Rollout, Segment, Status, Timings, Trajectory
 
 DTYPES = ("float32", "bfloat16")

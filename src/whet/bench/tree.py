@@ -24,12 +24,12 @@ from torch import Tensor
 
 from whet.bench._tree_rows import Line, Work, rows_of
 from whet.engine.embedded_model import ModelConfig, initialise
-from whet.train.head import objective
-from whet.train.loss import Terms, token_loss
-from whet.train.loss_options import LossConfig
-from whet.train.policy import Attend
-from whet.train.tree_attention import Piece, TreeAttend
-from whet.train.tree_plan import Tree, build_tree, tree_work
+from whet.train.attention.tree import Piece, TreeAttend
+from whet.train.head.objective import objective
+from whet.train.loss.losses import Terms, token_loss
+from whet.train.loss.options import LossConfig
+from whet.train.plan.tree import Tree, build_tree, tree_work
+from whet.train.policy.base import Attend
 
 SMALL = ModelConfig(
     vocab_size=1024, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -158,7 +158,7 @@ def ways(tree: Tree, device: torch.device) -> dict[str, Attend]:
     """How a tree can be attended to on this device."""
     found: dict[str, Attend] = {"pieces": TreeAttend.of(tree)}
     if device.type == "cuda":
-        from whet.train.tree_flex import FlexAttend
+        from whet.train.attention.flex import FlexAttend
 
         found["flex"] = FlexAttend.of(tree, device)
     return found
@@ -170,8 +170,8 @@ def make_policy(config: ModelConfig, dtype: torch.dtype, device: torch.device, *
         return initialise(config, 0)
     from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
-    from whet.train.policy_hf import NAME, HfPolicy, attention_function
-    from whet.train.techniques import Techniques
+    from whet.train.memory.techniques import Techniques
+    from whet.train.policy.hf import NAME, HfPolicy, attention_function
 
     AttentionInterface.register(NAME, attention_function)
     shape: dict[str, Any] = {k: v for k, v in asdict(config).items() if k != "rope_theta"}
@@ -221,7 +221,7 @@ def measure(work: Work, config: ModelConfig, device: torch.device, repeats: int)
 def _equal(policy: Any, tree: Tree, rows: Sequence[Line], attend: Attend, device: torch.device) -> float:
     linear = linear_passes(rows, tree.tokens, device)
     if device.type == "cuda":
-        from whet.train.attend import Causal
+        from whet.train.attention.rows import Causal
 
         # one row at a time: the linear side's flash kernel does not take float32
         linear = [_with(p, Causal()) for row in rows for p in linear_passes([row], 1, device)]

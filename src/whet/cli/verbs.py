@@ -68,7 +68,7 @@ def sft_verb(options: argparse.Namespace) -> int:
     config = _resumed(options, overrides) if options.resume else _sft_config(options.source, overrides)
 
     def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
-        from whet.train.sft_run import REPORT, SftOptions, sft
+        from whet.train.sft.run import REPORT, SftOptions, sft
 
         summary = sft(config, view, SftOptions(resume=options.resume, began=process_began()))
         return summary, (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")

@@ -21,8 +21,8 @@ from whet.errors import TrainError
 from whet.render.family import Family
 from whet.render.load import load_family
 from whet.tasks.toy import ToySource
-from whet.train.optim import OptimConfig
-from whet.train.sft import Sft, SftConfig
+from whet.train.sft.warm import Sft, SftConfig
+from whet.train.trainer.optim import OptimConfig
 from whet.types import IntArray, Limits
 
 GATE = 0.9

@@ -43,7 +43,7 @@ RECORDED = 320
 SOURCES = (
     *(f"demo/{name}" for name in ("policy.py", "synth.py", "sft_data.py", "sft_job.py", "vocabulary.py")),
     *("demo/chat_template.jinja", "tasks/toy.py", "engine/embedded_model.py"),
-    *("train/sft.py", "train/optim.py", "train/head.py"),
+    *("train/sft/warm.py", "train/trainer/optim.py", "train/head/objective.py"),
 )
 """Files of the package that decide a warm start's weights."""
 SFT_DEADLINE_S = 5400.0

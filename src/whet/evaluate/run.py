@@ -37,8 +37,8 @@ from whet.stop import run_interruptible
 from whet.tasks.base import TaskSource
 from whet.tasks.open import open_source
 from whet.train.assembly import make_judge
+from whet.train.learner.sampler import Sampler, open_sampler
 from whet.train.loop import WALL_S, Observer, WallClock
-from whet.train.sampler import Sampler, open_sampler
 from whet.types import Task
 
 ROLLOUT = "rollout"

@@ -36,7 +36,7 @@ from whet.record.session_log import recover
 from whet.render.load import load_family
 from whet.serve.agents import Access, names, setup
 from whet.serve.black_box import records_folder, told_of_call, told_of_session
-from whet.train.sampler import open_sampler
+from whet.train.learner.sampler import open_sampler
 from whet.types import Trajectory
 
 SESSIONS = "sessions"

@@ -12,12 +12,12 @@ import orjson
 from whet.engine.tensor_file import Stored, digest, sums_of, write_manifest, write_tensors
 from whet.testing.fake_vllm import FakeVllm
 from whet.testing.weight_folders import chance_tensors
-from whet.train.client import Export, Exported
-from whet.train.delta import write_delta
+from whet.train.learner.client import Export, Exported
+from whet.train.publish.delta import write_delta
 
 
 class FakeExporter:
-    """`train.publish.Exporter`; `share` of the values change from version to version."""
+    """`train.publish.files.Exporter`; `share` of the values change from version to version."""
 
     def __init__(self, *, share: float = 0.01, vocab: int = 512) -> None:
         self.share = share
@@ -54,7 +54,7 @@ class FakeExporter:
 
 
 class FakeTransfers:
-    """`train.publish_gpu.Transferring`: what a learner with its weights on a GPU answers."""
+    """`train.publish.gpu.Transferring`: what a learner with its weights on a GPU answers."""
 
     def __init__(self, fake: FakeVllm) -> None:
         self.tensors: Mapping[str, Stored] = chance_tensors("start")

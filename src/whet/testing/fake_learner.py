@@ -1,6 +1,6 @@
 """A learner without torch and without a process: weights are a digest of everything trained.
 
-Stands in for train.client.Learner where deaths and restarts are under test. It dies where `dies_at` says: the
+Stands in for the learner's client where deaths and restarts are under test. It dies where `dies_at` says: the
 n-th call of `step`, `saved` (after the checkpoint is written), `load`, `publish` or `generate`, counted over
 all its lives. What is asked of it while it is dead fails as with the real one.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from whet.engine.base import EngineInfo, Receipt
 from whet.errors import EngineError, TrainError
 from whet.train.options import StepResult
-from whet.train.plan import StepPlan
+from whet.train.plan.step import StepPlan
 from whet.types import Generation, IntArray, RequestKey, SamplingParams
 
 _START = "start"

@@ -32,18 +32,18 @@ from whet.rollout import Judge
 from whet.sandbox.base import SandboxBackend
 from whet.tasks.base import TaskSource
 from whet.tasks.open import open_source
-from whet.train.client import Learner, LearnerSpec
-from whet.train.lifeline import Committed, Lifeline, LivingEngine
-from whet.train.plan import PlanConfig
-from whet.train.publish import (
+from whet.train.learner.client import Learner, LearnerSpec
+from whet.train.learner.lifeline import Committed, Lifeline, LivingEngine
+from whet.train.plan.step import PlanConfig
+from whet.train.publish.files import (
     DeltaPublisher,
     DiskPublisher,
     InLearner,
     Publisher,
     PublishOptions,
 )
-from whet.train.publish_gpu import TransferPublisher, Way
-from whet.train.returning import Restorer, ReturningEngine
+from whet.train.publish.gpu import TransferPublisher, Way
+from whet.train.publish.returning import Restorer, ReturningEngine
 from whet.train.start_model import keep_start_model
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from whet.config import Config
 from whet.record.states import RolloutState
 from whet.record.store import Store
 from whet.tasks.base import TaskSource
-from whet.train.plan import PlanConfig, use_of
+from whet.train.plan.step import PlanConfig, use_of
 from whet.train.sink import StoreSink
 from whet.types import Group
 

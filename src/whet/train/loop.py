@@ -34,8 +34,8 @@ from whet.rollout import Attempts
 from whet.stop import run_interruptible
 from whet.train.assembly import Parts, assemble
 from whet.train.batches import Batches, InStep, collect_options, open_ahead
-from whet.train.client import StepResult
-from whet.train.plan import plan_step
+from whet.train.learner.client import StepResult
+from whet.train.plan.step import plan_step
 from whet.train.sink import StoreSink
 from whet.types import Group, Ledger, Status
 

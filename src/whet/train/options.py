@@ -12,7 +12,7 @@ from typing import Literal
 
 from whet.config import Config, TrainTable
 from whet.errors import ConfigError, boundary
-from whet.train.loss_options import LossConfig
+from whet.train.loss.options import LossConfig
 
 __all__ = [
     "LossConfig",
@@ -63,7 +63,7 @@ def rate(config: OptimConfig, step: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """Low-rank adapters that are trained instead of the weights; see lora.py."""
+    """Low-rank adapters that are trained instead of the weights; see policy/lora.py."""
 
     rank: int
     alpha: float
@@ -116,7 +116,7 @@ class TrainConfig:
     threads: int = 1
     """Torch threads while training."""
     ranks: int = 1
-    """Processes that train together (dist.py)."""
+    """Processes that train together (trainer/dist.py)."""
 
     def __post_init__(self) -> None:
         if not (min(self.epochs, self.threads, self.ranks) >= 1 and self.temperature > 0):

@@ -19,8 +19,8 @@ from whet.record.run import KIND, read_config, read_store
 from whet.record.scratch import scratch_folder
 from whet.record.store import Store
 from whet.stop import run_interruptible
-from whet.train.client import Learner, LearnerSpec
-from whet.train.plan import PlanConfig, plan_step
+from whet.train.learner.client import Learner, LearnerSpec
+from whet.train.plan.step import PlanConfig, plan_step
 from whet.train.start_model import check_start_model
 from whet.types import Group, Rollout
 

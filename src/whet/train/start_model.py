@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from whet.errors import RecordError
 from whet.record.store import Store
-from whet.train.client import Learner
+from whet.train.learner.client import Learner
 
 START_MODEL = "start_model"
 """Fact of a run: checksum of the weights before its first step."""

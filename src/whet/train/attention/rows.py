@@ -1,0 +1,150 @@
+"""Causal attention over flat token lists: one row, or rows behind a prefix that they share.
+
+A flat list is the prefix followed by the rows, each padded to the same width. No mask is ever held where the
+device has a kernel for the pattern, and keys and values of the prefix are computed once. Each class is an
+`Attend` of policy/base.py. On tensors without content (memory/dry.py) the kernels of the device that they
+stand for are emulated: what they give, keep for the backward pass and take for themselves.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+EMULATED: ContextVar[str] = ContextVar(
+    "device whose kernels tensors without content stand for", default="cuda"
+)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
+    """[B, heads, Q, hd] from q and k, v [B, kv_heads, K, hd]; without `seen` causal: the last query sees the
+    last key."""
+    if q.is_meta:
+        return _emulated(q, k, v, scale, seen)
+    if seen is None and q.shape[2] != k.shape[2]:
+        if q.dtype != torch.float32 and q.shape[3] % 8 == 0:
+            # torch's CausalBias runs the same kernel, but is itself a tensor of Q x K numbers on the host
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention.default
+            out: Tensor = kernel(q, k, v, 0.0, True, False, scale=scale)[0]
+            return out
+        seen = _lower_right(q, k)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _lower_right(q: Tensor, k: Tensor) -> Tensor:
+    """[Q, K]: which keys each query sees."""
+    queries, keys = q.shape[2], k.shape[2]
+    return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+
+
+def _emulated(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
+    """What the device's kernel would give and keep, of tensors that have no content."""
+    q, k, v = _Release.apply(q, k, v)  # type: ignore[no-untyped-call]
+    if EMULATED.get() == "cpu":
+        mask = None if seen is None else torch.where(seen, 0.0, -torch.inf).to(q.dtype)
+        on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        out = on_cpu(q, k, v, 0.0, seen is None, attn_mask=mask, scale=scale)[0]
+        torch.empty(_blocks(q.shape[2], k.shape[2]), device="meta")
+        # and the gradient laid out anew
+        workspace = [(2 * _blocks(q.shape[2], k.shape[2]), torch.float32), (out.numel(), out.dtype)]
+    else:
+        on_gpu = torch.ops.aten._scaled_dot_product_flash_attention.default
+        out = on_gpu(q, k, v, 0.0, True, False, scale=scale)[0]
+        # fp32 sums of dq and of the softmax; dk and dv of every head before heads of a group are added up
+        workspace = [(out.numel() + out.numel() // out.shape[-1], torch.float32)]
+        if q.shape[1] != k.shape[1]:
+            workspace.append((2 * out.numel(), out.dtype))
+    held: Tensor = _Workspace.apply(out, workspace)  # type: ignore[no-untyped-call]
+    return held
+
+
+def _blocks(queries: int, keys: int) -> int:
+    """Numbers in the score blocks that the threads of the CPU kernel hold."""
+    split = 256 if queries >= 768 else 64 if queries >= 192 else 32
+    return torch.get_num_threads() * min(split, queries) * min(512, keys)
+
+
+_WORKSPACE: list[Tensor] = []
+"""What the backward kernel that runs holds for itself."""
+
+
+class _Workspace(torch.autograd.Function):
+    """In the backward pass: what a kernel takes for itself, as (numbers, type), until `_Release`."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, sizes: list[tuple[int, torch.dtype]]) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.sizes = sizes
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        _WORKSPACE.extend(torch.empty(n, dtype=dtype, device="meta") for n, dtype in ctx.sizes)
+        return grad, None
+
+
+class _Release(torch.autograd.Function):
+    """In the backward pass: the kernel is done."""
+
+    @staticmethod
+    def forward(ctx, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+        return tuple(t.view_as(t) for t in inputs)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+        _WORKSPACE.clear()
+        return grads
+
+
+@dataclass(frozen=True, slots=True)
+class Causal:
+    """Every token sees itself and all before it."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return _attention(q[None], k[None], v[None], scale)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """`prefix` tokens, then `rows` rows of equal width; a row sees the prefix and itself."""
+
+    prefix: int
+    rows: int
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        n = self.prefix
+        own = (self._rows(q), self._behind(k), self._behind(v))
+        on_gpu = q.is_cuda or (q.is_meta and EMULATED.get() == "cuda")
+        mixed = _attention(*own, scale, None if on_gpu else _lower_right(*own[:2]))
+        flat = mixed.transpose(0, 1).flatten(1, 2)
+        if not n:
+            return flat
+        return torch.cat([Causal()(q[:, :n], k[:, :n], v[:, :n], scale), flat], 1)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """[heads, U, hd] -> the rows' part as [rows, heads, width, hd]."""
+        own = x[:, self.prefix :]
+        return own.reshape(x.shape[0], self.rows, -1, x.shape[-1]).transpose(0, 1)
+
+    def _behind(self, x: Tensor) -> Tensor:
+        """[heads, U, hd] -> [rows, heads, prefix + width, hd]."""
+        own = self._rows(x)
+        if not self.prefix:
+            return own
+        return torch.cat([x[None, :, : self.prefix].expand(self.rows, -1, -1, -1), own], 2)
+
+
+def lay_flat(prefix: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Causal | Shared]:
+    """prefix [P], rows [B, T] -> ids [U], positions [U] and the attention between them; U = P + B T."""
+    n, (count, width) = prefix.shape[0], rows.shape
+    ids = torch.cat([prefix, rows.flatten()])
+    positions = torch.arange(n + width, device=ids.device)
+    if count == 1:
+        return ids, positions, Causal()
+    positions = torch.cat([positions[:n], positions[n:].repeat(count)])
+    return ids, positions, Shared(n, count)

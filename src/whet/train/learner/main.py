@@ -1,0 +1,207 @@
+"""The learner process: trainer and embedded engine over one set of weights, behind one unix socket.
+
+    controller --engine.*--> EngineService -> EmbeddedCore --\\
+               --train.*---> Commands -----> Trainer --------+--> one Qwen3
+
+One thread alternates between the socket and the sampler; a training step blocks both. The sampler takes new
+weights at `train.publish` only; requests that are there when a step or a publication begins are finished
+first, under the version they came to. With `--engine ""` there is no sampler: a server elsewhere samples.
+The process ends when its parent dies, when its client has gone, or at `train.shutdown`. Run by client.py:
+`python -m whet.train.learner.main --socket PATH --model DIR --parent PID --train JSON --engine JSON`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from whet import failpoint
+from whet.engine.channel import Meta
+from whet.engine.channel_server import Call, ChannelServer, Handler
+from whet.engine.embedded_core import EmbeddedCore, EngineOptions
+from whet.engine.embedded_model import Qwen3
+from whet.engine.embedded_serve import EngineService
+from whet.engine.embedded_weights import checksum
+from whet.errors import TrainError, WhetError
+from whet.train.learner import peers
+from whet.train.learner.follow import follow_parent
+from whet.train.learner.peers import Peers
+from whet.train.learner.probe import probe_engine
+from whet.train.learner.transfer import Transfers
+from whet.train.learner.wire import decode_plan
+from whet.train.options import TrainConfig, parse_config
+from whet.train.policy.base import Policy
+from whet.train.policy.opening import open_policy
+from whet.train.publish.delta import write_delta
+from whet.train.publish.export import Form, export
+from whet.train.trainer import checkpoint
+from whet.train.trainer.dist import RankLostError
+from whet.train.trainer.reference import read_reference
+from whet.train.trainer.trainer import Trainer
+
+
+class Commands:
+    """The `train.*` commands. Each answers before it returns."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        service: EngineService | None,
+        assets: Path,
+        probe_gap: float,
+        others: Peers | None = None,
+    ) -> None:
+        self._trainer, self._service, self._assets = trainer, service, assets
+        self._probe_gap = probe_gap
+        self._transfers = Transfers(trainer.model)
+        self._others = others or Peers(trainer.ranks, [])
+        self.stop = False
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        return {
+            "train.info": self._info,
+            "train.step": self._step,
+            "train.save": self._save,
+            "train.load": self._load,
+            "train.publish": self._publish,
+            "train.export": self._export,
+            "train.transfer": self._transfer,
+            "train.shutdown": self._shutdown,
+        }
+
+    def _info(self, call: Call) -> None:
+        trainer = self._trainer
+        call.reply({"step": trainer.steps, "probe_gap": self._probe_gap, **self._held()})
+
+    def _step(self, call: Call) -> None:
+        plan = decode_plan(call.meta["plan"], call.arrays)
+        self._drain()
+        with self._together():
+            self._others.tell("step", {"plan": call.meta["plan"]}, call.arrays)
+            result = self._trainer.step(plan)
+        failpoint.hit("learner.stepped")
+        call.reply({**asdict(result), **self._held()})
+
+    def _save(self, call: Call) -> None:
+        checkpoint.save(self._trainer, Path(call.meta["folder"]), self._assets)
+        call.reply()
+
+    def _load(self, call: Call) -> None:
+        self._drain()
+        with self._together():
+            self._others.tell("load", {"folder": call.meta["folder"]})
+        checkpoint.load(self._trainer, Path(call.meta["folder"]))
+        self._info(call)
+
+    def _publish(self, call: Call) -> None:
+        """The sampler takes the trainer's weights, under the trainer's version and no other."""
+        if self._service is None:
+            raise TrainError("this learner has no engine of its own to publish to")
+        version = self._current(int(call.meta["version"]))
+        self._drain()
+        self._service.core.refresh(version)
+        failpoint.hit("learner.published")
+        call.reply(self._held())
+
+    def _export(self, call: Call) -> None:
+        """The weights as a model folder, and as the difference to the folder `base` where one is named."""
+        meta, folder = call.meta, Path(call.meta["folder"])
+        form = Form(dtype=meta["dtype"], own_head=bool(meta["own_head"]))
+        version = self._current(int(meta["version"]))
+        manifest = export(self._trainer.model, folder, version, form, self._assets)
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        if meta["delta"]:
+            size = write_delta(Path(meta["delta"]), Path(meta["base"]), folder)
+        call.reply({"checksum": manifest.checksum, "tensors": dict(manifest.tensors), "bytes": size})
+
+    def _transfer(self, call: Call) -> None:
+        """The trainer's half of bringing weights to an engine without files; see transfer.py."""
+        if "version" in call.meta:
+            self._current(int(call.meta["version"]))
+        call.reply(self._transfers.answer(call.meta))
+
+    def _current(self, version: int) -> int:
+        if version != self._trainer.version:
+            raise TrainError(f"version {version} is not the trainer's, which is {self._trainer.version}")
+        return version
+
+    def _held(self) -> Meta:
+        return {"version": self._trainer.version, "weights": checksum(self._trainer.model)}
+
+    def _shutdown(self, call: Call) -> None:
+        self.stop = True
+        call.reply()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Without one of its ranks the learner is of no use: it ends at once, and may be started again."""
+        try:
+            yield
+        except RankLostError as error:
+            raise SystemExit(f"RankLostError: {error}") from error
+
+    def _drain(self) -> None:
+        """Let every request that was submitted end; nothing new is read meanwhile."""
+        while self._service is not None and self._service.core.busy:
+            self._service.step()
+
+
+def serve(path: Path, commands: Commands, service: EngineService | None) -> None:
+    """Answer until the client has gone or asks to stop."""
+    own = service.handlers if service is not None else {}
+    with ChannelServer(path, {**own, **commands.handlers}) as server:
+        while not (server.abandoned or commands.stop):
+            server.poll(0.0 if service is not None and service.busy else 0.2)
+            if service is not None:
+                service.step()
+
+
+def sampler(model: Policy, raw: str, config: TrainConfig) -> tuple[EngineService | None, float]:
+    """The engine in this process and the gap that its probe found; none for an empty description."""
+    if not raw:
+        return None, 0.0
+    if not isinstance(model, Qwen3):
+        raise TrainError("the embedded engine samples with the builtin policy only")
+    options: Meta = json.loads(raw)
+    core = EmbeddedCore(model, EngineOptions(**options))
+    gap = probe_engine(core, model, temperature=config.temperature, limit=config.max_logprob_gap)
+    return EngineService(core), gap
+
+
+def run(args: argparse.Namespace) -> None:
+    follow_parent(args.parent)
+    config = parse_config(args.train)
+    model = open_policy(args.model, config.policy)
+    service, gap = sampler(model, args.engine, config)
+    with peers.started(args.model, config) as others:
+        trainer = Trainer(model, config, reference=read_reference(config, args.model), ranks=others.ranks)
+        serve(args.socket, Commands(trainer, service, args.model, gap, others), service)
+
+
+def main(argv: list[str]) -> int:
+    """0, or 1 with one line on standard error."""
+    parser = argparse.ArgumentParser(prog="whet.train.learner.main", description=__doc__)
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--train", required=True)
+    parser.add_argument("--engine", required=True)
+    # a terminal's ^C goes to the whole group; the controller decides when the learner ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run(parser.parse_args(argv))
+    except WhetError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,152 @@
+"""The other ranks of a learner: processes that do every step with it.
+
+    learner (rank 0) --pipe: step, load--> peer 1 .. n     all: Trainer.step, gradients summed by gloo
+
+A peer has no sampler and no socket. It does what comes down its pipe, ends with the pipe or with its parent,
+and writes its last words to the learner's log. Commands go to all peers before the learner acts itself, since
+a step is one conversation of all ranks. Run as
+`python -m whet.train.learner.peers --rank R --world N --store FILE --model DIR --parent PID --train JSON`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy.typing as npt
+
+from whet.engine.channel import Decoder, Frame, Meta, encode
+from whet.errors import TrainError, WhetError, boundary
+from whet.train.learner.follow import follow_parent
+from whet.train.learner.wire import decode_plan
+from whet.train.options import TrainConfig, dump_config, parse_config
+from whet.train.policy.opening import open_policy
+from whet.train.trainer import checkpoint
+from whet.train.trainer.dist import Alone, RankLostError, Ranks, join
+from whet.train.trainer.reference import read_reference
+from whet.train.trainer.trainer import Trainer
+
+DEADLINE_S = 1800.0
+"""How long a rank waits for another one: as long as a step may take."""
+_END_S = 10.0
+"""How long a peer may take to end by itself."""
+
+
+class Peers:
+    """What rank 0 has of the others."""
+
+    def __init__(self, ranks: Ranks, children: list[subprocess.Popen[bytes]]) -> None:
+        self.ranks, self._children = ranks, children
+
+    def tell(self, op: str, meta: Meta, arrays: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
+        """Have every peer do something, without waiting. Raises TrainError when one is dead."""
+        frame = encode({"op": op, **meta}, arrays) if self._children else b""
+        for rank, child in enumerate(self._children, 1):
+            if (code := child.poll()) is not None:
+                raise RankLostError(f"rank {rank} died (exit status {code}): see the learner's log")
+            with boundary(RankLostError, f"write to rank {rank} of the learner"):
+                pipe = _pipe(child)
+                pipe.write(frame)
+                pipe.flush()
+
+
+@contextmanager
+def started(model: Path, config: TrainConfig) -> Iterator[Peers]:
+    """The peers that the configuration asks for; none for one rank. They end with the context."""
+    if config.ranks == 1:
+        yield Peers(Alone(), [])
+        return
+    with tempfile.TemporaryDirectory(prefix="whet-ranks-") as folder:
+        store = Path(folder) / "store"
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(1, config.ranks):
+                children.append(_spawn(rank, store, model, config))
+            yield Peers(join(0, config.ranks, store, deadline_s=DEADLINE_S), children)
+        finally:
+            for child in children:
+                _end(child)
+
+
+def _spawn(rank: int, store: Path, model: Path, config: TrainConfig) -> subprocess.Popen[bytes]:
+    arguments = [
+        *("--rank", str(rank), "--world", str(config.ranks), "--store", str(store)),
+        *("--model", str(model), "--parent", str(os.getpid()), "--train", dump_config(config)),
+    ]
+    with boundary(TrainError, f"start rank {rank}"):
+        # The learner's own environment and log, so PYTHONPATH and thread settings are those it was given.
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "whet.train.learner.peers", *arguments], stdin=subprocess.PIPE
+        )
+
+
+def _pipe(child: subprocess.Popen[bytes]) -> IO[bytes]:
+    if child.stdin is None:
+        raise TrainError("a rank of the learner has no pipe")
+    return child.stdin
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    try:
+        _pipe(child).close()
+        child.wait(_END_S)
+    except (OSError, subprocess.TimeoutExpired):
+        child.kill()
+        child.wait()
+
+
+def _frames(pipe: IO[bytes]) -> Iterator[Frame]:
+    decoder = Decoder()
+    while data := os.read(pipe.fileno(), 1 << 20):
+        yield from decoder.feed(data)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Do what rank 0 says until its pipe ends."""
+    follow_parent(args.parent)
+    config = parse_config(args.train)
+    ranks = join(args.rank, args.world, args.store, deadline_s=DEADLINE_S)
+    model = open_policy(args.model, config.policy)
+    trainer = Trainer(model, config, reference=read_reference(config, args.model), ranks=ranks)
+    for frame in _frames(sys.stdin.buffer):
+        if frame.meta["op"] == "load":
+            checkpoint.load(trainer, Path(frame.meta["folder"]))
+        else:
+            plan = decode_plan(frame.meta["plan"], frame.arrays)
+            try:
+                trainer.step(plan)
+            except TrainError as error:
+                # Rank 0 raises the same and tells the controller; if it does not, the weights part and the
+                # next step says so.
+                print(f"rank {args.rank}: {error}", file=sys.stderr)
+
+
+def main(argv: list[str]) -> int:
+    """0, or 1 with one line on standard error."""
+    parser = argparse.ArgumentParser(prog="whet.train.learner.peers", description=__doc__)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--train", required=True)
+    # The controller decides when the learner ends, and the learner when its peers do.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run(parser.parse_args(argv))
+    except WhetError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""The learner's process as the controller holds it: started, reached, explained when it dies, ended.
+
+Never imports torch. Called by client.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from whet.config import Config
+from whet.engine.channel import Channel
+from whet.errors import EngineError, boundary
+from whet.train.options import TrainConfig, dump_config
+
+_TAIL = 600
+"""Characters of the child's standard error that an error line may carry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSpec:
+    """What a learner is started with."""
+
+    model: Path
+    """Model folder; its tokenizer files go along into checkpoints."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    samples: bool = True
+    """It holds an engine; otherwise a server elsewhere samples."""
+    max_rows: int = 32
+    """Requests that the engine runs at once."""
+    max_context: int = 2048
+    """Prompt plus sampled tokens of one request."""
+    engine_threads: int = 1
+    cache_tokens: int = 65536
+    """Prompt tokens whose keys and values the engine keeps."""
+    log: Path | None = None
+    """File for the child's output; None = a temporary one."""
+    restarts: int = 0
+    """Times that one which is killed while it starts is started again."""
+    start_deadline_s: float = 120.0
+    step_deadline_s: float = 1800.0
+    call_deadline_s: float = 300.0
+    """Of one generation, save, load or other call."""
+
+    @classmethod
+    def of(cls, config: Config, *, model: Path, log: Path | None = None) -> LearnerSpec:
+        """The learner of a run's configuration."""
+        return cls(
+            model=model,
+            train=TrainConfig.of(config),
+            samples=config.engine.kind == "embedded",
+            max_rows=config.engine.max_rows,
+            max_context=config.model.max_context_tokens,
+            engine_threads=config.engine.threads,
+            log=log,
+            restarts=config.train.restarts,
+        )
+
+
+def absolute(path: Path) -> str:
+    return str(path.absolute())
+
+
+def _module_path() -> str:
+    """PYTHONPATH under which a child finds this very package."""
+    own = str(Path(__file__).parents[2])
+    return os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+class Child:
+    """The process and what it says on standard error."""
+
+    def __init__(self, process: asyncio.subprocess.Process, socket: Path, log: Path) -> None:
+        self.process, self._socket, self._log = process, socket, log
+        self.connected: Callable[[], bool] = lambda: False
+        self.patience_s = 5.0
+        """How long the process may take to end by itself."""
+        self._started = log.stat().st_size
+
+    @classmethod
+    async def spawn(cls, spec: LearnerSpec, socket: Path, log: Path) -> Child:
+        engine = {
+            "max_rows": spec.max_rows,
+            "max_context": spec.max_context,
+            "threads": spec.engine_threads,
+            "cache_tokens": spec.cache_tokens,
+        }
+        arguments = [
+            *("--socket", str(socket), "--model", absolute(spec.model), "--parent", str(os.getpid())),
+            *("--train", dump_config(spec.train), "--engine", json.dumps(engine) if spec.samples else ""),
+        ]
+        with boundary(EngineError, "start the learner"):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as output:
+                process = await asyncio.create_subprocess_exec(
+                    # -P: a folder that happens to be the working directory must not supply modules
+                    *(sys.executable, "-P", "-m", "whet.train.learner.main", *arguments),
+                    # PASSIVE: between parallel regions torch's threads sleep instead of spinning; on a busy
+                    # machine, where agents share the cores, spinning costs many times the work itself.
+                    env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": _module_path()},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                )
+            return cls(process, socket, log)
+
+    @property
+    def killed(self) -> bool:
+        """It ended by a signal."""
+        return (self.process.returncode or 0) < 0
+
+    async def connect(self, deadline_s: float) -> Channel:
+        """The channel, or EngineError as soon as the child has died."""
+        dead = asyncio.ensure_future(self.process.wait())
+        opened = asyncio.ensure_future(Channel.connect(self._socket, deadline_s=deadline_s))
+        try:
+            await asyncio.wait({dead, opened}, return_when=asyncio.FIRST_COMPLETED)
+            if not opened.done():
+                raise await self.explain(EngineError("the learner did not start"))
+            channel = opened.result()
+            self.connected = lambda: channel.alive
+            return channel
+        finally:
+            dead.cancel()
+            opened.cancel()
+            await asyncio.gather(dead, opened, return_exceptions=True)
+
+    async def explain(self, error: EngineError) -> EngineError:
+        """The error itself, or, if the child is dead, how it ended and its last words."""
+        if not self.connected():
+            # the socket closes a moment before the process can be reaped
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), 2.0)
+        code = self.process.returncode
+        if code is None:
+            return error
+        words = self._words()
+        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        return EngineError(f"the learner died ({how}){': ' + words if words else ''}")
+
+    def _words(self) -> str:
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(self._started, self._log.stat().st_size - _TAIL))
+                lines = file.read().decode(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return " | ".join(line.strip() for line in lines[-6:])
+
+    async def end(self) -> None:
+        """Wait for the end, and force it when patience is over."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), self.patience_s)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()

@@ -1,0 +1,44 @@
+"""Any token engine, opened: in a learner process of ours that does not train, or a server.
+
+Never imports torch. Callers: serve, evaluate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from whet.config import Config, model_folder
+from whet.engine.base import Engine
+from whet.engine.open import open_engine
+from whet.render.family import Family
+from whet.train.learner.client import Learner, LearnerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """An engine in use."""
+
+    engine: Engine
+    check: Callable[[], Awaitable[None]]
+    """Raises when it cannot answer any more; a server may come back, so only a learner says so."""
+
+
+async def _may_come_back() -> None:
+    """A server that is gone is the engine's own error, call by call."""
+
+
+@asynccontextmanager
+async def open_sampler(
+    config: Config, family: Family, log: Path, announce: Callable[[str], None]
+) -> AsyncIterator[Sampler]:
+    """The configured engine. `log` gets what a learner says; `announce` a line that the operator needs before
+    a server can answer. Raises ConfigError, EngineError."""
+    if config.engine.kind == "embedded":
+        async with Learner.start(LearnerSpec.of(config, model=model_folder(config), log=log)) as learner:
+            yield Sampler(engine=learner.engine, check=learner.check)
+    else:
+        async with open_engine(config, family, announce=announce) as engine:
+            yield Sampler(engine=engine, check=_may_come_back)

@@ -1,0 +1,291 @@
+"""Any causal language model of transformers as a policy, its code unmodified but for attention and head.
+
+The attention function is registered with transformers' own interface and runs whatever `Attend` the forward
+was asked for; layers get their `forward` wrapped per instance, where precision and memory techniques act
+(layers.py). `open_hf` proves on random tokens that the log-probabilities are the model's own: an architecture
+with something in its head or attention that this does not know is refused instead of trained wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whet.errors import TrainError, boundary
+from whet.train.attention.rows import lay_flat
+from whet.train.memory.offload import Offload
+from whet.train.memory.techniques import Techniques
+from whet.train.options import Lora
+from whet.train.policy.base import Attend
+from whet.train.policy.layers import CURRENT, Mode, wrap_cast, wrap_layer
+from whet.train.policy.lora import adapter_tensors, add_lora, merged, read_adapter, save_adapter
+
+NAME = "whet"
+"""Of the attention function among transformers' own."""
+_UNKNOWN = ("sliding_window", "softcap", "s_aux", "head_mask")
+"""What an attention function may be given that changes its result; none is served."""
+PROBE_TOKENS, PROBE_LIMIT = 48, 1e-3
+"""Random tokens, and the largest difference of a log-probability, of the proof when a model is opened."""
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **given: object,
+) -> tuple[Tensor, None]:
+    """transformers' side: query [1, heads, U, hd] and so on -> ([1, U, heads, hd], no weights)."""
+    wrong = [name for name in _UNKNOWN if given.get(name) is not None]
+    if wrong or attention_mask is not None or dropout:
+        raise TrainError(
+            f"{type(module).__name__} needs {', '.join(wrong) or 'a mask or dropout'}: not served"
+        )
+    if CURRENT.attend is None:
+        raise TrainError("the attention function ran outside a forward of its policy")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = CURRENT.attend(query[0], key[0], value[0], scale)
+    return out.transpose(0, 1)[None], None
+
+
+class HfPolicy:
+    """A causal language model of transformers (`whet.train.policy.base.Policy`). Make one with `open_hf`."""
+
+    def __init__(self, model: Any, *, dtype: torch.dtype, lora: Lora | None = None) -> None:
+        """model: a `PreTrainedModel` with an output head, its attention set to `NAME`, adapters in place."""
+        self.model, self.lora = model, lora
+        """`lora`: the adapters that are trained; None = all weights."""
+        self.mode = Mode(dtype, Offload(model.device))
+        self._body: nn.Module = model.base_model
+        self._embed: nn.Embedding = model.get_input_embeddings()
+        self._head: nn.Linear = model.get_output_embeddings()
+        layers = decoder_layers(model)
+        for layer in layers:
+            wrap_layer(layer, self.mode)
+        inside = {id(p) for layer in layers for p in layer.parameters()}
+        for module in self._body.modules():
+            own = list(module.parameters(recurse=False))
+            if own and not any(id(p) in inside for p in own) and module is not self._embed:
+                wrap_cast(module, self.mode)
+
+    @property
+    def max_positions(self) -> int:
+        return int(self.model.config.max_position_embeddings)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._head.weight.shape[0])
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self._head.weight
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.mode.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._embed.weight.device
+
+    @property
+    def techniques(self) -> Techniques:
+        """What the next forward and its backward use."""
+        return self.mode.techniques
+
+    @techniques.setter
+    def techniques(self, chosen: Techniques) -> None:
+        self.mode.techniques = chosen
+
+    def flat(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states [U, d] of a flat list of tokens, ids and positions [U] int64."""
+        self.mode.attend = attend
+        self.mode.offload.begin()
+        x = F.embedding(ids.to(self.device), self._embed.weight).to(self.mode.dtype)
+        try:
+            found = self._body(
+                inputs_embeds=x[None],
+                position_ids=positions.to(self.device)[None],
+                attention_mask=None,
+                use_cache=False,
+            )
+        finally:
+            self.mode.attend = None
+        out: Tensor = found.last_hidden_state[0]
+        return out
+
+    def hidden(self, prefix: Tensor, rows: Tensor) -> Tensor:
+        ids, positions, attend = lay_flat(prefix, rows)
+        return self.flat(ids, positions, attend)[prefix.shape[0] :].view(*rows.shape, -1)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.model.named_parameters()
+
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """What an engine must hold, under its names: every weight in the compute type, or the adapters."""
+        named = dict(self.named_parameters())
+        if self.lora is not None:
+            yield from adapter_tensors(named).items()
+            return
+        for name, tensor in named.items():
+            yield name, tensor.detach().to(self.mode.dtype)
+
+    def save(self, folder: Path) -> None:
+        if self.lora is not None:
+            save_adapter(dict(self.named_parameters()), self.lora, self.model.name_or_path, folder)
+            with boundary(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
+                self.model.config.save_pretrained(folder)
+            return
+        with boundary(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
+            self.model.save_pretrained(folder, max_shard_size="1TB")
+
+    def save_whole(self, folder: Path) -> None:
+        if self.lora is None:
+            self.save(folder)
+            return
+        with boundary(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
+            tensors = merged(self.model, self.lora)
+            self.model.save_pretrained(folder, max_shard_size="1TB", state_dict=tensors)
+
+    def read(self, folder: Path) -> Mapping[str, Tensor]:
+        if self.lora is not None:
+            held = read_adapter(self.lora, folder)
+        else:
+            with boundary(TrainError, f"load model {folder}"):
+                held = dict(_read(folder, torch.float32).named_parameters())
+        trained = {n: p.shape for n, p in self.named_parameters() if p.requires_grad}
+        if {n: p.shape for n, p in held.items()} != trained:
+            raise TrainError(f"{folder} holds another model than the one that is trained")
+        return held
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The layers of the model, in order. Raises TrainError when it does not mark them."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers: list[nn.Module] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise TrainError(f"{type(model).__name__} has no layers that whet can wrap")
+    return layers
+
+
+def open_hf(
+    folder: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    lora: Lora | None = None,
+    limit: float = PROBE_LIMIT,
+) -> HfPolicy:
+    """The model of a folder, trained weights in fp32, computing in `dtype` on `device`.
+
+    Raises TrainError when it is not a causal language model, transformers is missing, or its
+    log-probabilities through whet's attention and head differ from its own by more than `limit`.
+    """
+    with boundary(TrainError, f"load model {folder}"):
+        model = _read(folder, torch.float32)
+    return adopt(model, device=device, dtype=dtype, lora=lora, limit=limit)
+
+
+def adopt(
+    model: Any,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    lora: Lora | None = None,
+    limit: float = PROBE_LIMIT,
+) -> HfPolicy:
+    """A `PreTrainedModel` that is there already, in fp32 and with its own attention; see `open_hf`."""
+    _register()
+    own = _own_logprobs(model)
+    model.set_attn_implementation(NAME)
+    model.requires_grad_(True)
+    policy = HfPolicy(model.to(device).train(), dtype=torch.float32, lora=lora)
+    worst = float((_logprobs(policy) - own).abs().max())
+    if not worst <= limit:
+        raise TrainError(
+            f"{type(model).__name__}: log-probabilities through whet's attention and head differ by"
+            f" {worst:.3g} from the model's own, over the limit of {limit:g}: not an architecture whet trains"
+        )
+    policy.mode.dtype = dtype
+    if lora is not None:
+        add_lora(model, lora, dtype)
+    return policy
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attention_function)
+
+
+def _read(folder: Path, dtype: torch.dtype) -> Any:
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        _register()
+    except ImportError as error:
+        raise TrainError("train.policy hf needs transformers: pip install 'whet[hf]'") from error
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, attn_implementation="eager"
+        )
+    except (ValueError, KeyError) as error:
+        raise TrainError(
+            f"{folder} is not a causal language model that transformers knows: {error}"
+        ) from error
+    head = model.get_output_embeddings()
+    if head is None or head.bias is not None:
+        raise TrainError(f"{type(model).__name__} has no plain output head")
+    return model
+
+
+def empty_model(config: Any) -> Any:
+    """The model of a configuration without content, on torch's meta device, weights as fp32."""
+    from transformers import AutoModelForCausalLM
+
+    _register()
+    with torch.device("meta"):
+        build: Any = AutoModelForCausalLM.from_config
+        return build(config, dtype=torch.float32, attn_implementation=NAME)
+
+
+def _probe_ids(vocab: int) -> Tensor:
+    return torch.randint(0, vocab, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
+
+
+def _own_logprobs(model: Any) -> Tensor:
+    """[PROBE_TOKENS / 2, V] of the second half, of the model as transformers runs it."""
+    ids = _probe_ids(model.get_output_embeddings().weight.shape[0]).to(model.device)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids[None], use_cache=False).logits[0, PROBE_TOKENS // 2 :]
+        return torch.log_softmax(logits.float(), -1).cpu()
+
+
+def _logprobs(policy: HfPolicy) -> Tensor:
+    ids = _probe_ids(policy.vocab_size)
+    with torch.no_grad():
+        half = PROBE_TOKENS // 2
+        hidden = policy.hidden(ids[:half], ids[half:].repeat(2, 1))[1]
+        return torch.log_softmax(hidden @ policy.head_weight.T, -1).cpu()
+
+
+@contextmanager
+def _attention(model: Any, name: str) -> Iterator[None]:
+    """For its length the model's configuration names another attention: ours must not reach a file."""
+    model.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = NAME

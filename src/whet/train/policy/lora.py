@@ -1,0 +1,112 @@
+"""Low-rank adapters on chosen linear layers (arXiv 2106.09685): W x + (alpha / rank) B A x, W frozen.
+
+A and B are parameters of the linear module itself, so whatever casts, shards or checkpoints its layer takes
+them along. Files and names are those of PEFT, which vLLM and SGLang load. Used by hf.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whet.errors import TrainError, boundary
+from whet.train.options import Lora
+
+A, B = "lora_A", "lora_B"
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX, _SUFFIX = "base_model.model.", ".weight"
+
+
+def described(lora: Lora, base: str) -> Mapping[str, object]:
+    """adapter_config.json as PEFT writes it; `base` is the folder of the frozen model."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(lora.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype, seed: int = 0) -> None:
+    """Freeze the model, keep it in `dtype` and give it adapters in fp32. They change nothing at first.
+
+    Raises TrainError when no linear module has one of the names.
+    """
+    model.requires_grad_(False)
+    model.to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    found = set()
+    for name, module in model.named_modules():
+        target = name.rpartition(".")[2]
+        if target not in lora.targets or not isinstance(module, nn.Linear):
+            continue
+        found.add(target)
+        _adapt(module, lora, generator)
+    missing = sorted(set(lora.targets) - found)
+    if missing:
+        raise TrainError(f"policy.lora_targets: {type(model).__name__} has no linear layer {missing[0]}")
+
+
+def _adapt(module: nn.Linear, lora: Lora, generator: torch.Generator) -> None:
+    device = module.weight.device
+    bound = module.in_features**-0.5
+    down = torch.empty(lora.rank, module.in_features).uniform_(-bound, bound, generator=generator)
+    module.register_parameter(A, nn.Parameter(down.to(device)))
+    module.register_parameter(B, nn.Parameter(torch.zeros(module.out_features, lora.rank, device=device)))
+    module.forward = partial(_forward, module, lora.alpha / lora.rank)  # type: ignore[method-assign]
+
+
+def _forward(module: nn.Linear, scale: float, x: Tensor) -> Tensor:
+    # not get_parameter: while a layer runs in another type they are plain tensors
+    down, up = getattr(module, A), getattr(module, B)
+    return F.linear(x, module.weight, module.bias) + scale * F.linear(F.linear(x, down), up)
+
+
+def adapter_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters among a model's parameters, under PEFT's names."""
+    return {f"{_PREFIX}{n}{_SUFFIX}": t for n, t in named.items() if n.endswith((A, B))}
+
+
+def merged(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
+    """The model's own tensors, adapters added to their matrices in fp32 and rounded to the matrix's type."""
+    found = {n: t.detach() for n, t in model.state_dict().items() if not n.endswith((A, B))}
+    for name, module in model.named_modules():
+        if A in module._parameters and isinstance(module, nn.Linear):
+            down, up = getattr(module, A).detach(), getattr(module, B).detach()
+            whole = module.weight.detach().float() + (lora.alpha / lora.rank) * (up @ down)
+            found[f"{name}.weight"] = whole.to(module.weight.dtype)
+    return found
+
+
+def save_adapter(named: Mapping[str, Tensor], lora: Lora, base: str, folder: Path) -> None:
+    """Write adapters as PEFT does. Raises TrainError."""
+    with boundary(TrainError, f"save adapters {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {n: t.detach().cpu().contiguous() for n, t in adapter_tensors(named).items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(described(lora, base), indent=2, sort_keys=True) + "\n")
+
+
+def read_adapter(lora: Lora, folder: Path) -> dict[str, Tensor]:
+    """Adapters by parameter name. Raises TrainError when they are of another rank, scale or choice."""
+    with boundary(TrainError, f"load adapters {folder}"):
+        held = json.loads((folder / CONFIG).read_text())
+        tensors = load_file(folder / WEIGHTS)
+    same = ("r", "lora_alpha", "target_modules")
+    wanted = described(lora, "")
+    if any(held.get(key) != wanted[key] for key in same):
+        raise TrainError(f"{folder} holds other adapters: { {key: held.get(key) for key in same} }")
+    return {n.removeprefix(_PREFIX).removesuffix(_SUFFIX): t for n, t in tensors.items()}

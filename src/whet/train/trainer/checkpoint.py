@@ -1,0 +1,134 @@
+"""Checkpoints: model, optimiser, counters and random state in one folder that is whole or absent.
+
+Everything is written to a temporary folder beside it, fsynced with a checksum file, then renamed. A folder
+loads as a model (config.json, model.safetensors, the tokenizer's files copied along) and, with
+`optimizer.safetensors` and `trainer.json`, continues training with the same bits. Called by learner/main.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from whet import failpoint
+from whet.errors import TrainError, boundary
+from whet.train.policy.base import Policy
+from whet.train.trainer.trainer import Trainer
+
+SCHEMA = 1
+SUMS = "checksums.json"
+_OWN = frozenset({"config.json", "optimizer.safetensors", "trainer.json", SUMS})
+
+
+def save(trainer: Trainer, folder: Path, assets: Path | None = None) -> None:
+    """Write a checkpoint at `folder`, replacing one that is there. Raises TrainError.
+
+    assets: a model folder whose other files (tokenizer, chat template) are copied in. After a crash at any
+    point `folder` is the old checkpoint, absent, or the new one; never a part of one.
+    """
+    fresh = folder.with_name(f".{folder.name}.new")
+    old = folder.with_name(f".{folder.name}.old")
+    with boundary(TrainError, f"save checkpoint {folder}"):
+        for left in (fresh, old):
+            shutil.rmtree(left, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        _write(trainer, fresh, assets)
+        for path in sorted(fresh.iterdir()):
+            _sync(path)
+        _sync(fresh)
+        failpoint.hit("checkpoint.written")
+        if folder.exists():
+            folder.rename(old)
+        failpoint.hit("checkpoint.between")
+        fresh.rename(folder)
+        failpoint.hit("checkpoint.renamed")
+        _sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load(trainer: Trainer, folder: Path) -> None:
+    """Put the trainer where the checkpoint was taken. Raises TrainError, changing nothing, if it cannot."""
+    verify(folder)
+    with boundary(TrainError, f"load checkpoint {folder}"):
+        raw = json.loads((folder / "trainer.json").read_text())
+        moments = load_file(folder / "optimizer.safetensors")
+    if raw["schema_version"] != SCHEMA:
+        raise TrainError(f"checkpoint {folder} has schema {raw['schema_version']}, this is {SCHEMA}")
+    if raw["optim"] != json.loads(json.dumps(asdict(trainer.config.optim))):
+        raise TrainError(f"checkpoint {folder} was made with other optimiser settings: {raw['optim']}")
+    if raw.get("reference", "") != _reference(trainer):
+        raise TrainError(f"checkpoint {folder} was made with another reference policy (train.reference)")
+    held = trainer.model.read(folder)
+    random = moments.pop("rng")
+    trainer.optimiser.restore(moments)
+    _copy(held, trainer.model)
+    trainer.steps, trainer.version = int(raw["step"]), int(raw["version"])
+    torch.set_rng_state(random)
+
+
+def verify(folder: Path) -> None:
+    """Raise TrainError unless every file of the checkpoint has the checksum it was written with."""
+    with boundary(TrainError, f"load checkpoint {folder}"):
+        sums: dict[str, str] = json.loads((folder / SUMS).read_text())
+        for name, expected in sums.items():
+            if _digest(folder / name) != expected:
+                raise TrainError(f"checkpoint {folder} is damaged: {name} does not have its checksum")
+    # the weights, or the adapters that were trained instead
+    weights = {n for n in sums if n.endswith("model.safetensors")} or {"model.safetensors"}
+    missing = sorted((_OWN | weights) - {SUMS} - set(sums))
+    if missing:
+        raise TrainError(f"checkpoint {folder} is not complete: no checksum for {missing[0]}")
+
+
+def _write(trainer: Trainer, folder: Path, assets: Path | None) -> None:
+    if assets is not None:
+        for path in sorted(assets.iterdir()):
+            if path.is_file() and path.name not in _OWN and ".safetensors" not in path.suffixes:
+                shutil.copyfile(path, folder / path.name)
+    trainer.model.save(folder)
+    state: dict[str, Tensor] = {n: t.contiguous() for n, t in trainer.optimiser.tensors().items()}
+    save_file({**state, "rng": torch.get_rng_state()}, folder / "optimizer.safetensors")
+    described = {
+        "schema_version": SCHEMA,
+        "step": trainer.steps,
+        "version": trainer.version,
+        "optim": asdict(trainer.config.optim),
+        "reference": _reference(trainer),
+    }
+    (folder / "trainer.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
+    sums = {path.name: _digest(path) for path in sorted(folder.iterdir())}
+    (folder / SUMS).write_text(json.dumps(sums, indent=2) + "\n")
+
+
+def _reference(trainer: Trainer) -> str:
+    """Checksum of the reference policy, or empty without one."""
+    return trainer.reference.checksum if trainer.reference is not None else ""
+
+
+def _copy(held: Mapping[str, Tensor], target: Policy) -> None:
+    named = dict(target.named_parameters())
+    with torch.no_grad():
+        for name, tensor in held.items():
+            named[name].copy_(tensor)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,61 @@
+"""The reference policy: a frozen model that says how likely it finds a token. Called by trainer.py.
+
+Its weights lie outside a run's directory, so their checksum goes into every checkpoint: a resumed run must
+not be pulled to another model than before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from whet.engine.embedded_weights import checksum
+from whet.errors import ConfigError
+from whet.train.head.objective import score
+from whet.train.options import TrainConfig
+from whet.train.policy.base import Policy
+from whet.train.policy.opening import open_policy
+from whet.train.trainer.batch import Batch
+from whet.train.trainer.states import states
+
+
+class Reference:
+    """A policy that is never trained."""
+
+    def __init__(self, model: Policy) -> None:
+        self._model = model
+        for _, parameter in model.named_parameters():
+            parameter.requires_grad_(False)
+        self.checksum = checksum(model)
+        """Hex SHA-256 over name, shape and values of every parameter, in name order."""
+
+    @property
+    def max_positions(self) -> int:
+        return self._model.max_positions
+
+    def check(self, trained: Policy) -> None:
+        """Raises ConfigError when the two do not speak of the same tokens."""
+        if self._model.vocab_size != trained.vocab_size:
+            raise ConfigError(
+                f"the reference policy has {self._model.vocab_size} tokens, the trained model"
+                f" {trained.vocab_size}: a divergence between them means nothing"
+            )
+
+    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        """[N] of the batch's trained tokens, row by row."""
+        with torch.no_grad():
+            return score(self._model, *states(self._model, batch), temperature).logp
+
+
+def read_reference(config: TrainConfig, model: Path) -> Reference | None:
+    """The policy that the loss names, from its own folder or `model`, the one training begins with. Raises
+    ConfigError when there is none."""
+    if config.loss.kl == "none":
+        return None
+    folder = Path(config.reference) if config.reference else model
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"train.reference: {folder} is not a model folder: it has no config.json")
+    return Reference(open_policy(folder, replace(config.policy, lora=None)))

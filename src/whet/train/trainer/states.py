@@ -1,0 +1,43 @@
+"""The forward pass of a micro-batch: what predicts its trained tokens. Called by trainer.py, reference.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.train.attention.tree import TreeAttend, tree_pieces
+from whet.train.head.objective import chosen
+from whet.train.plan.tree import Tree
+from whet.train.policy.base import Attend, Policy
+from whet.train.trainer.batch import Batch, Padded
+from whet.types import IntArray
+
+LONG = 512
+"""Queries of a mean piece from which flash kernels piece by piece are used on a GPU, not flex_attention."""
+
+
+def states(model: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(hidden states [N, d] that predict the batch's trained tokens, row by row; those tokens [N] int64)."""
+    if isinstance(batch.layout, Padded):
+        hidden, targets, _ = chosen(model, batch.layout.prefix, batch.layout.ids, batch.layout.mask)
+        return hidden, targets
+    tree = batch.layout
+    hidden = model.flat(_index(tree.ids), _index(tree.positions), tree_attend(tree, model))
+    return hidden[_index(tree.at).to(hidden.device)], _index(tree.target).to(hidden.device)
+
+
+def tree_attend(tree: Tree, model: Policy) -> Attend:
+    """How this tree is attended to where the model is."""
+    pieces = tree_pieces(tree)
+    if model.device.type != "cuda" or (
+        model.compute_dtype != torch.float32 and sum(p.q1 - p.q0 for p in pieces) >= LONG * len(pieces)
+    ):
+        return TreeAttend(pieces)
+    from whet.train.attention.flex import FlexAttend
+
+    return FlexAttend.of(tree, model.device)
+
+
+def _index(array: IntArray) -> Tensor:
+    return torch.from_numpy(array.astype(np.int64))

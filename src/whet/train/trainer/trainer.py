@@ -1,0 +1,287 @@
+"""The trainer: one plan in, one update per epoch out, or a refusal that leaves the weights as they were.
+
+Its log-probabilities come from a full forward without any cache of the sampler's. The first forward measures
+them against the sampler's record: tokens of the current version must agree, which proves the whole path from
+the sampled id to the training row. Same plan, weights and thread count give the same bits. Called by
+learner/main.py.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from whet.errors import ConfigError, TrainError
+from whet.train.head.objective import Fused, Scores, kept_gradient, objective, score
+from whet.train.loss.losses import Terms, token_loss
+from whet.train.loss.measure import Sums, result_of
+from whet.train.loss.terms import StepTerms
+from whet.train.memory.fit import Fit
+from whet.train.memory.techniques import Techniques
+from whet.train.options import StepResult, TrainConfig
+from whet.train.plan.pack import MicroBatch
+from whet.train.plan.step import StepPlan
+from whet.train.policy.base import Policy
+from whet.train.policy.hf import HfPolicy
+from whet.train.trainer.batch import Batch, locate, make_batch
+from whet.train.trainer.dist import Alone, Ranks
+from whet.train.trainer.optim import Optimiser
+from whet.train.trainer.reference import Reference
+from whet.train.trainer.states import states
+
+
+class Trainer:
+    """A model under reinforcement learning. Owns the optimiser, the step count and the policy version."""
+
+    def __init__(
+        self,
+        model: Policy,
+        config: TrainConfig,
+        *,
+        version: int = 0,
+        reference: Reference | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Raises ConfigError when the loss has a reference policy and `reference` is none or does not fit."""
+        self.model, self.config = model, config
+        self.ranks = ranks or Alone()
+        if config.loss.kl != "none" and reference is None:
+            raise ConfigError(f"kl={config.loss.kl} needs a reference policy, and there is none")
+        if reference is not None:
+            reference.check(model)
+        self.reference = reference if config.loss.kl != "none" else None
+        self.optimiser = Optimiser(model, config.optim)
+        self.fit = (
+            Fit.of(model, config.policy.memory_gib, copies=config.epochs > 1)
+            if isinstance(model, HfPolicy)
+            else None
+        )
+        """Chooses memory techniques; None = they stay as they are."""
+        self._chosen: dict[MicroBatch, Techniques] = {}
+        self.steps = 0
+        """Optimiser steps done."""
+        self.version = version
+        """+1 with every update of the weights."""
+
+    @property
+    def _supervised(self) -> bool:
+        """Rows may be of any origin: there is no sampler's record to compare with."""
+        return self.config.loss.name == "nll"
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Train one plan. A plan without rows is skipped: nothing changes, the version neither.
+
+        Raises TrainError, with weights and optimiser as before, when a token of the current version differs
+        from the sampler's record by more than the limit, when a token's version is too old or unknown, when
+        a loss or gradient is not finite, and when a row is longer than the model's context or the device's
+        memory allows.
+        """
+        began = time.monotonic()
+        if not plan.rows:
+            return StepResult(
+                step=self.steps, version=self.version, skipped=plan.skipped or "nothing to train"
+            )
+        self._check_lengths(plan)
+        if not self._supervised:
+            self._check_versions(plan)
+        self._fit_memory(plan)
+        with self._deterministic():
+            # One epoch computes everything before it changes anything; more need a way back.
+            before = self._snapshot() if self.config.epochs > 1 else None
+            try:
+                result = self._epochs(plan)
+            except TrainError:
+                self.optimiser.zero()
+                if before is not None:
+                    self._restore(before)
+                raise
+        return replace(result, seconds=time.monotonic() - began)
+
+    def _epochs(self, plan: StepPlan) -> StepResult:
+        norm = lr = 0.0
+        every: list[Sums] = []
+        terms = StepTerms(plan, self.config.loss)
+        for epoch in range(self.config.epochs):
+            self.optimiser.zero()
+            sums = self._summed(plan, terms, epoch, measure=epoch == 0 and not self._supervised)
+            norm = self.optimiser.clip()
+            if not (math.isfinite(sums.loss) and math.isfinite(norm)):
+                raise TrainError(f"step {self.steps}: loss {sums.loss}, gradient norm {norm}: no update")
+            lr = self.optimiser.update(self.steps + epoch)
+            every.append(sums)
+        self.optimiser.zero()
+        self.ranks.agree(self.optimiser.named.values())
+        self.steps += self.config.epochs
+        self.version += 1
+        return replace(
+            result_of(every, self.config),
+            step=self.steps,
+            version=self.version,
+            grad_norm=norm,
+            lr=lr,
+            rows=len(plan.rows),
+            micro_batches=len(plan.batches),
+        )
+
+    def gradients(self, plan: StepPlan) -> float:
+        """Leave the gradients of the step's loss in `.grad`, change nothing else; returns the loss."""
+        self.optimiser.zero()
+        self._fit_memory(plan)
+        with self._deterministic():
+            return self._summed(plan, StepTerms(plan, self.config.loss), 0, measure=False).loss
+
+    def logprobs(self, plan: StepPlan) -> list[Tensor]:
+        """Per row of the plan, the trainer's log-probabilities of its trained tokens."""
+        with self._deterministic():
+            found = self._look(plan, plan.batches)
+        return [found[i] for i in range(len(plan.rows))]
+
+    def _look(self, plan: StepPlan, batches: Sequence[MicroBatch]) -> dict[int, Tensor]:
+        found: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for micro in batches:
+                batch = make_batch(plan, micro, self.model.device)
+                logp = self._scores(batch).logp
+                found.update(zip(micro.rows, torch.split(logp, batch.counts), strict=True))
+        return found
+
+    def _scores(self, batch: Batch) -> Scores:
+        return score(self.model, *states(self.model, batch), self.config.temperature)
+
+    def _summed(self, plan: StepPlan, terms: StepTerms, epoch: int, *, measure: bool) -> Sums:
+        """Gradients and measures of the whole plan; `measure` compares with the sampler's record."""
+        mine = self.ranks.mine(plan.batches)
+        if self.config.loss.looks_first(epoch):
+            terms.look(self.ranks.attempt(lambda: self._look(plan, mine)), epoch, self.ranks.total)
+        sums = self.ranks.attempt(lambda: self._accumulate(plan, mine, terms, epoch, measure=measure))
+        self.ranks.combine(list(self.optimiser.named.values()), sums)
+        return sums
+
+    def _accumulate(
+        self, plan: StepPlan, batches: Sequence[MicroBatch], terms: StepTerms, epoch: int, *, measure: bool
+    ) -> Sums:
+        """Forward and backward over some micro-batches."""
+        sums = Sums()
+        for micro in batches:
+            batch = make_batch(plan, micro, self.model.device)
+            ref = self._ref(terms, micro, batch)
+            self._use(micro)
+            given = terms.of(micro, batch.mu, batch.advantage, ref)
+            fused = self._objective(batch, given)
+            scores = fused.scores
+            if measure:
+                self._compare(batch, scores.logp, sums)
+            fused.total.backward()  # type: ignore[no-untyped-call]
+            sums.loss += float(fused.total.detach())
+            sums.add(token_loss(scores.logp, given, self.config.loss), batch.advantage)
+            sums.entropy += float(scores.entropy.sum())
+            if epoch == 0 and self.config.epochs > 1:
+                terms.remember(micro, scores.logp, ref)
+        return sums
+
+    def _objective(self, batch: Batch, given: Terms) -> Fused:
+        """The weighted loss of a micro-batch and its gradients. Every loss is a function of one token's
+        log-probability, given its terms, so the head can have both while it holds the token's logits."""
+
+        def weighted(logp: Tensor, part: slice) -> Tensor:
+            return token_loss(logp, given.part(part), self.config.loss).loss * batch.weight[part]
+
+        hidden, targets = states(self.model, batch)
+        weight = self.model.head_weight
+        into = kept_gradient(weight)
+        return objective(hidden, weight, targets, self.config.temperature, weighted, into=into)
+
+    def _fit_memory(self, plan: StepPlan) -> None:
+        if self.fit is None:
+            return
+        self._chosen = dict(zip(plan.batches, self.fit.plan(plan), strict=True))
+        if any(t.offload_optimizer for t in self._chosen.values()):
+            self.optimiser.park()
+
+    def _use(self, micro: MicroBatch) -> None:
+        if isinstance(self.model, HfPolicy) and micro in self._chosen:
+            self.model.techniques = self._chosen[micro]
+
+    def _ref(self, terms: StepTerms, micro: MicroBatch, batch: Batch) -> Tensor | None:
+        if self.reference is None:
+            return None
+        known = terms.reference(micro)
+        if known is not None:
+            return known
+        return self.reference.logprobs(batch, self.config.temperature)
+
+    def _compare(self, batch: Batch, logp: Tensor, sums: Sums) -> None:
+        """Mismatch at the same version; raises TrainError over the limit, naming the token."""
+        current = batch.versions == self.version
+        log_rho = torch.where(current, logp - batch.mu, 0.0)
+        gap = log_rho.abs()
+        # not <=: a gap that is nan must not pass
+        if not bool((gap <= self.config.max_logprob_gap).all()):
+            worst = int(torch.nan_to_num(gap, nan=math.inf).argmax())
+            row, token = locate(batch, worst)
+            raise TrainError(
+                f"rollout {row.rollout_id} segment {row.segment} token {token}: trainer and sampler differ"
+                f" by {float(gap[worst]):.3g} in log-probability at version {self.version}, over the limit"
+                f" of {self.config.max_logprob_gap:g}: no update"
+            )
+        sums.gap = max(sums.gap, float(gap.max()))
+        sums.compare(logp - batch.mu, current)
+
+    def _check_lengths(self, plan: StepPlan) -> None:
+        limit = self.model.max_positions
+        if self.reference is not None:
+            limit = min(limit, self.reference.max_positions)
+        for row in plan.rows:
+            if len(row.ids) > limit:
+                raise TrainError(
+                    f"rollout {row.rollout_id} segment {row.segment}: {len(row.ids)} tokens are more than"
+                    f" the model's {limit} positions"
+                )
+
+    def _check_versions(self, plan: StepPlan) -> None:
+        """A token of a version that cannot be here means a mix-up: a wrong checkpoint, a missed refresh."""
+        oldest = self.version - self.config.max_staleness
+        for row in plan.rows:
+            wrong = row.mask & ((row.versions < oldest) | (row.versions > self.version))
+            if wrong.any():
+                token = int(wrong.argmax())
+                raise TrainError(
+                    f"rollout {row.rollout_id} segment {row.segment} token {token} was sampled by version"
+                    f" {row.versions[token]}, the trainer is at {self.version} and takes none older than"
+                    f" {oldest}: no update"
+                )
+
+    def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        weights = {n: p.detach().clone() for n, p in self.optimiser.named.items()}
+        return weights, {n: t.clone() for n, t in self.optimiser.tensors().items()}
+
+    def _restore(self, before: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
+        with torch.no_grad():
+            for name, tensor in before[0].items():
+                self.optimiser.named[name].copy_(tensor)
+        self.optimiser.restore(before[1])
+
+    def _deterministic(self) -> _Pinned:
+        # on a GPU it forbids products and makes scatters many times slower
+        return _Pinned(self.config.threads, self.model.device.type == "cpu")
+
+
+class _Pinned:
+    """Thread count and deterministic algorithms for the length of a step; the sampler's come back after."""
+
+    def __init__(self, threads: int, deterministic: bool) -> None:
+        self._threads, self._deterministic = threads, deterministic
+        self._before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+
+    def __enter__(self) -> None:
+        torch.set_num_threads(self._threads)
+        torch.use_deterministic_algorithms(self._deterministic)
+
+    def __exit__(self, *exc: object) -> None:
+        torch.set_num_threads(self._before[0])
+        torch.use_deterministic_algorithms(self._before[1])

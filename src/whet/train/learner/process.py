@@ -69,7 +69,7 @@ def absolute(path: Path) -> str:
 
 def _module_path() -> str:
     """PYTHONPATH under which a child finds this very package."""
-    own = str(Path(__file__).parents[2])
+    own = str(Path(__file__).parents[3])
     return os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("full") is not None:
                 item.add_marker(pytest.mark.skip(reason="runs in make test-full"))
-        # Whole runs first: the processes that share the work go file by file, and a long one begun last ends alone.
+        # Whole runs first: processes share the work file by file, and a long file begun last ends alone.
         items.sort(key=lambda item: "e2e" not in item.path.parts)
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.full
 def test_a_run_trains_and_publishes(real_vllm: RealVllm, tmp_path: Path) -> None:
     settings = [
         f"run.dir={tmp_path / 'run'}", "run.steps=2", "run.eval_tasks=4", "tasks.groups_per_step=4",
-        "harness.workers=4", "train.min_groups=1", "train.lr=1e-3", "train.max_logprob_gap=1e-3",
+        "harness.workers=4", "train.min_groups=1", "train.lr=1e-3", "engine.publish_dtype=float32",
         "engine.kind=vllm", f"engine.url={real_vllm.url}", "policy.kind=hf", "policy.device=cpu",
     ]  # fmt: skip
     command = [sys.executable, "-m", "whet.cli", "demo", "--agent", "script", "--plain", "--json", *settings]

@@ -26,7 +26,7 @@ def finished(real_vllm: RealVllm, tmp_path_factory: pytest.TempPathFactory) -> t
     run_dir = tmp_path_factory.mktemp("run") / "vllm"
     settings = [
         f"run.dir={run_dir}", f"run.steps={STEPS}", "run.eval_tasks=64", "tasks.groups_per_step=8",
-        "harness.workers=8", "train.min_groups=1", "train.lr=1e-3", "train.max_logprob_gap=1e-3",
+        "harness.workers=8", "train.min_groups=1", "train.lr=1e-3", "engine.publish_dtype=float32",
         f"collect.max_staleness={STALENESS}", "engine.kind=vllm", f"engine.url={real_vllm.url}",
         "run.keep_checkpoints=12",
     ]  # fmt: skip

@@ -24,6 +24,10 @@ __all__ = [
     "rate",
 ]
 
+EMBEDDED_GAP, FLOAT32_GAP, ROUNDED_GAP = 1e-4, 1e-3, 1.0
+"""Largest |trainer - sampler| log-probability of one token: the embedded engine, a server and a trainer that
+compute in float32, and anything else."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
@@ -132,7 +136,7 @@ class TrainConfig:
             policy=PolicyConfig.of(config),
             epochs=t.epochs,
             temperature=config.engine.temperature,
-            max_logprob_gap=t.max_logprob_gap,
+            max_logprob_gap=t.max_logprob_gap or _gap_limit(config),
             max_staleness=config.collect.max_staleness,
             reference=t.reference,
             kl_alarm=t.kl_alarm,
@@ -140,6 +144,17 @@ class TrainConfig:
             threads=t.threads,
             ranks=t.ranks,
         )
+
+
+def _gap_limit(config: Config) -> float:
+    """What the numbers of this engine and policy allow (docs/decisions/0048). A server's own type is not
+    known here: only what was asked for by name counts as float32."""
+    if config.engine.kind == "embedded":
+        return EMBEDDED_GAP
+    policy = config.policy
+    auto = policy.kind == "builtin" or policy.device == "cpu"
+    exact = policy.dtype == "float32" or (policy.dtype == "auto" and auto)
+    return FLOAT32_GAP if exact and config.engine.publish_dtype == "float32" else ROUNDED_GAP
 
 
 def _loss(t: TrainTable) -> LossConfig:

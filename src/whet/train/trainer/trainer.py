@@ -227,7 +227,7 @@ class Trainer:
             raise TrainError(
                 f"rollout {row.rollout_id} segment {row.segment} token {token}: trainer and sampler differ"
                 f" by {float(gap[worst]):.3g} in log-probability at version {self.version}, over the limit"
-                f" of {self.config.max_logprob_gap:g}: no update"
+                f" of {self.config.max_logprob_gap:g} (train.max_logprob_gap): no update"
             )
         sums.gap = max(sums.gap, float(gap.max()))
         sums.compare(logp - batch.mu, current)

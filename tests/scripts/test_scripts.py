@@ -112,6 +112,13 @@ def test_every_requirement_is_pinned_once_and_covers_the_project() -> None:
     assert pinned <= {"renderers==0.1.12"}, "users bring their own torch"
 
 
+def test_models_of_transformers_need_one_extra_only() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert set(extras["train"]) < set(extras["hf"])
+    assert any(text.startswith("transformers") for text in extras["hf"])
+
+
 NAMED = {"yaml": "pyyaml"}
 """Module -> distribution, where they differ."""
 ALIKE = {"triton", "trl", "liger_kernel"}

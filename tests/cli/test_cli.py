@@ -125,7 +125,8 @@ def test_a_wrong_command_line_is_a_usage_error(argv: list[str], capsys: pytest.C
 def test_dry_run_prints_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
     done = whet("demo", "run.seed=3", "--agent", "script", "--dry-run", "train.lr=1e-3", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    expected = load_config(None, ["run.seed=3", "harness.agent=script", "train.lr=1e-3"], demo_preset())
+    fewer = ["harness.agent=script", "run.steps=32"]
+    expected = load_config(None, [*fewer, "run.seed=3", "train.lr=1e-3"], demo_preset())
     assert load_config(base=tomllib.loads(done.stdout)) == expected
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "a.toml").write_text(done.stdout)

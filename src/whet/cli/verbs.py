@@ -18,10 +18,15 @@ if TYPE_CHECKING:
     from whet.view.base import View
 
 
+SCRIPT_DEMO = ["run.steps=32"]
+"""The quick demo: every rollout of the script agent is a fresh process, and this many show the curve."""
+
+
 def demo_verb(options: argparse.Namespace) -> int:
     from whet.config import demo_preset, load_config
 
-    overrides = ([f"harness.agent={options.agent}"] if options.agent else []) + options.overrides
+    chosen = [f"harness.agent={options.agent}"] if options.agent else []
+    overrides = chosen + (SCRIPT_DEMO if options.agent == "script" else []) + options.overrides
     config = _resumed(options, overrides) if options.resume else load_config(None, overrides, demo_preset())
 
     def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:

@@ -124,6 +124,43 @@ async def test_a_parameter_that_kept_its_old_weights_is_named(tmp_path: Path) ->
         assert (await ask(engine)).version_runs == ((0, 2),)
 
 
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.qkv_proj.weight", EMBED])
+async def test_a_parameter_that_held_what_was_published_must_hold_it_again(name: str, tmp_path: Path) -> None:
+    """A sum that is neither the old one nor the new is no proof, whatever the server answered."""
+    async with serve_vllm(VOCAB) as fake, open_vllm(options(fake)) as engine:
+        await engine.load(chance_folder(tmp_path / "a", "one"), 1)
+        fake.spoils = name
+        for said in ("holds other weights than were published", "still holds its old weights"):
+            with pytest.raises(EngineError, match=f"{name} {said}"):
+                await engine.load(chance_folder(tmp_path / "b", "two"), 2)
+        with pytest.raises(EngineError, match="its weights are unknown"):
+            await ask(engine)
+        fake.spoils = ""
+        await engine.load(tmp_path / "b", 2)
+        assert (await ask(engine)).version_runs == ((0, 2),)
+
+
+async def test_the_first_update_must_reach_what_the_server_was_started_with(tmp_path: Path) -> None:
+    """It held the published bytes before; and where one layer's norm holds them, so must the others'."""
+    async with serve_vllm(VOCAB) as fake, open_vllm(options(fake)) as engine:
+        fake.spoils = EMBED
+        with pytest.raises(EngineError, match="embed_tokens.weight holds other weights than were published"):
+            await engine.load(chance_folder(tmp_path / "a", "start"), 1)
+        fake.spoils = "model.layers.1.input_layernorm.weight"
+        with pytest.raises(EngineError, match=r"layers\.1\.input_layernorm\.weight holds other weights"):
+            await engine.load(chance_folder(tmp_path / "b", "two"), 1)
+
+
+async def test_a_server_that_holds_its_tensors_in_another_form_need_only_change_them(tmp_path: Path) -> None:
+    async with serve_vllm(VOCAB) as fake, open_vllm(options(fake)) as engine:
+        fake.shards = True
+        for version, seed in enumerate(["one", "two", "three"], 1):
+            await engine.load(chance_folder(tmp_path / seed, seed), version)
+        fake.skips = EMBED
+        with pytest.raises(EngineError, match="embed_tokens.weight still holds its old"):
+            await engine.load(chance_folder(tmp_path / "four", "four"), 4)
+
+
 @pytest.mark.parametrize("route", ["/pause", "/collective_rpc", "/reset_prefix_cache", "/weight_checker"])
 async def test_a_server_that_never_answers_meets_a_deadline(route: str, tmp_path: Path) -> None:
     folder = chance_folder(tmp_path, "one")
@@ -205,6 +242,18 @@ async def test_an_adapter_that_is_gone_or_whose_base_changed_is_noticed(tmp_path
             await engine.version()
         with pytest.raises(EngineError, match="does not exist"):
             await ask(engine)
+        await engine.load(tmp_path / "a", 1)
+        assert (await ask(engine)).version_runs == ((0, 1),)
+
+
+async def test_an_adapter_does_not_go_on_top_of_what_was_published_before(tmp_path: Path) -> None:
+    async with serve_vllm(VOCAB) as fake:
+        async with open_vllm(options(fake)) as engine:
+            await engine.load(published(tmp_path / "whole", "one", 3), 3)
+        async with open_vllm(options(fake)) as engine:
+            with pytest.raises(EngineError, match="holds weights of version 3 .* start it again"):
+                await engine.load(adapter(tmp_path / "a", "one", 4), 4)
+            assert not fake.adapters
 
 
 def test_files_are_those_that_other_libraries_read(tmp_path: Path) -> None:

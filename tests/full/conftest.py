@@ -1,3 +1,8 @@
 """Tests that `make test` skips and `make test-full` runs: they need a real server or many minutes."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

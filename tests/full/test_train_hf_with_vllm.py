@@ -1,32 +1,81 @@
-"""`whet train` of a model of transformers beside a real vLLM server: its steps move the weights there, and
-its log-probabilities are the server's."""
+"""`whet train FILE` of a model of transformers beside a real vLLM server: its steps move the weights there,
+or give it adapters, and its log-probabilities are the server's."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from vllm_lab import train
 
-from whet.testing.vllm_server import RealVllm
+from whet.config import WARM_START
+from whet.record.run import read_store
+from whet.testing.vllm_server import RealVllm, installed_vllm, start_vllm
 
 pytestmark = pytest.mark.full
 
+HF = {"kind": "hf", "device": "cpu"}
+
 
 def test_a_run_trains_and_publishes(real_vllm: RealVllm, tmp_path: Path) -> None:
-    settings = [
-        f"run.dir={tmp_path / 'run'}", "run.steps=2", "run.eval_tasks=4", "tasks.groups_per_step=4",
-        "harness.workers=4", "train.min_groups=1", "train.lr=1e-3", "engine.publish_dtype=float32",
-        "engine.kind=vllm", f"engine.url={real_vllm.url}", "policy.kind=hf", "policy.device=cpu",
-    ]  # fmt: skip
-    command = [sys.executable, "-m", "whet.cli", "demo", "--agent", "script", "--plain", "--json", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary = json.loads(done.stdout.splitlines()[-1])
+    tables = {
+        "run": {"steps": 2, "eval_tasks": 4},
+        "tasks": {"groups_per_step": 4},
+        "harness": {"workers": 4},
+        "train": {"lr": 1e-3},
+        "policy": HF,
+    }
+    _, summary = train(tmp_path, real_vllm.url, tables)
     assert summary["rl_steps"] == 2
     assert 0 < summary["max_logprob_gap"] < 1e-3
     with urllib.request.urlopen(f"{real_vllm.url}/weight_info", timeout=10) as answer:
         assert int(json.loads(answer.read())["weight_version"]) >= 1
+
+
+@pytest.fixture(scope="module")
+def adapted_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealVllm]:
+    """A server of the warm start as it is: its own weights never change."""
+    venv = installed_vllm(Path(__file__).parents[2] / "scripts" / "setup-vllm")
+    log = tmp_path_factory.mktemp("adapted") / "server.log"
+    with start_vllm(venv, WARM_START, log, adapters=3) as server:
+        yield server
+
+
+def test_adapters_are_trained_published_and_sampled_with(adapted_vllm: RealVllm, tmp_path: Path) -> None:
+    """Every trained token's log-probability at the server is the trainer's, with the adapter of its version:
+    without it they would differ by far more than the bound."""
+    steps = 4
+    tables = {
+        "run": {"steps": steps, "eval_tasks": 16},
+        "train": {"lr": 1e-2},
+        "collect": {"max_staleness": 1},
+        "policy": {**HF, "lora_rank": 8, "lora_alpha": 16.0},
+    }
+    run, summary = train(tmp_path, adapted_vllm.url, tables)
+    assert summary["rl_steps"] == steps
+    assert 0 < summary["max_logprob_gap"] < 1e-3
+    with read_store(run) as store:
+        metrics = [step.metrics for step in store.steps()]
+        versions = {
+            version
+            for step in store.steps()
+            for rollout in store.step_rollouts(step.step)
+            for turn in rollout.trajectory.turns
+            for _, version in turn.version_runs
+        }
+    assert len(versions) >= 2
+    assert max(m["staleness_max"] for m in metrics) <= 1
+    served = run / "weights" / "served"
+    for folder in served.iterdir():
+        assert {path.name for path in folder.iterdir()} == {
+            "adapter_config.json", "adapter_model.safetensors", "weights.json"
+        }  # fmt: skip
+    with urllib.request.urlopen(f"{adapted_vllm.url}/v1/models", timeout=10) as answer:
+        names = [card["id"] for card in json.loads(answer.read())["data"]]
+    last = metrics[-1]["version"]
+    assert [name.split("-")[1] for name in names if name.startswith("whet-v")] == [f"v{last - 1}", f"v{last}"]
+    with urllib.request.urlopen(f"{adapted_vllm.url}/weight_info", timeout=10) as answer:
+        assert json.loads(answer.read())["weight_version"] == "0"

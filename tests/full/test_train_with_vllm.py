@@ -1,16 +1,15 @@
-"""`whet train` with a real vLLM server on this CPU: trainer and engine are processes of their own, rollouts
-are collected ahead of the trainer, and weights change while agents are at work."""
+"""`whet train FILE` with a real vLLM server on this CPU: trainer and engine are processes of their own,
+rollouts are collected ahead of the trainer, and weights change while agents are at work."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_lab import train
 
 from whet.record.run import read_store
 from whet.testing.vllm_server import RealVllm
@@ -23,17 +22,12 @@ STEPS, STALENESS = 12, 1
 @pytest.fixture(scope="module")
 def finished(real_vllm: RealVllm, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A run of the demo's warm start, from the toy tasks, with the scripted agent: (directory, summary)."""
-    run_dir = tmp_path_factory.mktemp("run") / "vllm"
-    settings = [
-        f"run.dir={run_dir}", f"run.steps={STEPS}", "run.eval_tasks=64", "tasks.groups_per_step=8",
-        "harness.workers=8", "train.min_groups=1", "train.lr=1e-3", "engine.publish_dtype=float32",
-        f"collect.max_staleness={STALENESS}", "engine.kind=vllm", f"engine.url={real_vllm.url}",
-        "run.keep_checkpoints=12",
-    ]  # fmt: skip
-    command = [sys.executable, "-m", "whet.cli", "demo", "--agent", "script", "--plain", "--json", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return run_dir, json.loads(done.stdout.splitlines()[-1])
+    tables = {
+        "run": {"steps": STEPS, "eval_tasks": 64, "keep_checkpoints": STEPS},
+        "train": {"lr": 1e-3},
+        "collect": {"max_staleness": STALENESS},
+    }
+    return train(tmp_path_factory.mktemp("async"), real_vllm.url, tables)
 
 
 def test_the_solve_rate_rises(finished: tuple[Path, dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from whet.config import load_config
 from whet.engine.base import PauseMode, Receipt
 from whet.engine.http import HttpOptions
 from whet.engine.tensor_file import read_folder, read_manifest, sums_of
@@ -158,16 +159,6 @@ async def test_an_engine_that_never_answers_ends_in_time(tmp_path: Path) -> None
                 await publisher.publish(1)
 
 
-async def test_the_engine_sleeps_while_the_trainer_works(tmp_path: Path) -> None:
-    async with server() as (fake, engine):
-        sharing = DiskPublisher(FakeExporter(), engine, PublishOptions(folder=tmp_path, share_gpu=True))
-        async with sharing.training():
-            assert fake.sleeping
-        assert not fake.sleeping
-        async with DiskPublisher(FakeExporter(), engine, to(tmp_path)).training():
-            assert not fake.sleeping
-
-
 async def test_a_restarted_server_gets_its_weights_back(tmp_path: Path) -> None:
     async with server() as (fake, engine):
         publisher = DiskPublisher(FakeExporter(), engine, to(tmp_path))
@@ -180,6 +171,22 @@ async def test_a_restarted_server_gets_its_weights_back(tmp_path: Path) -> None:
         manifest = read_manifest(tmp_path / "v000003")
         assert manifest is not None
         assert manifest.version == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "adapters"),
+    [
+        ("engine.kind=vllm policy.lora_rank=4", True),
+        ("engine.kind=vllm policy.lora_rank=4 engine.publish_lora=merged engine.publish=delta", False),
+        ("engine.kind=sglang policy.lora_rank=4 engine.publish=delta", False),
+        ("engine.kind=vllm", False),
+    ],
+)
+def test_adapters_go_to_vllm_as_they_are_unless_they_are_to_be_merged(
+    more: str, adapters: bool, tmp_path: Path
+) -> None:
+    config = load_config(overrides=["policy.kind=hf", "engine.url=http://x", *more.split()])
+    assert PublishOptions.of(config, tmp_path).adapter == adapters
 
 
 # --------------------------------------------------------------------------- without files
@@ -204,6 +211,7 @@ async def test_tensors_reach_a_server_without_files(way: Way, tmp_path: Path) ->
         assert sum("init_info" in body for body in fake.transfers) == 1
         assert [body["start"] for body in fake.transfers if "start" in body] == [True] * 3
         assert learner.asked[-1] == "release"
+        assert publisher.sent_bytes == sum(len(t.data) for t in learner.tensors.values())
 
 
 async def test_a_restarted_server_gets_what_crossed_a_gpu_again(tmp_path: Path) -> None:
@@ -216,6 +224,17 @@ async def test_a_restarted_server_gets_what_crossed_a_gpu_again(tmp_path: Path) 
         fake.restart()
         assert (await publisher.restore()).version == 4
         assert await sampled_by(engine) == 4
+
+
+@pytest.mark.parametrize("way", ["ipc", "nccl"])
+async def test_what_crossed_a_gpu_and_arrived_as_something_else_is_noticed(way: Way, tmp_path: Path) -> None:
+    async with server() as (fake, engine):
+        learner = FakeTransfers(fake)
+        publisher = TransferPublisher(learner, engine, to(tmp_path), way)
+        await publisher.publish(0)
+        learner.tensors, fake.spoils = chance_tensors("one"), "model.norm.weight"
+        with pytest.raises(EngineError, match="model.norm.weight holds other weights than were published"):
+            await publisher.publish(1)
 
 
 async def test_an_update_whose_trainer_never_sends_ends_in_time_and_joins_anew(tmp_path: Path) -> None:

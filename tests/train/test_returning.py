@@ -12,7 +12,7 @@ import pytest
 
 from whet.engine.http import HttpOptions
 from whet.engine.vllm import open_vllm
-from whet.errors import EngineError
+from whet.errors import EngineError, TrainError
 from whet.testing.fake_exporter import FakeExporter
 from whet.testing.fake_vllm import FakeVllm, serve_vllm
 from whet.testing.weight_folders import served_sums
@@ -25,7 +25,7 @@ VOCAB = 40
 
 @asynccontextmanager
 async def server(
-    folder: Path, *, patience_s: float = 10.0
+    folder: Path, *, patience_s: float = 10.0, share_gpu: bool = False
 ) -> AsyncIterator[tuple[FakeVllm, ReturningEngine, list[str], FakeExporter]]:
     said: list[str] = []
     exporter = FakeExporter()
@@ -36,7 +36,9 @@ async def server(
             publisher = DiskPublisher(exporter, engine, PublishOptions(folder=folder))
             yield (
                 fake,
-                ReturningEngine(engine, publisher, patience_s=patience_s, say=said.append),
+                ReturningEngine(
+                    engine, publisher, patience_s=patience_s, share_gpu=share_gpu, say=said.append
+                ),
                 said,
                 exporter,
             )
@@ -83,3 +85,70 @@ async def test_a_server_that_stays_away_is_one_clear_line(tmp_path: Path) -> Non
         engine._engine._http._base = gone.url  # type: ignore[attr-defined]
         with pytest.raises(EngineError, match=r"is not reachable .*; it did not come back in 0\.3 s"):
             await sample(engine, 0)
+
+
+async def test_the_engine_sleeps_while_the_trainer_works(tmp_path: Path) -> None:
+    async with server(tmp_path, share_gpu=True) as (fake, engine, _, _exporter):
+        async with engine.training():
+            assert fake.sleeping
+        assert not fake.sleeping
+    async with server(tmp_path) as (fake, engine, _, _exporter), engine.training():
+        assert not fake.sleeping
+
+
+async def back_soon(fake: FakeVllm) -> None:
+    await asyncio.sleep(0.1)
+    fake.away = False
+
+
+@pytest.mark.parametrize("when", ["before it sleeps", "asleep", "when it is to wake"])
+async def test_a_server_that_is_started_again_around_a_step_does_not_end_the_run(
+    when: str, tmp_path: Path
+) -> None:
+    async with server(tmp_path, share_gpu=True) as (fake, engine, _, _exporter):
+        await engine.publish(1)
+        before = await sample(engine, 0)
+        async with asyncio.TaskGroup() as group:
+            if when == "before it sleeps":
+                fake.restart()
+                fake.away = True
+                group.create_task(back_soon(fake))
+            async with engine.training():
+                assert fake.sleeping
+                if when != "before it sleeps":
+                    fake.restart()
+                if when == "when it is to wake":
+                    fake.away = True
+                    group.create_task(back_soon(fake))
+            assert not fake.sleeping
+        again = await sample(engine, 0)
+        assert (again.ids.tolist(), again.version_runs) == (before.ids.tolist(), ((0, 1),))
+        await engine.publish(2)
+        assert (await sample(engine, 0)).version_runs == ((0, 2),)
+
+
+async def test_requests_wait_while_the_trainer_has_the_gpu_even_if_the_server_lost_its_weights(
+    tmp_path: Path,
+) -> None:
+    """Loading weights then would take the memory that the trainer works in."""
+    async with server(tmp_path, share_gpu=True) as (fake, engine, _, _exporter):
+        await engine.publish(1)
+        running = asyncio.create_task(sample(engine, 0))
+        await asyncio.sleep(0.02)
+        async with engine.training():
+            assert (await running).version_runs == ((0, 1),)
+            fake.restart()
+            late = asyncio.create_task(sample(engine, 1))
+            assert not (await asyncio.wait([late], timeout=0.2))[0]
+            assert fake.sampler.label == "default"
+        assert (await late).version_runs == ((0, 1),)
+
+
+async def test_what_ended_a_step_is_told_even_when_the_server_is_gone_too(tmp_path: Path) -> None:
+    async with server(tmp_path, share_gpu=True, patience_s=0.2) as (fake, engine, _, _exporter):
+        await engine.publish(1)
+        with pytest.raises(TrainError, match="no update"):
+            async with engine.training():
+                fake.away = True
+                raise TrainError("loss nan: no update")
+        fake.away = False

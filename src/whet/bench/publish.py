@@ -7,10 +7,12 @@ steps at --lr from random rollouts; each version is then published by every meth
 - disk: files in --dtype, loaded by a server; disk_delta: only what changed travels and is applied there. The
   server is whet's fake one, which loads nothing: the seconds are the trainer's side, its checks included;
 - vllm_disk, vllm_delta (with --url, a running vLLM server, and --model, the folder it was started with):
-  the same with a real server, from the call to the resumed server.
+  the same with a real server, from the call to the resumed server;
+- vllm_ipc (where a GPU is, which the server has too, started for IPC): the trainer's tensors by CUDA IPC,
+  without files. Without a GPU it is left out, and a line says so. NCCL is not measured: two of its ranks
+  cannot share one GPU.
 
-Correctness first: what the server holds has the checksums of what was published. NCCL and IPC need a GPU and
-are not measured here.
+Correctness first: what the server holds has the checksums of what was published.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+import torch
 
 from whet.config import WARM_START
 from whet.engine.base import LoadingEngine
@@ -40,12 +44,20 @@ from whet.record.scratch import scratch_folder
 from whet.testing.fake_vllm import serve_vllm
 from whet.testing.weight_folders import served_sums
 from whet.train.learner.client import Learner, LearnerSpec
-from whet.train.options import OptimConfig, TrainConfig
+from whet.train.options import OptimConfig, PolicyConfig, TrainConfig
 from whet.train.plan.step import PlanConfig, StepPlan, plan_step
-from whet.train.publish.files import DeltaPublisher, DiskPublisher, InLearner, Publisher, PublishOptions
+from whet.train.publish.files import DeltaPublisher, DiskPublisher, InLearner, Publishes, PublishOptions
+from whet.train.publish.gpu import TransferPublisher
 from whet.types import Group, Ledger, Rollout, Segment, Status, Timings, Trajectory
 
 DTYPES = ("float32", "bfloat16")
+
+
+class Sends(Publishes, Protocol):
+    """A publisher whose weights have to travel."""
+
+    @property
+    def sent_bytes(self) -> int: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,7 +117,7 @@ def _rollout(name: str, reward: float, row: Segment, ledger: Ledger) -> Rollout:
 
 
 async def measure(
-    learner: Learner, publishers: dict[str, Publisher], options: argparse.Namespace, vocab: int
+    learner: Learner, publishers: Mapping[str, Sends | InLearner], options: argparse.Namespace, vocab: int
 ) -> dict[str, Cost]:
     """Train and publish `--repeats` times, after one version that every method brings whole."""
     found = {name: Cost(seconds=[], sent=[], full_bytes=0) for name in publishers}
@@ -118,7 +130,7 @@ async def measure(
             seconds = time.perf_counter() - began
             if receipt.version != learner.version:
                 raise TrainError(f"{name}: the receipt is for version {receipt.version}")
-            sent = publisher.sent_bytes if isinstance(publisher, DiskPublisher) else 0
+            sent = 0 if isinstance(publisher, InLearner) else publisher.sent_bytes
             if step:
                 found[name].seconds.append(seconds)
                 found[name].sent.append(sent)
@@ -151,7 +163,7 @@ async def by_files(options: argparse.Namespace, scratch: Path) -> dict[str, Cost
         learner = await stack.enter_async_context(
             Learner.start(_spec(scratch / "model", options, samples=False))
         )
-        publishers: dict[str, Publisher] = {}
+        publishers: dict[str, Sends | InLearner] = {}
         for name in ("disk", "disk_delta"):
             fake = await stack.enter_async_context(serve_vllm(64))
             fake.sums = served_sums(read_folder(scratch / "model"))
@@ -180,15 +192,34 @@ async def to_vllm(options: argparse.Namespace, scratch: Path) -> dict[str, Cost]
     """A real server: whole files, then deltas. It is left with the weights it was started with."""
     model = Path(options.model)
     found: dict[str, Cost] = {}
-    for name in ("vllm_disk", "vllm_delta"):
-        async with (
-            Learner.start(_spec(model, options, samples=False)) as learner,
-            open_vllm(HttpOptions(url=options.url)) as engine,
-        ):
-            publisher = _to_server(name, learner, engine, options, scratch)
+    names = ["vllm_disk", "vllm_delta", *(["vllm_ipc"] if torch.cuda.is_available() else [])]
+    for name in names:
+        spec = _on_gpu(model, options) if name == "vllm_ipc" else _spec(model, options, samples=False)
+        async with Learner.start(spec) as learner, open_vllm(HttpOptions(url=options.url)) as engine:
+            publisher: Sends
+            if name == "vllm_ipc":
+                publisher = TransferPublisher(learner, engine, PublishOptions(folder=scratch / name), "ipc")
+            else:
+                publisher = _to_server(name, learner, engine, options, scratch)
             found |= await measure(learner, {name: publisher}, options, 200)
             await engine.load(model, 0)
     return found
+
+
+def _on_gpu(model: Path, options: argparse.Namespace) -> LearnerSpec:
+    """A learner whose weights are on the GPU that the server is on."""
+    train = replace(_spec(model, options, samples=False).train, policy=PolicyConfig(kind="hf", device="cuda"))
+    return LearnerSpec(model=model, train=train, samples=False)
+
+
+def untested(options: argparse.Namespace) -> list[str]:
+    """What is not measured here, a line each."""
+    lines = ["vllm_nccl: untested: two NCCL ranks cannot share one GPU, and no machine with two was there"]
+    if not torch.cuda.is_available():
+        lines.append("vllm_ipc: untested: it needs a GPU, and none is here")
+    elif not options.url:
+        lines.append("vllm_ipc: not measured: give --url and --model of a server on this GPU")
+    return lines
 
 
 async def run(options: argparse.Namespace) -> dict[str, Cost]:
@@ -217,6 +248,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if bool(options.url) != bool(options.model):
         parser.error("--url and --model belong together")
+    for line in untested(options):
+        print(line, file=sys.stderr)
     found = asyncio.run(run(options))
     for name, cost in found.items():
         told = cost.told()

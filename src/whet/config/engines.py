@@ -40,6 +40,8 @@ class EngineTable(Table):
     """vllm, sglang: folder where the server finds them, under this very path; empty = in the run."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """vllm, sglang: type of published weights; auto = as the model's config.json says."""
+    publish_lora: Literal["adapter", "merged"] = "adapter"
+    """vllm: adapters (policy.lora_rank) travel as they are, or in whole weights, as always to sglang."""
     publish_mode: Literal["keep", "wait"] = "keep"
     """vllm, sglang: calls under way go on with the new weights, or end with the old ones first."""
     share_gpu: bool = False
@@ -99,6 +101,7 @@ ENGINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "publish": _SERVERS,
     "publish_dir": _SERVERS,
     "publish_dtype": _SERVERS,
+    "publish_lora": ("vllm",),
     "publish_mode": _SERVERS,
     "share_gpu": _SERVERS,
     "listen": ("external",),

@@ -318,6 +318,15 @@ class Config(Table):
 
     @model_validator(mode="after")
     def _publishes(self) -> Self:
-        if self.policy.lora_rank and self.engine.publish != "disk":
-            raise ValueError("engine.publish must be disk with policy.lora_rank: adapters travel as they are")
+        publish = self.engine.publish
+        if self.engine.publish_lora != "adapter" and not self.policy.lora_rank:
+            raise ValueError("engine.publish_lora means nothing without policy.lora_rank")
+        if self.policy.lora_rank and publish in ("ipc", "nccl"):
+            raise ValueError(f"engine.publish {publish} is for whole weights, not with policy.lora_rank")
+        adapters = self.engine.kind == "vllm" and self.engine.publish_lora == "adapter"
+        if self.policy.lora_rank and adapters and publish != "disk":
+            raise ValueError(
+                "engine.publish must be disk with policy.lora_rank: adapters travel as they are, unless"
+                " engine.publish_lora is merged"
+            )
         return self

@@ -8,8 +8,8 @@ since either would be sampled with old weights. Callers: vllm.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from whet.engine.tensor_file import digest
 from whet.errors import EngineError
@@ -24,6 +24,7 @@ _EXPERTS: Mapping[str, tuple[str, ...]] = {
     "w13_weight": ("gate_proj", "up_proj"),
     "w2_weight": ("down_proj",),
 }
+_NUMBER = re.compile(r"\d+")
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 EMPTY = digest([])
 """Sum that a server gives for a tensor whose bytes it has packed away."""
@@ -59,42 +60,61 @@ class Fed:
 
     sources: Mapping[str, tuple[str, ...]]
     """Engine's own name of a parameter -> published tensors, in the order they lie in it."""
+    alike: Mapping[str, str] = field(default_factory=dict)
+    """Parameter that one vector feeds (a norm) -> a name that those of the other layers share. An engine does
+    not fuse or pad them, so it holds all of a name as published or, sharded or of another type, none."""
 
 
-def feed(engine_names: Iterable[str], published: Mapping[str, object]) -> Fed:
-    """Raises EngineError, naming the first, for a parameter without a source or a tensor without a use."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What an engine says of its parameters, sums by its own names."""
+
+    before: Mapping[str, str]
+    after: Mapping[str, str]
+    exact: Collection[str] = ()
+    """Those that held exactly the published bytes after an earlier update."""
+
+
+def feed(engine_names: Iterable[str], published: Mapping[str, Sequence[int]]) -> Fed:
+    """`published`: shapes by name. Raises EngineError, naming the first, for a parameter without a source or
+    a tensor without a use."""
     sources: dict[str, tuple[str, ...]] = {}
+    alike: dict[str, str] = {}
     for name in sorted(engine_names):
         found = _sources(plain(name), published)
         if not found:
             raise EngineError(f"the engine's parameter {name} would receive none of the published tensors")
         sources[name] = found
+        if len(found) == 1 and len(published[found[0]]) == 1:
+            alike[name] = _NUMBER.sub("#", plain(name))
     used = {part for parts in sources.values() for part in parts}
     idle = sorted(published.keys() - used)
     if idle:
         raise EngineError(f"{idle[0]} was published and feeds no parameter of the engine")
-    return Fed(sources=sources)
+    return Fed(sources=sources, alike=alike)
 
 
 def check_received(
-    fed: Fed,
-    expected: Mapping[str, str],
-    changed: Iterable[str] | None,
-    before: Mapping[str, str],
-    after: Mapping[str, str],
-) -> int:
-    """How many parameters hold exactly the published bytes, whose sums by parameter are `expected`.
+    fed: Fed, expected: Mapping[str, str], changed: Iterable[str] | None, held: Held
+) -> frozenset[str]:
+    """The parameters that hold exactly the published bytes, whose sums by parameter are `expected`.
 
-    Others (sharded, padded, of another type) must at least have changed when one of their tensors did;
-    `changed` None = not known. Packed ones say nothing. Raises EngineError for one that did not.
+    A parameter must do so if it ever did, before this update or after an earlier one, or if the same one of
+    another layer does. Others (sharded, padded, of another type) must at least have changed when one of their
+    tensors did; `changed` None = not known. Packed ones say nothing. Raises EngineError for one that did not.
     """
     moved = None if changed is None else set(changed)
-    exact = 0
+    exact = frozenset(name for name in fed.sources if held.after.get(name) == expected[name])
+    could = {fed.alike[name] for name in exact & fed.alike.keys()}
     for name, parts in fed.sources.items():
-        if after.get(name) in (None, EMPTY):
+        after = held.after.get(name)
+        if after is None:
+            raise EngineError(f"the engine names its parameter {name} no more after the update")
+        if name in exact:
             continue
-        if expected[name] == after[name]:
-            exact += 1
-        elif moved is not None and moved.intersection(parts) and before.get(name) == after[name]:
+        if moved is not None and moved.intersection(parts) and held.before.get(name) == after != EMPTY:
             raise EngineError(f"the engine's parameter {name} still holds its old weights after the update")
+        once = name in held.exact or held.before.get(name) == expected[name]
+        if once or (after != EMPTY and fed.alike.get(name) in could):
+            raise EngineError(f"the engine's parameter {name} holds other weights than were published")
     return exact

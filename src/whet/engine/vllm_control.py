@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from whet.engine.base import PauseMode, Receipt
-from whet.engine.fed import EMPTY, Fed, check_received, feed
+from whet.engine.fed import EMPTY, Fed, Held, check_received, feed
 from whet.engine.folder import ties_embeddings
 from whet.engine.http import EngineHttp, NotOffered
 from whet.engine.published import Published, inspect
@@ -114,6 +114,8 @@ class VllmControl:
         """Versions that there was a receipt for."""
         self._sums: Mapping[str, str] | None = None
         """Of the published tensors that were loaded last."""
+        self._exact: frozenset[str] = frozenset()
+        """Parameters that held exactly the published bytes after an earlier load."""
         self._broken = ""
         self._adapters: list[str] = []
         """Names of those at the server, oldest first."""
@@ -180,7 +182,7 @@ class VllmControl:
                 f"vllm has packed its weights, as on CPUs, and would keep the old output head: {folder} ties "
                 "it to the embeddings; publish lm_head.weight of its own with tie_word_embeddings = false"
             )
-        fed = feed(before.by_name, held.tensors)
+        fed = feed(before.by_name, {name: tensor.shape for name, tensor in held.tensors.items()})
         proof = Proof(
             sums=held.sums,
             fed=fed,
@@ -198,6 +200,7 @@ class VllmControl:
         receipt's checksums are those of the files."""
         name = f"whet-v{version}-{held.checksum[:8]}"
         limit = self._http.options.call_deadline_s
+        await self._check_base()
         if name not in await self._models():
             body = {"lora_name": name, "lora_path": str(held.folder)}
             try:
@@ -215,6 +218,20 @@ class VllmControl:
         self._vouched.add(version)
         self._receipt = Receipt(version=version, checksum=held.checksum, tensors=held.sums)
         return self._receipt
+
+    async def _check_base(self) -> None:
+        """Adapters belong to the weights that the server was started with. Raises EngineError."""
+        if not self.server.controlled:
+            return
+        label = await weight_label(self._http)
+        if label == FRESH:
+            await set_label(self._http, 0)  # it was started again
+            self._below = 0
+        elif label != "0":
+            raise EngineError(
+                f"vllm holds weights of version {label} that were published to it: adapters need those that"
+                " it is started with, start it again"
+            )
 
     async def _models(self) -> list[object]:
         models = (await self._http.get("/v1/models")).get("data")
@@ -241,8 +258,10 @@ class VllmControl:
         await self.flush(running=mode == "keep")
         after = await tensor_sums(self._http)
         changed = None if self._sums is None else proof.changed_since(self._sums)
-        exact = check_received(proof.fed, proof.expected, changed, before.by_name, after.by_name)
-        if exact < len(after.by_name) and proof.unchanged is not None:
+        sums = Held(before=before.by_name, after=after.by_name, exact=self._exact)
+        exact = check_received(proof.fed, proof.expected, changed, sums)
+        self._exact |= exact
+        if len(exact) < len(after.by_name) and proof.unchanged is not None:
             await asyncio.to_thread(proof.unchanged)
         await set_label(self._http, version)
         if await self.version() != version:
@@ -251,7 +270,7 @@ class VllmControl:
         self._sums, self._broken = proof.sums, ""
         self._vouched.add(version)
         self._receipt = Receipt(version=version, checksum=checksum, tensors=proof.sums)
-        log.info("weights loaded version=%d exact=%d of=%d", version, exact, len(after.by_name))
+        log.info("weights loaded version=%d exact=%d of=%d", version, len(exact), len(after.by_name))
         await self.resume()
         return self._receipt
 

@@ -9,6 +9,7 @@ trainer's half runs beside the server's call, and both have a deadline.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from whet.engine.fed import Fed, feed
 from whet.engine.vllm import VllmEngine
 from whet.engine.vllm_control import Proof, tensor_sums
 from whet.errors import EngineError, WhetError, first_error
+
+_WIDTHS: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one value, as torch names its type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,12 @@ class Described:
     dtypes: Sequence[str]
     """As torch names them: bfloat16."""
     shapes: Sequence[Sequence[int]]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        pairs = zip(self.dtypes, self.shapes, strict=True)
+        return sum(_WIDTHS.get(dtype, 4) * math.prod(shape) for dtype, shape in pairs)
 
     def info(self) -> dict[str, object]:
         return {
@@ -71,9 +81,8 @@ async def receive(
     after that leaving it paused and refusing.
     """
     before = await tensor_sums(engine.http)
-    names = {name: name for name in sent.names}
-    fed = feed(before.by_name, names)
-    proof = await _proof(fed, sorted(names), summed)
+    fed = feed(before.by_name, dict(zip(sent.names, sent.shapes, strict=True)))
+    proof = await _proof(fed, sorted(sent.names), summed)
     async with engine.updating(version, mode):
         await _post(engine, "/start_weight_update", None)
         info = {**sent.info(), **more}

@@ -57,6 +57,12 @@ class FakeVllm:
         """A reload is answered as done and changes nothing."""
         self.skips = ""
         """Of a reload, the parameter that keeps what it held."""
+        self.spoils = ""
+        """Of a reload, the parameter that holds something else afterwards."""
+        self.shards = False
+        """It holds every tensor in another form than files have, so no sum is that of the files."""
+        self.away = False
+        """Every call is cut off, as of a server that is being started."""
         self.hangs: set[str] = set()
         """Routes that never answer."""
         self.sleeping = False
@@ -73,6 +79,8 @@ class FakeVllm:
     def restart(self) -> None:
         """The process dies and comes back with the weights it was started with: connections break."""
         self.adapters.clear()
+        self.sleeping = False
+        self.sampler.resume()
         self.sampler.label, self.sums = "default", served_sums(chance_tensors("start"))
         for task in list(self._tasks):
             task.cancel()
@@ -108,6 +116,8 @@ class FakeVllm:
     async def _hang(self, http: web.Request, _: web.StreamResponse) -> None:
         if http.path in self.hangs:
             await asyncio.Event().wait()
+        if self.away and http.transport is not None:
+            http.transport.abort()
 
     async def _models(self, http: web.Request) -> web.Response:
         cards = [{"id": name, "max_model_len": self.max_model_len} for name in ("policy", *self.adapters)]
@@ -117,7 +127,10 @@ class FakeVllm:
         body = await http.json()
         if body["lora_name"] in self.adapters:
             return _error(400, "already been loaded")
-        held = total(sums_of(read_folder(Path(body["lora_path"]))))
+        folder = Path(body["lora_path"])
+        if not await asyncio.to_thread(_is_adapter, folder):
+            return _error(500, "the adapter could not be loaded")
+        held = total(sums_of(read_folder(folder)))
         self.adapters[body["lora_name"]] = ChanceModel(self.sampler.model.vocab_size, held)
         return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
 
@@ -234,6 +247,8 @@ class FakeVllm:
 
     async def _checker(self, http: web.Request) -> web.Response:
         held = {name: _EMPTY if self.packs and "_proj" in name else held for name, held in self.sums.items()}
+        if self.shards:
+            held = {name: f"part of {one}" for name, one in held.items()}
         return _json({"checksums": {f"dp0:pp0:pcp0:tp0:{name}": one for name, one in held.items()}})
 
     async def _reset(self, http: web.Request) -> web.Response:
@@ -251,8 +266,12 @@ class FakeVllm:
 
     def _load(self, folder: Path) -> None:
         self.sampler.load(folder)
+        self._hold(read_folder(folder))
+
+    def _hold(self, tensors: Mapping[str, Stored]) -> None:
         kept = {self.skips: self.sums[self.skips]} if self.skips else {}
-        self.sums = served_sums(read_folder(folder)) | kept
+        spoiled = {self.spoils: "spoiled"} if self.spoils else {}
+        self.sums = served_sums(tensors) | kept | spoiled
 
     async def _world_size(self, http: web.Request) -> web.Response:
         return _json({"world_size": 2})
@@ -275,7 +294,7 @@ class FakeVllm:
         if [*info["names"]] != [*held] or len(info["dtype_names"]) != len(held):
             return _error(500, "the tensors are not those that were announced")
         self.sampler.model = ChanceModel(self.sampler.model.vocab_size, total(sums_of(held)))
-        self.sums = served_sums(held)
+        self._hold(held)
         return _json({"message": "Weights updated"})
 
     async def _transfer_finish(self, http: web.Request) -> web.Response:
@@ -293,6 +312,10 @@ class FakeVllm:
 
     async def _is_sleeping(self, http: web.Request) -> web.Response:
         return _json({"is_sleeping": self.sleeping})
+
+
+def _is_adapter(folder: Path) -> bool:
+    return all((folder / name).exists() for name in ("adapter_config.json", "adapter_model.safetensors"))
 
 
 def _json(body: Mapping[str, object], status: int = 200) -> web.Response:

@@ -50,9 +50,11 @@ def start_vllm(
     processed: bool = True,
     scale_out: bool = True,
     max_model_len: int = 4096,
+    adapters: int = 0,
     extra: Sequence[str] = (),
 ) -> Iterator[RealVllm]:
-    """Serve `model`; `processed` and `scale_out` as in `testing.fake_vllm`. Raises EngineError."""
+    """Serve `model`; `processed` and `scale_out` as in `testing.fake_vllm`, `adapters`: most at once, of any
+    rank up to 16. Raises EngineError."""
     port = _free_port()
     arguments = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]
@@ -62,11 +64,12 @@ def start_vllm(
     arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(2 * max_model_len)]
     arguments += ["--enforce-eager", "--weight-transfer-config", '{"backend":"ipc"}', *extra]
     arguments += ["--enable-scale-out"] if scale_out else []
+    arguments += ["--enable-lora", "--max-loras", str(adapters)] if adapters else []
     began = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
             arguments,
-            env=_environment(),
+            env=_environment() | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if adapters else {}),
             stdout=out,
             stderr=out,
             stdin=subprocess.DEVNULL,

@@ -81,12 +81,7 @@ async def _sampled_by(
         yield learner.engine, InLearner(learner)
         return
     spool = run.path / WEIGHTS
-    options = PublishOptions(
-        folder=Path(table.publish_dir or spool / "served"),
-        dtype=table.publish_dtype,
-        mode=table.publish_mode,
-        share_gpu=table.share_gpu,
-    )
+    options = PublishOptions.of(run.config, spool)
     async with open_server(run.config, family) as engine:
         publisher: Restorer
         if isinstance(engine, VllmEngine) and table.publish in ("ipc", "nccl"):
@@ -96,7 +91,8 @@ async def _sampled_by(
             publisher = DeltaPublisher(learner, engine, options, spool)
         else:
             publisher = DiskPublisher(learner, engine, options)
-        returning = ReturningEngine(engine, publisher, patience_s=table.return_timeout_s, say=note)
+        patience_s, shared = table.return_timeout_s, table.share_gpu
+        returning = ReturningEngine(engine, publisher, patience_s=patience_s, share_gpu=shared, say=note)
         yield returning, returning
 
 

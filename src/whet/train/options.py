@@ -121,6 +121,8 @@ class TrainConfig:
     """Torch threads while training."""
     ranks: int = 1
     """Processes that train together (trainer/dist.py)."""
+    share_gpu: bool = False
+    """An engine has the GPU's memory between two steps: what torch keeps for the next one is given back."""
 
     def __post_init__(self) -> None:
         if not (min(self.epochs, self.threads, self.ranks) >= 1 and self.temperature > 0):
@@ -143,6 +145,7 @@ class TrainConfig:
             reference_alarm=t.reference_alarm,
             threads=t.threads,
             ranks=t.ranks,
+            share_gpu=config.engine.share_gpu,
         )
 
 

@@ -42,6 +42,8 @@ class Export:
     dtype: str = "auto"
     own_head: bool = False
     """An output head of its own even where it is tied to the embeddings."""
+    adapter: bool = False
+    """The policy's adapters alone; otherwise whole weights, adapters added to their matrices."""
     base: Path | None = None
     delta: Path | None = None
     """With both: the difference to the folder `base` goes into the file `delta` too."""
@@ -241,6 +243,7 @@ class Learner:
             "version": wanted.version,
             "dtype": wanted.dtype,
             "own_head": wanted.own_head,
+            "adapter": wanted.adapter,
             "base": absolute(wanted.base) if wanted.base else "",
             "delta": absolute(wanted.delta) if wanted.delta else "",
         }

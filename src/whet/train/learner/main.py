@@ -85,7 +85,10 @@ class Commands:
         self._drain()
         with self._together():
             self._others.tell("step", {"plan": call.meta["plan"]}, call.arrays)
-            result = self._trainer.step(plan)
+            try:
+                result = self._trainer.step(plan)
+            finally:
+                self._trainer.give_back()
         failpoint.hit("learner.stepped")
         call.reply({**asdict(result), **self._held()})
 
@@ -113,7 +116,7 @@ class Commands:
     def _export(self, call: Call) -> None:
         """The weights as a model folder, and as the difference to the folder `base` where one is named."""
         meta, folder = call.meta, Path(call.meta["folder"])
-        form = Form(dtype=meta["dtype"], own_head=bool(meta["own_head"]))
+        form = Form(dtype=meta["dtype"], own_head=bool(meta["own_head"]), adapter=bool(meta["adapter"]))
         version = self._current(int(meta["version"]))
         manifest = export(self._trainer.model, folder, version, form, self._assets)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -127,6 +127,7 @@ def run(args: argparse.Namespace) -> None:
                 # Rank 0 raises the same and tells the controller; if it does not, the weights part and the
                 # next step says so.
                 print(f"rank {args.rank}: {error}", file=sys.stderr)
+            trainer.give_back()
 
 
 def main(argv: list[str]) -> int:

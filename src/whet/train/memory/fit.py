@@ -8,7 +8,7 @@ the error names it, what it would take, what is there and what would help. Calle
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -47,10 +47,19 @@ _SUGGESTED = Lora(rank=16, alpha=32.0, targets=("q_proj", "k_proj", "v_proj", "o
 class Fit:
     """The choices of one trainer."""
 
-    def __init__(self, config: Any, policy: HfPolicy, *, limit: int, host: int) -> None:
-        """config: the policy's `PretrainedConfig`; limit, host: bytes of the device and of the host."""
+    def __init__(
+        self,
+        config: Any,
+        policy: HfPolicy,
+        *,
+        limit: int,
+        host: int,
+        measured: Callable[[], int] | None = None,
+    ) -> None:
+        """config: the policy's `PretrainedConfig`; limit, host: bytes of the device and of the host.
+        measured: gives the limit anew when a step begins."""
         self._config, self._policy = config, policy
-        self.limit, self._host = limit, host
+        self.limit, self._host, self._measured = limit, host, measured
         self._kernels: Literal["cpu", "cuda"] = "cuda" if policy.device.type == "cuda" else "cpu"
         self._ladder = [t for t in LADDER if self._kernels == "cuda" or not t.offload_activations]
         """On a CPU the device's memory is the host's."""
@@ -58,16 +67,25 @@ class Fit:
 
     @classmethod
     def of(cls, policy: HfPolicy, memory_gib: float, *, copies: bool = False) -> Fit:
-        """memory_gib: what training may fill; 0 = what is free now, with the policy's own weights.
+        """memory_gib: what training may fill; 0 = what is free, with what training holds already: on a GPU
+        when a step begins, since an engine may be awake on it now; on a CPU now.
         copies: a step keeps a copy of weights and moments, to go back to."""
-        held = sum(p.nbytes for _, p in policy.named_parameters())
-        free = _free(policy.device)
-        limit = int(memory_gib * GIB) or int((free + held) * (1.0 - KEPT_FREE))
         kept = sum(3 * p.nbytes for _, p in policy.named_parameters() if p.requires_grad) if copies else 0
-        return cls(policy.model.config, policy, limit=limit - kept, host=_available())
+        on_gpu = policy.device.type == "cuda"
+
+        def measured() -> int:
+            room = _on_gpu(policy.device) if on_gpu else _available() + _weights(policy)
+            return int(room * (1.0 - KEPT_FREE)) - kept
+
+        limit = int(memory_gib * GIB) - kept if memory_gib else measured()
+        again = measured if on_gpu and not memory_gib else None
+        return cls(policy.model.config, policy, limit=limit, host=_available(), measured=again)
 
     def plan(self, plan: StepPlan) -> list[Techniques]:
-        """Techniques of every micro-batch of a step. Raises TrainError when one fits with none of them."""
+        """Techniques of every micro-batch of a step that is to begin. Raises TrainError when one fits with
+        none of them."""
+        if self._measured is not None:
+            self.limit = self._measured()
         found = []
         for at, micro in enumerate(plan.batches):
             load = load_of(plan, micro)
@@ -156,8 +174,13 @@ def _scaled(load: Load, factor: float) -> Load:
     )
 
 
-def _free(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else _available()
+def _weights(policy: HfPolicy) -> int:
+    return sum(p.nbytes for _, p in policy.named_parameters())
+
+
+def _on_gpu(device: torch.device) -> int:
+    """Bytes that are free or this process's own: its weights and moments, and what torch keeps for re-use."""
+    return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
 
 
 def _available() -> int:

@@ -19,9 +19,9 @@ from whet.train.policy.base import Policy
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _CODES = {"float32": "F32", "bfloat16": "BF16"}
-_OWN = frozenset(
-    {"config.json", "model.safetensors", "trainer.json", "optimizer.safetensors", "checksums.json"}
-)
+_OWN = frozenset({"config.json", "trainer.json", "checksums.json"})
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+"""Endings of files with weights, or that say where they are: the start model's must not reach an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,28 +32,52 @@ class Form:
     """float32, bfloat16, or auto = as the start model's config.json says."""
     own_head: bool = False
     """An output head of its own is written even where it is tied to the embeddings."""
+    adapter: bool = False
+    """Only the adapters, as PEFT writes them; otherwise they are added to their matrices."""
 
 
 def export(policy: Policy, folder: Path, version: int, form: Form, assets: Path) -> Manifest:
-    """Write `folder`, replacing what is there. Raises TrainError."""
+    """Write `folder`, replacing what is there. Raises TrainError, also for a policy without the adapters that
+    are asked for."""
     fresh = folder.with_name(f".{folder.name}.new")
     with boundary(TrainError, f"publish weights into {folder}"):
         for left in (fresh, folder):
             shutil.rmtree(left, ignore_errors=True)
         fresh.mkdir(parents=True)
-        policy.save_whole(fresh)
-        manifest = _rewrite(fresh, version, form, assets)
-        for path in assets.iterdir():
-            if path.is_file() and path.name not in _OWN and not (fresh / path.name).exists():
-                shutil.copyfile(path, fresh / path.name)
+        if form.adapter:
+            manifest = _adapter(policy, fresh, version, form)
+        else:
+            policy.save_whole(fresh)
+            manifest = _rewrite(fresh, version, form, assets)
+            for path in assets.iterdir():
+                if path.is_file() and _told(path) and not (fresh / path.name).exists():
+                    shutil.copyfile(path, fresh / path.name)
         fresh.rename(folder)
     return manifest
 
 
+def _told(path: Path) -> bool:
+    """A file of the start model that an engine needs too: a tokenizer, a chat template."""
+    return path.name not in _OWN and not path.name.endswith(_WEIGHTS)
+
+
+def _adapter(policy: Policy, folder: Path, version: int, form: Form) -> Manifest:
+    """The adapters and nothing else: an engine may take a tokenizer beside them for theirs."""
+    policy.save(folder)
+    if not (folder / "adapter_config.json").exists():
+        raise TrainError("the policy has no adapters to publish: policy.lora_rank is 0")
+    tensors = read_folder(folder)
+    if form.dtype != "auto":
+        tensors = {name: cast(tensor, _CODES[form.dtype]) for name, tensor in tensors.items()}
+        written = folder / "published.tmp"
+        write_tensors(written, tensors)
+        written.rename(folder / "adapter_model.safetensors")
+    (folder / "config.json").unlink(missing_ok=True)
+    return write_manifest(folder, version, sums_of(tensors))
+
+
 def _rewrite(folder: Path, version: int, form: Form, assets: Path) -> Manifest:
-    """Cast and untie what the policy wrote; its own files give way to one. Adapters stay as they are."""
-    if (folder / "adapter_config.json").exists():
-        return write_manifest(folder, version, sums_of(read_folder(folder)))
+    """Cast and untie what the policy wrote; its own files give way to one."""
     config = json.loads((folder / "config.json").read_text())
     dtype = form.dtype if form.dtype != "auto" else _dtype_of(assets)
     held = read_folder(folder)

@@ -15,10 +15,11 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from whet.config import Config
 from whet.engine.base import LoadingEngine, PauseMode, Receipt
 from whet.errors import EngineError
 from whet.train.learner.client import Export, Exported, Learner
@@ -27,12 +28,12 @@ from whet.train.publish.delta import apply_delta
 log = logging.getLogger(__name__)
 
 KEPT = 2
-"""Published folders that stay: the one in use and the one that the next delta starts from."""
+"""Published folders of whole weights that stay: the one in use, and the one that a delta starts from."""
 TRIES = 2
 """How often one version is brought to an engine that refuses it or does not answer."""
 
 
-class Publisher(Protocol):
+class Publishes(Protocol):
     """Brings the trainer's current weights into the engine."""
 
     async def publish(self, version: int) -> Receipt:
@@ -42,6 +43,10 @@ class Publisher(Protocol):
         before a later publication succeeds.
         """
 
+
+class Publisher(Publishes, Protocol):
+    """What a run publishes with."""
+
     def training(self) -> AbstractAsyncContextManager[None]:
         """Entered around a step of the trainer: an engine that shares its GPU gives it up meanwhile."""
 
@@ -50,16 +55,6 @@ class Publisher(Protocol):
 async def apart() -> AsyncIterator[None]:
     """Trainer and engine do not share a GPU."""
     yield
-
-
-@asynccontextmanager
-async def alone(engine: LoadingEngine) -> AsyncIterator[None]:
-    """The engine sleeps meanwhile; its calls under way end first."""
-    await engine.sleep()
-    try:
-        yield
-    finally:
-        await engine.wake()
 
 
 class InLearner:
@@ -91,8 +86,25 @@ class PublishOptions:
     """float32, bfloat16, or auto = as the start model's config.json says."""
     mode: PauseMode = "keep"
     """What becomes of calls under way."""
-    share_gpu: bool = False
-    """The engine sleeps while the trainer works."""
+    adapter: bool = False
+    """The policy's adapters travel as they are; otherwise whole weights, adapters added to their matrices."""
+    kept: int = KEPT
+    """Published folders that stay."""
+
+    @classmethod
+    def of(cls, config: Config, spool: Path) -> PublishOptions:
+        """spool: the run's own folder for published versions, where none is configured."""
+        table = config.engine
+        adapter = config.policy.lora_rank > 0 and table.kind == "vllm" and table.publish_lora == "adapter"
+        # A server that put an adapter aside reads its file again for a call that began with it.
+        kept = config.collect.max_staleness + 1 + KEPT if adapter else KEPT
+        return cls(
+            folder=Path(table.publish_dir or spool / "served"),
+            dtype=table.publish_dtype,
+            mode=table.publish_mode,
+            adapter=adapter,
+            kept=kept,
+        )
 
 
 class DiskPublisher:
@@ -107,7 +119,7 @@ class DiskPublisher:
         """Of the last publication, as far as they had to travel."""
 
     async def publish(self, version: int) -> Receipt:
-        if self._own_head is None:
+        if self._own_head is None and not self._options.adapter:
             self._own_head = await self._engine.has_own_head()
         folder = self._options.folder / f"v{version:06d}"
         sent = await self._bring(folder, version)
@@ -115,7 +127,7 @@ class DiskPublisher:
         receipt = await self._load(folder, version)
         check_receipt(receipt, version, sent.tensors)
         self._last = folder, version, sent.tensors
-        await asyncio.to_thread(_prune, self._options.folder, folder)
+        await asyncio.to_thread(_prune, self._options.folder, folder, self._options.kept)
         return receipt
 
     async def restore(self) -> Receipt:
@@ -132,8 +144,13 @@ class DiskPublisher:
         return await self._learner.export(self._wanted(folder, version))
 
     def _wanted(self, folder: Path, version: int) -> Export:
-        dtype, own_head = self._options.dtype, bool(self._own_head)
-        return Export(folder=folder, version=version, dtype=dtype, own_head=own_head)
+        return Export(
+            folder=folder,
+            version=version,
+            dtype=self._options.dtype,
+            own_head=bool(self._own_head),
+            adapter=self._options.adapter,
+        )
 
     async def _load(self, folder: Path, version: int) -> Receipt:
         """Loading the same files twice does no harm, so a refusal is not believed at once."""
@@ -143,9 +160,6 @@ class DiskPublisher:
             except EngineError as error:
                 log.warning("engine refused weights version=%d error=%s", version, error)
         return await self._engine.load(folder, version, mode=self._options.mode)
-
-    def training(self) -> AbstractAsyncContextManager[None]:
-        return alone(self._engine) if self._options.share_gpu else apart()
 
 
 class DeltaPublisher(DiskPublisher):
@@ -168,16 +182,7 @@ class DeltaPublisher(DiskPublisher):
         base = self._base
         if base is not None and folder not in base and await asyncio.to_thread(_both_there, base):
             file = self._options.folder / f"{folder.name}.delta"
-            sent = await self._learner.export(
-                Export(
-                    folder=wanted.folder,
-                    version=version,
-                    dtype=wanted.dtype,
-                    own_head=wanted.own_head,
-                    base=base[0],
-                    delta=file,
-                )
-            )
+            sent = await self._learner.export(replace(wanted, base=base[0], delta=file))
             await asyncio.to_thread(apply_delta, file, base[1], folder)
             await asyncio.to_thread(file.unlink)
         else:
@@ -213,10 +218,10 @@ def _copy_whole(source: Path, folder: Path) -> None:
     fresh.rename(folder)
 
 
-def _prune(parent: Path, current: Path) -> None:
-    """Remove published folders but `current` and the newest before it."""
+def _prune(parent: Path, current: Path, kept: int = KEPT) -> None:
+    """Remove published folders but `current` and the newest before it, `kept` in all."""
     others = sorted((p for p in parent.glob("v*") if p.is_dir() and p != current), key=_age)
-    for old in others[: -(KEPT - 1)]:
+    for old in others[: -(kept - 1)]:
         shutil.rmtree(old, ignore_errors=True)
 
 

@@ -1,6 +1,7 @@
 """A server that died and came back samples on with the run's weights, not with those it was started with.
 
     generate -> failed? -> wait until it answers -> other weights? -> load what was published last -> again
+    sleep, wake -> gone? -> wait until it answers -> again
 
 Whoever keeps the server starts it again; whet waits as long as the configuration says. While the server has
 not got its weights back nothing is asked of it. Engines in the learner's process: learner/lifeline.py.
@@ -9,20 +10,20 @@ not got its weights back nothing is asked of it. Engines in the learner's proces
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Protocol
 
 from whet.engine.base import EngineInfo, LoadingEngine, Receipt
 from whet.errors import EngineError, EngineUnavailable
-from whet.train.publish.files import Publisher
+from whet.train.publish.files import Publishes, apart
 from whet.types import Generation, IntArray, RequestKey, SamplingParams
 
 PAUSE_S = 0.5
 """Between two questions whether it answers again."""
 
 
-class Restorer(Publisher, Protocol):
+class Restorer(Publishes, Protocol):
     """A publisher that can bring again what it published (files.py, gpu.py)."""
 
     async def restore(self) -> Receipt:
@@ -38,10 +39,12 @@ class ReturningEngine:
         publisher: Restorer,
         *,
         patience_s: float,
+        share_gpu: bool = False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """patience_s: how long the server may take to come back. `say` gets a line for a person."""
-        self._engine, self._publisher = engine, publisher
+        """patience_s: how long the server may take to come back. share_gpu: it sleeps while the trainer
+        works. `say` gets a line for a person."""
+        self._engine, self._publisher, self._share_gpu = engine, publisher, share_gpu
         self._patience_s, self._say = patience_s, say
         self._life = 0
         self._mending = asyncio.Lock()
@@ -85,12 +88,31 @@ class ReturningEngine:
             return receipt
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        return self._training()
+        return self._asleep() if self._share_gpu else apart()
 
     @asynccontextmanager
-    async def _training(self) -> AsyncIterator[None]:
-        async with self._publisher.training():
-            yield
+    async def _asleep(self) -> AsyncIterator[None]:
+        """The engine sleeps meanwhile; its calls under way end first. One that is started again in the middle
+        is awake with its own weights: it gets the run's with the next publication or request, not while the
+        trainer has the GPU."""
+        async with self._mending:
+            await self._patiently(self._engine.sleep)
+            try:
+                yield
+            except BaseException:
+                # What ended the step is what counts, not that the engine cannot be woken either.
+                with suppress(EngineError):
+                    await self._patiently(self._engine.wake)
+                raise
+            await self._patiently(self._engine.wake)
+
+    async def _patiently(self, do: Callable[[], Awaitable[None]]) -> None:
+        """Once more when the server was gone in between."""
+        try:
+            await do()
+        except EngineUnavailable as error:
+            await self._answering(error)
+            await do()
 
     async def _mended(self, life: int, error: EngineError) -> bool:
         """After a failed request: True when the server had lost its weights and has them again."""

@@ -102,6 +102,11 @@ class Trainer:
                 raise
         return replace(result, seconds=time.monotonic() - began)
 
+    def give_back(self) -> None:
+        """After a step, which has dropped its gradients: an engine that shares the GPU gets their memory."""
+        if self.config.share_gpu and self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _epochs(self, plan: StepPlan) -> StepResult:
         norm = lr = 0.0
         every: list[Sums] = []

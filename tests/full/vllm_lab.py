@@ -1,0 +1,58 @@
+"""Runs of `whet train FILE` beside a real vLLM server."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from whet.record.run import read_store
+
+
+def train(folder: Path, url: str, tables: Mapping[str, Mapping[str, object]]) -> tuple[Path, dict[str, Any]]:
+    """Write a configuration, run it with the scripted agent on toy tasks: (run directory, summary)."""
+    run = folder / "run"
+    basis: dict[str, dict[str, object]] = {
+        "run": {"dir": str(run)},
+        "model": {"max_context_tokens": 2048},
+        "tasks": {"source": "toy", "groups_per_step": 8},
+        "harness": {"agent": "script", "mode": "warm", "workers": 8},
+        "engine": {"kind": "vllm", "url": url, "publish_dtype": "float32"},
+        "train": {"min_groups": 1},
+    }
+    for name, keys in tables.items():
+        basis[name] = {**basis.get(name, {}), **keys}
+    lines = []
+    for name, keys in basis.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items()), ""]
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "run.toml"
+    file.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "whet.cli", "train", str(file), "--plain", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads(done.stdout.splitlines()[-1])
+    print(report(run, summary))
+    return run, summary
+
+
+def published_s(run: Path) -> list[float]:
+    """Seconds of each publication after a step."""
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [event["publish_s"] for event in events if event["event"] == "step"]
+
+
+def report(run: Path, summary: Mapping[str, Any]) -> str:
+    """What a person wants to know of such a run; `pytest -s` shows it."""
+    with read_store(run) as store:
+        steps = [step.metrics for step in store.steps()]
+    stale = sorted(metrics.get("staleness_max", 0) for metrics in steps)
+    return (
+        f"{len(steps)} steps: held-out {summary['heldout_before']} -> {summary['heldout_after']}, staleness"
+        f" at most {stale[-1]}, publication {statistics.median(published_s(run)):.2f} s (median), gap"
+        f" {summary['max_logprob_gap']:.2g}, {summary['wall_s']:.0f} s"
+    )

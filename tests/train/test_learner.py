@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest_asyncio
 from train_lab import VOCAB, group, rollout, segment, small_model
 
 from whet.capture.segments import version_row
+from whet.config import load_config
 from whet.engine.base import Engine
 from whet.engine.embedded_model import load_model, save_model
 from whet.engine.embedded_weights import checksum
@@ -207,6 +209,33 @@ async def test_a_learner_that_hangs_meets_a_deadline_and_is_ended(model_folder: 
         learner._child.patience_s = 0.3
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_a_step_that_takes_too_long_names_the_key(model_folder: Path) -> None:
+    spec = spec_of(model_folder)
+    spec = replace(spec, train=replace(spec.train, step_timeout_s=0.3), start_deadline_s=60.0)
+    async with Learner.start(spec) as learner:
+        os.kill(learner.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(TrainError, match=r"within 0.3 s \(train.step_timeout_s\)$"):
+                await learner.step(plan_step([], PlanConfig()))
+        finally:
+            os.kill(learner.pid, signal.SIGCONT)
+
+
+async def test_a_start_that_takes_too_long_names_the_key(model_folder: Path) -> None:
+    with pytest.raises(EngineError, match=r"after 0.01 s: .* \(train.start_timeout_s\)$"):
+        async with Learner.start(replace(spec_of(model_folder), start_deadline_s=0.01)):
+            pytest.fail("it started")
+
+
+def test_deadlines_are_those_of_the_configuration(model_folder: Path) -> None:
+    texts = ["train.start_timeout_s=700", "train.step_timeout_s=8000"]
+    made = LearnerSpec.of(load_config(None, texts), model=model_folder)
+    assert (made.start_deadline_s, made.train.step_timeout_s, made.call_deadline_s) == (700.0, 8000.0, 300.0)
+    ahead = LearnerSpec.of(load_config(None, [*texts, "collect.max_staleness=1"]), model=model_folder)
+    assert ahead.call_deadline_s == 8300.0, "a request waits for the step that runs"
+    assert parse_config(dump_config(made.train)) == made.train
 
 
 PARENT = """

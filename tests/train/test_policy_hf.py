@@ -3,6 +3,7 @@ with and without each memory technique, and a refusal of what it cannot compute.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from whet.train.memory.techniques import Techniques
 from whet.train.options import Lora, OptimConfig, TrainConfig
 from whet.train.plan.step import PlanConfig, StepPlan, plan_step
 from whet.train.policy.base import Policy
-from whet.train.policy.hf import HfPolicy, open_hf
+from whet.train.policy.hf import HfPolicy, adopt, open_hf
 from whet.train.trainer import checkpoint
 from whet.train.trainer.trainer import Trainer
 
@@ -185,4 +186,20 @@ def test_other_architectures_train_with_the_same_code(tmp_path: Path) -> None:
 def test_a_folder_without_a_causal_model_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(TrainError, match="not a causal language model"):
+        opened(tmp_path)
+
+
+def test_the_proof_runs_where_the_policy_will(tmp_path: Path) -> None:
+    save_model(small_model(1), tmp_path / "model")
+    model = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    seen, move = [], model.to
+    model.to = lambda device: (seen.append("moved"), move(device))[1]
+    model.register_forward_pre_hook(lambda *given: seen.append("computed"))
+    adopt(model, device=CPU, dtype=torch.float32)
+    assert seen == ["moved", "computed"]
+
+
+def test_what_is_missing_is_named_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(TrainError, match=r"^policy.kind hf needs transformers: pip install"):
         opened(tmp_path)

@@ -126,6 +126,10 @@ class TrainTable(Table):
     """kl: divergence from the reference from which a warning is given; 0 = never."""
     kl_alarm: Annotated[float, Field(ge=0)] = 0.1
     """Divergence of the trainer from what sampled the batch from which a warning is given; 0 = never."""
+    start_timeout_s: Seconds = 600.0
+    """Most seconds for a start of the learner, and for one save, load or export of its weights."""
+    step_timeout_s: Seconds = 3600.0
+    """Most seconds for one step of the learner, on each of its ranks; then the run stops."""
     restarts: CountOrZero = 3
     """Times a learner that died is started again before the run ends; each committed step counts anew."""
     token_budget: Count = 16384

@@ -2,7 +2,8 @@
 
     async with open_engine(config, family) as engine: ...
 
-The embedded engine is not opened here: it lives in the learner (train.client). Callers: serve, evaluation.
+The embedded engine is not opened here: it lives in the learner (train.client). Callers: serve and
+evaluation through learner/sampler.py, train/assembly.py.
 """
 
 from __future__ import annotations

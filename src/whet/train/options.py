@@ -123,6 +123,8 @@ class TrainConfig:
     """Processes that train together (trainer/dist.py)."""
     share_gpu: bool = False
     """An engine has the GPU's memory between two steps: what torch keeps for the next one is given back."""
+    step_timeout_s: float = 3600.0
+    """Most seconds for one step; so long a rank waits for another one too."""
 
     def __post_init__(self) -> None:
         if not (min(self.epochs, self.threads, self.ranks) >= 1 and self.temperature > 0):
@@ -146,6 +148,7 @@ class TrainConfig:
             threads=t.threads,
             ranks=t.ranks,
             share_gpu=config.engine.share_gpu,
+            step_timeout_s=t.step_timeout_s,
         )
 
 

@@ -179,7 +179,7 @@ class Learner:
                 self._engine = _Engine(inner, self._child.explain)
             else:
                 self._engine.replace(inner, self._child.explain)
-        info = await self._call("train.info", {}, self._spec.call_deadline_s)
+        info = await self._call("train.info", {}, self._spec.start_deadline_s)
         self.probe_gap = float(info.meta["probe_gap"])
         self._note(info)
 
@@ -213,7 +213,7 @@ class Learner:
         meta, arrays = encode_plan(plan)
         async with self._failing("train.step"):
             frame = await self._channel.call(
-                "train.step", {"plan": meta}, arrays, deadline_s=self._spec.step_deadline_s
+                "train.step", {"plan": meta}, arrays, deadline_s=self._spec.train.step_timeout_s
             )
         self._note(frame)
         return decode_result(frame.meta)
@@ -224,7 +224,7 @@ class Learner:
         engine = self._engine
         if engine is None:
             raise TrainError("this learner has no engine of its own to publish to")
-        frame = await self._call("train.publish", {"version": version}, self._spec.call_deadline_s)
+        frame = await self._call("train.publish", {"version": version}, self._spec.start_deadline_s)
         async with self._failing("engine.info"):
             await engine.refresh()
         self._note(frame)
@@ -247,22 +247,22 @@ class Learner:
             "base": absolute(wanted.base) if wanted.base else "",
             "delta": absolute(wanted.delta) if wanted.delta else "",
         }
-        said = (await self._call("train.export", meta, self._spec.call_deadline_s)).meta
+        said = (await self._call("train.export", meta, self._spec.start_deadline_s)).meta
         return Exported(checksum=said["checksum"], tensors=said["tensors"], sent_bytes=int(said["bytes"]))
 
     async def transfer(self, do: str, **more: Any) -> dict[str, Any]:
         """The trainer's half of a publication without files (transfer.py). Raises TrainError."""
-        limit = self._spec.call_deadline_s
+        limit = self._spec.start_deadline_s
         meta: Meta = {"do": do, "deadline_s": 0.9 * limit, **more}
         return dict((await self._call("train.transfer", meta, limit)).meta)
 
     async def save(self, folder: Path) -> None:
         """Checkpoint into `folder`, whole or not at all. Raises TrainError."""
-        await self._call("train.save", {"folder": absolute(folder)}, self._spec.call_deadline_s)
+        await self._call("train.save", {"folder": absolute(folder)}, self._spec.start_deadline_s)
 
     async def load(self, folder: Path) -> None:
         """Continue from a checkpoint, whose weights are to be published then. Raises TrainError."""
-        self._note(await self._call("train.load", {"folder": absolute(folder)}, self._spec.call_deadline_s))
+        self._note(await self._call("train.load", {"folder": absolute(folder)}, self._spec.start_deadline_s))
 
     async def _call(self, op: str, meta: Meta, deadline_s: float) -> Frame:
         async with self._failing(op):
@@ -270,11 +270,15 @@ class Learner:
 
     @asynccontextmanager
     async def _failing(self, op: str) -> AsyncIterator[None]:
-        """The learner's own TrainError passes; an EngineError becomes one, with the cause of its death."""
+        """The learner's own TrainError passes; an EngineError becomes one, with the cause of its death or the
+        key that would have given it more time."""
         try:
             yield
         except EngineError as error:
-            raise TrainError(f"{op}: {await self._child.explain(error)}") from error
+            told = str(await self._child.explain(error))
+            if isinstance(error.__cause__, TimeoutError) and told == str(error):
+                told += " (train.step_timeout_s)" if op == "train.step" else " (train.start_timeout_s)"
+            raise TrainError(f"{op}: {told}") from error
 
 
 async def _farewell(channel: Channel) -> None:

@@ -34,8 +34,6 @@ from whet.train.trainer.dist import Alone, RankLostError, Ranks, join
 from whet.train.trainer.reference import read_reference
 from whet.train.trainer.trainer import Trainer
 
-DEADLINE_S = 1800.0
-"""How long a rank waits for another one: as long as a step may take."""
 _END_S = 10.0
 """How long a peer may take to end by itself."""
 
@@ -70,7 +68,7 @@ def started(model: Path, config: TrainConfig) -> Iterator[Peers]:
         try:
             for rank in range(1, config.ranks):
                 children.append(_spawn(rank, store, model, config))
-            yield Peers(join(0, config.ranks, store, deadline_s=DEADLINE_S), children)
+            yield Peers(join(0, config.ranks, store, deadline_s=config.step_timeout_s), children)
         finally:
             for child in children:
                 _end(child)
@@ -113,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
     """Do what rank 0 says until its pipe ends."""
     follow_parent(args.parent)
     config = parse_config(args.train)
-    ranks = join(args.rank, args.world, args.store, deadline_s=DEADLINE_S)
+    ranks = join(args.rank, args.world, args.store, deadline_s=config.step_timeout_s)
     model = open_policy(args.model, config.policy)
     trainer = Trainer(model, config, reference=read_reference(config, args.model), ranks=ranks)
     for frame in _frames(sys.stdin.buffer):

@@ -21,6 +21,7 @@ from whet.train.options import TrainConfig, dump_config
 
 _TAIL = 600
 """Characters of the child's standard error that an error line may carry."""
+_GENERATION_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +44,18 @@ class LearnerSpec:
     """File for the child's output; None = a temporary one."""
     restarts: int = 0
     """Times that one which is killed while it starts is started again."""
-    start_deadline_s: float = 120.0
-    step_deadline_s: float = 1800.0
-    call_deadline_s: float = 300.0
-    """Of one generation, save, load or other call."""
+    start_deadline_s: float = 600.0
+    """Of a start, and of one save, load, export or publication: what takes longer the larger the model is. A
+    step has `train.step_timeout_s`."""
+    call_deadline_s: float = _GENERATION_S
+    """Of one generation."""
 
     @classmethod
     def of(cls, config: Config, *, model: Path, log: Path | None = None) -> LearnerSpec:
         """The learner of a run's configuration."""
+        table = config.train
+        # Rollouts that run while the trainer trains wait for its step to end.
+        waits_s = table.step_timeout_s if config.collect.max_staleness else 0.0
         return cls(
             model=model,
             train=TrainConfig.of(config),
@@ -59,7 +64,9 @@ class LearnerSpec:
             max_context=config.model.max_context_tokens,
             engine_threads=config.engine.threads,
             log=log,
-            restarts=config.train.restarts,
+            restarts=table.restarts,
+            start_deadline_s=table.start_timeout_s,
+            call_deadline_s=_GENERATION_S + waits_s,
         )
 
 
@@ -123,6 +130,8 @@ class Child:
             await asyncio.wait({dead, opened}, return_when=asyncio.FIRST_COMPLETED)
             if not opened.done():
                 raise await self.explain(EngineError("the learner did not start"))
+            if late := opened.exception():
+                raise EngineError(f"{late} (train.start_timeout_s)") from late
             channel = opened.result()
             self.connected = lambda: channel.alive
             return channel

@@ -206,10 +206,12 @@ def adopt(
 ) -> HfPolicy:
     """A `PreTrainedModel` that is there already, in fp32 and with its own attention; see `open_hf`."""
     _register()
+    # There already for the proof: a forward of some billion fp32 weights takes a CPU minutes.
+    model.to(device)
     own = _own_logprobs(model)
     model.set_attn_implementation(NAME)
     model.requires_grad_(True)
-    policy = HfPolicy(model.to(device).train(), dtype=torch.float32, lora=lora)
+    policy = HfPolicy(model.train(), dtype=torch.float32, lora=lora)
     worst = float((_logprobs(policy) - own).abs().max())
     if not worst <= limit:
         raise TrainError(
@@ -235,7 +237,7 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
 
         _register()
     except ImportError as error:
-        raise TrainError("train.policy hf needs transformers: pip install 'whet[hf]'") from error
+        raise TrainError("policy.kind hf needs transformers: pip install 'whet[hf]'") from error
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(

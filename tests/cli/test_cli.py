@@ -119,7 +119,21 @@ def test_a_wrong_command_line_is_a_usage_error(argv: list[str], capsys: pytest.C
         code = cli.main(argv)
         raise SystemExit(code)
     assert stop.value.code == 2
-    assert "whet" in capsys.readouterr().err
+    assert only_line(capsys.readouterr().err).startswith("whet: ")
+
+
+def test_imitation_takes_the_rollouts_of_the_run_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, other = tmp_path / "a", tmp_path / "b"
+    for folder in (source, other):
+        with RunDir.create(load_config(None, [f"run.dir={folder}"])):
+            pass
+    assert cli.main(["sft", str(source), f"sft.run={other}", "--dry-run"]) == 2
+    line = only_line(capsys.readouterr().err)
+    assert line == f"whet: RUN is {source}, whose rollouts and settings are used: drop sft.run={other}"
+    assert cli.main(["sft", str(source), "policy.kind=hf", "policy.lora_rank=4", "--dry-run"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["sft"]["run"] == str(source)
 
 
 def test_dry_run_prints_what_would_run_and_writes_nothing(tmp_path: Path) -> None:

@@ -147,6 +147,20 @@ def test_the_demo_runs_its_example() -> None:
     assert load_config(base=demo_preset()) == load_config(REPOSITORY / "examples" / "demo.toml")
 
 
+def test_what_is_wrong_between_keys_is_said_without_the_whole_table() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["train.loss=dppo", "train.correction=tis"])
+    assert str(caught.value).startswith("train: correction means nothing with loss = 'dppo', only with ")
+    assert "got" not in str(caught.value)
+    assert "{" not in str(caught.value)
+
+
+def test_imitation_needs_no_engine_for_its_policy() -> None:
+    config = load_config(None, ["policy.kind=hf", "sft.run=/runs/source"])
+    assert config.policy_trouble.startswith("policy.kind hf needs an engine apart")
+    assert not load_config(None, ["sft.run=/runs/source"]).policy_trouble
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

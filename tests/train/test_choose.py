@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 from sft_lab import said
+from train_lab import segment
 
 from whet.errors import TrainError
 from whet.record.store import Store
 from whet.train.plan.pack import MicroBatch
+from whet.train.plan.rows import RowRules
+from whet.train.plan.step import PlanConfig
 from whet.train.sft.choose import Choice, Wanted, choose, explain, stored_tokens
 from whet.train.sft.plan import plan_lessons, schedule
 from whet.types import Rollout, Status
@@ -103,7 +106,7 @@ def test_a_step_weighs_every_token_alike_and_shares_prefixes(store: Store) -> No
     for slot, text in enumerate(("one", "two words", "three words here")):
         put(store, said(f"train/1/0/{slot}", "a task with a prompt of some length", text))
     lessons = chosen(store, replace(WANTED, per_task=0)).lessons
-    plan = plan_lessons(lessons, token_budget=4096)
+    plan = plan_lessons(lessons, PlanConfig(token_budget=4096))
     tokens = sum(x.tokens for x in lessons)
     assert [row.weight for row in plan.rows] == [1 / tokens] * 3
     assert {row.advantage for row in plan.rows} == {1.0}
@@ -117,4 +120,59 @@ def test_a_first_token_cannot_be_a_target(store: Store) -> None:
     lesson = chosen(store).lessons[0]
     whole = replace(lesson.segments[0], mask=~lesson.segments[0].mask | True)
     with pytest.raises(TrainError, match="train/1/0/0 segment 0 token 0: the first token has no predecessor"):
-        plan_lessons([replace(lesson, segments=(whole,))], token_budget=4096)
+        plan_lessons([replace(lesson, segments=(whole,))], PlanConfig())
+
+
+def forked(name: str) -> Rollout:
+    """A sub-agent's row of 5 trained tokens, then the final row, which has 3 of its own of 6."""
+    made = said(name, "a", "x")
+    rows = [
+        replace(segment(name, 0, range(20), [False] * 15 + [True] * 5, [-1.0] * 20), label="subagent"),
+        segment(name, 1, [*range(17), 30, 31, 32], [False] * 17 + [True] * 3, [-1.0] * 20),
+    ]
+    ledger = type(made.trajectory.ledger)(captured=8, trained=8)
+    return replace(made, trajectory=replace(made.trajectory, segments=tuple(rows), ledger=ledger))
+
+
+@pytest.mark.parametrize(
+    ("rules", "rows", "tokens", "counted", "words"),
+    [
+        (RowRules(), 2, 8, 8, ""),
+        (RowRules(max_rows=1), 1, 3, 3, "5 tokens of the chosen in more rows than train.max_rows"),
+        (RowRules(mode="collapse"), 1, 5, 5, "3 tokens of the chosen not on the final row of their rollout"),
+        (RowRules(mode="final"), 1, 5, 8, "3 tokens of the chosen not on the final row of their rollout"),
+    ],
+)
+def test_rows_are_those_that_training_would_take(
+    store: Store, rules: RowRules, rows: int, tokens: int, counted: int, words: str
+) -> None:
+    put(store, forked("train/1/0/0"))
+    choice = chosen(store, replace(WANTED, rows=rules))
+    (lesson,) = choice.lessons
+    plan = plan_lessons([lesson], PlanConfig())
+    assert (len(plan.rows), lesson.tokens, plan.tokens, lesson.counted) == (rows, tokens, tokens, counted)
+    assert {row.weight for row in plan.rows} == {1 / counted}
+    assert words in explain(choice)
+    assert ("tokens of the chosen" in explain(choice)) == bool(words)
+
+
+def test_a_rollout_of_too_long_rows_is_left_out_by_name(store: Store) -> None:
+    put(store, forked("train/1/0/0"))
+    put(store, said("train/1/1/0", "b", "x y z " * 20))
+    choice = chosen(store, replace(WANTED, rows=RowRules(max_row_tokens=20)))
+    assert names(choice) == ["train/1/0/0"]
+    assert choice.left_out == {"overlong": 1}
+    assert "1 with longer rows only than train.max_row_tokens" in explain(choice)
+
+
+def test_a_step_is_laid_out_as_configured(store: Store) -> None:
+    put(store, forked("train/1/0/0"))
+    (lesson,) = chosen(store).lessons
+    tree = plan_lessons([lesson], PlanConfig(layout="tree"))
+    assert [(b.layout, b.tokens) for b in tree.batches] == [("tree", 23)]
+    assert {b.layout for b in plan_lessons([lesson], PlanConfig()).batches} == {"prefix"}
+    # where attention costs much, rows that would be padded stay apart
+    longer = segment("train/1/0/0", 1, range(100, 160), [False] * 55 + [True] * 5, [-1.0] * 60)
+    unlike = replace(lesson, segments=(lesson.segments[0], longer))
+    assert len(plan_lessons([unlike], PlanConfig()).batches) == 1
+    assert len(plan_lessons([unlike], PlanConfig(pair_cost=1.0)).batches) == 2

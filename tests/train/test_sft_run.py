@@ -20,6 +20,7 @@ from whet.record.metrics import Metrics, read_metrics
 from whet.record.run import read_store
 from whet.render.load import load_family
 from whet.rollout import NOTHING_SAMPLED
+from whet.train.plan.step import PlanConfig
 from whet.train.replay import replay
 from whet.train.sft.choose import Wanted, choose, explain, stored_tokens
 from whet.train.sft.plan import plan_lessons, schedule
@@ -108,11 +109,39 @@ def test_a_run_cut_short_ends_with_the_bits_of_one_that_was_not(
     steps = schedule([x.rollout_id for x in held], per_step=4, epochs=6, seed=config.run.seed)
     trainer = Trainer(load_model(source.parent / "student"), train_config(config, len(steps)))
     for step in steps:
-        plan = plan_lessons([held[i] for i in step], token_budget=config.train.token_budget)
+        plan = plan_lessons([held[i] for i in step], PlanConfig.of(config))
         result = trainer.step(plan)
         assert (result.max_logprob_gap, result.mismatch_kl) == (0.0, 0.0)
     whole = load_model(Path(str(finished[0]["checkpoint"])))
     assert checksum(whole) == finished[0]["weights"] == checksum(trainer.model)
+
+
+def test_a_tree_of_shared_tokens_teaches_the_same(
+    source: Path, finished: tuple[Mapping[str, object], Watcher], tmp_path: Path
+) -> None:
+    config = sft_config(source, tmp_path / "run", *SCHEDULE, "sft.epochs=1", "train.layout=tree")
+    summary = sft(config, Watcher())
+    line = next(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    linear = next(read_metrics(Path(str(finished[0]["run_dir"])) / "metrics.jsonl"))
+    assert line["loss"] == pytest.approx(linear["loss"], rel=1e-5)
+    assert summary["model"] == summary["checkpoint"]
+
+
+def test_adapters_of_any_model_end_as_a_model_that_whet_train_takes(source: Path, tmp_path: Path) -> None:
+    """The rollouts were sampled by an embedded engine, which could not sample with this policy."""
+    adapters = ("policy.kind=hf", "policy.lora_rank=2", "policy.device=cpu", "sft.epochs=1")
+    summary = sft(sft_config(source, tmp_path / "run", *adapters), Watcher())
+    model, checkpoint = Path(str(summary["model"])), Path(str(summary["checkpoint"]))
+    assert model == tmp_path / "run" / "model"
+    assert f"whet train CONFIG model.path={model}\n" in (tmp_path / "run" / "report.txt").read_text()
+    assert (checkpoint / "adapter_config.json").exists()
+    assert not (checkpoint / "model.safetensors").exists()
+    assert load_family(model).fingerprint == FAMILY.fingerprint
+    before = dict(load_model(source.parent / "student").named_parameters())
+    after = dict(load_model(model).named_parameters())
+    moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert moved
+    assert all("_proj." in name for name in moved)
 
 
 def test_nothing_worth_imitating_is_one_line_that_says_why(tmp_path: Path) -> None:

@@ -92,7 +92,12 @@ def _sft_config(source: Path | None, overrides: Sequence[str]) -> Config:
     base = {table: dict(values) for table, values in read_toml(source / "config.toml").items()}
     base.setdefault("run", {})["dir"] = ""
     base.setdefault("sft", {})["run"] = str(source.absolute())
-    return load_config(None, overrides, base)
+    config = load_config(None, overrides, base)
+    if config.sft.run != str(source.absolute()):
+        raise ConfigError(
+            f"RUN is {source}, whose rollouts and settings are used: drop sft.run={config.sft.run}"
+        )
+    return config
 
 
 def rollout_verb(options: argparse.Namespace) -> int:

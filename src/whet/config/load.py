@@ -156,7 +156,11 @@ def _suggest(name: str, known: Sequence[str]) -> str:
 
 
 def _describe(item: Any) -> str:
+    """One line, with what was given for a key; a whole table's keys are beside the point."""
     where = ".".join(str(part) for part in item["loc"])
     message = str(item["msg"]).removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    return f"{where}: {message}, got {item['input']!r}" if where else message
+    if not where:
+        return message
+    given = "" if isinstance(item["input"], Mapping) else f", got {item['input']!r}"
+    return f"{where}: {message}{given}"

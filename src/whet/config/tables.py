@@ -279,12 +279,18 @@ class Config(Table):
         keeps; for each grading one, and one made ready; one that a task's base is read from."""
         return self.harness.workers + 2 * self.grade.workers + 1
 
+    @property
+    def policy_trouble(self) -> str:
+        """Why the engine cannot sample with what [policy] trains; empty when it can."""
+        if self.policy.kind == "hf" and self.engine.kind == "embedded":
+            return "policy.kind hf needs an engine apart: the embedded one samples with the builtin model"
+        return ""
+
     @model_validator(mode="after")
     def _policy_has_an_engine(self) -> Self:
-        if self.policy.kind == "hf" and self.engine.kind == "embedded":
-            raise ValueError(
-                "policy.kind hf needs an engine apart: the embedded one samples with the builtin model"
-            )
+        # `whet sft` samples with nothing, whatever engine made the rollouts of sft.run
+        if self.policy_trouble and not self.sft.run:
+            raise ValueError(self.policy_trouble)
         return self
 
     @model_validator(mode="after")

@@ -125,6 +125,8 @@ async def assemble(
             f"engine.kind {config.engine.kind}: a training run samples with {', '.join(TRAINED)}, which take"
             " its weights and give a log-probability for every sampled token, as losses and corrections need"
         )
+    if config.policy_trouble:  # sft.run in the file of another verb
+        raise ConfigError(config.policy_trouble)
     folder = model_folder(config)
     family = load_family(folder, config.model.family)
     source = open_source(config, limits_of(config))

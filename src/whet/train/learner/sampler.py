@@ -13,6 +13,7 @@ from pathlib import Path
 from whet.config import Config, model_folder
 from whet.engine.base import Engine
 from whet.engine.open import open_engine
+from whet.errors import ConfigError
 from whet.render.family import Family
 from whet.train.learner.client import Learner, LearnerSpec
 
@@ -36,6 +37,8 @@ async def open_sampler(
 ) -> AsyncIterator[Sampler]:
     """The configured engine. `log` gets what a learner says; `announce` a line that the operator needs before
     a server can answer. Raises ConfigError, EngineError."""
+    if config.policy_trouble:  # sft.run in the file of another verb
+        raise ConfigError(config.policy_trouble)
     if config.engine.kind == "embedded":
         async with Learner.start(LearnerSpec.of(config, model=model_folder(config), log=log)) as learner:
             yield Sampler(engine=learner.engine, check=learner.check)

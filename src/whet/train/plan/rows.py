@@ -1,6 +1,7 @@
 """Which rows of a rollout are trained: all of them, or its final chain alone, within the caps asked for.
 
-A row left out keeps its name in the account. Nothing here knows of rewards. Called by step.py.
+A row left out keeps its name in the account. Nothing here knows of rewards. Called by step.py and
+sft/choose.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from whet.config import Config
 from whet.errors import TrainError
 from whet.train.plan.prefix import common_prefix
 from whet.types import Rollout, Segment
@@ -31,8 +33,15 @@ class RowRules:
     max_row_tokens: int = 0
     """Most tokens of one row, 0 = no limit: a longer one is not trained, for the reason `overlong`."""
 
+    @classmethod
+    def of(cls, config: Config) -> RowRules:
+        """Those of a run's configuration."""
+        t = config.train
+        return cls(mode=t.rows, max_rows=t.max_rows, max_row_tokens=t.max_row_tokens)
 
-_NO_RULES = RowRules()
+
+ALL_ROWS = RowRules()
+"""Nothing is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +59,18 @@ class Chosen:
 def choose_rows(rollout: Rollout, rules: RowRules) -> Chosen:
     """The rows to train. Raises TrainError when the segments do not match capture's own account."""
     segments, total = _trained(rollout)
+    return cut_rows(segments, total, rules)
+
+
+def cut_rows(segments: Sequence[Segment], total: int, rules: RowRules) -> Chosen:
+    """The rows among segments of one rollout, in order of index, each with something to train: `total` tokens
+    together."""
     if not segments:
         return Chosen(rows=(), counted=0, excluded={})
-    if rules == _NO_RULES:
+    if rules == ALL_ROWS:
         return Chosen(rows=tuple(segments), counted=total, excluded={})
     if rules.mode == "all":
-        kept, excluded = segments, {}
+        kept, excluded = list(segments), {}
     else:
         kept = [_collapsed(segments)]
         excluded = {"not_final": total - _tokens(kept)}

@@ -94,7 +94,7 @@ class PlanConfig:
             min_groups=t.min_groups,
             token_budget=t.token_budget,
             layout=t.layout,
-            rows=RowRules(mode=t.rows, max_rows=t.max_rows, max_row_tokens=t.max_row_tokens),
+            rows=RowRules.of(config),
             ranks=t.ranks,
             pair_cost=pair_cost(model_folder(config)) if shaped else PAIR_COST,
         )

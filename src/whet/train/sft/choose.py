@@ -19,6 +19,7 @@ from whet.gateway.retold import last_record, retold
 from whet.record.outline import Outline
 from whet.record.store import Store
 from whet.render.family import Family
+from whet.train.plan.rows import ALL_ROWS, RowRules, cut_rows
 from whet.types import Segment, Status
 
 Reason = Literal[
@@ -29,6 +30,7 @@ Reason = Literal[
     "low_reward",
     "not_told",
     "no_tokens",
+    "overlong",
     "duplicate",
     "per_task",
 ]
@@ -40,10 +42,17 @@ WORDS: Mapping[Reason, str] = {
     "low_reward": "below sft.min_reward",
     "not_told": "whose text cannot be told in the model's tokens",
     "no_tokens": "without a token that may be trained",
+    "overlong": "with longer rows only than train.max_row_tokens",
     "duplicate": "saying the same as another one of their task (sft.dedup)",
     "per_task": "more than sft.per_task of their task",
 }
 """Why a rollout was not chosen, as a person reads it."""
+TOKEN_WORDS: Mapping[str, str] = {
+    "not_final": "not on the final row of their rollout (train.rows)",
+    "row_cap": "in more rows than train.max_rows",
+    "overlong": "in longer rows than train.max_row_tokens",
+}
+"""Why tokens of a chosen rollout are not imitated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +65,8 @@ class Wanted:
     held_out: bool
     truncated: bool
     """Take those that reached a limit and still earned their reward."""
+    rows: RowRules = ALL_ROWS
+    """Which rows of a chosen one."""
 
     @classmethod
     def of(cls, config: Config) -> Wanted:
@@ -66,6 +77,7 @@ class Wanted:
             dedup=table.dedup,
             held_out=table.held_out,
             truncated=config.train.truncated == "keep",
+            rows=RowRules.of(config),
         )
 
 
@@ -77,6 +89,26 @@ class Lesson:
     task_id: str
     reward: float
     segments: tuple[Segment, ...] = field(repr=False)
+    counted: int
+    """Tokens by which it counts in the mean of a step: with train.rows final more than are imitated."""
+    excluded: Mapping[str, int] = field(default_factory=dict)
+    """Tokens left out of the rows, by reason."""
+
+    @classmethod
+    def of(
+        cls, rollout_id: str, task_id: str, reward: float, segments: Sequence[Segment], rules: RowRules
+    ) -> Lesson:
+        """The rows of a rollout that the rules leave."""
+        trained = sorted((s for s in segments if s.mask.any()), key=lambda s: s.index)
+        chosen = cut_rows(trained, sum(int(s.mask.sum()) for s in trained), rules)
+        return cls(
+            rollout_id=rollout_id,
+            task_id=task_id,
+            reward=reward,
+            segments=chosen.rows,
+            counted=chosen.counted,
+            excluded=chosen.excluded,
+        )
 
     @property
     def tokens(self) -> int:
@@ -190,14 +222,9 @@ def _of_task(
             left_out["not_told"] += 1
             troubles.append(str(error))
             continue
-        lesson = Lesson(
-            rollout_id=outline.rollout_id,
-            task_id=outline.task_id,
-            reward=outline.reward or 0.0,
-            segments=segments,
-        )
+        lesson = Lesson.of(outline.rollout_id, outline.task_id, outline.reward or 0.0, segments, wanted.rows)
         if not lesson.tokens:
-            left_out["no_tokens"] += 1
+            left_out["overlong" if lesson.excluded else "no_tokens"] += 1
         elif wanted.dedup and lesson.digest in known:
             left_out["duplicate"] += 1
         else:
@@ -211,4 +238,8 @@ def explain(choice: Choice) -> str:
     parts = [f"{count} {WORDS[reason]}" for reason, count in choice.left_out.items()]
     if choice.trouble:
         parts.append(f"the first of these: {choice.trouble}")
+    cut: Counter[str] = Counter()
+    for lesson in choice.lessons:
+        cut.update(lesson.excluded)
+    parts += [f"{tokens:,} tokens of the chosen {TOKEN_WORDS[reason]}" for reason, tokens in cut.items()]
     return f"{choice.seen} rollouts, {len(choice.lessons)} chosen" + "".join(f"; {p}" for p in parts)

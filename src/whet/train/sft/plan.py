@@ -1,6 +1,7 @@
 """Lessons in, complete supervised steps out: the planner's rows and micro-batches with every advantage 1.
 
-The loss of a step is the mean of -logp over its tokens, whatever rollout, row or micro-batch they are in.
+The loss of a step is the mean of -logp over the tokens that count, whatever rollout, row or micro-batch they
+are in.
 Which lessons meet in which step is a function of seed, pass and ids alone, so a resumed run repeats it. No
 torch. Caller: run.py.
 """
@@ -13,7 +14,7 @@ from dataclasses import replace
 
 from whet.errors import TrainError
 from whet.train.plan.pack import pack
-from whet.train.plan.step import Row, StepPlan, plan_digest
+from whet.train.plan.step import PlanConfig, Row, StepPlan, plan_digest
 from whet.train.sft.choose import Lesson
 from whet.types import Ledger, Segment
 
@@ -28,14 +29,15 @@ def schedule(ids: Sequence[str], *, per_step: int, epochs: int, seed: int) -> li
     return steps
 
 
-def plan_lessons(lessons: Sequence[Lesson], *, token_budget: int, ranks: int = 1) -> StepPlan:
-    """One step over `lessons`, for `ranks` processes. Raises TrainError for a token that cannot be a
-    target."""
+def plan_lessons(lessons: Sequence[Lesson], config: PlanConfig) -> StepPlan:
+    """One step over `lessons`; of the planner's choices those of micro-batches count. Raises TrainError for a
+    token that cannot be a target."""
     tokens = sum(lesson.tokens for lesson in lessons)
     if not tokens:
         raise TrainError("a supervised step without a token to train")
+    weight = 1.0 / sum(lesson.counted for lesson in lessons)
     rows = tuple(
-        _row(lesson, segment, 1.0 / tokens)
+        _row(lesson, segment, weight)
         for lesson in lessons
         for segment in lesson.segments
         if segment.mask.any()
@@ -43,7 +45,14 @@ def plan_lessons(lessons: Sequence[Lesson], *, token_budget: int, ranks: int = 1
     first = [int(row.mask.argmax()) for row in rows]
     plan = StepPlan(
         rows=rows,
-        batches=pack([row.ids for row in rows], first, token_budget, ranks=ranks),
+        batches=pack(
+            [row.ids for row in rows],
+            first,
+            config.token_budget,
+            layout=config.layout,
+            ranks=config.ranks,
+            pair_cost=config.pair_cost,
+        ),
         ledger=Ledger(captured=tokens, trained=tokens),
         groups=len({lesson.task_id for lesson in lessons}),
     )

@@ -3,7 +3,8 @@
     RUN's store -> choose -> schedule -> plan_lessons -> Learner.step -> checkpoint (rename) -> commit_step
 
 Writes a run directory of its own; RUN is only read. The learner, its planner rows, head and checkpoints are
-those of `whet train`, so a checkpoint of this is a model.path of that. What was chosen is stored before the
+those of `whet train`, so a checkpoint of this is a model.path of that; adapters are merged for it at the end.
+What was chosen is stored before the
 first step: a resumed run goes on with the same lessons and ends with the same bits. Never imports torch.
 """
 
@@ -27,9 +28,11 @@ from whet.record.store import Store
 from whet.render.family import Family
 from whet.render.load import load_family
 from whet.stop import run_interruptible
-from whet.train.learner.client import Learner, LearnerSpec, StepResult
+from whet.train.learner.client import Export, Learner, LearnerSpec, StepResult
 from whet.train.loop import WallClock, prune
 from whet.train.options import LossConfig, TrainConfig
+from whet.train.plan.rows import RowRules
+from whet.train.plan.step import PlanConfig
 from whet.train.sft.choose import Choice, Lesson, Tokens, Wanted, choose, explain, stored_tokens, told_tokens
 from whet.train.sft.plan import plan_lessons, schedule
 from whet.train.start_model import keep_start_model
@@ -42,6 +45,8 @@ LESSONS, CHOICE = "lessons", "choice"
 REPORT = "report.txt"
 RECORDS = "sessions"
 """Folder of a run directory with the text of a provider's calls."""
+MODEL = "model"
+"""Folder of a run directory with the whole model, where its checkpoints hold adapters."""
 
 
 class Observer(Protocol):
@@ -81,6 +86,8 @@ class Course:
     """Indices of lessons, step by step."""
     words: str
     """How the choice went."""
+    plan: PlanConfig
+    """How a step is cut into micro-batches."""
 
 
 def train_config(config: Config, steps: int) -> TrainConfig:
@@ -156,15 +163,11 @@ def _again(
     config: Config, store: Store, tokens: Tokens, chosen: Sequence[Sequence[str]]
 ) -> tuple[Lesson, ...]:
     """The lessons of a run that goes on. Raises RecordError when a rollout is gone or is another now."""
-    lessons = []
+    lessons, rules = [], RowRules.of(config)
     for rollout_id, digest in chosen:
         rollout = store.rollout(rollout_id)
-        lesson = Lesson(
-            rollout_id=rollout_id,
-            task_id=rollout.task_id,
-            reward=rollout.reward or 0.0,
-            segments=tokens(rollout_id),
-        )
+        reward = rollout.reward or 0.0
+        lesson = Lesson.of(rollout_id, rollout.task_id, reward, tokens(rollout_id), rules)
         if lesson.digest != digest:
             raise RecordError(
                 f"rollout {rollout_id} of {config.sft.run} is not the one that this run began with"
@@ -182,7 +185,7 @@ def _course(config: Config, run_store: Store, family: Family) -> Course:
         epochs=table.epochs,
         seed=config.run.seed,
     )
-    return Course(lessons=lessons, steps=tuple(steps), words=words)
+    return Course(lessons=lessons, steps=tuple(steps), words=words, plan=PlanConfig.of(config))
 
 
 class Steps:
@@ -200,8 +203,7 @@ class Steps:
         count = len(course.steps)
         for step in range(1 if last is None else last.step + 1, count + 1):
             lessons = [course.lessons[i] for i in course.steps[step - 1]]
-            train = config.train
-            plan = plan_lessons(lessons, token_budget=train.token_budget, ranks=train.ranks)
+            plan = plan_lessons(lessons, course.plan)
             result = await self._learner.step(plan)
             metrics = _metrics(result, step, lessons)
             if step % config.sft.checkpoint_every_steps == 0 or step == count:
@@ -259,7 +261,8 @@ async def _sft(config: Config, view: Observer, options: SftOptions) -> Mapping[s
         if last is not None:
             await learner.load(run.path / last.checkpoint)
         await Steps(run, store, metrics, learner, view).run(course, clock)
-        summary = _summary(run, store, course, clock)
+        model = await _whole(run, learner, run.path / store.steps()[-1].checkpoint)
+        summary = {**_summary(run, store, course, clock), "model": str(model)}
         run.write_summary(summary)
         write_text(run.path / REPORT, report(summary))
         return summary
@@ -269,6 +272,15 @@ def _check_kind(store: Store, run: RunDir, *, resumed: bool) -> None:
     if resumed and store.meta().get(KIND) != SFT:
         raise RecordError(f"{run.path} holds no run of `whet sft`")
     store.set_meta(KIND, SFT)
+
+
+async def _whole(run: RunDir, learner: Learner, checkpoint: Path) -> Path:
+    """What another verb takes as its model.path: the checkpoint, or, where that holds adapters alone, the
+    model that they are merged into. Raises TrainError."""
+    if not run.config.policy.lora_rank:
+        return checkpoint
+    await learner.export(Export(folder=run.path / MODEL, version=learner.version))
+    return run.path / MODEL
 
 
 def _summary(run: RunDir, store: Store, course: Course, clock: WallClock) -> Mapping[str, Any]:
@@ -297,7 +309,7 @@ def report(summary: Mapping[str, Any]) -> str:
         f"{summary['steps']} steps over {summary['chosen']} rollouts of {summary['tasks']} tasks,"
         f" {summary['tokens']:,} tokens, {summary['epochs']} passes; last loss {summary['loss']:.4f}\n"
         f"run    {summary['run_dir']}\n"
-        f"next   whet train CONFIG model.path={summary['checkpoint']}\n"
+        f"next   whet train CONFIG model.path={summary['model']}\n"
     )
 
 

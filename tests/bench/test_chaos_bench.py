@@ -10,7 +10,7 @@ import pytest
 
 from whet import failpoint
 from whet.bench._chaos_run import Run
-from whet.bench.chaos import RARE, deaths
+from whet.bench.chaos import RARE, Chaos, deaths, judge
 from whet.collect.dispatcher import Slot
 from whet.config import load_config
 from whet.record.run import RunDir
@@ -74,3 +74,10 @@ def test_every_failpoint_is_armed_once_and_one_of_the_controller_in_each_life() 
     assert {point for life in lives for point in life if life[0].startswith(("step.", "loop."))} >= {
         point for point in often if point.startswith(("learner.", "checkpoint."))
     }
+
+
+def test_the_result_has_the_five_figures(tmp_path: Path) -> None:
+    chaos = Chaos(tmp_path, 0, 1)
+    told = judge(chaos, run_of(tmp_path / "a"), [])
+    assert list(told) == ["kills", "lost", "trained_twice", "ledger_balanced", "bit_identical"]
+    assert list(told.values()) == [0, 0, 0, True, True]

@@ -7,13 +7,24 @@ import json
 import pytest
 
 from whet.bench import long
+from whet.bench.long import Case
+
+TOLD = ["model", "tokens", "peak_gib", "predicted_gib", "tokens_per_s", "peers"]
 
 
 def test_a_small_case_is_measured_and_predicted(capfd: pytest.CaptureFixture[str]) -> None:
     assert long.main(["--json", "--models", "3m", "--tokens", "256", "--repeats", "1", "--no-peers"]) == 0
-    cases = json.loads(capfd.readouterr().out.strip().splitlines()[-1])["cases"]
+    result = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert list(result) == ["cases"]
+    cases = result["cases"]
     assert [c["tokens"] for c in cases] == [256, 256]
     for case in cases:
-        assert {"model", "tokens", "peak_gib", "predicted_gib", "tokens_per_s", "peers"} <= case.keys()
+        assert list(case) == TOLD
         assert case["predicted_gib"] == pytest.approx(case["peak_gib"], rel=0.05)
         assert case["tokens_per_s"] > 0
+
+
+def test_what_did_not_run_has_no_figures() -> None:
+    told = Case(model="4b", tokens=1 << 20, predicted_gib=200.0, error="out of memory").told()
+    assert list(told) == TOLD
+    assert (told["peak_gib"], told["predicted_gib"], told["tokens_per_s"]) == (None, 200.0, None)

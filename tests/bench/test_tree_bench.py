@@ -60,6 +60,7 @@ def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_object_with_equal_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     assert tree.main([*ARGUMENTS, "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(result) == ["speedup", "work_ratio", "max_rel_grad_diff"]
     assert 1 < result["work_ratio"] < 10
     assert result["speedup"] > 0
     assert 0 < result["max_rel_grad_diff"] < 1e-5
@@ -71,7 +72,9 @@ def test_gradients_that_differ_fail_it(
 ) -> None:
     monkeypatch.setattr(tree, "LIMIT", 1e-12)
     assert tree.main(ARGUMENTS) == 1
-    assert "of the work saved" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "of the work saved" in said
+    assert "tokens_per_s" in said
 
 
 @pytest.mark.full

@@ -10,7 +10,6 @@ schedule alone is measured and hours take seconds; --real N runs the same on the
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -21,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from whet.bench._arguments import Arguments, amount, amount_or_zero, count, count_or_zero
 from whet.collect.breaker import Breaker
 from whet.collect.collector import AsyncOptions, Collector
 from whet.collect.dispatcher import CollectOptions
@@ -177,7 +177,7 @@ def variations(case: Case) -> list[tuple[str, Case]]:
     return [
         (f"S = {case.staleness}", case),
         ("S = 1", replace(case, staleness=1)),
-        ("half the workers", replace(case, workers=case.workers // 2)),
+        ("half the workers", replace(case, workers=max(1, case.workers // 2))),
         ("train time 3 medians", replace(case, train_s=3 * case.median_s)),
         ("train time 6 medians", replace(case, train_s=6 * case.median_s)),
         ("no deadline", replace(case, deadline_s=math.inf)),
@@ -198,14 +198,16 @@ def line(name: str, found: Compared) -> str:
 
 def main(argv: list[str]) -> int:
     """0, or 1 when a rollout was lost."""
-    parser = argparse.ArgumentParser(prog="whet bench async", description=__doc__)
-    parser.add_argument("--updates", type=int, default=Case().updates)
-    parser.add_argument("--workers", type=int, default=Case().workers)
-    parser.add_argument("--train-s", type=float, default=Case().train_s)
-    parser.add_argument("--deadline-s", type=float, default=Case().deadline_s)
-    parser.add_argument("--staleness", type=int, default=Case().staleness)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--real", type=float, default=0.0, metavar="N", help="real clock, N times faster")
+    parser = Arguments(prog="whet bench async", description=__doc__)
+    parser.add_argument("--updates", type=count, default=Case().updates)
+    parser.add_argument("--workers", type=count, default=Case().workers)
+    parser.add_argument("--train-s", type=amount_or_zero, default=Case().train_s)
+    parser.add_argument("--deadline-s", type=amount, default=Case().deadline_s)
+    parser.add_argument("--staleness", type=count_or_zero, default=Case().staleness)
+    parser.add_argument("--seeds", type=count, default=3)
+    parser.add_argument(
+        "--real", type=amount_or_zero, default=0.0, metavar="N", help="real clock, N times faster"
+    )
     parser.add_argument("--vary", action="store_true", help="vary train time, deadline, workers, S ...")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(argv)

@@ -12,7 +12,6 @@ graded: decision 0038.) Status 1 unless all is well.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 import orjson
 
 from whet import failpoint
+from whet.bench._arguments import Arguments, count, count_or_zero
 from whet.bench._chaos_run import Run, Victim
 from whet.config import demo_preset, dump_toml, load_config
 
@@ -162,15 +162,19 @@ def whole(chaos: Chaos, kills: int) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and report; one JSON object as the last line of stdout."""
-    parser = argparse.ArgumentParser(prog="whet bench chaos", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50, help="at random, besides those at failpoints")
-    parser.add_argument("--steps", type=int, default=6, help="of each run")
+    parser = Arguments(prog="whet bench chaos", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--kills", type=count_or_zero, default=50, help="at random, besides those at failpoints"
+    )
+    parser.add_argument("--steps", type=count, default=6, help="of each run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--keep", type=Path, default=None, metavar="DIR", help="leave the run directories here"
     )
     parser.add_argument("--json", action="store_true", help="the last line is JSON; it always is")
     args = parser.parse_args(argv)
+    if args.keep is not None and args.keep.exists() and any(args.keep.iterdir()):
+        parser.error(f"--keep {args.keep}: is not empty")
     with tempfile.TemporaryDirectory(prefix="whet-chaos-") as scratch:
         folder = Path(scratch) if args.keep is None else args.keep
         folder.mkdir(parents=True, exist_ok=True)

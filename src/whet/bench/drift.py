@@ -12,7 +12,6 @@ markers    text from outside holds a control marker: how often does the stock en
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -27,6 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from whet.bench._arguments import Arguments, count
 from whet.errors import RenderError, WhetError
 from whet.render.encode import Codec
 
@@ -175,16 +175,16 @@ def show(told: dict[str, object]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m whet.bench.drift", description=__doc__)
+    parser = Arguments(prog="whet bench drift", description=__doc__)
     parser.add_argument("model", type=Path, help="model folder or tokenizer.json")
-    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--trials", type=count, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(arguments)
     try:
         told = measure(load_codec(options.model), options.trials, options.seed)
     except WhetError as error:
-        print(f"drift: {error}", file=sys.stderr)
+        print(f"whet: {error}", file=sys.stderr)
         return 1
     if not options.json:
         show(told)

@@ -16,7 +16,6 @@ conversation  what an agent does: calls in a row, each prompt all before plus so
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import sys
@@ -34,6 +33,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from whet.bench._arguments import Arguments, count
 from whet.engine.embedded_core import EmbeddedCore, EngineOptions
 from whet.engine.embedded_model import ModelConfig, Qwen3, initialise, save_model
 from whet.types import Generation, IntArray, RequestKey, SamplingParams
@@ -193,12 +193,12 @@ def report(rates: list[Rate]) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; JSON on stdout. Status 1 when conversations at batch 8 miss `--at-least`."""
-    parser = argparse.ArgumentParser(prog="whet bench engine", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--prompt-tokens", type=int, default=550)
-    parser.add_argument("--tokens", type=int, default=64, help="sampled per request when measuring decode")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--vocab", type=int, default=1024)
+    parser = Arguments(prog="whet bench engine", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--prompt-tokens", type=count, default=550)
+    parser.add_argument("--tokens", type=count, default=64, help="sampled per request when measuring decode")
+    parser.add_argument("--repeats", type=count, default=5)
+    parser.add_argument("--threads", type=count, default=1)
+    parser.add_argument("--vocab", type=count, default=1024)
     parser.add_argument("--at-least", type=float, default=0.0, help="wanted ratio, conversations at batch 8")
     args = parser.parse_args(argv)
     model = initialise(ModelConfig(vocab_size=args.vocab), 0)

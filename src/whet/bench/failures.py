@@ -8,7 +8,6 @@ compared with the same rollouts in a world without failures; intervals are 95 %,
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from whet.bench._arguments import Arguments, count
 from whet.bench._failures_world import (
     GROUPS_PER_STEP,
     MOST_TRIES,
@@ -184,10 +184,8 @@ def table(cases: Sequence[Mapping[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """One JSON object as the last line of stdout."""
-    parser = argparse.ArgumentParser(
-        prog="whet bench failures", description=(__doc__ or "").split("\n", 1)[0]
-    )
-    parser.add_argument("--groups", type=int, default=4000, help="tasks of the world (default: 4000)")
+    parser = Arguments(prog="whet bench failures", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--groups", type=count, default=4000, help="tasks of the world (default: 4000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--advantage", default="dr_grpo", choices=("dr_grpo", "grpo", "rloo", "maxrl"))
     parser.add_argument("--real", action="store_true", help="real rollouts too; some minutes")

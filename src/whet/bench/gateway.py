@@ -12,7 +12,6 @@ added_ms    wall time from the first byte sent to the last received; the engine 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from whet.bench import _corpus
+from whet.bench._arguments import Arguments, count
 from whet.bench._peers import compare
 from whet.bench._process import Process, running
 
@@ -203,14 +203,16 @@ def report_peers(peers: Mapping[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; one JSON object as the last line of stdout."""
-    parser = argparse.ArgumentParser(prog="whet bench gateway", description=(__doc__ or "").splitlines()[0])
+    parser = Arguments(prog="whet bench gateway", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="no table, only the JSON line")
     parser.add_argument("--quick", action="store_true", help="one connection only, one round")
     parser.add_argument("--peers", action="store_true", help="also other gateways, installed if need be")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--only", default="", help="shapes whose name begins so, e.g. 50KB/256")
     args = parser.parse_args(argv)
     chosen = [shape for shape in shapes(args.quick) if shape.name.startswith(args.only)]
+    if not (chosen or "growth".startswith(args.only)):
+        parser.error(f"--only {args.only}: no shape begins so")
     cells: dict[str, dict[str, float]] = {}
     loads = [os.getloadavg()[0]]
     peers: dict[str, Any] = {}

@@ -6,7 +6,6 @@ dismissed for having changed nothing. For tasks that are files and have a whole 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 
 import orjson
 
+from whet.bench._arguments import Arguments, count, count_or_zero
 from whet.collect.agents import limits_of
 from whet.config import Config, load_config
 from whet.errors import ConfigError, TaskError, WhetError, first_error
@@ -93,11 +93,11 @@ def run(config: Config, count: int = 0) -> dict[str, object]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """One JSON object as the last line of stdout; 1 when a verdict is not what it must be."""
-    parser = argparse.ArgumentParser(prog="whet bench grading", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Arguments(prog="whet bench grading", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("file", help="the data set, e.g. HumanEval.jsonl.gz")
     parser.add_argument("--source", default="humaneval", help="its format (default: humaneval)")
-    parser.add_argument("--tasks", type=int, default=0, help="only the first of them")
-    parser.add_argument("--workers", type=int, default=2, help="gradings at the same time (default: 2)")
+    parser.add_argument("--tasks", type=count_or_zero, default=0, help="only the first of them")
+    parser.add_argument("--workers", type=count, default=2, help="gradings at the same time (default: 2)")
     args = parser.parse_args(argv)
     settings = [
         f"tasks.source={args.source}",

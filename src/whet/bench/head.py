@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from whet.bench._arguments import Arguments, chosen_device, count, share
 from whet.bench._head_sides import Grads, Problem, Side, problem, sides
 from whet.train.head.tiles import tiling
 
@@ -32,6 +33,8 @@ RATE = {"H200": 788e12}
 """Operations per second of the largest bf16 products, by a word in the device's name."""
 ERRORS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """Largest error of whet's gradients, as a share of the largest number in them."""
+TOLD = ("positions", "hidden", "trained", "ms", "floor_ms", "extra_gib", "peers")
+"""What the JSON has of a case; the rest is in the table."""
 SECONDS = 3.0
 """Time after which a side's repeats of one case end, three at the least."""
 
@@ -194,59 +197,55 @@ def _rounded(ms: float | None) -> float | str:
     return "out of memory" if ms is None else round(ms, 3)
 
 
-def report(cases: list[Any]) -> None:
-    table = Table(title="one pass of the policy-gradient head")
-    for column in ("positions", "hidden", "trained", "ms", "of floor", "extra GiB", "peers (ms)"):
+def report(cases: list[Any], where: str, absent: dict[str, str]) -> None:
+    table = Table(title=f"one pass of the policy-gradient head ({where})")
+    columns = ("positions", "hidden", "vocab", "trained", "ms", "floor", "of it", "bare", "extra GiB")
+    for column in (*columns, "error", "peers (ms)"):
         table.add_column(column, justify="right")
     for c in cases:
         peers = ", ".join(f"{name} {ms}" for name, ms in c["peers"].items())
         numbers = [
-            c["positions"],
-            c["hidden"],
-            c["trained"],
-            c["ms"],
-            f"{c['ratio']} x",
-            c["extra_gib"],
-            peers,
+            *(c["positions"], c["hidden"], c["vocab"], c["trained"], c["ms"], c["floor_ms"]),
+            *(f"{c['ratio']} x", c["bare_ms"], c["extra_gib"], max(c["errors"]["whet"].values()), peers),
         ]
         table.add_row(*map(str, numbers))
-    Console(stderr=True).print(table)
+    console = Console(stderr=True)
+    console.print(table)
+    for name, reason in absent.items():
+        console.print(f"{name} is not there: {reason}", markup=False)
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="whet bench head", description=(__doc__ or "").splitlines()[0])
+    parser = Arguments(prog="whet bench head", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--positions", type=int, nargs="+")
-    parser.add_argument("--hidden", type=int, nargs="+")
-    parser.add_argument("--trained", type=float, nargs="+", help="shares of positions that are trained")
-    parser.add_argument("--vocab", type=int, help="151936 on a GPU, 8192 on a CPU unless given")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=1, help="on a CPU")
+    parser.add_argument("--positions", type=count, nargs="+")
+    parser.add_argument("--hidden", type=count, nargs="+")
+    parser.add_argument("--trained", type=share, nargs="+", help="shares of positions that are trained")
+    parser.add_argument("--vocab", type=count, help="151936 on a GPU, 8192 on a CPU unless given")
+    parser.add_argument("--repeats", type=count, default=10)
+    parser.add_argument("--threads", type=count, default=1, help="on a CPU")
     parser.add_argument("--no-peers", action="store_true", help="measure whet alone")
     parser.add_argument("--json", action="store_true", help="print only the JSON")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.device = chosen_device(parser, args.device)
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; JSON on stdout. Status 1 when whet's own gradients are wrong."""
     args = parsed(argv)
-    kind = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(kind)
+    gpu = args.device == "cuda"
+    device = torch.device(args.device)
     torch.set_num_threads(args.threads)
     found, absent = sides(device, peers=not args.no_peers)
-    vocab = args.vocab or (151_936 if kind == "cuda" else 8192)
-    cases = [measure(s, vocab, device, found, args.repeats) for s in shapes(kind == "cuda", args)]
+    vocab = args.vocab or (151_936 if gpu else 8192)
+    cases = [measure(s, vocab, device, found, args.repeats) for s in shapes(gpu, args)]
     if not args.json:
-        report(cases)
-    result = {
-        "cases": cases,
-        "absent": absent,
-        "device": torch.cuda.get_device_name() if kind == "cuda" else platform.machine(),
-        "torch": torch.__version__,
-        "seconds_of": "wall" if kind == "cuda" else f"CPU, {args.threads} threads",
-    }
-    print(json.dumps(result))
-    limit = ERRORS[torch.bfloat16 if kind == "cuda" else torch.float32]
+        where = torch.cuda.get_device_name() if gpu else f"{platform.machine()}, {args.threads} threads"
+        time_of = "wall" if gpu else "CPU"
+        report(cases, f"{where}, torch {torch.__version__}, {time_of} time", absent)
+    print(json.dumps({"cases": [{name: case[name] for name in TOLD} for case in cases]}))
+    limit = ERRORS[torch.bfloat16 if gpu else torch.float32]
     grads = [c["errors"]["whet"][k] for c in cases for k in ("d_hidden", "d_weight")]
     return 0 if max(grads) <= limit else 1
 

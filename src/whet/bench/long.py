@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from whet.bench._arguments import Arguments, count
 from whet.bench._memory import peak_bytes
 from whet.errors import TrainError
 from whet.train.memory.fit import load_of
@@ -40,6 +41,8 @@ TRAINED = 0.25
 """Share of the tokens that are trained: those at the end, so that nothing is cut off."""
 PUBLISHED = {("0.6b", 16384): 11_900, ("0.6b", 65536): 10_150}
 """Tokens per second of prime-rl on one H100, as published (benchmarks/results/BENCHMARKS.md, 2026-02-01)."""
+LEAST = 64
+"""Tokens of the shortest row."""
 ONE_STEP_ABOVE = 152_000
 """Longer rows are timed once."""
 
@@ -76,6 +79,17 @@ class Case:
     techniques: str = ""
     error: str = ""
     """Why it did not run."""
+
+    def told(self) -> dict[str, Any]:
+        """Of it in the JSON: null for what was not measured."""
+        return {
+            "model": self.model,
+            "tokens": self.tokens,
+            "peak_gib": None if self.error else self.peak_gib,
+            "predicted_gib": self.predicted_gib or None,
+            "tokens_per_s": None if self.error else self.tokens_per_s,
+            "peers": self.peers,
+        }
 
 
 def configuration(shape: str) -> Any:
@@ -222,27 +236,33 @@ def cases(args: argparse.Namespace, gpu: bool) -> list[tuple[Case, float]]:
     return made
 
 
-def report(found: list[Case]) -> None:
-    table = Table("model", "tokens", "peak GiB", "predicted", "off", "tokens/s", "techniques", "transformers")
+def report(found: list[Case], where: str) -> None:
+    columns = ("model", "tokens", "peak GiB", "predicted", "off", "tokens/s", "techniques", "transformers")
+    table = Table(*columns, title=where)
     for case in found:
         off = case.predicted_gib / case.peak_gib - 1.0 if case.peak_gib else 0.0
         table.add_row(
             *(case.model, f"{case.tokens:,}", f"{case.peak_gib:.3f}", f"{case.predicted_gib:.3f}"),
-            *(f"{off:+.1%}", f"{case.tokens_per_s:,.0f}", case.error or case.techniques),
+            *(f"{off:+.1%}", f"{case.tokens_per_s:,.0f}", "did not run" if case.error else case.techniques),
             ", ".join(f"{v:.3g} {k}" for k, v in case.peers.get("transformers", {}).items() if k != "error"),
         )
     Console(stderr=True).print(table)
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="whet bench long", description=__doc__)
+    parser = Arguments(prog="whet bench long", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the JSON line only")
-    parser.add_argument("--models", nargs="*", choices=sorted(SHAPES), help="shapes; default: the device's")
-    parser.add_argument("--tokens", nargs="*", type=int, help="lengths, with --models")
-    parser.add_argument("--repeats", type=int, default=3, help="timed steps up to 152,000 tokens")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads on a CPU")
+    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), help="shapes; default: the device's")
+    parser.add_argument("--tokens", nargs="+", type=count, help="lengths, with --models")
+    parser.add_argument("--repeats", type=count, default=3, help="timed steps up to 152,000 tokens")
+    parser.add_argument("--threads", type=count, default=1, help="torch threads on a CPU")
     parser.add_argument("--no-peers", action="store_true", help="whet alone")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.tokens and not args.models:
+        parser.error("--tokens needs --models: the shapes that are given these lengths")
+    if args.tokens and min(args.tokens) < LEAST:
+        parser.error(f"--tokens {min(args.tokens)}: a row has {LEAST} tokens or more")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -261,12 +281,13 @@ def main(argv: list[str] | None = None) -> int:
             torch.cuda.empty_cache()
         case.peers = peers(case, device, args.repeats, run=not args.no_peers)
         found.append(case)
+    for case in found:
+        if case.error:
+            print(f"{case.model} at {case.tokens:,} tokens: {case.error}", file=sys.stderr)
     if not args.json:
-        report(found)
-    device_name = torch.cuda.get_device_name() if gpu else platform.machine()
-    print(
-        json.dumps({"cases": [asdict(c) for c in found], "device": device_name, "torch": torch.__version__})
-    )
+        device_name = torch.cuda.get_device_name() if gpu else platform.machine()
+        report(found, f"{device_name}, torch {torch.__version__}")
+    print(json.dumps({"cases": [case.told() for case in found]}))
     return 1 if any(c.error or abs(c.predicted_gib / c.peak_gib - 1.0) > 0.05 for c in found) else 0
 
 

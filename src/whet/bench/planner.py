@@ -10,7 +10,6 @@ order and the shared prefixes are held against a trie built token by token in pl
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from whet.bench._arguments import Arguments, count
 from whet.errors import TrainError
 from whet.train.plan.prefix import Sorted, sort_rows
 from whet.train.plan.step import PlanConfig, plan_step
@@ -44,6 +44,10 @@ REPLY, OBSERVATION = (40, 700), (100, 1_900)
 """Tokens of a sampled reply and of what comes back: a quarter of all tokens is sampled."""
 FORKED = 4
 """Every so many rollouts has a second row."""
+
+
+LEAST_TOKENS = 1_000
+"""Of one rollout: enough for a trunk, and for rows that go on from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,15 +171,19 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
 
 def main(argv: list[str]) -> int:
     """0, or 1 when the planner and the trie do not agree."""
-    parser = argparse.ArgumentParser(prog="whet bench planner", description=__doc__)
-    parser.add_argument("--rollouts", type=int, default=Shape().rollouts)
-    parser.add_argument("--tokens", type=int, default=Shape().tokens, help="tokens of one rollout")
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--budget", type=int, default=131_072, help="tokens of one micro-batch")
+    parser = Arguments(prog="whet bench planner", description=__doc__)
+    parser.add_argument("--rollouts", type=count, default=Shape().rollouts)
+    parser.add_argument("--tokens", type=count, default=Shape().tokens, help="tokens of one rollout")
+    parser.add_argument("--repeats", type=count, default=11)
+    parser.add_argument("--budget", type=count, default=131_072, help="tokens of one micro-batch")
     parser.add_argument("--layout", choices=("tree", "prefix"), default="tree")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(argv)
     shape = Shape(rollouts=options.rollouts, tokens=options.tokens)
+    if shape.rollouts % shape.group_size:
+        parser.error(f"--rollouts {shape.rollouts}: groups are of {shape.group_size}, give a multiple of it")
+    if shape.tokens < LEAST_TOKENS:
+        parser.error(f"--tokens {shape.tokens}: a rollout with a fork has {LEAST_TOKENS} tokens or more")
     groups = workload(shape)
     config = PlanConfig(token_budget=options.budget, layout=options.layout)
     plan = plan_step(groups, config)

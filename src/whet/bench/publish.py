@@ -33,6 +33,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from whet.bench._arguments import Arguments, amount, count
 from whet.config import WARM_START
 from whet.engine.base import LoadingEngine
 from whet.engine.embedded_model import ModelConfig, initialise, save_model
@@ -233,21 +234,23 @@ async def run(options: argparse.Namespace) -> dict[str, Cost]:
 
 def main(argv: Sequence[str]) -> int:
     """0, or 1 when a delta is more than a tenth of the whole."""
-    parser = argparse.ArgumentParser(prog="whet bench publish", description=__doc__)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=16_384)
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of each of 4 rollouts per step")
-    parser.add_argument("--lr", type=float, default=1e-6)
+    parser = Arguments(prog="whet bench publish", description=__doc__)
+    parser.add_argument("--hidden", type=count, default=512)
+    parser.add_argument("--layers", type=count, default=8)
+    parser.add_argument("--vocab", type=count, default=16_384)
+    parser.add_argument("--tokens", type=count, default=512, help="tokens of each of 4 rollouts per step")
+    parser.add_argument("--lr", type=amount, default=1e-6)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=count, default=3)
+    parser.add_argument("--threads", type=count, default=2)
     parser.add_argument("--url", default="", help="a running vLLM server")
     parser.add_argument("--model", default="", help="the folder that server was started with")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(argv)
     if bool(options.url) != bool(options.model):
         parser.error("--url and --model belong together")
+    if options.hidden != 64 and options.hidden % 128:
+        parser.error(f"--hidden {options.hidden}: give 64, or a multiple of 128")
     for line in untested(options):
         print(line, file=sys.stderr)
     found = asyncio.run(run(options))

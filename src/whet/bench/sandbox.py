@@ -7,7 +7,6 @@ them. With --json the last line is one object:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import orjson
 
+from whet.bench._arguments import Arguments, count
 from whet.errors import SandboxError, SandboxStartError, SetupError
 from whet.record.scratch import cache_folder
 from whet.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
@@ -138,8 +138,8 @@ async def run(rounds: int, image: str, *, plain: bool) -> dict[str, dict[str, ob
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="whet bench sandbox", description="what a box costs")
-    parser.add_argument("--rounds", type=int, default=20, help="boxes one after the other (default 20)")
+    parser = Arguments(prog="whet bench sandbox", description="what a box costs")
+    parser.add_argument("--rounds", type=count, default=20, help="boxes one after the other (default 20)")
     parser.add_argument(
         "--image",
         default=IMAGE,
@@ -147,8 +147,6 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error("--rounds must be at least 1")
     results = run_interruptible(run(options.rounds, options.image, plain=not options.json))
     if options.json:
         print(orjson.dumps(results).decode())

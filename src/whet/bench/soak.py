@@ -10,7 +10,6 @@ not one of 200 and 429, memory grows after the first third, or a task or descrip
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -29,6 +28,7 @@ import orjson
 
 from whet.bench import _corpus
 from whet.bench._agents import WIRES, Said, Wire, events
+from whet.bench._arguments import Arguments, amount, amount_or_zero, count
 from whet.bench._process import Process, running
 
 DELAY_MS = 50
@@ -241,10 +241,12 @@ class Soak:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and report; one JSON object as the last line of stdout."""
-    parser = argparse.ArgumentParser(prog="whet bench soak", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--sessions", type=int, default=200, help="at a time")
-    parser.add_argument("--pause-s", type=float, default=0.0, help="longest pause of an agent before a call")
+    parser = Arguments(prog="whet bench soak", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=amount, default=30.0)
+    parser.add_argument("--sessions", type=count, default=200, help="at a time")
+    parser.add_argument(
+        "--pause-s", type=amount_or_zero, default=0.0, help="longest pause of an agent before a call"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="whet-bench-") as folder:

@@ -9,7 +9,6 @@ rollouts (in seconds of CPU time); a GPU Qwen3-0.6B's shape, a million tokens an
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import sys
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whet.bench._arguments import Arguments, amount, chosen_device, count, either_share
 from whet.bench._tree_rows import Line, Work, rows_of
 from whet.engine.embedded_model import ModelConfig, initialise
 from whet.train.attention.tree import Piece, TreeAttend
@@ -40,6 +40,8 @@ LARGE = ModelConfig(
     head_dim=128, intermediate_size=3072, rope_theta=1e6, max_position_embeddings=131_072,
 )  # fmt: skip
 LIMIT = 1e-5
+TOLD = ("speedup", "work_ratio", "max_rel_grad_diff")
+"""What the JSON has; the rest is said on stderr."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,17 +245,17 @@ def _ratio(tree: Tree, rows: Sequence[Line], config: ModelConfig) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; JSON on stdout. Status 1 when the gradients differ."""
-    parser = argparse.ArgumentParser(prog="whet bench tree", description=(__doc__ or "").splitlines()[0])
+    parser = Arguments(prog="whet bench tree", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--tokens", type=int, help="of all rows; 1000000 on a GPU, 40000 on a CPU")
-    parser.add_argument("--scale", type=float, help="of all lengths; 1 on a GPU, 1/16 on a CPU")
+    parser.add_argument("--tokens", type=count, help="of all rows; 1000000 on a GPU, 40000 on a CPU")
+    parser.add_argument("--scale", type=amount, help="of all lengths; 1 on a GPU, 1/16 on a CPU")
     forks = "share of turns that fork; -0.25: of rollouts, once"
-    parser.add_argument("--forks", type=float, default=0.25, help=forks)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="on a CPU")
+    parser.add_argument("--forks", type=either_share, default=0.25, help=forks)
+    parser.add_argument("--repeats", type=count, default=3)
+    parser.add_argument("--threads", type=count, default=1, help="on a CPU")
     parser.add_argument("--json", action="store_true", help="print only the JSON")
     args = parser.parse_args(argv)
-    kind = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = chosen_device(parser, args.device)
     gpu = kind == "cuda"
     torch.set_num_threads(args.threads)
     config = LARGE if gpu else SMALL
@@ -262,13 +264,16 @@ def main(argv: list[str] | None = None) -> int:
     work = work.scaled(args.scale or (1.0 if gpu else 1 / 16))
     result = measure(work, config, torch.device(kind), args.repeats)
     if not args.json:
-        share = result["speedup"] / result["work_ratio"]
-        print(f"{result['speedup']} x faster, {share:.0%} of the work saved", file=sys.stderr)
-    described = {
-        "device": torch.cuda.get_device_name() if gpu else platform.machine(),
-        "torch": torch.__version__,
-    }
-    print(json.dumps({**result, **described, "forks": args.forks}))
+        described = {
+            "device": torch.cuda.get_device_name() if gpu else platform.machine(),
+            "torch": torch.__version__,
+            "forks": args.forks,
+        }
+        for name, value in {**described, **result}.items():
+            print(f"{name:18} {value}", file=sys.stderr)
+        part = result["speedup"] / result["work_ratio"]
+        print(f"{result['speedup']} x faster, {part:.0%} of the work saved", file=sys.stderr)
+    print(json.dumps({name: result[name] for name in TOLD}))
     return 0 if result["max_rel_grad_diff"] <= LIMIT else 1
 
 

@@ -5,10 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from whet import __version__
 from whet.cli import verbs
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but what is wrong is said in one line, as everywhere else."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program."""
+        verb = self.prog.removeprefix("whet").strip()
+        told = f"{verb}: {message}" if verb else message
+        self.exit(2, f"whet: {' '.join(told.split())}; see {self.prog} --help\n")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -24,7 +34,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="whet",
         description="Train a language model inside the coding agent people really use.",
         epilog="WHET_DEBUG=1 in the environment adds tracebacks to errors.",

@@ -133,7 +133,8 @@ class EngineHttp:
                 if response.status in _BUSY and again:
                     return None
                 raw = await self._read(response)
-                words = response.content_type.startswith("text/")
+                # vLLM gives its words about adapters no type, which reads as octet-stream
+                words = response.content_type.startswith(("text/", "application/octet-stream"))
                 return self._decoded(path, response.status, b"" if words and response.ok else raw)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             if again:

@@ -132,12 +132,12 @@ class FakeVllm:
             return _error(500, "the adapter could not be loaded")
         held = total(sums_of(read_folder(folder)))
         self.adapters[body["lora_name"]] = ChanceModel(self.sampler.model.vocab_size, held)
-        return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
+        return _words(f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
 
     async def _unload_adapter(self, http: web.Request) -> web.Response:
         if self.adapters.pop((await http.json())["lora_name"], None) is None:
             return _error(404, "cannot be found")
-        return web.Response(text="Success")
+        return _words("Success")
 
     async def _run(
         self, http: web.Request, name: str, prompt: object, params: Mapping[str, Any], model: str
@@ -320,6 +320,11 @@ def _is_adapter(folder: Path) -> bool:
 
 def _json(body: Mapping[str, object], status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def _words(text: str) -> web.Response:
+    """As the real server sends them: neither JSON nor said to be text."""
+    return web.Response(body=text.encode(), content_type="application/octet-stream")
 
 
 def _error(status: int, message: str) -> web.Response:

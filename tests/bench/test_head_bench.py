@@ -32,7 +32,7 @@ def test_wrong_gradients_fail_it_and_the_table_says_how_wrong(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(head, "ERRORS", {torch.float32: 1e-12, torch.bfloat16: 1e-12})
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "60")
     assert head.main(SMALL) == 1
     out, err = capfd.readouterr()
     assert list(json.loads(out)) == ["cases"]

@@ -1,5 +1,5 @@
-"""What the command lines of the benchmarks share: numbers that make sense, a device that is there, and errors
-that are one line beginning `whet:`, with exit code 2.
+"""What the command lines of the benchmarks share: numbers that make sense, a device that is there, errors
+that are one line beginning `whet:`, with exit code 2, and room for tables.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 import argparse
 import math
 from typing import NoReturn
+
+from rich.console import Console
 
 
 class Arguments(argparse.ArgumentParser):
@@ -76,6 +78,13 @@ def _number(text: str) -> float:
     except ValueError:
         return math.nan
     return value if math.isfinite(value) else math.nan
+
+
+def wide_console() -> Console:
+    """stderr for tables of many columns: of the terminal's width, or 120 where that is less or not known."""
+    console = Console(stderr=True)
+    console.width = max(120, console.width)
+    return console
 
 
 def chosen_device(parser: Arguments, wanted: str) -> str:

@@ -21,11 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from whet.bench._arguments import Arguments, chosen_device, count, share
+from whet.bench._arguments import Arguments, chosen_device, count, share, wide_console
 from whet.bench._head_sides import Grads, Problem, Side, problem, sides
 from whet.train.head.tiles import tiling
 
@@ -209,7 +208,7 @@ def report(cases: list[Any], where: str, absent: dict[str, str]) -> None:
             *(f"{c['ratio']} x", c["bare_ms"], c["extra_gib"], max(c["errors"]["whet"].values()), peers),
         ]
         table.add_row(*map(str, numbers))
-    console = Console(stderr=True)
+    console = wide_console()
     console.print(table)
     for name, reason in absent.items():
         console.print(f"{name} is not there: {reason}", markup=False)

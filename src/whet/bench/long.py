@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from whet.bench._arguments import Arguments, count
+from whet.bench._arguments import Arguments, count, wide_console
 from whet.bench._memory import peak_bytes
 from whet.errors import TrainError
 from whet.train.memory.fit import load_of
@@ -246,7 +245,7 @@ def report(found: list[Case], where: str) -> None:
             *(f"{off:+.1%}", f"{case.tokens_per_s:,.0f}", "did not run" if case.error else case.techniques),
             ", ".join(f"{v:.3g} {k}" for k, v in case.peers.get("transformers", {}).items() if k != "error"),
         )
-    Console(stderr=True).print(table)
+    wide_console().print(table)
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:

@@ -123,6 +123,10 @@ def forget(rollout: Rollout) -> None:
     """Nobody wants to know of a cancelled attempt."""
 
 
+async def at_once() -> None:
+    """An attempt that has its worker waits for nothing else."""
+
+
 class Attempts:
     """Runs attempts against one gateway, one pool of workers and one judge."""
 
@@ -147,12 +151,14 @@ class Attempts:
         spec: AttemptSpec,
         began: Callable[[], None] = lambda: None,
         cancelled: Callable[[Rollout], None] = forget,
+        ready: Callable[[], Awaitable[object]] = at_once,
     ) -> Rollout:
-        """Decide one slot. `began` is called when a worker is at hand and the agent starts. Cancelling stops
-        agent, box and engine requests at once; `cancelled` then gets what there was."""
+        """Decide one slot. `ready` is awaited when a worker is at hand, then `began` is called and the agent
+        starts. Cancelling stops agent, box and engine requests at once; `cancelled` then gets what there
+        was."""
         under = _Under(start=time.monotonic())
         try:
-            rollout = await self._run(spec, under, began)
+            rollout = await self._run(spec, under, began, ready)
         except asyncio.CancelledError:
             cancelled(replace(_unscorable(spec, under, "cancelled"), trajectory=under.trajectory))
             raise
@@ -168,8 +174,15 @@ class Attempts:
             self._keep_artifacts(rollout, under.artifacts)
         return rollout
 
-    async def _run(self, spec: AttemptSpec, under: _Under, began: Callable[[], None]) -> Rollout:
+    async def _run(
+        self,
+        spec: AttemptSpec,
+        under: _Under,
+        began: Callable[[], None],
+        ready: Callable[[], Awaitable[object]],
+    ) -> Rollout:
         async with self._workers.lease(spec.task.setup) as worker:
+            await ready()
             under.leased = time.monotonic()
             began()
             session = self._gateway.open_session(
@@ -189,7 +202,7 @@ class Attempts:
                 patience_s = 0.0  # nobody waits for the replies any more
                 raise
             finally:
-                under.trajectory = await session.seal(patience_s)
+                await _seal(session, patience_s, under)
                 under.agent = time.monotonic() - under.leased
         under.log, under.egress, under.artifacts = result.log, result.egress_attempts, result.artifacts
         stats = session.stats
@@ -228,6 +241,18 @@ class Attempts:
             max_call_tokens=limits.max_call_tokens,
             max_context_tokens=limits.max_context_tokens,
         )
+
+
+async def _seal(session: AttemptSession, patience_s: float, under: _Under) -> None:
+    """What was sampled is accounted for, also where the cancellation lands in here: it waits until the seal
+    is through, at most for the patience."""
+    sealing = asyncio.ensure_future(session.seal(patience_s))
+    try:
+        await asyncio.shield(sealing)
+    except asyncio.CancelledError:
+        under.trajectory = await sealing
+        raise
+    under.trajectory = sealing.result()
 
 
 def _waited_away(result: AgentResult, stats: SessionStats, limits: Limits) -> str:

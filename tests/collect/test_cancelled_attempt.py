@@ -21,13 +21,25 @@ from whet.harness.pool import Sockets, WorkerPool
 from whet.harness.script import ScriptHarness
 from whet.render.folder import read_folder
 from whet.render.template import TemplateFamily, template_family
-from whet.rollout import Attempts, AttemptSpec
+from whet.rollout import Attempts, AttemptSpec, _seal, _Under
 from whet.tasks.toy import ToySource
 from whet.testing.fake_run import FakeRun
 from whet.testing.fake_sandbox import FakeBackend
 from whet.testing.memory_sink import MemorySink
 from whet.testing.scripted_engine import ScriptedEngine
-from whet.types import Limits, Message, Outcome, RequestKey, Rollout, Status, Task, Tree, Verdict
+from whet.types import (
+    Ledger,
+    Limits,
+    Message,
+    Outcome,
+    RequestKey,
+    Rollout,
+    Status,
+    Task,
+    Trajectory,
+    Tree,
+    Verdict,
+)
 
 SPEC = AttemptSpec(rollout_id="train/00001/000/00", task=ToySource(Limits()).tasks("train", 0, 1)[0], seed=1)
 
@@ -158,3 +170,23 @@ async def test_a_version_on_its_way_stops_what_it_makes_too_old_in_engine_agent_
             c.version_published(1)
             await w.hangs.wait()
             assert sink.started[1:] == [("train/00002/000/00", 1, 1)]
+
+
+async def test_a_cancellation_during_the_seal_loses_no_token() -> None:
+    sealed = Trajectory(segments=(), turns=(), ledger=Ledger(captured=3, trained=3))
+
+    class Slow:
+        public_id = secret = ""
+        left = False
+
+        async def seal(self, deadline_s: float) -> Trajectory:
+            await asyncio.sleep(0.05)
+            return sealed
+
+    under = _Under(start=0.0)
+    sealing = asyncio.create_task(_seal(Slow(), 10.0, under))  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    sealing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sealing
+    assert under.trajectory is sealed

@@ -42,7 +42,9 @@ class Versions(FakeAttempts):
 
     version = 0
 
-    async def run(self, spec: AttemptSpec, began: Callable[[], None], cancelled: Any = None) -> Rollout:
+    async def run(
+        self, spec: AttemptSpec, began: Callable[[], None], cancelled: Any = None, ready: Any = None
+    ) -> Rollout:
         first: list[int] = []
 
         def begin() -> None:
@@ -52,7 +54,7 @@ class Versions(FakeAttempts):
         def cancel(rollout: Rollout) -> None:
             cancelled(with_tokens(rollout, first[0], self.version))
 
-        rollout = await super().run(spec, begin, cancel)
+        rollout = await super().run(spec, begin, cancel, ready)
         return with_tokens(rollout, first[0], self.version)
 
 
@@ -222,7 +224,8 @@ async def test_failed_tries_are_repeated_boundedly_and_only_they_shrink_a_group(
 
 
 @virtual
-async def test_at_its_deadline_an_agent_is_stopped_and_graded_and_tries_share_the_time() -> None:
+async def test_at_its_deadline_an_agent_is_stopped_and_graded_and_each_try_has_all_its_time() -> None:
+    """A retry with what its lost sibling left would be stopped early and graded for a box that died."""
     seen: dict[tuple[str, int], float] = {}
 
     def fate(spec: AttemptSpec) -> float | str:
@@ -234,7 +237,85 @@ async def test_at_its_deadline_an_agent_is_stopped_and_graded_and_tries_share_th
         await c.next_batch()
     assert seen["train/00001/001/00", 1] == 60.0
     assert seen["train/00001/000/00", 1] == 60.0
-    assert seen["train/00001/000/00", 2] == pytest.approx(60.0 - 41.0)
+    assert seen["train/00001/000/00", 2] == 60.0
+
+
+@virtual
+async def test_a_box_lost_late_costs_its_rollout_no_reward() -> None:
+    """Every solution takes 400 s of 480 and is right; one box is lost at 390 s."""
+
+    class Late(FakeAttempts):
+        async def run(
+            self, spec: AttemptSpec, began: Callable[[], None], cancelled: Any = None, ready: Any = None
+        ) -> Rollout:
+            rollout = await super().run(spec, began, cancelled, ready)
+            stopped = spec.task.limits.wall_s < 400.0
+            return replace(rollout, status=Status.TRUNCATED, reward=0.0) if stopped else rollout
+
+    def first(spec: AttemptSpec) -> bool:
+        return spec.rollout_id.endswith("000/00") and spec.attempt == 1
+
+    attempts = Late(
+        lambda spec: "box lost" if first(spec) else 1.0,
+        delay_s=lambda spec: 390.0 if first(spec) else min(400.0, spec.task.limits.wall_s),
+    )
+    o = options(deadline_s=480.0, staleness=0, starve_limit_s=1e4)
+    async with collector(attempts, MemorySink(), o).open() as c:
+        batch = await c.next_batch()
+    rollouts = [r for g in batch.groups for r in g.rollouts]
+    assert {r.attempt for r in rollouts} == {1, 2}
+    assert {(r.status, r.reward) for r in rollouts} == {(Status.OK, 1.0)}
+
+
+@virtual
+async def test_nothing_begins_while_weights_are_on_their_way_also_not_what_waited_for_a_worker() -> None:
+    version, sink = [0], MemorySink()
+    attempts = SimulatedAttempts(2, Chances(seed=1), lambda: version[0])
+    async with collector(attempts, sink, options(starve_limit_s=1e4)).open() as c:
+        await c.next_batch()
+        began = len(sink.started)
+        assert began < len(sink.planned), "there are more rollouts than workers"
+        c.version_pending(1)
+        await asyncio.sleep(20.0)
+        assert len(sink.started) == began
+        assert attempts.running == 0
+        version[0] = 1
+        c.version_published(1)
+        await asyncio.sleep(0.0)
+        assert [at for _, _, at in sink.started[began:]] == [1, 1]
+
+
+@virtual
+async def test_what_hangs_is_cut_without_a_deadline_too() -> None:
+    """A grading that hangs: the task's own limit (1000 s) and the grace are all the time there is."""
+
+    def delay(spec: AttemptSpec) -> float:
+        return math.inf if spec.rollout_id == "train/00001/000/01" else 1.0
+
+    sink, o = MemorySink(), options(staleness=0, total=3, grace_s=30.0, starve_limit_s=1e4)
+    async with collector(Versions(lambda s: 1.0, delay_s=delay), sink, o).open() as c:
+        batch = await c.next_batch()
+    assert now() == pytest.approx(1030.0)
+    assert sink.discarded == {"train/00001/000/01": "deadline"}
+    assert sorted(len(g.rollouts) for g in batch.groups) == [1, 2, 2]
+
+
+@virtual
+async def test_the_grace_of_one_try_is_not_used_up_by_another() -> None:
+    """A further try that begins after its group's others would be over has its whole time."""
+
+    def delay(spec: AttemptSpec) -> float:
+        return 19.0 if spec.attempt == 1 else 49.0
+
+    def fate(spec: AttemptSpec) -> float | str:
+        return "box lost" if spec.attempt == 1 and spec.rollout_id == "train/00001/000/01" else 1.0
+
+    sink, o = MemorySink(), options(staleness=0, total=3, deadline_s=20.0, grace_s=30.0)
+    async with collector(Versions(fate, delay_s=delay), sink, o).open() as c:
+        batch = await c.next_batch()
+    assert now() == pytest.approx(19.0 + 1.0 + 49.0)
+    assert [len(g.rollouts) for g in batch.groups] == [2, 2, 2]
+    assert sink.discarded == {}
 
 
 @virtual
@@ -367,7 +448,8 @@ async def test_a_cancelled_run_leaves_what_ran_undecided_for_the_next_process() 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(2.0):
             await train()
-    assert (attempts.running, sink.discarded, sink.lost) == (0, {}, {})
+    assert (attempts.running, sink.discarded) == (0, {})
+    assert sink.lost["unused"] == 4 * 6 * SIZE, "what was sampled until then is accounted for"
     assert len(sink.undecided) == len(sink.planned) == 6 * SIZE
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import Check, CollectOptions, Dispatcher, Phase, Slot
-from whet.errors import CaptureError, EngineError, SandboxError
+from whet.errors import CaptureError, EngineError, SandboxError, TrainError
 from whet.rollout import AttemptSpec
 from whet.tasks.toy import ToySource
 from whet.testing.fake_attempts import FakeAttempts, fake_rollout
+from whet.testing.simulated_attempts import with_tokens
+from whet.testing.virtual_time import run_virtual
 from whet.types import Limits, Rollout, Status
 
 TASKS = ToySource(Limits()).tasks("train", 0, 3)
@@ -174,3 +179,56 @@ async def test_evaluation_is_said_to_the_attempt() -> None:
     await dispatcher(attempts, Memory()).collect("eval_before", 0, TASKS, group_size=1)
     assert [spec.evaluation for spec in attempts.specs] == [True] * 3
     assert [spec.rollout_id for spec in attempts.specs] == [f"eval_before/00000/00{g}/00" for g in range(3)]
+
+
+class WithTokens(FakeAttempts):
+    """What is cancelled has sampled something."""
+
+    async def run(
+        self, spec: AttemptSpec, began: Callable[[], None], cancelled: Any = None, ready: Any = None
+    ) -> Rollout:
+        return await super().run(spec, began, lambda rollout: cancelled(with_tokens(rollout, 0, 0)))
+
+
+def test_a_try_that_hangs_after_its_agent_has_failed_and_is_repeated() -> None:
+    async def run() -> None:
+        attempts = WithTokens(lambda s: 1.0, delay_s=lambda s: math.inf if s.attempt == 1 else 1.0)
+        sink, options = Memory(), CollectOptions(seed=5, group_size=2, grace_s=30.0)
+        stuck: list[Rollout] = []
+        sink.attempted = lambda slot, rollout: stuck.append(rollout)  # type: ignore[method-assign]
+        groups = await Dispatcher(attempts, sink, Quiet(), Breaker(20), options).collect(
+            "train", 1, TASKS[:1]
+        )
+        assert [(r.attempt, r.reward) for r in groups[0].rollouts] == [(2, 1.0)] * 2
+        assert asyncio.get_running_loop().time() == pytest.approx(Limits().wall_s + 30.0 + 0.5 + 1.0)
+        assert [r.status for r in stuck] == [Status.INFRA_FAILED] * 2
+        assert all("undecided" in r.error and r.trajectory.ledger.excluded == {"infra": 4} for r in stuck)
+
+    run_virtual(run())
+
+
+def test_a_step_in_which_nothing_begins_ends_the_run() -> None:
+    class NoWorker(FakeAttempts):
+        async def run(
+            self, spec: AttemptSpec, began: Callable[[], None], cancelled: Any = None, ready: Any = None
+        ) -> Rollout:
+            await asyncio.sleep(math.inf)
+            raise AssertionError
+
+    async def run() -> None:
+        options = CollectOptions(seed=5, group_size=2, grace_s=30.0, starve_limit_s=4000.0)
+        made = Dispatcher(NoWorker(lambda s: 1.0), Memory(), Quiet(), Breaker(20), options)
+        await made.collect("train", 1, TASKS)
+
+    with pytest.raises(TrainError, match="for 4000 s: 0 of 6 rollouts are decided"):
+        run_virtual(run())
+
+
+def test_a_long_step_in_which_rollouts_end_is_no_starvation() -> None:
+    async def run() -> None:
+        attempts = FakeAttempts(lambda s: 1.0, delay_s=lambda s: 300.0 * (1 + int(s.rollout_id[-1])))
+        options = CollectOptions(seed=5, group_size=4, grace_s=math.inf, starve_limit_s=400.0)
+        await Dispatcher(attempts, Memory(), Quiet(), Breaker(20), options).collect("train", 1, TASKS)
+        assert asyncio.get_running_loop().time() == pytest.approx(1200.0)
+
+    run_virtual(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from whet.tasks.toy import ToySource
 from whet.testing.fake_attempts import fake_rollout
 from whet.testing.simulated_attempts import Chances, SimulatedAttempts, with_tokens
 from whet.testing.virtual_time import run_virtual
-from whet.train.batches import Batches, left_before, open_ahead
+from whet.train.batches import Batches, async_options, collect_options, left_before, open_ahead
+from whet.train.loop import _ahead
 from whet.train.plan.step import PlanConfig, plan_step, use_of
 from whet.train.sink import StoreSink
 from whet.types import Group, Limits, Status
@@ -163,8 +165,26 @@ def test_of_no_use_is_what_the_planner_would_not_train() -> None:
 
 
 def test_keys_that_mean_nothing_are_refused() -> None:
-    for bad in ("window=0.5", "overdue=cancel", "group_deadline_s=9", "refill=0", "starve_limit_s=5"):
+    for bad in ("window=0.5", "overdue=cancel", "group_deadline_s=9", "refill=0"):
         with pytest.raises(ConfigError, match=f"{bad.split('=')[0]} means nothing with max_staleness = 0"):
             load_config(None, [f"collect.{bad}"])
-    with pytest.raises(ConfigError, match="group_grace_s means nothing without group_deadline_s"):
-        load_config(None, ["collect.max_staleness=1", "collect.group_grace_s=9"])
+
+
+def test_a_try_that_hangs_has_an_end_in_every_kind_of_run() -> None:
+    found = async_options(load_config(None, ["collect.max_staleness=1", "collect.group_grace_s=9"]))
+    assert (found.deadline_s, found.grace_s) == (math.inf, 9.0)
+    members = collect_options(load_config(None, ["limits.wall_s=5000"]))
+    assert (members.grace_s, members.starve_limit_s) == (600.0, 10000.0)
+
+
+def test_of_a_group_thinned_by_its_time_nobody_is_said_to_have_failed() -> None:
+    thin = group(1.0)
+    assert use_of(thin, PlanConfig()) == "deadline"
+    assert set(plan_step([thin], PlanConfig()).fates.values()) == {"deadline"}
+    assert set(plan_step([group(1.0, None)], PlanConfig()).fates.values()) == {"infra"}
+
+
+def test_idle_is_a_share_of_all_the_time_publishing_and_evaluations_included() -> None:
+    told = {"staleness_max": 1, "wasted_s": 0.0, "rollout_s": 9.0, "waited_s": 3.0, "step_s": 10.0}
+    assert _ahead([{**told, "cycle_s": 10.0}, {**told, "cycle_s": 20.0}])["trainer_idle"] == 0.2
+    assert _ahead([told])["trainer_idle"] == 0.3, "a step of an older whet"

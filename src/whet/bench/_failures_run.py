@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ from whet.errors import EngineError
 from whet.grade.judge import TaskJudge
 from whet.record.scratch import scratch_folder
 from whet.render.load import load_family
-from whet.rollout import Attempts, AttemptSpec, forget
+from whet.rollout import Attempts, AttemptSpec, at_once, forget
 from whet.tasks.open import open_source
 from whet.train.assembly import make_judge
 from whet.train.learner.client import Learner, LearnerSpec
@@ -132,11 +132,15 @@ class Told:
         self._attempts, self._trouble = attempts, trouble
 
     async def run(
-        self, spec: AttemptSpec, began: Callable[[], None], cancelled: Callable[[Rollout], None] = forget
+        self,
+        spec: AttemptSpec,
+        began: Callable[[], None],
+        cancelled: Callable[[Rollout], None] = forget,
+        ready: Callable[[], Awaitable[object]] = at_once,
     ) -> Rollout:
         self._trouble.tries[spec.rollout_id] = spec.attempt
         _TRY.set((spec.rollout_id, spec.attempt))
-        rollout = await self._attempts.run(spec, began, cancelled)
+        rollout = await self._attempts.run(spec, began, cancelled, ready)
         if rollout.status is Status.INFRA_FAILED and spec.attempt == 1:
             self._trouble.first.add(rollout.id)
         return rollout

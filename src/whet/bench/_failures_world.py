@@ -8,7 +8,7 @@ dispatcher and the planner are the real ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot
-from whet.rollout import AttemptSpec, forget
+from whet.rollout import AttemptSpec, at_once, forget
 from whet.train.plan.step import PlanConfig, plan_step
 from whet.types import (
     Group,
@@ -112,7 +112,11 @@ class Boxes:
         self._world, self._setting, self._fails = world, setting, world.failures(setting)
 
     async def run(
-        self, spec: AttemptSpec, began: Callable[[], None], cancelled: Callable[[Rollout], None] = forget
+        self,
+        spec: AttemptSpec,
+        began: Callable[[], None],
+        cancelled: Callable[[Rollout], None] = forget,
+        ready: Callable[[], Awaitable[object]] = at_once,
     ) -> Rollout:
         group, slot = place_of(spec.rollout_id)
         began()

@@ -20,8 +20,16 @@ from typing import Literal, Protocol
 
 from whet.collect.accounts import Batch, Tally
 from whet.collect.breaker import Breaker
-from whet.collect.dispatcher import Check, CollectOptions, Runner, Slot, Watcher, nothing_to_check
-from whet.collect.draft import Draft, HeldDraw, Member, new_draft
+from whet.collect.dispatcher import (
+    Check,
+    CollectOptions,
+    Runner,
+    Slot,
+    Watcher,
+    limit_s,
+    nothing_to_check,
+)
+from whet.collect.draft import Draft, HeldDraw, Member, new_draft, standing
 from whet.collect.freshness import leaves_room, places, slack, too_old, window
 from whet.collect.starvation import Starvation
 from whet.errors import first_error
@@ -44,8 +52,9 @@ class GroupSink(Protocol):
         """One try failed. If it was the last, the rollout arrives by `put` too."""
 
     def cancelled(self, slot: Slot, rollout: Rollout, reason: str) -> None:
-        """One try was cancelled, because its group is stale or it missed its deadline; the rollout arrives
-        by `discard`. `rollout` holds what had been sampled."""
+        """One try was cancelled, because its group is stale, it missed its deadline, or the run ends before
+        it (unused); but for the last, the rollout arrives by `discard`. `rollout` holds what had been
+        sampled."""
 
     def discard(self, rollout_ids: Sequence[str], reason: str) -> None:
         """None of them will be trained: stale, degenerate, truncated, deadline or infra."""
@@ -68,9 +77,10 @@ class AsyncOptions:
     """What becomes of a group that is not ready in the last batch that could train it: the batch waits, or
     takes younger ones, and the slow group is lost when the next version comes."""
     deadline_s: float = math.inf
-    """From the start of a member: then its agent is stopped and what it has done is graded."""
+    """From the start of a try, if its task's wall limit is not shorter: then its agent is stopped and what it
+    has done is graded."""
     grace_s: float = 300.0
-    """From the deadline of the member that began last: then the group goes on without who is undecided."""
+    """From there, for sealing and grading: then the group goes on without who is undecided."""
     refill: int = 0
     """Groups of no use that are replaced per version; further ones are handed over as they are."""
     starve_limit_s: float = 3600.0
@@ -80,7 +90,7 @@ class AsyncOptions:
 Supply = Callable[[int], Task]
 """The task of a draw, counted from 0."""
 Use = Callable[[Group], str]
-"""Why a decided group is of no use to the trainer (`degenerate`, `truncated`, `infra`), or empty."""
+"""Why a decided group is of no use to the trainer (degenerate, truncated, infra, deadline), or empty."""
 
 
 def any_use(group: Group) -> str:
@@ -271,18 +281,12 @@ class Collector:
 
     async def _fill(self, draft: Draft) -> None:
         try:
-            async with asyncio.timeout(None) as cut, asyncio.TaskGroup() as deciding:
+            async with asyncio.TaskGroup() as deciding:
                 for member in draft.members:
                     if member.waited_for:
-                        deciding.create_task(self._decide(draft, member, cut))
+                        deciding.create_task(self._decide(draft, member))
                     elif member.rollout is not None:
                         self._finished(member.rollout)
-        except TimeoutError:
-            late = draft.give_up()
-            self._sink.discard(late, "deadline")
-            self._tally.late += len(late)
-            for rollout_id in late:
-                self._breaker.record(True, f"{rollout_id} was undecided when the time of its group was over")
         except asyncio.CancelledError:
             if not draft.doom:
                 raise
@@ -301,15 +305,16 @@ class Collector:
             self._admit()
         self._news.set()
 
-    async def _decide(self, draft: Draft, member: Member, cut: asyncio.Timeout) -> None:
+    async def _decide(self, draft: Draft, member: Member) -> None:
         o = self._options
         for attempt in range(o.members.attempts):
             if attempt:
                 await asyncio.sleep(o.members.pause_s * 2 ** (attempt - 1))
-            await self._live.wait()
-            if attempt and member.left_s(self._clock(), o.deadline_s) <= 0:
-                break
-            rollout = await self._try(draft, member, cut)
+            try:
+                rollout = await self._try(draft, member)
+            except TimeoutError:
+                self._give_up(member)
+                return
             if rollout.status is not Status.INFRA_FAILED:
                 self._breaker.record(False, "")
                 break
@@ -321,13 +326,23 @@ class Collector:
         member.decide(rollout)
         self._finished(rollout)
 
-    async def _try(self, draft: Draft, member: Member, cut: asyncio.Timeout) -> Rollout:
-        """One try. A runner that answers its cancellation with a rollout has been cancelled all the same."""
-        o = self._options
+    def _give_up(self, member: Member) -> None:
+        """Its group goes on without it."""
+        name = member.slot.rollout_id
+        member.given_up = True
+        self._sink.discard([name], "deadline")
+        self._tally.late += 1
+        self._moved()
+        self._breaker.record(True, f"{name} was undecided when the time of its try was over")
+
+    async def _try(self, draft: Draft, member: Member) -> Rollout:
+        """One try, begun when it has a worker and the weights in force are live. A runner that answers its
+        cancellation with a rollout has been cancelled all the same. Raises TimeoutError when it hangs."""
+        o, task = self._options, draft.bounded(self._options.deadline_s)
         member.tried += 1
         spec = AttemptSpec(
             rollout_id=member.slot.rollout_id,
-            task=draft.bounded(member, self._clock(), o.deadline_s),
+            task=task,
             seed=o.members.seed,
             attempt=member.tried,
             temperature=o.members.temperature,
@@ -338,26 +353,26 @@ class Collector:
             self._sink.start(spec.rollout_id, spec.attempt, self._now.version)
             self._watcher.rollout_started(spec.rollout_id)
             self._moved()
-            all_begun = draft.all_begun_at
-            if all_begun is not None and math.isfinite(o.deadline_s):
-                cut.reschedule(all_begun + o.deadline_s + o.grace_s)
+            if math.isfinite(task.limits.wall_s):
+                cut.reschedule(self._clock() + limit_s(task, o.grace_s))
 
         def cancelled(rollout: Rollout) -> None:
-            reason = draft.doom or ("deadline" if cut.expired() else "")
-            if reason:  # else the whole run ends: the try is repeated when it is resumed
+            # unused: the whole run ends, and the try is repeated should it be resumed
+            reason = draft.doom or ("deadline" if cut.expired() else "unused")
+            if reason != "unused" or member.running_since is not None:
                 self._sink.cancelled(member.slot, rollout, reason)
 
         try:
-            rollout = await self._attempts.run(spec, began, cancelled)
-        except asyncio.CancelledError:
+            async with asyncio.timeout(None) as cut:
+                rollout = await self._attempts.run(spec, began, cancelled, self._live.wait)
+                ours = asyncio.current_task()
+                if ours is not None and ours.cancelling():
+                    cancelled(rollout)
+                    raise asyncio.CancelledError
+        except (asyncio.CancelledError, TimeoutError):
             self._tally.lost(member.end(self._clock()))
             raise
         seconds = member.end(self._clock())
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            self._tally.lost(seconds)
-            cancelled(rollout)
-            raise asyncio.CancelledError
         if rollout.status is Status.INFRA_FAILED:
             self._tally.lost(seconds)
         else:
@@ -375,15 +390,7 @@ class Collector:
             starving.look(self._clock(), self._standing())
 
     def _standing(self) -> str:
-        """Where the groups are, and what failed last."""
-        active = self._now.active.values()
-        members = [m for draft in active for m in draft.members]
-        running = sum(m.running_since is not None for m in members)
-        queued = sum(m.waited_for and m.running_since is None for m in members)
-        ready = sum(draft.group is not None for draft in active)
-        line = (
-            f"{running} rollouts run, {queued} wait for a worker, {ready} of {len(active)} groups are ready"
-        )
+        line = standing(self._now.active.values())
         return f"{line}; the last failure: {self._last_error}" if self._last_error else line
 
     def _moved(self) -> None:

@@ -4,20 +4,23 @@
 
 Slots wait on the worker pool; nothing else is shared between them. A slot that the sink already holds (after
 a resume) is not run again. When what all slots rest on is gone (the learner), the step ends at once: no slot
-is decided by it. Called by train/loop.py.
+is decided by it. A try that hangs has failed of the infrastructure; a step in which nothing moves ends the
+run. Called by train/loop.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal, Protocol
 
+from whet.capture.ledger import reassign
 from whet.collect.breaker import Breaker
+from whet.collect.starvation import Starvation
 from whet.errors import first_error
-from whet.rollout import NOTHING_SAMPLED, AttemptSpec, forget
+from whet.rollout import NOTHING_SAMPLED, AttemptSpec, at_once, forget
 from whet.types import Group, Rollout, Status, Task
 
 Phase = Literal["train", "eval_before", "eval_during", "eval_after", "rollout"]
@@ -82,16 +85,31 @@ class CollectOptions:
     temperature: float = 1.0
     whole: bool = True
     """False: what is returned holds no tokens and no files. The sink has them; many rollouts fill memory."""
+    grace_s: float = math.inf
+    """From the wall limit of a try, for sealing and grading: one that is undecided then has failed of the
+    infrastructure."""
+    starve_limit_s: float = math.inf
+    """Without a rollout begun or decided in a step: then the run ends."""
+
+
+def limit_s(task: Task, grace_s: float) -> float:
+    """From a try's start until it must be decided. A grading may take its own time, and once more."""
+    return task.limits.wall_s + max(grace_s, 2 * task.grading.timeout_s)
 
 
 class Runner(Protocol):
     """Decides one attempt: rollout.Attempts, or testing.FakeAttempts."""
 
     async def run(
-        self, spec: AttemptSpec, began: Callable[[], None], cancelled: Callable[[Rollout], None] = forget
+        self,
+        spec: AttemptSpec,
+        began: Callable[[], None],
+        cancelled: Callable[[Rollout], None] = forget,
+        ready: Callable[[], Awaitable[object]] = at_once,
     ) -> Rollout:
-        """`began` is called when a worker is at hand; `cancelled` with what there is, undecided, when the
-        coroutine was cancelled and everything that ran for the attempt has been stopped."""
+        """`ready` is awaited when a worker is at hand, and nothing is awaited between it and `began`;
+        `cancelled` is called with what there is, undecided, when the coroutine was cancelled and everything
+        that ran for the attempt has been stopped."""
 
 
 Check = Callable[[], Awaitable[None]]
@@ -119,11 +137,14 @@ class Dispatcher:
         """`version`: policy version in force."""
         self._attempts, self._sink, self._watcher = attempts, sink, watcher
         self._breaker, self._options, self._check, self._version = breaker, options, check, version
+        self._starving: Starvation | None = None
+        self._last_error = ""
 
     async def collect(
         self, phase: Phase, step: int, tasks: Sequence[Task], *, group_size: int | None = None
     ) -> Sequence[Group]:
-        """One group per task, in task order, slots in order. Raises when breaker or check stop the run."""
+        """One group per task, in task order, slots in order. Raises when breaker or check stop the run, and
+        TrainError when nothing has moved for the limit."""
         size = group_size or self._options.group_size
         held, tried = self._sink.held(phase, step), self._sink.tried(phase, step)
         slots = [
@@ -141,6 +162,10 @@ class Dispatcher:
                     )
                     for slot, task in slots
                 ]
+                watch = running.create_task(self._watch(tasks, pending))
+                if pending:
+                    await asyncio.wait(pending)
+                watch.cancel()
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         rollouts = [task.result() for task in pending]
@@ -169,10 +194,11 @@ class Dispatcher:
                 temperature=self._options.temperature,
                 evaluation=slot.phase != "train",
             )
-            rollout = await self._attempts.run(spec, partial(self._began, spec))
+            rollout = await self._try(spec)
             if rollout.status is not Status.INFRA_FAILED:
                 self._breaker.record(False, "")
                 break
+            self._last_error = rollout.error
             self._sink.attempted(slot, rollout)
             await self._check()
             self._breaker.record(True, rollout.error)
@@ -180,10 +206,53 @@ class Dispatcher:
         self._finished(rollout)
         return rollout if self._options.whole else replace(rollout, trajectory=NOTHING_SAMPLED, changed={})
 
-    def _began(self, spec: AttemptSpec) -> None:
-        self._sink.start(spec.rollout_id, spec.attempt, self._version())
-        self._watcher.rollout_started(spec.rollout_id)
+    async def _try(self, spec: AttemptSpec) -> Rollout:
+        """One try, decided in its time or failed."""
+        limit, stopped = limit_s(spec.task, self._options.grace_s), list[Rollout]()
+
+        def began() -> None:
+            self._sink.start(spec.rollout_id, spec.attempt, self._version())
+            self._watcher.rollout_started(spec.rollout_id)
+            self._moved()
+            if math.isfinite(limit):
+                cut.reschedule(_now() + limit)
+
+        try:
+            async with asyncio.timeout(None) as cut:
+                return await self._attempts.run(spec, began, stopped.append)
+        except TimeoutError:
+            if not (cut.expired() and stopped):
+                raise
+        sampled = stopped[0].trajectory
+        return replace(
+            stopped[0],
+            trajectory=replace(sampled, ledger=reassign(sampled.ledger, "infra")),
+            error=f"the try was undecided {limit:.0f} s after its start and was given up",
+        )
+
+    async def _watch(self, tasks: Sequence[Task], pending: Sequence[asyncio.Task[Rollout]]) -> None:
+        """Ends a step in which nothing moves any more. No try may seem to be stuck in its own time."""
+        o = self._options
+        if not math.isfinite(o.starve_limit_s):
+            return
+        least = max((task.limits.wall_s for task in tasks), default=0.0)
+        starving = Starvation(_now(), max(o.starve_limit_s, 2 * least), marks=())
+        self._starving = starving
+        while True:
+            await asyncio.sleep(starving.next_at - _now())
+            line = f"{sum(task.done() for task in pending)} of {len(pending)} rollouts are decided"
+            last = f"; the last failure: {self._last_error}" if self._last_error else ""
+            starving.look(_now(), line + last)
+
+    def _moved(self) -> None:
+        if self._starving is not None:
+            self._starving.moved(_now())
 
     def _finished(self, rollout: Rollout) -> None:
+        self._moved()
         tokens = rollout.trajectory.ledger.captured
         self._watcher.rollout_finished(rollout.id, reward=rollout.reward, tokens=tokens)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whet.collect.dispatcher import Slot
@@ -35,9 +35,8 @@ class Member:
     rollout: Rollout | None = None
     """Once decided."""
     version: int | None = None
-    """Oldest version that a trained token may have: of the start while it runs, then of its tokens."""
-    begun_at: float | None = None
-    """When its first try got a worker."""
+    """Oldest version that a trained token may have: of the start while it runs (its first call comes seconds
+    later; a try that samples under a newer version only is rare and not waited for), then of its tokens."""
     running_since: float | None = None
     spent_s: float = 0.0
     """Rollout-seconds of the try that decided it."""
@@ -50,7 +49,6 @@ class Member:
         return self.rollout is None and not self.given_up
 
     def begin(self, now: float, version: int) -> None:
-        self.begun_at = now if self.begun_at is None else self.begun_at
         self.running_since, self.version = now, version
 
     def end(self, now: float) -> float:
@@ -58,10 +56,6 @@ class Member:
         seconds = 0.0 if self.running_since is None else now - self.running_since
         self.running_since, self.version = None, None
         return seconds
-
-    def left_s(self, now: float, deadline_s: float) -> float:
-        """Of its time, all tries together."""
-        return deadline_s if self.begun_at is None else deadline_s - (now - self.begun_at)
 
     def decide(self, rollout: Rollout) -> None:
         self.rollout = rollout
@@ -103,31 +97,18 @@ class Draft:
         return sum(m.spent_s for m in self.members)
 
     @property
-    def all_begun_at(self) -> float | None:
-        """When the last member first got a worker; None while one waits for it."""
-        begun = [m.begun_at for m in self.members if m.waited_for or m.begun_at is not None]
-        known = [at for at in begun if at is not None]
-        return max(known) if known and len(known) == len(begun) else None
-
-    @property
     def ids(self) -> Sequence[str]:
         """Rollouts that nobody gave up."""
         return [m.slot.rollout_id for m in self.members if not m.given_up]
 
-    def give_up(self) -> Sequence[str]:
-        """Go on without who is undecided; returns their ids."""
-        late = [m for m in self.members if m.waited_for]
-        for member in late:
-            member.given_up = True
-        return [m.slot.rollout_id for m in late]
-
-    def bounded(self, member: Member, now: float, deadline_s: float) -> Task:
-        """The task with what is left of the member's time: when it is over the agent is stopped and what it
-        has done is graded."""
+    def bounded(self, deadline_s: float) -> Task:
+        """The task as every try gets it: after the deadline the agent is stopped and what it has done is
+        graded. A further try has as much time as the first; with what a lost box has left it would be graded
+        for the infrastructure's doing."""
         limits = self.task.limits
-        if member.left_s(now, deadline_s) >= limits.wall_s:
+        if deadline_s >= limits.wall_s:
             return self.task
-        return replace(self.task, limits=replace(limits, wall_s=member.left_s(now, deadline_s)))
+        return replace(self.task, limits=replace(limits, wall_s=deadline_s))
 
 
 def new_draft(
@@ -143,3 +124,12 @@ def new_draft(
             if rollout is not None:
                 member.decide(rollout)
     return Draft(number=number, task=task, members=members, version=version)
+
+
+def standing(drafts: Collection[Draft]) -> str:
+    """Where groups are, in one line."""
+    members = [m for draft in drafts for m in draft.members]
+    running = sum(m.running_since is not None for m in members)
+    queued = sum(m.waited_for and m.running_since is None for m in members)
+    ready = sum(draft.group is not None for draft in drafts)
+    return f"{running} rollouts run, {queued} wait for a worker, {ready} of {len(drafts)} groups are ready"

@@ -2,13 +2,13 @@
 
 All warnings go to the log, the last one to the person too. The limit counts from the last sign of progress, a
 rollout begun or decided: agents may take minutes, and a wait in which rollouts end is no fault. Called by
-collector.py while a batch is short.
+collector.py while a batch is short, and by dispatcher.py, without warnings, while a step is made.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from whet.errors import TrainError
 
@@ -20,10 +20,16 @@ MARKS_S = (1.0, 10.0, 30.0)
 class Starvation:
     """One wait of the trainer, from `now` on. Times are readings of the event loop's clock."""
 
-    def __init__(self, now: float, limit_s: float, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        now: float,
+        limit_s: float,
+        warn: Callable[[str], None] = lambda line: None,
+        marks: Sequence[float] = MARKS_S,
+    ) -> None:
         self._began = self._moved = now
         self._limit_s, self._warn = limit_s, warn
-        self._marks = list(MARKS_S)
+        self._marks = list(marks)
 
     @property
     def next_at(self) -> float:

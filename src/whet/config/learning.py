@@ -30,24 +30,19 @@ class CollectTable(Table):
     overdue: Literal["wait", "cancel"] = "wait"
     """max_staleness > 0: a step waits for a group that is late for the bound, or gives the slow one up."""
     group_deadline_s: SecondsOrZero = 0.0
-    """max_staleness > 0: from a rollout's start to its agent's stop, with all tries; 0 = limits.wall_s."""
+    """max_staleness > 0: from a try's start to its agent's stop, if its wall limit is longer; 0 = never."""
     group_grace_s: Seconds = 600.0
-    """From that deadline until a group goes on without who is still undecided."""
+    """From an agent's limit until its try is given up as hung; at least twice the grader's limit."""
     refill: Annotated[float, Field(ge=0)] = 1.0
     """max_staleness > 0: groups without gradient that are replaced per step, as share of groups_per_step."""
     starve_limit_s: Seconds = 3600.0
-    """max_staleness > 0: wait for groups while no rollout begins or ends, after which the run stops."""
+    """Wait for groups while no rollout begins or ends, after which the run stops."""
 
     @model_validator(mode="after")
     def _fits_staleness(self) -> Self:
-        for key in ("window", "overdue", "group_deadline_s", "refill", "starve_limit_s"):
+        for key in ("window", "overdue", "group_deadline_s", "refill"):
             if not self.max_staleness and self.__dict__[key] != type(self).model_fields[key].default:
                 raise ValueError(f"{key} means nothing with max_staleness = 0")
-        if (
-            not self.group_deadline_s
-            and self.group_grace_s != type(self).model_fields["group_grace_s"].default
-        ):
-            raise ValueError("group_grace_s means nothing without group_deadline_s")
         return self
 
 

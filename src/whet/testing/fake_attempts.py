@@ -7,9 +7,9 @@ given and how many ran at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from whet.rollout import AttemptSpec, forget
+from whet.rollout import AttemptSpec, at_once, forget
 from whet.types import Ledger, Rollout, Status, Timings, Trajectory
 
 Fate = Callable[[AttemptSpec], float | str]
@@ -26,9 +26,14 @@ class FakeAttempts:
         self._fate, self._delay_s = fate, delay_s
 
     async def run(
-        self, spec: AttemptSpec, began: Callable[[], None], cancelled: Callable[[Rollout], None] = forget
+        self,
+        spec: AttemptSpec,
+        began: Callable[[], None],
+        cancelled: Callable[[Rollout], None] = forget,
+        ready: Callable[[], Awaitable[object]] = at_once,
     ) -> Rollout:
         self.specs.append(spec)
+        await ready()
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         began()

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from whet.rollout import AttemptSpec, forget
+from whet.rollout import AttemptSpec, at_once, forget
 from whet.testing.fake_attempts import fake_rollout
 from whet.types import Ledger, Rollout, Segment, Status, Trajectory
 
@@ -44,7 +44,11 @@ class SimulatedAttempts:
         self.running = 0
 
     async def run(
-        self, spec: AttemptSpec, began: Callable[[], None], cancelled: Callable[[Rollout], None] = forget
+        self,
+        spec: AttemptSpec,
+        began: Callable[[], None],
+        cancelled: Callable[[Rollout], None] = forget,
+        ready: Callable[[], Awaitable[object]] = at_once,
     ) -> Rollout:
         c = self._chances
         name = f"{c.seed} {spec.rollout_id} {spec.attempt}"
@@ -53,6 +57,7 @@ class SimulatedAttempts:
         )
         takes, luck, broken = c.median_s * float(np.exp(c.sigma * rng.normal())), rng.random(), rng.random()
         async with self._permits:
+            await ready()
             began()
             self.running += 1
             first = self._version()

@@ -134,14 +134,17 @@ def collect_options(config: Config) -> CollectOptions:
         group_size=config.collect.group_size,
         attempts=config.collect.attempts,
         temperature=config.engine.temperature,
+        grace_s=config.collect.group_grace_s,
+        # no rollout may seem to be stuck before its own limit has passed
+        starve_limit_s=max(config.collect.starve_limit_s, 2 * config.limits.wall_s),
     )
 
 
 def async_options(config: Config) -> AsyncOptions:
     c = config.collect
-    groups = config.tasks.groups_per_step
+    groups, members = config.tasks.groups_per_step, collect_options(config)
     return AsyncOptions(
-        members=collect_options(config),
+        members=members,
         groups=groups,
         staleness=c.max_staleness,
         total=config.run.steps * groups,
@@ -150,8 +153,7 @@ def async_options(config: Config) -> AsyncOptions:
         deadline_s=c.group_deadline_s or math.inf,
         grace_s=c.group_grace_s,
         refill=round(c.refill * groups),
-        # no rollout may seem to be stuck before its own limit has passed
-        starve_limit_s=max(c.starve_limit_s, 2 * config.limits.wall_s),
+        starve_limit_s=members.starve_limit_s,
     )
 
 

@@ -123,6 +123,8 @@ class Loop:
     ) -> None:
         self._run, self._store, self._metrics, self._parts, self._view = run, store, metrics, parts, view
         self._clock = clock
+        self._closed: float | None = None
+        """Reading of time.monotonic() at the commit of the step before, in this process."""
         c = run.config
         attempts = Attempts(
             parts.gateway,
@@ -236,7 +238,10 @@ class Loop:
         metrics["mask_alarm"] = bool(masked.alarm)
         for alarm in filter(None, (masked.alarm, result.alarm)):
             self._view.note(f"step {step}: {alarm}")
-        metrics["step_s"] = time.monotonic() - began
+        metrics["step_s"] = (now := time.monotonic()) - began
+        # With what was published and evaluated since the step before.
+        metrics["cycle_s"] = now - (began if self._closed is None else self._closed)
+        self._closed = now
         metrics |= {"weights": trained.weights, "learner_restarts": self._parts.life.restarts}
         self._store.commit_step(
             step,
@@ -285,11 +290,12 @@ def _ahead(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     told = [metrics for metrics in steps if "staleness_max" in metrics]
     if not told:
         return {}
-    total = {name: sum(m[name] for m in told) for name in ("wasted_s", "rollout_s", "waited_s", "step_s")}
+    total = {name: sum(m[name] for m in told) for name in ("wasted_s", "rollout_s", "waited_s")}
+    whole_s = sum(m.get("cycle_s", m["step_s"]) for m in told)
     return {
         "staleness_max": max(m["staleness_max"] for m in told),
         "wasted": round(total["wasted_s"] / (total["rollout_s"] or 1.0), 4),
-        "trainer_idle": round(total["waited_s"] / (total["step_s"] or 1.0), 4),
+        "trainer_idle": round(total["waited_s"] / (whole_s or 1.0), 4),
     }
 
 

@@ -230,10 +230,12 @@ def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
     scorable = [r for r in rewards if r is not None]
     thin, degenerate = len(scorable) < config.group_min, len(set(scorable)) < 2
     credit = advantages(rewards, config.advantage)
+    # Where too few are left and nobody failed, the others were given up when their time was over.
+    lost = "infra" if len(scorable) < len(rewards) else "deadline"
     slots = []
     for rollout, value in zip(rollouts, credit, strict=True):
         masked = rollout.status is Status.TRUNCATED and config.truncated == "mask"
-        reason = _reason(rollout, None if thin else value, degenerate=degenerate, masked=masked)
+        reason = _reason(rollout, None if thin else value, degenerate=degenerate, masked=masked, lost=lost)
         chosen = choose_rows(rollout, config.rows)
         in_mean = reason in ("", "zero_advantage", "truncated")
         counted = chosen.counted if in_mean and not masked else 0
@@ -242,7 +244,7 @@ def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
 
 
 def use_of(group: Group, config: PlanConfig) -> str:
-    """Why nothing of a group would be trained (infra, degenerate, truncated, ...), or empty. What is said of
+    """Why nothing of a group would be trained (infra, deadline, degenerate, ...), or empty. What is said of
     most of its rollouts; infra only if there is nothing else to say."""
     slots = _judge(group, config)
     if any(not s.reason and s.counted for s in slots):
@@ -252,13 +254,13 @@ def use_of(group: Group, config: PlanConfig) -> str:
     return max(others, key=others.count) if others else "infra"
 
 
-def _reason(rollout: Rollout, value: float | None, *, degenerate: bool, masked: bool) -> str:
-    """Why a rollout is not trained, or empty. The first that applies names it. `value` None: the
-    infrastructure took its score, or so many of its group's that none of them is usable."""
+def _reason(rollout: Rollout, value: float | None, *, degenerate: bool, masked: bool, lost: str) -> str:
+    """Why a rollout is not trained, or empty. The first that applies names it. `value` None: it has no score,
+    or so few of its group have one that none of them is usable; `lost` says of what."""
     if rollout.id.startswith("eval"):
         return "evaluation"
     if value is None:
-        return "infra"
+        return lost
     if degenerate:
         return "degenerate"
     if masked:

@@ -234,12 +234,14 @@ class Attempts:
             await asyncio.wait([ready])
 
     def _access(self, session: AttemptSession, limits: Limits) -> ModelAccess:
+        clock = asyncio.get_running_loop().time
         return ModelAccess(
             public_id=session.public_id,
             secret=session.secret,
             model=self._model,
             max_call_tokens=limits.max_call_tokens,
             max_context_tokens=limits.max_context_tokens,
+            away_s=lambda: session.stats.away(clock()),
         )
 
 

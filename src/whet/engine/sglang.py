@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from whet.engine.away import away
 from whet.engine.base import EngineInfo, PauseMode, Receipt
 from whet.engine.http import EngineHttp, HttpOptions, open_http
 from whet.engine.published import inspect
@@ -75,8 +76,9 @@ class SglangEngine:
     async def _admitted(self) -> None:
         limit = self._http.options.call_deadline_s
         try:
-            async with asyncio.timeout(limit):
-                await self._admitting.wait()
+            with away():
+                async with asyncio.timeout(limit):
+                    await self._admitting.wait()
         except TimeoutError as error:
             raise EngineError(f"sglang stayed paused for {limit:g} s") from error
         if self._broken:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from whet.engine.away import away
 from whet.engine.base import PauseMode, Receipt
 from whet.engine.fed import EMPTY, Fed, Held, check_received, feed
 from whet.engine.folder import ties_embeddings
@@ -297,8 +298,9 @@ class VllmControl:
         """Return when a call may be sent. Raises EngineError while the weights are unknown."""
         limit = self._http.options.call_deadline_s
         try:
-            async with asyncio.timeout(limit):
-                await self._open.wait()
+            with away():
+                async with asyncio.timeout(limit):
+                    await self._open.wait()
         except TimeoutError as error:
             raise EngineError(f"vllm was asleep or loading weights for {limit:g} s") from error
         if self._broken:

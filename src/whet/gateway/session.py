@@ -189,6 +189,11 @@ class Session:
         except EngineError as error:
             self._engine_failed(error, turn)
             raise WireError("engine_failed", "The model server failed.") from error
+        except asyncio.CancelledError:
+            if turn in self._turns.cut_off:
+                # Whoever stopped it, the agent or its time: it had no answer because there was no engine.
+                self._engine_failed(EngineUnavailable("the engine was away when the call was stopped"), turn)
+            raise
         if answer.node is not None:
             self._outages = 0
             if self._recoverable and self.failure is None and not self._turns.unanswered:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from whet.gateway.shim import TextShim
 from whet.types import Limits
 
+AWAY_MOST_S = 3600.0
+"""Seconds that a session's wall time grows by at most."""
+
 
 @dataclass(slots=True, kw_only=True)
 class SessionStats:
@@ -18,7 +21,12 @@ class SessionStats:
     prompt_tokens: int = 0
     engine_s: float = 0.0
     waited_s: float = 0.0
-    """Seconds that calls waited for a provider's rate limits; nothing of ours waits."""
+    """Seconds that calls waited for a provider's rate limits."""
+    away_s: float = 0.0
+    """Seconds that calls waited for an engine of ours that was mended, got new weights or slept: the wall
+    time is longer by as much."""
+    away_since: float | None = None
+    """Reading of the loop's clock since when one waits; None while none does."""
     engine_failures: int = 0
     """Calls that the engine left unanswered."""
     budget_stop: str = ""
@@ -46,6 +54,11 @@ class SessionStats:
     """Turns whose text was translated into a tool call on the wire."""
     infra_error: str = ""
     """First failure that makes the rollout unscorable."""
+
+    def away(self, now: float) -> float:
+        """`away_s` up to `now`, a reading of the loop's clock, bounded by `AWAY_MOST_S`."""
+        going_on = 0.0 if self.away_since is None else now - self.away_since
+        return min(AWAY_MOST_S, self.away_s + going_on)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 
 from whet.capture.drift import PromptPlan
 from whet.capture.forest import Forest
+from whet.engine.away import watched
 from whet.engine.base import Engine
-from whet.errors import EngineError
+from whet.errors import EngineError, EngineUnavailable
+from whet.gateway.clock import CallTime, Clock
 from whet.gateway.dialects.base import WireError
 from whet.gateway.edits import explain
 from whet.gateway.host_tools import ToolBox
@@ -85,12 +87,14 @@ class Turns:
         self._spec = spec
         self.unanswered: dict[int, int] = {}
         """Context node -> turn of its latest call that the engine failed and no later call made good."""
+        self.cut_off = set[int]()
+        """Calls that were given up while they waited for an engine that was away."""
         self.refused = 0
         """Calls turned away as too many since the last answered one."""
         self._reserved = 0
         self._freed = asyncio.Event()
         """Set when tokens held back for a call are free again."""
-        self._wall_ends = asyncio.get_running_loop().time() + spec.limits.wall_s
+        self._wall = Clock(spec.limits.wall_s, self.stats)
         limit = spec.limits.max_context_tokens
         self._max_context = min(limit, engine.info.max_context_tokens)
 
@@ -113,8 +117,9 @@ class Turns:
             generation = await self._sample(prompt, request, turn)
             if generation is not None:
                 answer = self._commit(node, prompt, generation, request, turn)
-        except EngineError:
-            self.unanswered[node] = turn
+        except (EngineError, asyncio.CancelledError) as error:
+            if isinstance(error, EngineError) or turn in self.cut_off:
+                self.unanswered[node] = turn
             raise
         finally:
             if answer is None:
@@ -157,12 +162,13 @@ class Turns:
                 return False
             self._freed.clear()
             try:
-                async with asyncio.timeout_at(min(ends, self._wall_ends)):
+                async with asyncio.timeout_at(min(ends, self._wall.ends)):
                     await self._freed.wait()
             except TimeoutError:
-                if ends < self._wall_ends:
+                if self._wall.over:
+                    return False
+                if clock() >= ends:
                     raise WireError("rate_limited", "Too many calls at a time in this session.") from None
-                return False
         return True
 
     async def count(self, request: ModelRequest) -> int:
@@ -222,18 +228,25 @@ class Turns:
         clock = asyncio.get_running_loop().time
         started = clock()
         deadline = self._spec.engine_deadline_s
-        wall = self._wall_ends - started
         params = SamplingParams(
             max_tokens=max_tokens, temperature=self._spec.temperature, stop_ids=self._family.stop_ids
         )
         key = RequestKey(seed=self._spec.seed, rollout_id=self._spec.rollout_id, turn=turn)
+        time = CallTime(self._wall, deadline)
         try:
-            async with asyncio.timeout(min(deadline, wall)) as timer:
-                generation = await self._engine.generate(prompt, params, key)
+            async with time:
+                with watched(time):
+                    generation = await self._engine.generate(prompt, params, key)
         except TimeoutError as error:
-            if not timer.expired() or deadline < wall:
+            if time.cut:
+                raise EngineUnavailable("the engine was away for longer than a session waits") from error
+            if not time.expired or time.too_slow:
                 raise EngineError(f"engine gave no answer within {deadline:g} s") from error
             return None
+        except asyncio.CancelledError:
+            if time.cut:
+                self.cut_off.add(turn)
+            raise
         finally:
             self.stats.engine_s += clock() - started
         self._check(generation, max_tokens)
@@ -311,7 +324,7 @@ class Turns:
             "prompt_tokens": 0 < limits.max_prompt_tokens <= self.stats.prompt_tokens,
             "nodes": len(self._forest) + 2 > limits.max_nodes,
             "refusals": self.refused >= MAX_REFUSALS,
-            "wall": asyncio.get_running_loop().time() >= self._wall_ends,
+            "wall": self._wall.over,
         }
         return self.stats.budget_stop or next((name for name, out in used_up.items() if out), "")
 

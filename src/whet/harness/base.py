@@ -18,6 +18,12 @@ from whet.types import Setup, Task, Tree
 
 PLAIN = Setup()
 """Of a task that needs nothing but its files."""
+AwayTime = Callable[[], float]
+"""Seconds so far in which the agent waited for an engine that was away: its time is longer by as much."""
+
+
+def no_time() -> float:
+    return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +38,8 @@ class ModelAccess:
     max_call_tokens: int = 512
     max_context_tokens: int = 1 << 17
     """Prompt plus sampled tokens of one call, as the gateway counts them: the window the agent hears of."""
+    away_s: AwayTime = field(default=no_time, repr=False, compare=False)
+    """For the worker, not for the agent."""
 
 
 AgentExit = Literal["finished", "failed", "timeout"]
@@ -66,7 +74,8 @@ class Worker(Protocol):
     """One box with the agent in it; an async context manager that starts it and removes everything."""
 
     async def run(self, task: Task, access: ModelAccess, left: Left = never) -> AgentResult:
-        """Put the task's files, run the agent on `task.prompt` within `task.limits.wall_s`, stop it, capture.
+        """Put the task's files, run the agent on `task.prompt` within `task.limits.wall_s` and
+        `access.away_s`, stop it, capture.
         An agent that has `left` and does not end is stopped early, which is no failure.
         Raises HarnessError or SandboxError for host-side causes only."""
 

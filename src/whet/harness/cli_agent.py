@@ -163,7 +163,7 @@ class CliWorker(BoxWorker):
             stdin=self._recipe.stdin(start),
             log_bytes=LOG_BYTES,
         )
-        return await command.run(box, task.limits.wall_s, left, self._recipe.rule)
+        return await command.run(box, task.limits.wall_s, left, self._recipe.rule, access.away_s)
 
     def _start(self, task: Task, access: ModelAccess) -> Start:
         return Start(

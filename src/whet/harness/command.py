@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from whet.errors import HarnessError
-from whet.harness.base import AgentExit, Left
+from whet.harness.base import AgentExit, AwayTime, Left, no_time
 from whet.harness.box_worker import Ending
 from whet.harness.stop import GRACE_S, KILL_S, attend
 from whet.sandbox.base import ExecResult, Sandbox
@@ -16,6 +16,8 @@ from whet.sandbox.base import ExecResult, Sandbox
 Rule = Callable[[ExecResult], tuple[AgentExit, str]]
 """What an exit means: how the agent ended, and one line on it. Not asked about an agent that was stopped."""
 START_S = 60.0
+AWAY_MOST_S = 3600.0
+"""More than that no session waits for an engine that is away."""
 _ASIDE = (
     "export HOME=/tmp/start TMPDIR=/tmp/start; mkdir $HOME && cd $HOME || exit 126; "
     '"$@"; code=$?; cd /; rm -rf /tmp/start; exit $code'
@@ -53,19 +55,21 @@ class Command:
     log_bytes: int
     """Kept of standard output and of standard error each; what is beyond is read and forgotten."""
 
-    async def run(self, box: Sandbox, wall_s: float, left: Left, rule: Rule) -> Ending:
+    async def run(
+        self, box: Sandbox, wall_s: float, left: Left, rule: Rule, away_s: AwayTime = no_time
+    ) -> Ending:
         """Raises SandboxError."""
         running = asyncio.create_task(
             box.exec(
                 self.argv,
                 # The last resort: `attend` stops it before.
-                timeout_s=wall_s + GRACE_S + 2 * KILL_S,
+                timeout_s=wall_s + AWAY_MOST_S + GRACE_S + 2 * KILL_S,
                 env=self.env,
                 stdin=self.stdin,
                 max_output_bytes=self.log_bytes,
             )
         )
-        result, why = await attend(running, box, wall_s=wall_s, left=left)
+        result, why = await attend(running, box, wall_s=wall_s, left=left, away_s=away_s)
         log = result.stdout + result.stderr
         if why == "deadline" or result.timed_out:
             return Ending(exit="timeout", detail=f"stopped after {wall_s:g} s", log=log, reusable=False)

@@ -184,7 +184,7 @@ class PiWorker(BoxWorker):
         if process is None or rpc is None:
             raise HarnessError("Pi was not started")
         try:
-            run = await rpc.run(task.prompt, task.limits.wall_s)
+            run = await rpc.run(task.prompt, task.limits.wall_s, access.away_s)
         except TimeoutError:
             await ask_to_stop(box)
             with contextlib.suppress(TimeoutError):

@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from whet.errors import HarnessError
+from whet.harness.base import AwayTime, no_time
 from whet.sandbox.base import Process
 
 COMMAND_S = 30.0
@@ -56,12 +57,17 @@ class PiRpc:
         self.odd = False
         """A line came that Pi does not write, or Pi complained: it must not serve another rollout."""
 
-    async def _next(self, deadline: float) -> bytes:
+    async def _next(self, deadline: float, away_s: AwayTime = no_time) -> bytes:
         """Raises TimeoutError, and HarnessError when Pi is gone."""
-        left = deadline - time.monotonic()
-        if left <= 0:  # lines that are at hand already would never let a timer run
-            raise TimeoutError
-        line = await self._process.readline(left)
+        while True:
+            left = deadline + away_s() - time.monotonic()
+            if left <= 0:  # lines that are at hand already would never let a timer run
+                raise TimeoutError
+            try:
+                line = await self._process.readline(left)
+                break
+            except TimeoutError:
+                continue  # the deadline may have moved
         if not line:
             tail = self._process.stderr_tail().decode("utf-8", "replace").strip().splitlines()
             raise HarnessError(f"Pi ended: {tail[-1] if tail else 'no message'}")
@@ -89,14 +95,15 @@ class PiRpc:
             else:
                 return
 
-    async def run(self, message: str, timeout_s: float) -> PiRun:
-        """One prompt until Pi will do nothing more by itself. Raises TimeoutError and HarnessError."""
+    async def run(self, message: str, timeout_s: float, away_s: AwayTime = no_time) -> PiRun:
+        """One prompt until Pi will do nothing more by itself; `away_s` is added to the time.
+        Raises TimeoutError and HarnessError."""
         deadline = time.monotonic() + timeout_s
         await self.command("prompt", message=message)
         log = bytearray()
         error = ""
         while True:
-            line = await self._next(deadline)
+            line = await self._next(deadline, away_s)
             kind = _kind(line)
             if kind not in _QUIET and len(log) + len(line) <= LOG_BYTES:
                 log += line

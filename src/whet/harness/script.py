@@ -96,4 +96,4 @@ class ScriptWorker(BoxWorker):
             "CALL_TOKENS": str(access.max_call_tokens),
         }
         command = Command(argv=self._argv, env=env, stdin=task.prompt.encode(), log_bytes=LOG_BYTES)
-        return await command.run(box, task.limits.wall_s, left, exit_code_rule)
+        return await command.run(box, task.limits.wall_s, left, exit_code_rule, access.away_s)

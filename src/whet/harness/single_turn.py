@@ -21,6 +21,7 @@ import orjson
 
 from whet.errors import HarnessError, TaskError
 from whet.harness.base import PLAIN, AgentResult, Left, ModelAccess, never
+from whet.harness.stop import within
 from whet.types import FileEntry, Setup, Task, Tree
 
 BuildAction = Callable[[str, Task], Mapping[str, str | bytes]]
@@ -91,8 +92,9 @@ class SingleTurnWorker:
         begun = time.monotonic()
         tree, said, exit_, detail = task.files, "", "finished", ""
         try:
-            async with asyncio.timeout(task.limits.wall_s):
-                said = await self._ask(task, access)
+            said = await within(self._ask(task, access), task.limits.wall_s, access.away_s)
+            left_s = task.limits.wall_s + access.away_s() - (time.monotonic() - begun)
+            async with asyncio.timeout(left_s):
                 tree = {**task.files, **await asyncio.to_thread(self._files, said, task)}
         except TimeoutError:
             exit_, detail = "timeout", f"stopped after {task.limits.wall_s:g} s"

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from typing import Literal
+from collections.abc import Coroutine
+from typing import Any, Literal, TypeVar
 
 from whet.errors import SandboxError, SandboxLost
-from whet.harness.base import Left
+from whet.harness.base import AwayTime, Left, no_time
 from whet.sandbox.base import ExecResult, Sandbox
 
 GRACE_S = 2.0
@@ -24,17 +26,18 @@ LINGER_S = 5.0
 POLL_S = 0.5
 KILL_S = 10.0
 Why = Literal["", "deadline", "left"]
+T = TypeVar("T")
 
 
 async def attend(
-    running: asyncio.Task[ExecResult], box: Sandbox, *, wall_s: float, left: Left
+    running: asyncio.Task[ExecResult], box: Sandbox, *, wall_s: float, left: Left, away_s: AwayTime = no_time
 ) -> tuple[ExecResult, Why]:
     """The result of an agent's process, and why it was stopped if it was. The process is over then.
 
     Raises SandboxError.
     """
     try:
-        why = await _until(running, wall_s, left)
+        why = await _until(running, wall_s, left, away_s)
         if why:
             await ask_to_stop(box)
             await asyncio.wait({running}, timeout=GRACE_S)
@@ -49,16 +52,31 @@ async def attend(
         await asyncio.wait({running})
 
 
-async def _until(running: asyncio.Task[ExecResult], wall_s: float, left: Left) -> Why:
+async def _until(running: asyncio.Task[ExecResult], wall_s: float, left: Left, away_s: AwayTime) -> Why:
     """Waits for the process, at most until it must be stopped."""
-    deadline, why = time.monotonic() + wall_s, "deadline"
-    while (rest := deadline - time.monotonic()) > 0:
+    ends, lingers = time.monotonic() + wall_s, math.inf
+    while (rest := min(ends + away_s(), lingers) - time.monotonic()) > 0:
         await asyncio.wait({running}, timeout=min(POLL_S, rest))
         if running.done():
             return ""
-        if why == "deadline" and left():
-            deadline, why = min(deadline, time.monotonic() + LINGER_S), "left"
-    return "left" if why == "left" else "deadline"
+        if lingers == math.inf and left():
+            lingers = time.monotonic() + LINGER_S
+    return "deadline" if lingers == math.inf else "left"
+
+
+async def within(doing: Coroutine[Any, Any, T], wall_s: float, away_s: AwayTime) -> T:
+    """Its result. Cancels it and raises TimeoutError when the time is over."""
+    running, ends = asyncio.ensure_future(doing), time.monotonic() + wall_s
+    try:
+        while not running.done():
+            rest = ends + away_s() - time.monotonic()
+            if rest <= 0:
+                raise TimeoutError
+            await asyncio.wait({running}, timeout=min(POLL_S, rest))
+        return running.result()
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
 
 
 async def ask_to_stop(box: Sandbox) -> None:

@@ -92,7 +92,14 @@ async def _sampled_by(
         else:
             publisher = DiskPublisher(learner, engine, options)
         patience_s, shared = table.return_timeout_s, table.share_gpu
-        returning = ReturningEngine(engine, publisher, patience_s=patience_s, share_gpu=shared, say=note)
+        returning = ReturningEngine(
+            engine,
+            publisher,
+            patience_s=patience_s,
+            restarts=run.config.train.restarts,
+            share_gpu=shared,
+            say=note,
+        )
         yield returning, returning
 
 

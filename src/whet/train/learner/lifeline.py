@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from whet.engine.away import away
 from whet.engine.base import Engine, EngineInfo, Receipt
 from whet.errors import EngineError, TrainError
 from whet.train.options import StepResult
@@ -207,11 +208,14 @@ class LivingEngine:
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         while True:
-            life = await self._life.alive()
+            with away():
+                life = await self._life.alive()
             try:
                 return await self._engine.generate(ids, params, key)
             except EngineError:
-                if not await self._life.mend(life):
+                with away():
+                    mended = await self._life.mend(life)
+                if not mended:
                     raise
 
     async def pause(self) -> None:

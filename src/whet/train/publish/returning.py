@@ -10,10 +10,12 @@ not got its weights back nothing is asked of it. Engines in the learner's proces
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Protocol
 
+from whet.engine.away import away
 from whet.engine.base import EngineInfo, LoadingEngine, Receipt
 from whet.errors import EngineError, EngineUnavailable
 from whet.train.publish.files import Publishes, apart
@@ -21,6 +23,8 @@ from whet.types import Generation, IntArray, RequestKey, SamplingParams
 
 PAUSE_S = 0.5
 """Between two questions whether it answers again."""
+ASK_S = 5.0
+"""For one more question once the patience is over."""
 
 
 class Restorer(Publishes, Protocol):
@@ -39,14 +43,22 @@ class ReturningEngine:
         publisher: Restorer,
         *,
         patience_s: float,
+        restarts: int = 3,
         share_gpu: bool = False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """patience_s: how long the server may take to come back. share_gpu: it sleeps while the trainer
+        """patience_s: how long the server may take to come back. restarts: how often it may, before it is
+        published to again: what kills it again and again has a cause. share_gpu: it sleeps while the trainer
         works. `say` gets a line for a person."""
         self._engine, self._publisher, self._share_gpu = engine, publisher, share_gpu
-        self._patience_s, self._say = patience_s, say
+        self._patience_s, self._restarts, self._say = patience_s, restarts, say
         self._life = 0
+        self._returns = 0
+        """Since the last publication."""
+        self._gone_since: float | None = None
+        """When it was first found gone; None once it has answered. All who wait share one patience."""
+        self._asked = -math.inf
+        """When it last left a question unanswered."""
         self._mending = asyncio.Lock()
         """Held while weights are on their way."""
 
@@ -62,10 +74,15 @@ class ReturningEngine:
         while True:
             life = self._life
             try:
-                return await self._engine.generate(ids, params, key)
+                made = await self._engine.generate(ids, params, key)
             except EngineError as error:
-                if not await self._mended(life, error):
+                with away():
+                    mended = await self._mended(life, error)
+                if not mended:
                     raise
+            else:
+                self._gone_since = None
+                return made
 
     async def pause(self) -> None:
         await self._engine.pause()
@@ -80,11 +97,12 @@ class ReturningEngine:
         """As the publisher, and once more when the server was gone in between."""
         async with self._mending:
             try:
-                return await self._publisher.publish(version)
+                receipt = await self._publisher.publish(version)
             except EngineUnavailable as error:
                 await self._answering(error)
                 receipt = await self._publisher.publish(version)
-            self._life += 1
+            self._gone_since, self._returns = None, 0
+            self._life += 1  # what failed before failed of another server, or of other weights
             return receipt
 
     def training(self) -> AbstractAsyncContextManager[None]:
@@ -116,26 +134,53 @@ class ReturningEngine:
 
     async def _mended(self, life: int, error: EngineError) -> bool:
         """After a failed request: True when the server had lost its weights and has them again."""
+        failed = _now()
         async with self._mending:
             if self._life != life:
                 return True
-            if not await self._answering(error):
+            if not await self._answering(error, failed):
                 return False
+            if self._returns >= self._restarts:
+                raise EngineUnavailable(
+                    f"{error}; it was started again {self._returns} times and is not again"
+                )
+            self._returns += 1
             self._say(f"{error}; it gets version {self._engine.receipt.version} back")
             await self._publisher.restore()
             self._life += 1
             return True
 
-    async def _answering(self, error: EngineError) -> bool:
-        """Wait until the server answers; True when it does not hold what was published."""
+    async def _answering(self, error: EngineError, failed: float | None = None) -> bool:
+        """Wait until the server answers; True when it does not hold what was published. `failed`: when what
+        is waited for failed; a wait that ended in vain since then counts for it too."""
+        if self._gone_since is None:
+            self._gone_since = _now()
+        ends = self._gone_since + self._patience_s
+        over = _now() >= ends
+        if over and failed is not None and self._asked >= failed:
+            raise self._late(error)
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout_at(_now() + ASK_S if over else ends):
                 while True:
                     try:
-                        return await self._engine.version() != self._engine.receipt.version
+                        other = await self._engine.version() != self._engine.receipt.version
                     except EngineUnavailable:
+                        if over:
+                            break
                         await asyncio.sleep(PAUSE_S)
+                        continue
                     except EngineError:
-                        return True  # weights that nobody published
-        except TimeoutError as late:
-            raise EngineUnavailable(f"{error}; it did not come back in {self._patience_s:g} s") from late
+                        other = True  # weights that nobody published
+                    self._gone_since = None
+                    return other
+        except TimeoutError:
+            pass
+        self._asked = _now()
+        raise self._late(error)
+
+    def _late(self, error: EngineError) -> EngineUnavailable:
+        return EngineUnavailable(f"{error}; it did not come back in {self._patience_s:g} s")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

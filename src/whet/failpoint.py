@@ -17,7 +17,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 VARIABLE = "WHET_FAILPOINT"
-COMMITS = ("plan", "start", "attempt", "graded", "score", "assign", "discard", "step", "recover")
+COMMITS = (
+    "schema",
+    "meta",
+    "plan",
+    "start",
+    "attempt",
+    "graded",
+    "verdict",
+    "score",
+    "assign",
+    "discard",
+    "step",
+    "recover",
+)
 """What the store writes in a transaction of its own."""
 POINTS = (
     *(f"{name}.{when}" for name in COMMITS for when in ("before", "after")),
@@ -30,6 +43,8 @@ POINTS = (
     "loop.published",
     "loop.pruned",
 )
+FAILURES = ("try.lost",)
+"""Places where a failure happens instead: a try whose box is lost."""
 
 
 class Reached(BaseException):
@@ -59,23 +74,39 @@ _armed = _parse(os.environ.get(VARIABLE, ""))
 
 def hit(name: str) -> None:
     """Die here if this place is armed and it is time."""
+    place = _due(name)
+    if place is not None and not place.once:
+        raise Reached(name)
+    if place is not None and _first(place):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fails(name: str) -> bool:
+    """Whether this place, one of FAILURES, is armed and it is time: once, as with `hit`."""
+    place = _due(name)
+    return place is not None and (not place.once or _first(place))
+
+
+def _due(name: str) -> _Armed | None:
     if not _armed or name not in _armed:
-        return
+        return None
     place = _armed[name]
     place.left -= 1
-    if place.left:
-        return
-    if not place.once:
-        raise Reached(name)
+    return None if place.left else place
+
+
+def _first(place: _Armed) -> bool:
+    """It has not happened in this or an earlier process."""
     with contextlib.suppress(FileExistsError):
         os.close(os.open(place.once, os.O_CREAT | os.O_EXCL))
-        os.kill(os.getpid(), signal.SIGKILL)
+        return True
+    return False
 
 
 @contextmanager
 def armed(name: str, count: int = 1) -> Iterator[None]:
     """Have `Reached` raised when this process passes the place for the `count`-th time."""
-    if name not in POINTS:
+    if name not in (*POINTS, *FAILURES):
         raise ValueError(f"no such failpoint: {name}")
     _armed[name] = _Armed(count)
     try:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from whet import failpoint
 from whet.capture.ledger import reassign
 from whet.errors import CaptureError, WhetError
 from whet.gateway.session_spec import SessionStats
@@ -207,6 +208,8 @@ class Attempts:
         under.log, under.egress, under.artifacts = result.log, result.egress_attempts, result.artifacts
         stats = session.stats
         trouble = stats.infra_error or _waited_away(result, stats, spec.task.limits)
+        if not trouble and failpoint.fails("try.lost"):
+            trouble = "its box was lost (a failpoint)"
         if trouble:
             return _unscorable(spec, under, trouble)
         graded = time.monotonic()

@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +26,14 @@ from whet.errors import RecordError
 from whet.record.run import has_rollouts, read_store
 from whet.record.store import Store
 from whet.stop import descendants
+from whet.types import Outcome
 
 Victim = Literal["controller", "learner", "agent"]
 LIFE_S = 900.0
 """Seconds after which a process that should have ended is a failure of the benchmark."""
 GONE_S = 15.0
+PLANNED = ("degenerate", "zero_advantage", "truncated")
+"""Why a graded rollout of a synchronous run may end untrained: the planner's reasons. No other is a fate."""
 
 
 class StuckError(RuntimeError):
@@ -49,6 +52,7 @@ class Run:
     points: list[str] = field(default_factory=list)
     """Failpoints that were passed and killed."""
     wrong: list[str] = field(default_factory=list)
+    synchronous: bool = True
     seen: dict[str, str] = field(default_factory=dict)
     """Rollout -> digest, of everything that was graded after some death."""
 
@@ -59,9 +63,7 @@ class Run:
     ) -> bool:
         """Start the run, or continue it, and kill each of `kills` when some time has gone by. True when the
         run came to its end by itself."""
-        env = dict(os.environ)
-        once = {point: self.folder.parent / f"{self.folder.name}.{point}.fired" for point in armed}
-        env[failpoint.VARIABLE] = ",".join(f"{point}:1:{once[point]}" for point in armed)
+        env, once = self._arm(armed)
         log = self.folder.with_suffix(".log")
         with log.open("ab") as output:
             child = subprocess.Popen(self._command(), stdout=output, stderr=output, env=env)
@@ -72,14 +74,40 @@ class Run:
                 raise StuckError(f"{self.folder} did not end; its words are in {log}") from error
             finally:
                 self._bury(child)
-        for point, file in once.items():
-            if file.exists() and point not in self.points:
-                self.points.append(point)
-                self.kills["failpoint"] += 1
+        self._count(once)
         if code not in (0, -signal.SIGKILL):
             raise StuckError(f"{self.folder} ended with status {code}; its words are in {log}")
         self._look()
         return code == 0
+
+    def _arm(self, armed: Collection[str]) -> tuple[dict[str, str], dict[str, Path]]:
+        """The environment of a process in which they are, and the files that say that they were passed."""
+        once = {point: self.folder.parent / f"{self.folder.name}.{point}.fired" for point in armed}
+        value = ",".join(f"{point}:1:{once[point]}" for point in armed)
+        return {**os.environ, failpoint.VARIABLE: value}, once
+
+    def _count(self, once: Mapping[str, Path]) -> None:
+        for point, file in once.items():
+            if file.exists() and point not in self.points:
+                self.points.append(point)
+                self.kills["failpoint"] += point in failpoint.POINTS
+
+    def regrade(self, armed: Sequence[str]) -> None:
+        """Have a verdict of the ended run put right again after it was made wrong, dying at these points."""
+        with Store(self.folder / "run.sqlite") as store:
+            name = _graded(store)[0]
+            held = store.rollout(name).verdict
+            if held is None or held.reward is None:
+                raise StuckError(f"{self.folder}: rollout {name} has no verdict")
+            other = Outcome.UNRESOLVED if held.reward else Outcome.RESOLVED
+            store.put_verdict(name, replace(held, outcome=other, reward=1.0 - held.reward))
+        command = [sys.executable, "-m", "whet.cli", "grade", "--write", str(self.folder)]
+        for points in (*([p] for p in armed), []):
+            env, once = self._arm(points)
+            with self.folder.with_suffix(".log").open("ab") as out:
+                subprocess.run(command, stdout=out, stderr=out, env=env, timeout=LIFE_S, check=False)
+            self._count(once)
+            self._look()
 
     def _command(self) -> list[str]:
         whet = [sys.executable, "-m", "whet.cli", "train", "--plain", "--json"]
@@ -150,12 +178,16 @@ class Run:
                 self.seen.setdefault(name, digest(store, name))
 
     def lost(self) -> list[str]:
-        """Rollouts that were graded at some time and are not there unchanged, or have no fate, at the end."""
+        """Rollouts that were graded at some time and are not there unchanged, or have no fate, at the end. In
+        a run ahead of the trainer every reason to discard is a fate, in a synchronous one the planner's."""
         found = []
         with read_store(self.folder) as store:
             for name, held in self.seen.items():
                 state = store.state(name)
-                fate = state is not None and state.state in ("trained", "discarded")
+                fate = state is not None and (
+                    state.state == "trained"
+                    or (state.state == "discarded" and (not self.synchronous or state.reason in PLANNED))
+                )
                 if not fate or digest(store, name) != held:
                     found.append(name)
         return found
@@ -231,7 +263,7 @@ def digest(store: Store, rollout_id: str) -> str:
     return held.hexdigest()
 
 
-def _graded(store: Store) -> Collection[str]:
+def _graded(store: Store) -> Sequence[str]:
     """What reached a verdict, in the training phase."""
     held = [s.rollout_id for s in store.unused_graded()]
     return held + [

@@ -1,13 +1,16 @@
 """Is anything lost, or trained twice, when processes of a run are killed -9?
 
 Run `whet bench chaos`. Whole runs of the toy tasks with the script agent, on CPU: one undisturbed; ones that
-die at each failpoint in turn (before and after each commit of the store, and between the writes that a commit
-rests on); then as many random kills as asked for, of the controller, the learner (the engine is in its
-process) and what runs in boxes. Every run is continued until it ends. `bit_identical`: synchronous runs in
-which no box was shot equal the undisturbed one in every token, plan and weight, and every run of all replays
-from its own ledger with the same weights. A step that does not counts as `trained_twice`, like a rollout in
-the accounts of two steps. (What is shot in a box is its agent's failure, which is
-graded: decision 0038.) Status 1 unless all is well.
+die at each failpoint (before and after each commit of the store, and between the writes that a commit rests
+on), with one try that fails and, in the run ahead of the trainer, groups without a difference; then as many
+random kills as asked for, of the controller, the learner and what runs in boxes. The embedded engine lives in
+the learner's process and dies with it: no process that is only an engine is killed. Every run is continued
+until it ends. `lost`: graded rollouts that are not there unchanged at the end, or have no fate; in a
+synchronous run only training and the planner's reasons are one. `bit_identical`: synchronous runs in which no
+box was shot equal the undisturbed one in every token, plan and weight, and every run of all replays from its
+own ledger with the same weights. A step that does not counts as `trained_twice`, like a rollout in the
+accounts of two steps. (What is shot in a box is its agent's failure, which is graded: decision 0038.) Status
+1 unless all is well and every failpoint was passed.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import orjson
 
 from whet import failpoint
 from whet.bench._arguments import Arguments, count, count_or_zero
-from whet.bench._chaos_run import Run, Victim
+from whet.bench._chaos_run import Run, StuckError, Victim
 from whet.config import demo_preset, dump_toml, load_config
 
 SMALL = (
@@ -41,8 +43,21 @@ SMALL = (
 )
 AHEAD = ("collect.max_staleness=1",)
 """Makes a run asynchronous."""
-RARE = ("attempt.", "discard.")
-"""Failpoints that an undisturbed synchronous run does not pass."""
+FEW = ("collect.group_size=2",)
+"""Makes groups in which all get the same reward, which are dropped."""
+VERDICT = ("verdict.before", "verdict.after")
+"""Failpoints that `whet grade --write` passes, and no run."""
+SYNCHRONOUS = tuple(p for p in failpoint.POINTS if p not in VERDICT and not p.startswith("discard."))
+"""Failpoints that a synchronous run passes; `discard` is the collector's, which works ahead."""
+AHEAD_POINTS = (
+    "graded.after",
+    "score.after",
+    "discard.before",
+    "discard.after",
+    "step.after",
+    "learner.stepped",
+    "checkpoint.between",
+)
 PER_LIFE = 3
 """Random kills of one process before it is let alone; a dead controller ends its life anyhow."""
 
@@ -61,36 +76,48 @@ class Chaos:
         self.began = time.monotonic()
 
     def run(self, name: str, overrides: Sequence[str] = ()) -> Run:
-        self.runs.append(Run(folder=self._folder / name, config=self.config, overrides=list(overrides)))
-        return self.runs[-1]
+        synchronous = not set(AHEAD) & set(overrides)
+        run = Run(
+            folder=self._folder / name,
+            config=self.config,
+            overrides=list(overrides),
+            synchronous=synchronous,
+        )
+        self.runs.append(run)
+        return run
 
     def undisturbed(self) -> Run:
         run = self.run("undisturbed")
         if not run.life():
-            raise RuntimeError("the undisturbed run was disturbed")
+            raise StuckError("the undisturbed run was disturbed")
         self.say(run, "ended")
         return run
 
     def at_failpoints(
-        self, name: str, points: Sequence[str], more: Sequence[str] = (), tries: int = 3
+        self, name: str, points: Sequence[str], more: Sequence[str] = (), tries: int = 2
     ) -> list[Run]:
-        """Runs that die at these places in turn, until each was passed; what no run came to is said."""
+        """Runs that die at each of these places: all that are left are armed in every life, so that each is
+        passed as soon as the run comes to it. One try fails besides. What no run came to is said."""
         runs: list[Run] = []
         left = list(points)
         while left and len(runs) < tries:
             run, ended = self.run(f"{name}{len(runs) + 1}", more), False
-            for armed in (*deaths(left), ()):
-                if not ended:
-                    ended = run.life(armed)
-                    self.say(
-                        run, f"{'ended' if ended else 'died'} with {', '.join(armed) or 'nothing'} armed"
-                    )
+            while not ended:
+                known = len(run.points)
+                ended = run.life([p for p in (*left, *failpoint.FAILURES) if p not in run.points])
+                self.say(run, f"{'ended' if ended else 'died'} at {', '.join(run.points[known:])}")
             left = [point for point in left if point not in run.points]
             runs.append(run)
         if left:
             self.say(run, f"never came to {', '.join(left)}")
-            self.missed += [point for point in left if not point.startswith(RARE)]
+            self.missed += left
         return runs
+
+    def regraded(self, run: Run) -> None:
+        """Verdicts of an ended run are written again, with deaths at the commit."""
+        run.regrade(VERDICT)
+        self.missed += [point for point in VERDICT if point not in run.points]
+        self.say(run, "graded again")
 
     def at_random(
         self, name: str, kills: int, victims: Sequence[Victim], more: Sequence[str] = ()
@@ -111,17 +138,6 @@ class Chaos:
 
     def say(self, run: Run, text: str) -> None:
         print(f"{time.monotonic() - self.began:7.1f} s  {run.folder.name}: {text}", flush=True)
-
-
-def deaths(points: Sequence[str]) -> list[list[str]]:
-    """What is armed in each life: one place of the controller, which ends it, and while there are any one of
-    the learner, which comes back."""
-    own = [p for p in points if not p.startswith(("learner.", "checkpoint."))]
-    learners = [p for p in points if p not in own]
-    own.sort(key=lambda p: (p.startswith("loop."), not p.startswith("step.")))
-    # the learner's places are passed once a step, so they go with those that let a step end
-    late = iter(learners)
-    return [[p, *islice(late, 1 if p.startswith(("step.", "loop.")) else 0)] for p in own]
 
 
 def judge(chaos: Chaos, reference: Run, same: Sequence[Run]) -> dict[str, Any]:
@@ -149,15 +165,26 @@ def judge(chaos: Chaos, reference: Run, same: Sequence[Run]) -> dict[str, Any]:
 def whole(chaos: Chaos, kills: int) -> dict[str, Any]:
     """Every run, in the order of the module's text."""
     reference = chaos.undisturbed()
-    never = [p for p in failpoint.POINTS if p.startswith(RARE)]
-    same = chaos.at_failpoints("failpoints", [p for p in failpoint.POINTS if p not in never])
-    ahead = [*never, "step.after", "learner.stepped", "checkpoint.between", "graded.after"]
-    chaos.at_failpoints("failpoints-ahead", ahead, AHEAD, tries=1)
+    same = chaos.at_failpoints("failpoints", SYNCHRONOUS)
+    chaos.regraded(same[0])
+    chaos.at_failpoints("failpoints-ahead", AHEAD_POINTS, (*AHEAD, *FEW))
     some = kills // 3
     same += chaos.at_random("killed", kills - 2 * some, ("controller", "learner"))
     chaos.at_random("shot", some, ("controller", "learner", "agent", "agent"))
     chaos.at_random("ahead", some, ("controller", "learner", "agent"), AHEAD)
     return judge(chaos, reference, same)
+
+
+def broken_off(chaos: Chaos) -> dict[str, Any]:
+    """The result when a run neither ended nor died: nothing is proved."""
+    kills = sum(run.kills.total() for run in chaos.runs)
+    return {
+        "kills": kills,
+        "lost": 0,
+        "trained_twice": 0,
+        "ledger_balanced": False,
+        "bit_identical": False,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -179,7 +206,11 @@ def main(argv: list[str] | None = None) -> int:
         folder = Path(scratch) if args.keep is None else args.keep
         folder.mkdir(parents=True, exist_ok=True)
         chaos = Chaos(folder, args.seed, args.steps)
-        result = whole(chaos, args.kills)
+        try:
+            result = whole(chaos, args.kills)
+        except StuckError as error:
+            print(f"wrong: {error}")
+            result = broken_off(chaos)
     print(orjson.dumps(result).decode())
     good = not result["lost"] and not result["trained_twice"] and not chaos.missed
     return 0 if good and result["ledger_balanced"] and result["bit_identical"] else 1

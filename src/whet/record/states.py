@@ -128,6 +128,14 @@ class States(Database):
         """The group of these graded rollouts is closed: its baseline is known."""
         self._move("score", rollout_ids, ("graded", "scored"), "state = 'scored'")
 
+    def close_group(self, phase: str, step: int, group: int) -> None:
+        """Score what is graded of a group of which nothing is planned or running any more; else do
+        nothing."""
+        members = self.group_states(phase, step, group)
+        graded = [m.rollout_id for m in members if m.state == "graded"]
+        if graded and not any(m.state in OPEN for m in members):
+            self.score(graded)
+
     def assign(self, step: int, rollout_ids: Collection[str]) -> None:
         """The optimizer step that is under way takes these graded rollouts."""
         self._move("assign", rollout_ids, ("graded", "scored"), f"state = 'assigned', account = {int(step)}")

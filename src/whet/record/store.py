@@ -79,12 +79,15 @@ class Store(States):
 
     def put_rollout(self, phase: str, step: int, group: int, slot: int, rollout: Rollout) -> None:
         """Store a decided rollout; on return it is durable. A rollout is stored once: a second is refused,
-        unless the first failed of the infrastructure and nothing has been trained since."""
+        unless the first failed of the infrastructure and no step counts on that. What is evaluated must
+        belong to weights that are still there, besides."""
         place = {"ulid": new_ulid(), "phase": phase, "step": step, "group_no": group, "slot": slot}
         with self._writing("graded") as db:
             seen = db.execute("SELECT status FROM rollouts WHERE rollout_id = ?", (rollout.id,)).fetchone()
             if seen is not None:
-                if seen["status"] != Status.INFRA_FAILED.value or not _open(db, phase, step):
+                # the optimizer step that trains a rollout is not the one of its place: `decide` knows
+                late = phase != "train" and not _open(db, phase, step)
+                if seen["status"] != Status.INFRA_FAILED.value or late:
                     raise RecordError(f"rollout {rollout.id} is stored already")
                 erase_rollout(db, rollout.id)
             write_rollout(db, place, rollout)

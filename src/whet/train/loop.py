@@ -135,7 +135,8 @@ class Loop:
         )
         self._attempts: Runner = attempts
         self._masks = MaskRate(c.collect.mask_alarm)
-        self._sink = StoreSink(store, self._masks)
+        self._eval_masks = MaskRate(c.collect.mask_alarm)
+        self._sink = StoreSink(store, self._masks, self._eval_masks)
         self._dispatcher = Dispatcher(
             attempts,
             self._sink,
@@ -206,7 +207,7 @@ class Loop:
         rewards = [r for g in groups for r in g.rewards]
         score = Score(solved=sum(r == 1.0 for r in rewards), total=len(rewards))
         self._view.eval_done(_SCORE_NAMES[phase].format(step=step), score)
-        masked = self._masks.close_step()
+        masked = self._eval_masks.close_step()
         if masked.alarm:
             self._view.note(f"{phase}: {masked.alarm}")
         counts = {
@@ -225,7 +226,6 @@ class Loop:
         groups, told = await batches.next(step)
         collected = time.monotonic()
         graded = [r.id for g in groups for r in g.rollouts if r.status is not Status.INFRA_FAILED]
-        self._store.score(graded)
         plan = plan_step(groups, self._parts.plan_config)
         self._store.assign(step, graded)
         folder = self._run.checkpoints / f"step-{step:05d}"

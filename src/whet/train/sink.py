@@ -19,8 +19,10 @@ from whet.types import Rollout, Status
 class StoreSink:
     """Implements collect.dispatcher.Sink and collect.collector.GroupSink."""
 
-    def __init__(self, store: Store, masks: MaskRate) -> None:
-        self._store, self._masks = store, masks
+    def __init__(self, store: Store, masks: MaskRate, eval_masks: MaskRate | None = None) -> None:
+        """eval_masks: the account of evaluations, which may be made while training rollouts are; None = the
+        same."""
+        self._store, self._masks, self._eval_masks = store, masks, eval_masks or masks
 
     def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
         self._store.plan(slots, task_id, version)
@@ -29,11 +31,13 @@ class StoreSink:
         self._store.start(rollout_id, attempt, version)
 
     def put(self, slot: Slot, rollout: Rollout) -> None:
-        self._masks.decided(rollout)
+        self._account(slot).decided(rollout)
         self._store.put_rollout(slot.phase, slot.step, slot.group, slot.slot, rollout)
+        if slot.phase == "train":
+            self._store.close_group(slot.phase, slot.step, slot.group)
 
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
-        self._masks.failed(rollout)
+        self._account(slot).failed(rollout)
         self._store.put_attempt(rollout)
 
     def cancelled(self, slot: Slot, rollout: Rollout, reason: str) -> None:
@@ -43,7 +47,11 @@ class StoreSink:
         self._store.put_attempt(replace(rollout, trajectory=trajectory, error=f"cancelled: {reason}"))
 
     def discard(self, rollout_ids: Sequence[str], reason: str) -> None:
+        """What is left of their groups may be closed by that."""
         self._store.discard(rollout_ids, cast(Reason, reason))
+        states = [state for name in rollout_ids if (state := self._store.state(name)) is not None]
+        for place in sorted({(s.phase, s.step, s.group) for s in states}):
+            self._store.close_group(*place)
 
     def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
         again = self._store.still_open(phase, step)
@@ -52,3 +60,6 @@ class StoreSink:
 
     def tried(self, phase: Phase, step: int) -> Mapping[str, int]:
         return self._store.tried(f"{phase}/{step:05d}/")
+
+    def _account(self, slot: Slot) -> MaskRate:
+        return self._masks if slot.phase == "train" else self._eval_masks

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from whet import failpoint
-from whet.bench._chaos_run import Run
-from whet.bench.chaos import RARE, Chaos, deaths, judge
+from whet.bench._chaos_run import Run, StuckError
+from whet.bench.chaos import AHEAD, AHEAD_POINTS, SYNCHRONOUS, VERDICT, Chaos, main
 from whet.collect.dispatcher import Slot
 from whet.config import load_config
 from whet.record.run import RunDir
@@ -66,18 +68,60 @@ def test_what_is_gone_or_changed_or_without_a_fate_is_lost(tmp_path: Path, harm:
     assert (len(run.lost()), run.balanced()) == (lost, balanced)
 
 
-def test_every_failpoint_is_armed_once_and_one_of_the_controller_in_each_life() -> None:
-    often = [point for point in failpoint.POINTS if not point.startswith(RARE)]
-    lives = deaths(often)
-    assert sorted(point for life in lives for point in life) == sorted(often)
-    assert all(not life[0].startswith(("learner.", "checkpoint.")) for life in lives)
-    assert {point for life in lives for point in life if life[0].startswith(("step.", "loop."))} >= {
-        point for point in often if point.startswith(("learner.", "checkpoint."))
+def test_in_a_synchronous_run_only_the_planner_drops_what_was_graded(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "r")
+    with closing(sqlite3.connect(tmp_path / "r" / "run.sqlite")) as db:
+        db.execute("UPDATE states SET state = 'discarded', reason = 'stale' WHERE slot = 0")
+        db.execute("UPDATE states SET state = 'discarded', reason = 'degenerate' WHERE slot = 1")
+        db.commit()
+    assert len(run.lost()) == 1
+    run.synchronous = False
+    assert run.lost() == []
+
+
+class Lives:
+    """Stands in for a run's process: dies at the first armed place that it comes to."""
+
+    def __init__(self, comes_to: Sequence[str]) -> None:
+        self.comes_to = comes_to
+
+    def __call__(self, run: Run, armed: Sequence[str] = (), **_: object) -> bool:
+        place = next((point for point in self.comes_to if point in armed), None)
+        if place is not None:
+            run.points.append(place)
+        return place is None
+
+
+def test_every_failpoint_is_armed_until_it_was_passed_and_none_is_excused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "life", lambda run, armed=(): Lives(failpoint.POINTS)(run, armed))
+    chaos = Chaos(tmp_path, 0, 6)
+    (run,) = chaos.at_failpoints("f", SYNCHRONOUS)
+    assert sorted(run.points) == sorted(SYNCHRONOUS)
+    (ahead,) = chaos.at_failpoints("a", AHEAD_POINTS, AHEAD)
+    assert (run.synchronous, ahead.synchronous, chaos.missed) == (True, False, [])
+    assert {*SYNCHRONOUS, *AHEAD_POINTS, *VERDICT} == set(failpoint.POINTS)
+    rare = [point for point in failpoint.POINTS if point != "attempt.after"]
+    monkeypatch.setattr(Run, "life", lambda run, armed=(): Lives(rare)(run, armed))
+    assert len(chaos.at_failpoints("g", SYNCHRONOUS)) == 2
+    assert chaos.missed == ["attempt.after"]
+
+
+def test_a_run_that_is_stuck_still_prints_its_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stuck(run: Run, *_: object, **__: object) -> bool:
+        raise StuckError("it did not end")
+
+    monkeypatch.setattr(Run, "life", stuck)
+    assert main(["--kills", "0", "--json"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "wrong: it did not end"
+    assert set(json.loads(lines[-1])) == {
+        "kills",
+        "lost",
+        "trained_twice",
+        "ledger_balanced",
+        "bit_identical",
     }
-
-
-def test_the_result_has_the_five_figures(tmp_path: Path) -> None:
-    chaos = Chaos(tmp_path, 0, 1)
-    told = judge(chaos, run_of(tmp_path / "a"), [])
-    assert list(told) == ["kills", "lost", "trained_twice", "ledger_balanced", "bit_identical"]
-    assert list(told.values()) == [0, 0, 0, True, True]

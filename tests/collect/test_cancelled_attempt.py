@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
@@ -16,7 +16,9 @@ from whet.collect.breaker import Breaker
 from whet.collect.collector import AsyncOptions, Collector
 from whet.collect.dispatcher import CollectOptions
 from whet.demo.warm import write_family
+from whet.engine.away import away
 from whet.gateway.server import Gateway
+from whet.harness.base import ModelAccess
 from whet.harness.pool import Sockets, WorkerPool
 from whet.harness.script import ScriptHarness
 from whet.render.folder import read_folder
@@ -190,3 +192,35 @@ async def test_a_cancellation_during_the_seal_loses_no_token() -> None:
     with pytest.raises(asyncio.CancelledError):
         await sealing
     assert under.trajectory is sealed
+
+
+async def test_time_without_an_engine_is_not_the_agents(tmp_path: Path) -> None:
+    async with world(tmp_path, warm=False) as w:
+
+        async def mended(key: RequestKey) -> None:
+            if key.turn > 0:
+                with away():
+                    await asyncio.sleep(2.5)
+
+        w.engine.before = mended
+        task = replace(SPEC.task, limits=Limits(wall_s=1.0))
+        rollout = await w.attempts.run(replace(SPEC, task=task))
+        assert (rollout.status, len(rollout.trajectory.turns), rollout.error) == (Status.OK, 2, "")
+
+
+async def test_an_agent_that_is_stopped_while_there_is_no_engine_has_not_failed(tmp_path: Path) -> None:
+    async with world(tmp_path, warm=False) as w:
+
+        async def gone(key: RequestKey) -> None:
+            if key.turn > 0:
+                with away():
+                    await asyncio.sleep(3600)
+
+        w.engine.before = gone
+        w.attempts._access = lambda session, limits: ModelAccess(  # type: ignore[method-assign]
+            public_id=session.public_id, secret=session.secret
+        )
+        task = replace(SPEC.task, limits=Limits(wall_s=1.0))
+        rollout = await w.attempts.run(replace(SPEC, task=task))
+        assert (rollout.status, rollout.reward) == (Status.INFRA_FAILED, None)
+        assert rollout.error == "the engine was away when the call was stopped"

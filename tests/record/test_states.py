@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -14,10 +15,12 @@ from helpers_record import make_rollout
 
 from whet import failpoint
 from whet.collect.dispatcher import Slot
+from whet.collect.masking import MaskRate
 from whet.errors import RecordError
 from whet.record.states import REASONS, STATES, Reason
 from whet.record.store import Score, Store, add_ledgers
-from whet.types import EXCLUSIONS, Ledger, Rollout, Status
+from whet.train.sink import StoreSink
+from whet.types import EXCLUSIONS, Ledger, Outcome, Rollout, Status, Verdict
 
 
 def slots(step: int = 1, group: int = 0, count: int = 4) -> list[Slot]:
@@ -297,6 +300,10 @@ MOVES: dict[str, Callable[[Store], object]] = {
         1, {}, "c", "h", account(store, [slots()[2].rollout_id]), trained=[slots()[2].rollout_id]
     ),
     "recover": lambda store: store.recover(),
+    "meta": lambda store: store.set_meta("host", "here"),
+    "verdict": lambda store: store.put_verdict(
+        slots()[1].rollout_id, Verdict(outcome=Outcome.UNRESOLVED, reward=0.0, strength="strong")
+    ),
 }
 
 
@@ -313,7 +320,8 @@ def test_a_commit_is_whole_or_not_there_wherever_the_process_ends(tmp_path: Path
         with Store(tmp_path / "s", readonly=True) as store:
             everywhere = [store.state(place.rollout_id) for place in (*slots(), *slots(step=2))]
             store.check_balance()
-            return everywhere, store.attempts(first.rollout_id), store.steps()
+            rewards = [rollout.reward for rollout in store.rollouts("train", 1)]
+            return everywhere, store.attempts(first.rollout_id), store.steps(), store.meta(), rewards
 
     before = look()
     for moment in ("before", "after"):
@@ -324,13 +332,28 @@ def test_a_commit_is_whole_or_not_there_wherever_the_process_ends(tmp_path: Path
         assert (look() == before) == (moment == "before")
 
 
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_store_whose_first_process_ends_while_it_is_made_is_made_by_the_next(
+    tmp_path: Path, moment: str
+) -> None:
+    with failpoint.armed(f"schema.{moment}"), pytest.raises(failpoint.Reached):
+        Store(tmp_path / "s")
+    with Store(tmp_path / "s") as store:
+        put(store, slots())
+        assert store.states()["graded"] == 4
+
+
 def test_every_failpoint_is_somewhere_and_every_place_is_a_failpoint() -> None:
-    assert set(MOVES) == set(failpoint.COMMITS)
+    assert {*MOVES, "schema"} == set(failpoint.COMMITS)
     source = Path(failpoint.__file__).parent
     text = "\n".join(path.read_text() for path in source.rglob("*.py") if path.name != "failpoint.py")
-    for point in failpoint.POINTS:
-        name, _, _ = point.rpartition(".")
-        assert f'hit("{point}")' in text or f'_writing("{name}")' in text or f'_move("{name}"' in text, point
+    commits = set(re.findall(r'_(?:writing|move)\("(\w+)"', text))
+    places = set(re.findall(r'failpoint\.hit\("([\w.]+)"\)', text))
+    assert commits == set(failpoint.COMMITS)
+    assert places | {f"{name}.{when}" for name in commits for when in ("before", "after")} == set(
+        failpoint.POINTS
+    )
+    assert set(re.findall(r'failpoint\.fails\("([\w.]+)"\)', text)) == set(failpoint.FAILURES)
     with pytest.raises(ValueError, match="no such failpoint"), failpoint.armed("nowhere"):
         pass
 
@@ -345,3 +368,42 @@ def test_tries_that_were_begun_count_although_they_never_ended(tmp_path: Path) -
         assert store.tried("train/00001/") == {first: 2, second: 3}
         assert store.tried("train/00001/000/00") == {first: 2}
         assert store.tried("train/00002/") == {}
+
+
+def test_a_failed_rollout_is_made_again_whatever_was_trained_of_its_place_step(tmp_path: Path) -> None:
+    """Ahead of the trainer, groups of one place step are trained by different steps."""
+    with Store(tmp_path / "s") as store:
+        done, other = put(store, slots(group=0, count=2)), slots(group=1, count=2)
+        put(store, other, reward=None)
+        store.assign(1, done)
+        store.commit_step(1, {}, "c", "h", account(store, done), trained=done)
+    with Store(tmp_path / "s") as store:
+        store.recover()
+        store.start(other[0].rollout_id, 2, 1)
+        store.put_rollout("train", 1, 1, 0, graded(other[0], attempt=2))
+        assert store.rollout(other[0].rollout_id).attempt == 2
+        store.assign(2, [other[0].rollout_id])
+        fates = {other[1].rollout_id: "infra"}
+        counted = account(store, [other[0].rollout_id, other[1].rollout_id])
+        store.commit_step(2, {}, "c", "h", counted, trained=[other[0].rollout_id], discarded=fates)
+        with pytest.raises(RecordError, match="stored"):
+            store.put_rollout("train", 1, 1, 1, graded(other[1], attempt=2))
+
+
+def test_a_group_is_scored_when_the_last_of_it_is_decided(tmp_path: Path) -> None:
+    masks, evals = MaskRate(0.0), MaskRate(0.0)
+    with Store(tmp_path / "s") as store:
+        sink = StoreSink(store, masks, evals)
+        first, second, third = slots(count=3)
+        sink.plan([first, second, third], "t", 0)
+        for place in (first, second):
+            sink.start(place.rollout_id, 1, 0)
+            sink.put(place, graded(place, reward=None if place is second else 1.0))
+        assert store.states()["scored"] == 0
+        sink.discard([third.rollout_id], "deadline")
+        assert store.states()["scored"] == 1
+        shown = dataclasses.replace(first, phase="eval_during")
+        sink.plan([shown], "t", 0)
+        sink.put(shown, graded(shown))
+        sink.attempted(shown, graded(shown, reward=None))
+        assert [(m.tries, m.masked) for m in (evals.close_step(), masks.close_step())] == [(2, 1), (1, 0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from whet.engine.http import HttpOptions
 from whet.engine.vllm import open_vllm
-from whet.errors import EngineError, TrainError
+from whet.errors import EngineError, EngineUnavailable, TrainError
 from whet.testing.fake_exporter import FakeExporter
 from whet.testing.fake_vllm import FakeVllm, serve_vllm
 from whet.testing.weight_folders import served_sums
@@ -25,7 +26,7 @@ VOCAB = 40
 
 @asynccontextmanager
 async def server(
-    folder: Path, *, patience_s: float = 10.0, share_gpu: bool = False
+    folder: Path, *, patience_s: float = 10.0, restarts: int = 3, share_gpu: bool = False
 ) -> AsyncIterator[tuple[FakeVllm, ReturningEngine, list[str], FakeExporter]]:
     said: list[str] = []
     exporter = FakeExporter()
@@ -37,7 +38,12 @@ async def server(
             yield (
                 fake,
                 ReturningEngine(
-                    engine, publisher, patience_s=patience_s, share_gpu=share_gpu, say=said.append
+                    engine,
+                    publisher,
+                    patience_s=patience_s,
+                    restarts=restarts,
+                    share_gpu=share_gpu,
+                    say=said.append,
                 ),
                 said,
                 exporter,
@@ -152,3 +158,43 @@ async def test_what_ended_a_step_is_told_even_when_the_server_is_gone_too(tmp_pa
                 fake.away = True
                 raise TrainError("loss nan: no update")
         fake.away = False
+
+
+async def test_all_who_wait_share_one_patience(tmp_path: Path) -> None:
+    """Also who asks once it is over: it is asked once more, and answers again as soon as it is back."""
+    async with server(tmp_path, patience_s=1.0) as (fake, engine, _, _exporter):
+        await engine.publish(1)
+        fake.away = True
+        began = time.monotonic()
+        waiting = [sample(engine, slot) for slot in range(6)]
+        failed = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all("it did not come back in 1 s" in str(error) for error in failed)
+        with pytest.raises(EngineError, match="it did not come back"):
+            await sample(engine, 7)
+        assert time.monotonic() - began < 4.0
+        fake.restart()
+        fake.away = False
+        assert (await sample(engine, 0)).version_runs == ((0, 1),)
+
+
+async def test_what_kills_the_server_again_and_again_is_given_up(tmp_path: Path) -> None:
+    async with server(tmp_path, restarts=2) as (fake, engine, said, _exporter):
+        await engine.publish(1)
+        real = engine._engine.generate
+
+        async def poison(ids: object, params: object, key: RequestKey) -> Generation:
+            if key.rollout_id == "r9":
+                fake.restart()
+                raise EngineUnavailable("vllm broke off")
+            return await real(ids, params, key)  # type: ignore[arg-type]
+
+        engine._engine.generate = poison  # type: ignore[method-assign,assignment]
+        async with asyncio.timeout(10.0):
+            with pytest.raises(EngineError, match="lost its weights more than 2 times since version 1"):
+                await sample(engine, 9)
+        assert len(said) == 2
+        await engine.publish(2)
+        assert (await sample(engine, 0)).version_runs == ((0, 2),)
+        with pytest.raises(EngineError, match="more than 2 times"):
+            await sample(engine, 9)
+        assert len(said) == 4, "a publication counts anew"

@@ -140,12 +140,13 @@ class ReturningEngine:
                 return True
             if not await self._answering(error, failed):
                 return False
+            held = self._engine.receipt.version
             if self._returns >= self._restarts:
                 raise EngineUnavailable(
-                    f"{error}; it was started again {self._returns} times and is not again"
+                    f"{error}; it lost its weights more than {self._restarts} times since version {held}"
                 )
             self._returns += 1
-            self._say(f"{error}; it gets version {self._engine.receipt.version} back")
+            self._say(f"{error}; it gets version {held} back")
             await self._publisher.restore()
             self._life += 1
             return True

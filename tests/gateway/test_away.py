@@ -1,0 +1,98 @@
+"""Waiting for an engine that is away is not the agent's time, and being stopped meanwhile not its failure."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from gateway_rig import ASK, Rig, said
+
+from whet.engine.away import away
+from whet.gateway import clock, session_spec
+from whet.gateway.server import GatewayConfig
+from whet.render.template import TemplateFamily
+from whet.types import Limits, RequestKey
+
+ANSWER = said("done")
+MORE = [*ASK, {"role": "assistant", "content": "done"}, {"role": "user", "content": "more"}]
+
+
+class Away:
+    """Waits before the first answer, as an engine that is being mended does; `then_s` with it there again."""
+
+    def __init__(self, away_s: float, then_s: float = 0.0) -> None:
+        self.away_s, self.then_s = away_s, then_s
+        self.waits = asyncio.Event()
+
+    async def __call__(self, key: RequestKey) -> None:
+        if key.turn == 0:
+            with away(), away():
+                self.waits.set()
+                await asyncio.sleep(self.away_s)
+        await asyncio.sleep(self.then_s)
+
+
+async def test_the_wall_stands_still_and_goes_on(family: TemplateFamily) -> None:
+    async with Rig(family, [ANSWER], limits=Limits(wall_s=0.4), before=Away(0.8)) as rig:
+        status, _ = await rig.post({"messages": ASK})
+        stats = rig.session.stats
+        assert (status, stats.budget_stop, stats.infra_error) == (200, "", "")
+        assert 0.8 <= stats.away_s < 5.0
+        assert stats.away_since is None
+        rig.engine.before = Away(0.0, then_s=30.0)
+        began = time.monotonic()
+        await rig.post({"messages": MORE})
+        assert time.monotonic() - began < 10.0
+        assert (stats.budget_stop, stats.infra_error) == ("wall", "")
+
+
+async def test_the_engines_deadline_counts_only_while_it_is_there(family: TemplateFamily) -> None:
+    config = GatewayConfig(engine_deadline_s=0.4)
+    async with Rig(family, [ANSWER], config=config, before=Away(0.8)) as rig:
+        assert (await rig.post({"messages": ASK}))[0] == 200
+    async with Rig(family, [ANSWER], config=config, before=Away(0.2, then_s=30.0)) as rig:
+        assert (await rig.post({"messages": ASK}))[0] != 200
+        assert rig.session.stats.infra_error == "engine gave no answer within 0.4 s"
+
+
+async def test_a_parallel_call_that_does_not_wait_has_the_longer_wall_too(family: TemplateFamily) -> None:
+    async with Rig(family, [ANSWER], limits=Limits(wall_s=0.5), before=Away(1.2)) as rig:
+        first = asyncio.create_task(rig.post({"messages": ASK}))
+        await asyncio.wait_for(rig.engine.before.waits.wait(), 10.0)  # type: ignore[union-attr]
+        rig.engine.before = Away(0.0, then_s=0.8)
+        second = asyncio.create_task(rig.post({"messages": MORE}))
+        assert [(await call)[0] for call in (first, second)] == [200, 200]
+        assert rig.session.stats.budget_stop == ""
+
+
+async def test_a_session_that_is_sealed_meanwhile_is_no_agents_failure(family: TemplateFamily) -> None:
+    async with Rig(family, [ANSWER], before=Away(60.0)) as rig:
+        call = asyncio.create_task(rig.post({"messages": ASK}))
+        await asyncio.wait_for(rig.engine.before.waits.wait(), 10.0)  # type: ignore[union-attr]
+        await rig.session.seal(0.0)
+        assert rig.session.stats.infra_error == "the engine was away when the call was stopped"
+        await asyncio.wait([call])
+
+
+async def test_a_client_that_gave_up_and_is_answered_later_misses_nothing(family: TemplateFamily) -> None:
+    async with Rig(family, [ANSWER], before=Away(60.0)) as rig:
+        rig.session._grace_s = 0.0
+        call = asyncio.create_task(rig.post({"messages": ASK}))
+        await asyncio.wait_for(rig.engine.before.waits.wait(), 10.0)  # type: ignore[union-attr]
+        (held,) = rig.session._calls
+        call.cancel()
+        await asyncio.wait([held.task], timeout=10.0)
+        assert rig.session.stats.infra_error == "the engine was away when the call was stopped"
+        assert (await rig.post({"messages": ASK}))[0] == 200
+        assert rig.session.stats.infra_error == ""
+
+
+async def test_no_session_waits_for_ever(family: TemplateFamily, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (clock, session_spec):
+        monkeypatch.setattr(module, "AWAY_MOST_S", 0.2)
+    async with Rig(family, [ANSWER], limits=Limits(wall_s=0.2), before=Away(60.0)) as rig:
+        assert (await rig.post({"messages": ASK}))[0] != 200
+        stats = rig.session.stats
+        assert (stats.budget_stop, stats.away_s) == ("", 0.2)
+        assert stats.infra_error == "the engine was away for longer than a session waits"

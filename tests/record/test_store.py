@@ -169,7 +169,7 @@ def test_what_the_infrastructure_decided_is_replaced_until_its_step_is_trained(t
         store.put_rollout("train", 2, 0, 0, late)
         store.commit_step(2, {}, "c", "h", late.trajectory.ledger, discarded={late.id: "infra"})
         assert not store.still_open("train", 2)
-        with pytest.raises(RecordError, match="stored already"):
+        with pytest.raises(RecordError, match="discarded .infra. by step 2"):
             store.put_rollout("train", 2, 0, 0, attempt_of("train/2/0/0", 2))
 
 

@@ -128,3 +128,29 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: py
     checkpoint.load(again, tmp_path / "c")
     assert again.steps == 0
     assert np.isfinite(again.model.lm_head.weight.detach().numpy()).all()
+
+
+def test_the_random_state_of_a_gpu_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There need be none here: two functions of torch are what is used of it."""
+    held = {"now": torch.tensor([1, 2, 3], dtype=torch.uint8)}
+    gpu = torch.device("cuda", 0)
+
+    def set_state(state: torch.Tensor, device: torch.device) -> None:
+        assert device == gpu
+        held["now"] = state
+
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: held["now"])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", set_state)
+    t = trainer()
+    monkeypatch.setattr(type(t.model), "device", gpu)
+    checkpoint.save(t, tmp_path / "gpu")
+    held["now"] = torch.tensor([9], dtype=torch.uint8)
+    checkpoint.load(t, tmp_path / "gpu")
+    assert held["now"].tolist() == [1, 2, 3]
+    monkeypatch.undo()
+    checkpoint.save(trainer(), tmp_path / "cpu")
+    checkpoint.load(trainer(), tmp_path / "gpu")
+    monkeypatch.setattr(type(t.model), "device", gpu)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", set_state)
+    checkpoint.load(t, tmp_path / "cpu")
+    assert held["now"].tolist() == [1, 2, 3]

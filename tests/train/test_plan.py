@@ -269,3 +269,30 @@ def test_packing_shares_the_common_prompt_and_keeps_long_rows() -> None:
     assert spent < 0.65 * sum(map(len, ids))  # one row each would cost all of it
     assert seconds < 1.0
     assert common_prefix(ids[0], ids[1]) == 314
+
+
+def test_an_advantage_of_zero_is_trained_where_the_loss_has_a_pull() -> None:
+    """It counts in the means either way, so what pulls at it must not be lost."""
+    members = [simple("g/0/0", 1.0), simple("g/0/1", 0.0), simple("g/0/2", 0.5, 3)]
+    same = [simple("g/1/0", 1.0), simple("g/1/1", 1.0)]
+    for pull, names in ((False, ["g/0/0", "g/0/1"]), (True, ["g/0/0", "g/0/1", "g/0/2"])):
+        plan = plan_step([group("g/0", members), group("g/1", same)], PlanConfig(pull=pull))
+        assert [r.rollout_id for r in plan.rows] == names
+        assert [r.weight for r in plan.rows] == pytest.approx([1 / 6, 1 / 6, 1 / 9][: len(names)])
+        left = {"degenerate": 4} if pull else {"degenerate": 4, "zero_advantage": 3}
+        assert (plan.ledger.excluded, plan.ledger.balanced) == (left, True)
+
+
+@pytest.mark.parametrize(
+    ("pull", "overrides"),
+    [
+        (True, []),  # dppo, with its tau
+        (False, ["train.dppo_tau=0"]),
+        (True, ["train.dppo_tau=0", "train.kl=k3", "train.kl_weight=0.1"]),
+        (False, ["train.loss=ppo_clip"]),
+        (False, ["train.loss=ppo_clip", "train.kl=k2"]),  # only measured
+        (True, ["train.loss=ppo_clip", "train.kl=k2", "train.kl_weight=0.1"]),
+    ],
+)
+def test_the_losses_that_pull(pull: bool, overrides: list[str]) -> None:
+    assert PlanConfig.of(load_config(None, overrides)).pull is pull

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from whet.config.base import Count, CountOrZero, Fraction, Seconds, SecondsOrZero, Table
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class CollectTable(Table):
     """Groups of rollouts."""
@@ -61,6 +63,12 @@ class TrainTable(Table):
     """Peak learning rate."""
     warmup_steps: CountOrZero = 3
     """Steps of linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the rate after the warm-up, to 0 at the run's last update; a run so planned has run.steps for good."""
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
+    """AdamW's memory of gradients and of their squares."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's: an update takes this times the rate off every weight, as a share of it."""
     epochs: Count = 1
     """Passes over one batch."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0

@@ -85,7 +85,7 @@ def dotted_keys() -> list[str]:
     ]
 
 
-def _toml(value: bool | int | float | str | tuple[str, ...]) -> str:
+def _toml(value: bool | int | float | str | tuple[str | float, ...]) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

@@ -323,6 +323,16 @@ class Config(Table):
         return self
 
     @model_validator(mode="after")
+    def _decays(self) -> Self:
+        steps = self.run.steps * self.train.epochs
+        if self.train.decay != "constant" and not self.sft.run and steps <= self.train.warmup_steps:
+            raise ValueError(
+                f"train.decay {self.train.decay} has no step to fall in: run.steps x train.epochs = {steps} are"
+                f" no more than train.warmup_steps = {self.train.warmup_steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _publishes(self) -> Self:
         publish = self.engine.publish
         if self.engine.publish_lora != "adapter" and not self.policy.lora_rank:

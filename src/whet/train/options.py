@@ -20,9 +20,12 @@ __all__ = [
     "StepResult",
     "TrainConfig",
     "dump_config",
+    "loss_of",
     "parse_config",
     "rate",
 ]
+
+Decay = Literal["constant", "linear", "cosine"]
 
 EMBEDDED_GAP, FLOAT32_GAP, ROUNDED_GAP = 1e-4, 1e-3, 1.0
 """Largest |trainer - sampler| log-probability of one token: the embedded engine, a server and a trainer that
@@ -43,7 +46,7 @@ class OptimConfig:
     """Largest global gradient norm."""
     warmup_steps: int = 0
     """Steps of linear warm-up; step k of n runs at k/n of the rate."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
+    decay: Decay = "constant"
     total_steps: int = 0
     """Steps until the decay ends; needed unless constant."""
     final: float = 0.0
@@ -135,8 +138,8 @@ class TrainConfig:
         """The learner's part of a run's configuration."""
         t = config.train
         return cls(
-            optim=OptimConfig(lr=t.lr, warmup_steps=t.warmup_steps, grad_clip=t.grad_clip),
-            loss=_loss(t),
+            optim=_optim(config),
+            loss=loss_of(t),
             policy=PolicyConfig.of(config),
             epochs=t.epochs,
             temperature=config.engine.temperature,
@@ -163,8 +166,24 @@ def _gap_limit(config: Config) -> float:
     return FLOAT32_GAP if exact and config.engine.publish_dtype == "float32" else ROUNDED_GAP
 
 
-def _loss(t: TrainTable) -> LossConfig:
-    """The loss of a run's configuration."""
+def _optim(config: Config) -> OptimConfig:
+    """How weights move. A decay ends with the run's last update; without one the run's length plays no part,
+    so that a run may be resumed for more steps."""
+    t = config.train
+    decay: Decay = "constant" if config.sft.run else t.decay  # [sft] has its own
+    return OptimConfig(
+        lr=t.lr,
+        betas=t.betas,
+        weight_decay=t.weight_decay,
+        grad_clip=t.grad_clip,
+        warmup_steps=t.warmup_steps,
+        decay=decay,
+        total_steps=0 if decay == "constant" else config.run.steps * t.epochs,
+    )
+
+
+def loss_of(t: TrainTable) -> LossConfig:
+    """The loss of a run's configuration; the planner asks too, whether it has a pull."""
     return LossConfig(
         name=t.loss,
         ratio=t.ratio,

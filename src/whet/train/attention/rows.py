@@ -1,9 +1,10 @@
 """Causal attention over flat token lists: one row, or rows behind a prefix that they share.
 
 A flat list is the prefix followed by the rows, each padded to the same width. No mask is ever held where the
-device has a kernel for the pattern, and keys and values of the prefix are computed once. Each class is an
-`Attend` of policy/base.py. On tensors without content (memory/dry.py) the kernels of the device that they
-stand for are emulated: what they give, keep for the backward pass and take for themselves.
+device has a kernel for the pattern. Keys and values of the prefix are computed once, and copied once per row,
+behind which its own stand (tree.py copies none). Each class is an `Attend` of policy/base.py. On tensors
+without content (memory/dry.py) the kernels of the device that they stand for are emulated: what they give,
+keep for the backward pass and take for themselves.
 """
 
 from __future__ import annotations
@@ -18,14 +19,30 @@ from torch.nn import functional as F
 EMULATED: ContextVar[str] = ContextVar(
     "device whose kernels tensors without content stand for", default="cuda"
 )
+_LOWER_RIGHT = 2
+"""The kernel's word for: causal, the last query at the last key."""
+
+
+def runs_on_gpu(x: Tensor) -> bool:
+    """Its kernels are a GPU's, or stand for them."""
+    return x.is_cuda or (x.is_meta and EMULATED.get() == "cuda")
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
     """[B, heads, Q, hd] from q and k, v [B, kv_heads, K, hd]; without `seen` causal: the last query sees the
     last key."""
-    if q.is_meta:
-        return _emulated(q, k, v, scale, seen)
+    if runs_on_gpu(q) and q.dtype == torch.float32:
+        # The flash kernel has 16 bits only, and of those with 32 none but the one that holds all scores knows
+        # grouped keys.
+        k, v = _per_head(k, q.shape[1]), _per_head(v, q.shape[1])
+    return (_emulated if q.is_meta else _stock)(q, k, v, scale, seen)
+
+
+def _stock(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
+    """torch's kernel for what `_attention` is given."""
     if seen is None and q.shape[2] != k.shape[2]:
+        if q.dtype == torch.float32 and runs_on_gpu(q):
+            return _efficient(q, k, v, scale)
         if q.dtype != torch.float32 and q.shape[3] % 8 == 0:
             # torch's CausalBias runs the same kernel, but is itself a tensor of Q x K numbers on the host
             kernel = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -37,6 +54,30 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | Non
     )
 
 
+def _per_head(x: Tensor, heads: int) -> Tensor:
+    """[B, kv_heads, K, hd] -> [B, heads, K, hd], a copy where there are fewer."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The memory-efficient kernel, causal with the last query at the last key, as torch's CausalBias calls it."""
+    found = torch.ops.aten._efficient_attention_forward.default(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        bias=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        dropout_p=0.0,
+        custom_mask_type=_LOWER_RIGHT,
+        compute_log_sumexp=any(x.requires_grad for x in (q, k, v)),
+        scale=scale,
+        seqlen_k=None,
+    )
+    out: Tensor = found[0].transpose(1, 2)
+    return out
+
+
 def _lower_right(q: Tensor, k: Tensor) -> Tensor:
     """[Q, K]: which keys each query sees."""
     queries, keys = q.shape[2], k.shape[2]
@@ -46,7 +87,7 @@ def _lower_right(q: Tensor, k: Tensor) -> Tensor:
 def _emulated(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
     """What the device's kernel would give and keep, of tensors that have no content."""
     q, k, v = _Release.apply(q, k, v)  # type: ignore[no-untyped-call]
-    if EMULATED.get() == "cpu":
+    if not runs_on_gpu(q):
         mask = None if seen is None else torch.where(seen, 0.0, -torch.inf).to(q.dtype)
         on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         out = on_cpu(q, k, v, 0.0, seen is None, attn_mask=mask, scale=scale)[0]
@@ -119,8 +160,7 @@ class Shared:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         n = self.prefix
         own = (self._rows(q), self._behind(k), self._behind(v))
-        on_gpu = q.is_cuda or (q.is_meta and EMULATED.get() == "cuda")
-        mixed = _attention(*own, scale, None if on_gpu else _lower_right(*own[:2]))
+        mixed = _attention(*own, scale, None if runs_on_gpu(q) else _lower_right(*own[:2]))
         flat = mixed.transpose(0, 1).flatten(1, 2)
         if not n:
             return flat

@@ -1,4 +1,4 @@
-"""Attention over a prefix tree with torch's own kernels: no pair is computed twice, nothing is copied.
+"""Attention over a prefix tree with torch's own kernels: no pair is computed twice, no key laid out per row.
 
 In preorder a first child follows its parent, so a run of first children is one causal sequence, a branch.
 What lies behind it, under any node of it, sees the branch up to that node whole:
@@ -8,7 +8,9 @@ What lies behind it, under any node of it, sees the branch up to that node whole
     whole    queries [second child, end of the node) x keys [branch, end of the node's tokens)
 
 Each piece is one call of the flash kernel; partial results are merged by their log-sums, and the backward of
-a piece takes the merged ones, which makes it exact. An `Attend` of policy/base.py, made once per micro-batch.
+a piece takes the merged ones, which makes it exact. A GPU's kernel reads grouped keys and values as they
+stand. A CPU's wants a pair of them per query head: there those of one piece at a time are repeated over the
+heads of their group. An `Attend` of policy/base.py, made once per micro-batch.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from whet.train.attention.rows import runs_on_gpu
 from whet.train.plan.tree import Tree
 
 aten = torch.ops.aten
@@ -118,24 +121,23 @@ class _Pieces(torch.autograd.Function):
         return *(s.to(t.dtype) for s, t in zip(sums, (q, k, v), strict=True)), None, None
 
 
-def _spread(x: Tensor, heads: int) -> Tensor:
-    """Keys or values of a piece, [kv_heads, K, hd], for every query head."""
-    return x if x.shape[0] == heads else x.repeat_interleave(heads // x.shape[0], 0)
+def _seen(p: Piece, x: Tensor, heads: int) -> Tensor:
+    """Keys or values of a piece, from [kv_heads, U, hd], as the kernel wants them: [1, kv_heads, K, hd], a view,
+    on a GPU; [1, heads, K, hd] on a CPU."""
+    own = x[:, p.k0 : p.k1]
+    grouped = runs_on_gpu(x) or x.shape[0] == heads
+    return own[None] if grouped else own.repeat_interleave(heads // x.shape[0], 0)[None]
 
 
 def _gather(x: Tensor, heads: int) -> Tensor:
-    """The gradient of `_spread`."""
+    """The gradient of `_seen`: [heads, K, hd] as it came, or summed over the heads of a group."""
     return x if x.shape[0] == heads else x.view(heads, -1, *x.shape[1:]).sum(1)
 
 
 def _attend(p: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Output [heads, Q, hd] and log-sums [heads, Q] of one piece."""
-    given = (
-        q[None, :, p.q0 : p.q1],
-        _spread(k[:, p.k0 : p.k1], q.shape[0])[None],
-        _spread(v[:, p.k0 : p.k1], q.shape[0])[None],
-    )
-    if q.is_cuda:
+    given = (q[None, :, p.q0 : p.q1], _seen(p, k, q.shape[0]), _seen(p, v, q.shape[0]))
+    if runs_on_gpu(q):
         found = aten._scaled_dot_product_flash_attention.default(*given, 0.0, p.causal, False, scale=scale)
     else:
         found = aten._scaled_dot_product_flash_attention_for_cpu.default(*given, 0.0, p.causal, scale=scale)
@@ -146,20 +148,14 @@ def _backward(p: Piece, given: tuple[Tensor, ...], scale: float) -> tuple[Tensor
     """Gradients by the piece's queries, keys and values, from merged outputs and log-sums."""
     grad, q, k, v, out, lse = given
     mine = (None, slice(None), slice(p.q0, p.q1))
-    args = (
-        grad[mine],
-        q[mine],
-        _spread(k[:, p.k0 : p.k1], q.shape[0])[None],
-        _spread(v[:, p.k0 : p.k1], q.shape[0])[None],
-        out[mine],
-        lse[mine].contiguous(),
-    )
-    if q.is_cuda:
-        # of a dense batch: no sequence offsets, and no random state without dropout
-        none = torch.empty(0, dtype=torch.int32, device=q.device)
+    keys, values = _seen(p, k, q.shape[0]), _seen(p, v, q.shape[0])
+    args = (grad[mine], q[mine], keys, values, out[mine], lse[mine].contiguous())
+    if runs_on_gpu(q):
+        # Sequence offsets, were there any, empty ones too, would ask for the kernel of many sequences. Without
+        # dropout the random state is read by nobody.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         found = aten._scaled_dot_product_flash_attention_backward.default(
-            *args, none, none, p.q1 - p.q0, p.k1 - p.k0, 0.0, p.causal, state, state[:0], scale=scale
+            *args, None, None, p.q1 - p.q0, p.k1 - p.k0, 0.0, p.causal, state, state[:0], scale=scale
         )
     else:
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(

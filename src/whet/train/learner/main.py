@@ -27,9 +27,9 @@ from whet.engine.channel_server import Call, ChannelServer, Handler
 from whet.engine.embedded_core import EmbeddedCore, EngineOptions
 from whet.engine.embedded_model import Qwen3
 from whet.engine.embedded_serve import EngineService
-from whet.engine.embedded_weights import checksum
 from whet.errors import TrainError, WhetError
 from whet.train.learner import peers
+from whet.train.learner.fingerprint import Fingerprint
 from whet.train.learner.follow import follow_parent
 from whet.train.learner.peers import Peers
 from whet.train.learner.probe import probe_engine
@@ -60,6 +60,7 @@ class Commands:
         self._trainer, self._service, self._assets = trainer, service, assets
         self._probe_gap = probe_gap
         self._transfers = Transfers(trainer.model)
+        self._fingerprint = Fingerprint(trainer.model)
         self._others = others or Peers(trainer.ranks, [])
         self.stop = False
 
@@ -136,7 +137,7 @@ class Commands:
         return version
 
     def _held(self) -> Meta:
-        return {"version": self._trainer.version, "weights": checksum(self._trainer.model)}
+        return {"version": self._trainer.version, "weights": self._fingerprint.now()}
 
     def _shutdown(self, call: Call) -> None:
         self.stop = True

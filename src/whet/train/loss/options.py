@@ -82,6 +82,11 @@ class LossConfig:
         )
 
     @property
+    def pulls(self) -> bool:
+        """A part of the loss does not ask for the advantage: the divergence from a reference, dppo's pull."""
+        return (self.kl != "none" and self.kl_weight > 0) or (self.name == "dppo" and self.dppo_tau > 0)
+
+    @property
     def highest_w(self) -> float:
         return self.correction_high or {"tis": 2.0, "mask": 3.0, "icepop": 5.0}.get(self.correction, math.inf)
 

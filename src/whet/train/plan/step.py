@@ -20,6 +20,7 @@ import numpy as np
 from whet.capture.ledger import reassign
 from whet.config import Config, model_folder
 from whet.errors import ConfigError, TrainError
+from whet.train.options import loss_of
 from whet.train.plan.advantage import AdvantageKind, advantages, overlong_penalty
 from whet.train.plan.costs import pair_cost
 from whet.train.plan.digest import plan_digest
@@ -42,10 +43,13 @@ class PlanConfig:
     reducer: Reducer = "rollout"
     """What the loss is a mean over: `rollout` rollouts (each a mean over its own tokens, however many
     segments), `token` tokens, `constant` rollouts with tokens / constant_tokens each, `group`
-    groups (each a mean over its tokens). Means run over all scorable rollouts of useful groups, so rows
-    dropped for a zero advantage do not change the loss."""
+    groups (each a mean over its tokens). Means run over all scorable rollouts of groups whose rewards
+    differ, those with advantage zero among them, trained or not."""
     constant_tokens: int = 1024
     """Divisor of `constant`."""
+    pull: bool = False
+    """The loss has a term that does not ask for the advantage (`LossConfig.pulls`): a rollout with advantage
+    zero is trained, since that term acts on its tokens too. Without one its loss is zero: it is left out."""
     truncated: Literal["keep", "mask", "penalise"] = "keep"
     """A truncated rollout is trained with its graded reward; or counts in the baseline only; or loses
     `truncated_penalty` of its reward first."""
@@ -86,6 +90,7 @@ class PlanConfig:
         return cls(
             advantage=t.advantage,
             reducer=t.reducer,
+            pull=loss_of(t).pulls,
             constant_tokens=t.constant_tokens,
             truncated=t.truncated,
             overlong_tokens=t.overlong_tokens,
@@ -236,6 +241,8 @@ def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
     for rollout, value in zip(rollouts, credit, strict=True):
         masked = rollout.status is Status.TRUNCATED and config.truncated == "mask"
         reason = _reason(rollout, None if thin else value, degenerate=degenerate, masked=masked, lost=lost)
+        if reason == "zero_advantage" and config.pull:
+            reason = ""
         chosen = choose_rows(rollout, config.rows)
         in_mean = reason in ("", "zero_advantage", "truncated")
         counted = chosen.counted if in_mean and not masked else 0

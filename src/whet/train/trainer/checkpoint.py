@@ -2,7 +2,10 @@
 
 Everything is written to a temporary folder beside it, fsynced with a checksum file, then renamed. A folder
 loads as a model (config.json, model.safetensors, the tokenizer's files copied along) and, with
-`optimizer.safetensors` and `trainer.json`, continues training with the same bits. Called by learner/main.py.
+`optimizer.safetensors` and `trainer.json`, continues training: on a CPU with the same bits (trainer.py).
+Random state is torch's, of the CPU and, where the model is on one, of the GPU. Nothing else draws from a
+state of its own: a sampler's streams are named by seed and request, adapters start from a fixed generator,
+and neither numpy's nor Python's global one is used. Called by learner/main.py.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from whet.train.trainer.trainer import Trainer
 
 SCHEMA = 1
 SUMS = "checksums.json"
+RNG, RNG_GPU = "rng", "rng_cuda"
+"""Names of the random states among the optimiser's tensors."""
 _OWN = frozenset({"config.json", "optimizer.safetensors", "trainer.json", SUMS})
 
 
@@ -68,11 +73,11 @@ def load(trainer: Trainer, folder: Path) -> None:
     if raw.get("reference", "") != _reference(trainer):
         raise TrainError(f"checkpoint {folder} was made with another reference policy (train.reference)")
     held = trainer.model.read(folder)
-    random = moments.pop("rng")
+    random = {name: moments.pop(name) for name in (RNG, RNG_GPU) if name in moments}
     trainer.optimiser.restore(moments)
     _copy(held, trainer.model)
     trainer.steps, trainer.version = int(raw["step"]), int(raw["version"])
-    torch.set_rng_state(random)
+    _draw_on(random, trainer.model.device)
 
 
 def verify(folder: Path) -> None:
@@ -96,7 +101,7 @@ def _write(trainer: Trainer, folder: Path, assets: Path | None) -> None:
                 shutil.copyfile(path, folder / path.name)
     trainer.model.save(folder)
     state: dict[str, Tensor] = {n: t.contiguous() for n, t in trainer.optimiser.tensors().items()}
-    save_file({**state, "rng": torch.get_rng_state()}, folder / "optimizer.safetensors")
+    save_file({**state, **_random(trainer.model.device)}, folder / "optimizer.safetensors")
     described = {
         "schema_version": SCHEMA,
         "step": trainer.steps,
@@ -107,6 +112,21 @@ def _write(trainer: Trainer, folder: Path, assets: Path | None) -> None:
     (folder / "trainer.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
     sums = {path.name: _digest(path) for path in sorted(folder.iterdir())}
     (folder / SUMS).write_text(json.dumps(sums, indent=2) + "\n")
+
+
+def _random(device: torch.device) -> dict[str, Tensor]:
+    """The state of the generators that training draws from, as bytes."""
+    state = {RNG: torch.get_rng_state()}
+    if device.type == "cuda":
+        state[RNG_GPU] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _draw_on(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Go on from what `_random` gave. A checkpoint of another kind of device has nothing to say of a GPU."""
+    torch.set_rng_state(state[RNG])
+    if device.type == "cuda" and RNG_GPU in state:
+        torch.cuda.set_rng_state(state[RNG_GPU], device)
 
 
 def _reference(trainer: Trainer) -> str:

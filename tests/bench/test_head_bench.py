@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import torch
 
 from whet.bench import head
-from whet.bench._head_sides import problem, whet_side
+from whet.bench._head_sides import Grads, Problem, problem, whet_side
+from whet.train.head import tiles
 
 SMALL = "--device cpu --positions 64 --hidden 16 --vocab 128 --repeats 1 --no-peers".split()
 
@@ -46,3 +48,35 @@ def test_errors_are_measured_against_float64() -> None:
     assert max(head.errors(found, true).values()) < 1e-5
     found.d_weight[3, 3] += 0.1 * float(true.d_weight.abs().max())
     assert head.errors(found, true)["d_weight"] == pytest.approx(0.1, rel=0.05)
+
+
+def test_every_tile_is_checked_and_three_runs_warm_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A head that is right in its first tile only is found wrong."""
+    seen: list[int] = []
+
+    def broken(p: Problem) -> Grads:
+        seen.append(p.trained)
+        found = whet_side(p)
+        found.d_hidden[2 * tiles.CPU_TILE[0] :] = 0
+        return found
+
+    monkeypatch.setattr(head, "sides", lambda device, peers: ({"whet": broken}, {}))
+    assert head.main([*SMALL, "--json", "--trained", "1"]) == 1
+    checked, *timed = seen
+    assert checked > 2 * tiles.CPU_TILE[0]
+    assert timed == [64] * (3 + 1 + 1)  # warm-ups, one repeat, memory
+    capfd.readouterr()
+
+
+def test_the_copy_that_is_computed_with_counts_as_extra_memory() -> None:
+    """The trainer's weight is float32: casting it for a pass takes room in the type computed in."""
+    p = problem(
+        positions=64, hidden=64, vocab=512, trained=1.0, device=torch.device("cpu"), dtype=torch.bfloat16
+    )
+    assert (p.master.dtype, p.weight.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(p.master, p.weight.float())
+    flattered = head.extra(dataclasses.replace(p, master=p.weight), whet_side)
+    copy = p.weight.nbytes / 2**30
+    assert head.extra(p, whet_side) - flattered == pytest.approx(copy, rel=0.1)

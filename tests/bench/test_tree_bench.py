@@ -86,3 +86,27 @@ def test_a_model_of_transformers_over_a_tree_has_the_gradients_of_its_rows() -> 
     held = build_tree(rows)
     ours = [tree.tree_pass(held, TreeAttend.of(held), cpu)]
     assert tree.difference(policy, ours, tree.linear_passes(rows, 300, cpu)) < 1e-5
+
+
+def test_the_kernels_that_are_timed_are_held_against_float32(tiny_model: None) -> None:
+    """As on a GPU, with a CPU's kernels of bfloat16."""
+    cpu = torch.device("cpu")
+    rows = rows_of(replace(TINY, tokens=800, vocab=128))
+    held = build_tree(rows)
+    exact = tree.make_policy(tree.SMALL, torch.float32, cpu, hf=True)
+    true = tree.gradients(exact, tree.linear_passes(rows, 300, cpu))
+    whole = TreeAttend.of(held)
+    lost = TreeAttend(tuple(p for p in whole.pieces if p.causal))
+    found = tree.rounded_ways(tree.SMALL, true, held, {"pieces": whole, "wrong": lost}, cpu)
+    assert 1e-4 < found["pieces"] < tree.ROUNDED_LIMIT < found["wrong"]
+
+
+@pytest.mark.usefixtures("tiny_model")
+def test_rounding_beyond_its_limit_fails_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = tree.measure(replace(TINY, tokens=800, vocab=128), tree.SMALL, torch.device("cpu"), 1)
+    for share, status in ((0.9, 1), (0.01, 0)):
+        monkeypatch.setattr(tree, "measure", lambda *_, share=share: {**result, "rounded": {"flex": share}})
+        assert tree.main([*ARGUMENTS, "--json"]) == status
+    capsys.readouterr()

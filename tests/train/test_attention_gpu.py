@@ -1,4 +1,4 @@
-"""What attention asks of a GPU's kernels, seen on tensors without content: the calls and the shapes, no numbers."""
+"""What attention asks of a GPU's kernels, seen on tensors without content: calls and shapes, no numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checksum of a learner's weights: the engine's own where all are trained, cheap where most are frozen."""
+"""The checksum of a learner's weights: the engine's where all are trained, cheap where most are frozen."""
 
 from __future__ import annotations
 

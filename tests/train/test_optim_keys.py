@@ -22,7 +22,9 @@ def test_the_rate_falls_to_nothing_at_the_last_update_of_the_run() -> None:
     assert optim(*keys, "train.decay=cosine").decay == "cosine"
     # of a constant rate the length of the run is no part: a checkpoint fits a run that goes on for longer
     assert optim(*keys) == optim("run.steps=11", *keys[1:]) == optim(*keys, "train.decay=constant")
-    with pytest.raises(ConfigError, match=r"run.steps x train.epochs = 4 are no more than .*warmup_steps = 4"):
+    with pytest.raises(
+        ConfigError, match=r"run.steps x train.epochs = 4 are no more than .*warmup_steps = 4"
+    ):
         load_config(None, ["run.steps=2", *keys[1:], "train.decay=linear"])
 
 

@@ -25,12 +25,14 @@ SEQUENCE = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """N positions in front of a head, some of them trained. Weight and states have one dtype."""
+    """N positions in front of a head, some of them trained."""
 
     hidden: Tensor
     """[N, d]"""
     weight: Tensor
-    """[V, d]"""
+    """[V, d] in the states' dtype, as peers keep it."""
+    master: Tensor
+    """[V, d] the same in float32, as whet's trainer keeps it: the copy that it computes with is its own."""
     targets: Tensor
     """[N] int64"""
     mask: Tensor
@@ -64,10 +66,10 @@ def clipped(logp: Tensor, mu: Tensor, advantage: Tensor, count: int) -> Tensor:
 
 def whet_side(p: Problem) -> Grads:
     hidden = p.hidden[p.mask].requires_grad_()
-    weight = p.weight.detach().requires_grad_()
+    weight = p.master.detach().requires_grad_()
     mu, advantage, count = p.mu[p.mask], p.advantage[p.mask], p.trained
-    # a trainer adds to the gradient it keeps in float32
-    kept = torch.zeros(p.weight.shape, dtype=torch.float32, device=p.weight.device)
+    # a trainer adds to the gradient that it keeps
+    kept = torch.zeros(p.master.shape, dtype=torch.float32, device=p.master.device)
     out = objective(
         hidden,
         weight,
@@ -170,23 +172,34 @@ def _broken(side: Side, device: torch.device) -> str:
 
 
 def problem(
-    *, positions: int, hidden: int, vocab: int, trained: float, device: torch.device, seed: int = 0
+    *,
+    positions: int,
+    hidden: int,
+    vocab: int,
+    trained: float,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
 ) -> Problem:
-    """Random states and weights with distributions of some nats of entropy."""
+    """Random states and weights with distributions of some nats of entropy; dtype: bfloat16 on a GPU, float32
+    on a CPU unless given."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     count = max(1, round(positions * trained))
     mask = torch.zeros(positions, dtype=torch.bool, device=device)
     # runs of trained tokens, as sampled turns between observations are
     stride = positions / count
     mask[(torch.arange(count, device=device) * stride).long().clamp(max=positions - 1)] = True
+    states = normal(positions, hidden).to(dtype)
+    weight = (normal(vocab, hidden) * (2.5 / hidden**0.5)).to(dtype)
     return Problem(
-        hidden=normal(positions, hidden).to(dtype),
-        weight=(normal(vocab, hidden) * (2.5 / hidden**0.5)).to(dtype),
+        hidden=states,
+        weight=weight,
+        master=weight.float(),
         targets=torch.randint(0, vocab, (positions,), generator=generator, device=device),
         mask=mask,
         mu=-normal(positions).abs() - 3.0,

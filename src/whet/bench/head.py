@@ -1,9 +1,11 @@
 """`whet bench head`: time and memory of one pass of the policy-gradient head, against the bare products.
 
-Correctness first, against float64. Then medians, the sides taking turns. The floor is what the three matrix
-products of a head cannot be faster than: measured bare in this run on a CPU (in seconds of CPU time); on an
-H200, 6 N V H operations at the 788 TFLOP/s that its largest products reach. `extra_gib` is the peak beyond
-what was there before, beside the gradients. Shapes: a CPU gets small ones.
+Correctness first, against float64, over positions of several tiles. Then medians, the sides taking turns.
+The floor is what the three matrix products of a head cannot be faster than: measured bare in this run on a
+CPU (in seconds of CPU time); on an H200, 6 N V H operations at the 788 TFLOP/s that its largest products
+reach. `extra_gib` is the peak beyond what was there before, beside the gradients. whet's weight is float32,
+as the trainer keeps it: the copy in the type that is computed in counts, in bytes and in time. Shapes: a CPU
+gets small ones.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import platform
 import sys
 import time
@@ -34,6 +37,9 @@ ERRORS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """Largest error of whet's gradients, as a share of the largest number in them."""
 TOLD = ("positions", "hidden", "trained", "ms", "floor_ms", "extra_gib", "peers")
 """What the JSON has of a case; the rest is in the table."""
+WARM_UPS = 3
+BEYOND = 37
+"""Positions of the correctness check beyond two whole tiles."""
 SECONDS = 3.0
 """Time after which a side's repeats of one case end, three at the least."""
 
@@ -60,11 +66,11 @@ def clock(device: torch.device) -> float:
 
 
 def medians(runs: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds of each, taking turns, after one warm-up each. One that runs out of memory is left out."""
+    """Milliseconds of each, taking turns, after warm-ups. One that runs out of memory is left out."""
     seen: dict[str, list[float]] = {}
-    for turn in range(repeats + 1):
+    for turn in range(WARM_UPS + repeats):
         for name, run in runs.items():
-            if turn > 3 and sum(seen.get(name, [])) > SECONDS:
+            if turn > WARM_UPS + 2 and sum(seen.get(name, [])) > SECONDS:
                 continue
             begin = clock(device)
             try:
@@ -73,7 +79,7 @@ def medians(runs: dict[str, Callable[[], object]], repeats: int, device: torch.d
                 seen.pop(name, None)
                 torch.cuda.empty_cache()
                 continue
-            if turn:
+            if turn >= WARM_UPS:
                 seen.setdefault(name, []).append(clock(device) - begin)
     return {name: float(np.median(values)) * 1e3 for name, values in seen.items()}
 
@@ -129,14 +135,21 @@ def extra(p: Problem, side: Side) -> float:
 
 
 def reference(p: Problem) -> Grads:
-    """float64, over few positions."""
-    hidden, weight = p.hidden[p.mask].double().requires_grad_(), p.weight.double().requires_grad_()
-    logp = torch.log_softmax(hidden @ weight.T, -1).gather(1, p.targets[p.mask, None])[:, 0]
-    ratio = (logp - p.mu[p.mask].double()).exp()
-    a = p.advantage[p.mask].double()
-    loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a).sum() / p.trained
-    d_hidden, d_weight = torch.autograd.grad(loss, [hidden, weight])
-    return Grads(logp.detach(), d_hidden, d_weight)
+    """float64, over whole logits of some positions at a time."""
+    hidden, weight = p.hidden[p.mask].double(), p.weight.double()
+    targets, mu, a = p.targets[p.mask], p.mu[p.mask].double(), p.advantage[p.mask].double()
+    logps, d_hidden, d_weight = [], [], torch.zeros_like(weight)
+    for at in range(0, p.trained, 512):
+        part = slice(at, at + 512)
+        h, w = hidden[part].requires_grad_(), weight.requires_grad_()
+        logp = torch.log_softmax(h @ w.T, -1).gather(1, targets[part, None])[:, 0]
+        ratio = (logp - mu[part]).exp()
+        loss = -torch.minimum(ratio * a[part], ratio.clamp(0.8, 1.28) * a[part]).sum() / p.trained
+        by_hidden, by_weight = torch.autograd.grad(loss, [h, w])
+        logps.append(logp.detach())
+        d_hidden.append(by_hidden)
+        d_weight += by_weight
+    return Grads(torch.cat(logps), torch.cat(d_hidden), d_weight)
 
 
 def errors(found: Grads, true: Grads) -> dict[str, float]:
@@ -162,13 +175,27 @@ def floor_ms(p: Problem, bare_ms: float) -> float:
     return 6e3 * p.trained * p.weight.shape[0] * p.hidden.shape[1] / rate if rate else bare_ms
 
 
+def checked(shape: Shape, vocab: int, device: torch.device, found: dict[str, Side]) -> dict[str, Any]:
+    """Errors of each side over positions that fill two tiles and begin a third."""
+    element = 2 if device.type == "cuda" else 4
+    rows = tiling(1 << 20, shape.hidden, vocab, element=element, gpu=device.type == "cuda").rows
+    positions = math.ceil((2 * rows + BEYOND) / shape.trained)
+    some = problem(
+        positions=positions, hidden=shape.hidden, vocab=vocab, trained=shape.trained, device=device
+    )
+    true = reference(some)
+    wrong = {}
+    for name, side in found.items():
+        # one advantage for each sequence is all that Liger takes: its gradients are of another loss
+        if name != "liger":
+            with contextlib.suppress(torch.OutOfMemoryError):
+                wrong[name] = errors(side(some), true)
+    return wrong
+
+
 def measure(shape: Shape, vocab: int, device: torch.device, found: dict[str, Side], repeats: int) -> Any:
     """One case."""
-    few = problem(positions=64, hidden=shape.hidden, vocab=vocab, trained=shape.trained, device=device)
-    true = reference(few)
-    # one advantage for each sequence is all that Liger takes: its gradients are of another loss
-    wrong = {name: errors(side(few), true) for name, side in found.items() if name != "liger"}
-    del few, true
+    wrong = checked(shape, vocab, device, found)
     p = problem(
         positions=shape.positions, hidden=shape.hidden, vocab=vocab, trained=shape.trained, device=device
     )

@@ -64,7 +64,7 @@ class TrainTable(Table):
     warmup_steps: CountOrZero = 3
     """Steps of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the rate after the warm-up, to 0 at the run's last update; a run so planned has run.steps for good."""
+    """Of the rate after the warm-up, to 0 at the run's last update: run.steps then stays what it is."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     """AdamW's memory of gradients and of their squares."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

@@ -327,8 +327,8 @@ class Config(Table):
         steps = self.run.steps * self.train.epochs
         if self.train.decay != "constant" and not self.sft.run and steps <= self.train.warmup_steps:
             raise ValueError(
-                f"train.decay {self.train.decay} has no step to fall in: run.steps x train.epochs = {steps} are"
-                f" no more than train.warmup_steps = {self.train.warmup_steps}"
+                f"train.decay {self.train.decay} has no step to fall in: run.steps x train.epochs = {steps}"
+                f" are no more than train.warmup_steps = {self.train.warmup_steps}"
             )
         return self
 

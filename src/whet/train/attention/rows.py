@@ -60,7 +60,7 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The memory-efficient kernel, causal with the last query at the last key, as torch's CausalBias calls it."""
+    """The memory-efficient kernel, the last query at the last key, as torch's own CausalBias calls it."""
     found = torch.ops.aten._efficient_attention_forward.default(
         *(x.transpose(1, 2) for x in (q, k, v)),
         bias=None,

@@ -122,8 +122,8 @@ class _Pieces(torch.autograd.Function):
 
 
 def _seen(p: Piece, x: Tensor, heads: int) -> Tensor:
-    """Keys or values of a piece, from [kv_heads, U, hd], as the kernel wants them: [1, kv_heads, K, hd], a view,
-    on a GPU; [1, heads, K, hd] on a CPU."""
+    """Keys or values of a piece, of x [kv_heads, U, hd], as the kernel wants them: on a GPU a view,
+    [1, kv_heads, K, hd]; on a CPU [1, heads, K, hd]."""
     own = x[:, p.k0 : p.k1]
     grouped = runs_on_gpu(x) or x.shape[0] == heads
     return own[None] if grouped else own.repeat_interleave(heads // x.shape[0], 0)[None]
@@ -151,8 +151,8 @@ def _backward(p: Piece, given: tuple[Tensor, ...], scale: float) -> tuple[Tensor
     keys, values = _seen(p, k, q.shape[0]), _seen(p, v, q.shape[0])
     args = (grad[mine], q[mine], keys, values, out[mine], lse[mine].contiguous())
     if runs_on_gpu(q):
-        # Sequence offsets, were there any, empty ones too, would ask for the kernel of many sequences. Without
-        # dropout the random state is read by nobody.
+        # Sequence offsets, empty ones too, would ask for the kernel of many sequences. Without dropout nobody
+        # reads the random state.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         found = aten._scaled_dot_product_flash_attention_backward.default(
             *args, None, None, p.q1 - p.q0, p.k1 - p.k0, 0.0, p.causal, state, state[:0], scale=scale

@@ -37,7 +37,7 @@ class Fingerprint:
         self._frozen = checksum(_Part(frozen)) if frozen else ""
 
     def now(self) -> str:
-        """Hex SHA-256 as `checksum` gives it where all weights are trained; else of the hashes of both parts."""
+        """Hex SHA-256: that of `checksum` where all weights are trained, else of both parts' own."""
         trained = checksum(self._trained)
         if not self._frozen:
             return trained

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from whet.bench._failures_ahead import DEADLINE_S, MEDIAN_S, ahead, credits_ahead, dying
 from whet.bench._failures_run import Trouble
 from whet.bench._failures_world import MOST_TRIES, TRIES, Setting, World, collected, credits_of
 from whet.bench.failures import MEASURES, _cases, sums_of, table
@@ -98,3 +99,30 @@ def test_injected_trouble_is_a_function_of_its_place() -> None:
     struck = [one.strikes("engine", 0.2, "train/1/0/0", 1, turn) for turn in range(1000)]
     assert struck == [other.strikes("engine", 0.2, "train/1/0/0", 1, turn) for turn in range(1000)]
     assert 150 < sum(struck) == one.failed["engine"] < 250
+
+
+LATE = Setting(rate=0.1, chances="correlated")
+
+
+def test_boxes_die_in_the_middle_at_their_rate() -> None:
+    world = World(400, 1)
+    takes = MEDIAN_S * np.exp(world.log_length)
+    for chances in ("uncorrelated", "correlated"):
+        dies = dying(takes, world.luck, Setting(rate=0.15, chances=chances))  # type: ignore[arg-type]
+        assert (dies < np.minimum(takes, DEADLINE_S))[:, :, 0].mean() == pytest.approx(0.15, abs=0.015)
+
+
+def test_ahead_of_the_trainer_a_late_failure_leaves_no_bias_and_shared_time_would() -> None:
+    """What whet grades is what a world without failures grades; a further try with what the lost one left is
+    stopped, and graded 0, for the box that died."""
+    world = World(160, 0)
+    calm = ahead(world, Setting(rate=0.0, chances="uncorrelated"))
+    truth = {r.id: (r.reward, r.status) for groups in calm.batches for g in groups for r in g.rollouts}
+    wrong = {}
+    for rule in ("whet", "shared_time"):
+        found = ahead(world, LATE, rule)  # type: ignore[arg-type]
+        assert 0.07 < found.failed_first < 0.13
+        graded = [r for groups in found.batches for g in groups for r in g.rollouts if r.reward is not None]
+        wrong[rule] = sum((r.reward, r.status) != truth[r.id] for r in graded)
+    assert wrong["whet"] == 0 < wrong["shared_time"]
+    assert len(credits_ahead(world, LATE, ahead(world, LATE), PLAN)) > 400

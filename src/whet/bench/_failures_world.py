@@ -72,7 +72,8 @@ class World:
         spread = rng.normal(0.0, 0.6, shape)
         raw = 1.6 * (0.5 - self.chance[:, None, None]) + 0.4 * ~self.solved + spread
         self.log_length = (raw - raw.mean()) / raw.std()
-        self._luck = rng.random(shape)
+        self.luck = rng.random(shape)
+        """Of each try's box."""
 
     @property
     def groups(self) -> int:
@@ -89,7 +90,7 @@ class World:
         if setting.chances == "correlated":
             lengths = np.exp(self.log_length if setting.redraw else self.log_length[:, :, :1])
             chance = 1.0 - np.exp(-self._hazard(setting.rate) * lengths)
-        failed: npt.NDArray[np.bool_] = self._luck < chance
+        failed: npt.NDArray[np.bool_] = self.luck < chance
         return failed
 
     def _hazard(self, rate: float) -> float:
@@ -128,7 +129,7 @@ class Boxes:
             family="",
             status=Status.INFRA_FAILED if failed else Status.OK,
             reward=None if failed else float(draw.solved),
-            trajectory=_said(spec.rollout_id),
+            trajectory=said(spec.rollout_id),
             verdict=None,
             changed={},
             deleted=(),
@@ -144,8 +145,8 @@ def place_of(rollout_id: str) -> tuple[int, int]:
     return int(step) * GROUPS_PER_STEP + int(group), int(slot)
 
 
-def _said(rollout_id: str) -> Trajectory:
-    """The planner wants tokens: one prompt id, one sampled id."""
+def said(rollout_id: str, version: int = 0) -> Trajectory:
+    """The planner wants tokens: one prompt id, one that was sampled by a version."""
     mask = np.array([False, True])
     segment = Segment(
         rollout_id=rollout_id,
@@ -155,7 +156,7 @@ def _said(rollout_id: str) -> Trajectory:
         ids=np.array([1, 2], np.int32),
         mask=mask,
         logprobs=np.array([0.0, -1.0], np.float32),
-        versions=np.zeros(2, np.int32),
+        versions=np.full(2, version, np.int32),
     )
     return Trajectory(segments=(segment,), turns=(), ledger=Ledger(captured=1, trained=1))
 

@@ -3,6 +3,7 @@
 A world of tasks with known outcomes goes through the real dispatcher and planner: whet's rule (reward None,
 out of the mean, tried again), the same without another try, reward 0, and dropping the whole group. Each is
 compared with the same rollouts in a world without failures; intervals are 95 %, from a bootstrap over groups.
+The same world then goes through the asynchronous collector, where a group has a deadline and boxes die late.
 `--real` adds real rollouts whose engine and grader are made to fail. Numbers: docs/failures.md.
 """
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 import orjson
 
 from whet.bench._arguments import Arguments, count
+from whet.bench._failures_ahead import GROUPS, Rule, ahead, credits_ahead
 from whet.bench._failures_world import (
     GROUPS_PER_STEP,
     MOST_TRIES,
@@ -156,6 +158,43 @@ async def _cases(
     return cases
 
 
+def simulated_ahead(groups: int, seed: int, plan: PlanConfig) -> list[dict[str, Any]]:
+    """Every setting through the asynchronous collector, compared with the same one at rate 0."""
+    world = World(groups, seed)
+    calm = Setting(rate=0.0, chances="uncorrelated")
+    truth = sums_of(world, credits_ahead(world, calm, ahead(world, calm), plan))
+    cases = []
+    for rate in RATES:
+        for chances in ("uncorrelated", "correlated") if rate else ("uncorrelated",):
+            ways: list[tuple[Rule, bool]] = [("whet", False)]
+            ways += [("whet", True), ("shared_time", False)] if rate else []
+            for rule, redraw in ways:
+                cases.append(
+                    _case_ahead(world, truth, rate, chances, rule, redraw=redraw, seed=seed, plan=plan)
+                )
+    return cases
+
+
+def _case_ahead(
+    world: World,
+    truth: Sums,
+    rate: float,
+    chances: Chances,
+    rule: Rule,
+    *,
+    redraw: bool,
+    seed: int,
+    plan: PlanConfig,
+) -> dict[str, Any]:
+    setting = Setting(rate=rate, chances=chances, redraw=redraw)
+    found = ahead(world, setting, rule)
+    case: dict[str, Any] = {"rate": rate, "chances": chances, "treatment": rule, "tries": TRIES}
+    case |= {"redraw": redraw, "failed_first": round(found.failed_first, 4)}
+    case |= {"ungraded": round(found.ungraded, 4), "stopped": round(found.stopped, 4)}
+    case["trainer_idle"] = round(found.idle, 4)
+    return {**case, **compare(sums_of(world, credits_ahead(world, setting, found, plan)), truth, seed)}
+
+
 def worst(cases: Sequence[Mapping[str, Any]], treatment: str) -> float:
     """Largest |bias| of a treatment over settings and measures of advantage, as whet is set by default."""
     found: list[float] = [
@@ -170,7 +209,7 @@ def worst(cases: Sequence[Mapping[str, Any]], treatment: str) -> float:
 
 def table(cases: Sequence[Mapping[str, Any]]) -> str:
     """For people: the bias of each measure."""
-    lines = [f"{'rate':<6}{'chances':<14}{'treatment':<18}" + "".join(f"{m:<26}" for m in MEASURES)]
+    lines = [f"{'rate':<6}{'chances':<14}{'treatment':<22}" + "".join(f"{m:<26}" for m in MEASURES)]
     for case in cases:
         name = case["treatment"] + (f", {case['tries']} tries" if case["tries"] > 1 else "")
         cells = ""
@@ -178,7 +217,7 @@ def table(cases: Sequence[Mapping[str, Any]]) -> str:
             value = case[m]["share" if m == "kept" else "bias"]
             cells += f"{value:+.4f} [{case[m]['low']:+.4f} {case[m]['high']:+.4f}]  "
         star = "*" if case["redraw"] else ""
-        lines.append(f"{case['rate']:<6.2f}{case['chances']:<14}{name + star:<18}{cells}".rstrip())
+        lines.append(f"{case['rate']:<6.2f}{case['chances']:<14}{name + star:<22}{cells}".rstrip())
     return "\n".join([*lines, "* a further try is another draw"])
 
 
@@ -192,10 +231,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="no table")
     args = parser.parse_args(argv)
     groups = max(GROUPS_PER_STEP, args.groups // GROUPS_PER_STEP * GROUPS_PER_STEP)
+    groups_ahead = max(GROUPS, args.groups // GROUPS * GROUPS)
     try:
         cases = asyncio.run(simulated(groups, args.seed, PlanConfig(advantage=args.advantage)))
         told: dict[str, Any] = {"groups": groups, "advantage": args.advantage, "cases": cases}
         told["worst_bias"] = {t: worst(cases, t) for t in ("whet", "no_retry", "reward_0", "drop_group")}
+        told["ahead"] = simulated_ahead(groups_ahead, args.seed, PlanConfig(advantage=args.advantage))
         if args.real:
             from whet.bench._failures_run import real
 
@@ -204,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"whet: {error}", file=sys.stderr)
         return 1
     if not args.json:
-        print(table(cases))
+        print(table(cases), "ahead of the trainer, with a deadline", table(told["ahead"]), sep="\n")
     print(orjson.dumps(told).decode())
     return 0
 

@@ -220,7 +220,7 @@ class LimitsTable(Table):
     """What one rollout may use. Reaching a limit is the agent's own doing and is graded."""
 
     wall_s: Seconds = 120.0
-    """Seconds from the agent's start to its forced stop."""
+    """Seconds from the agent's start to its forced stop, without those for which the engine was away."""
     max_calls: Count = 8
     """Model calls per rollout."""
     max_call_tokens: Count = 96

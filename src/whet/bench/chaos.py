@@ -105,7 +105,7 @@ class Chaos:
             while not ended:
                 known = len(run.points)
                 ended = run.life([p for p in (*left, *failpoint.FAILURES) if p not in run.points])
-                self.say(run, f"{'ended' if ended else 'died'} at {', '.join(run.points[known:])}")
+                self.say(run, "ended" if ended else f"died at {', '.join(run.points[known:])}")
             left = [point for point in left if point not in run.points]
             runs.append(run)
         if left:

@@ -8,17 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from train_lab import group, rollout, segment
+from trl.rewards import get_soft_overlong_punishment
 from trl_lab import Host, assigned, sampler_ratio
 
 from whet.train.loss.losses import Terms, token_loss
 from whet.train.loss.options import LossConfig
-from whet.train.plan.advantage import advantages
+from whet.train.plan.advantage import advantages, overlong_penalty
+from whet.train.plan.step import PlanConfig, plan_step
+
+Batch = dict[str, torch.Tensor]
 
 ROWS, WIDTH = 6, 7
 LENGTHS = (7, 3, 5, 1, 6, 4)
 
 
-def batch() -> dict[str, torch.Tensor]:
+def batch() -> Batch:
     """Padded log-probabilities of the live policy, the trainer before, the sampler and the reference."""
     generator = torch.Generator().manual_seed(5)
 
@@ -37,15 +42,38 @@ def batch() -> dict[str, torch.Tensor]:
     }
 
 
-def ours(b: dict[str, torch.Tensor], config: LossConfig, reducer: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scalar loss and its gradient [rows, width], with the planner's weights of a row."""
+def planned(b: Batch, reducer: str, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The planner's weight and advantage of every row, both [rows], where the rewards are the batch's
+    advantages. The first rollout is two rows of a plan: it is one to every mean."""
+    per_group = ROWS // groups
+    made = []
+    for g in range(groups):
+        members = []
+        for k in range(per_group):
+            row = g * per_group + k
+            name = f"train/0/{g}/{k}"
+            ids, mask = list(range(LENGTHS[row] + 1)), [False] + [True] * LENGTHS[row]
+            cut = 3 if row == 0 else 0
+            parts = (
+                [mask]
+                if not cut
+                else [[*mask[:cut], *[False] * (len(mask) - cut)], [False] * cut + mask[cut:]]
+            )
+            segments = [segment(name, i, ids, part, [-1.0] * len(ids)) for i, part in enumerate(parts)]
+            members.append(rollout(name, float(b["advantages"][row]), segments))
+        made.append(group(f"train/0/{g}", members))
+    plan = plan_step(made, PlanConfig(reducer=reducer, constant_tokens=WIDTH))  # type: ignore[arg-type]
+    assert len(plan.rows) == ROWS + 1
+    assert plan.rows[0].weight == plan.rows[1].weight
+    found = torch.tensor([(r.weight, r.advantage) for r in plan.rows[1:]], dtype=torch.float64)
+    return found[:, :1], found[:, 1:]
+
+
+def ours(b: Batch, config: LossConfig, reducer: str, groups: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scalar loss and its gradient [rows, width], with weight and advantage of a row from the planner."""
     mask = b["completion_mask"]
     n = mask.sum(1, keepdim=True).double()
-    weight = {
-        "rollout": 1.0 / (ROWS * n),
-        "token": torch.full_like(n, 1.0 / float(n.sum())),
-        "constant": torch.full_like(n, 1.0 / (ROWS * WIDTH)),
-    }[reducer]
+    weight, advantage = planned(b, reducer, groups)
     live = b["live"].clone().requires_grad_()
 
     def whole(a: torch.Tensor, sums: bool = False) -> torch.Tensor:
@@ -58,7 +86,7 @@ def ours(b: dict[str, torch.Tensor], config: LossConfig, reducer: str) -> tuple[
             mu=b["mu"][mask],
             prox=b["prox"][mask],
             ref=b["ref"][mask],
-            advantage=b["advantages"][:, None].expand_as(live)[mask],
+            advantage=advantage.expand_as(live)[mask],
             live_mu=whole(b["live"] - b["mu"]),
             live_prox=whole(b["live"] - b["prox"]),
             prox_mu=whole(b["prox"] - b["mu"], config.correction_level == "rollout"),
@@ -71,7 +99,7 @@ def ours(b: dict[str, torch.Tensor], config: LossConfig, reducer: str) -> tuple[
     return total.detach(), live.grad
 
 
-def theirs(b: dict[str, torch.Tensor], **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def theirs(b: Batch, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
     live = b["live"].clone().requires_grad_()
     host = Host(live, **settings)
     inputs = {
@@ -164,6 +192,37 @@ def test_loss_and_gradient_equal_trls(name: str) -> None:
     assert int((rise != 0).sum()) > ROWS
     plain = theirs(b, **CLIP)[1]
     assert name in ("grpo",) or not torch.allclose(rise, plain)
+
+
+def test_a_mean_over_groups_is_one_of_trls_token_means() -> None:
+    """TRL has no such reducer: it is that of DAPO, group by group."""
+    b = batch()
+    loss, slope = ours(b, LossConfig(**PPO), "group", groups=2)
+    b["advantages"] = planned(b, "group", 2)[1][:, 0]
+    halves = [{name: values[part] for name, values in b.items()} for part in (slice(0, 3), slice(3, 6))]
+    found = [theirs(half, loss_type="dapo", **CLIP) for half in halves]
+    assert float(loss) == pytest.approx(float(sum(f[0] for f in found)) / 2, rel=1e-10)
+    assert torch.allclose(slope, torch.cat([f[1] for f in found]) / 2, rtol=1e-9, atol=1e-12)
+    whole = theirs(b, loss_type="dapo", **CLIP)[1]
+    assert not torch.allclose(slope, whole)
+
+
+def test_overlong_shaping_equals_trls() -> None:
+    punish = get_soft_overlong_punishment(100, 20)
+    for tokens in (0, 79, 80, 81, 90, 99, 100, 101, 500):
+        assert -overlong_penalty(tokens, 100, 20) == pytest.approx(punish([[1] * tokens])[0], abs=1e-12)
+    # and through the planner: two rollouts of one reward, parted by their lengths alone
+    config = PlanConfig(overlong_tokens=100, overlong_margin_tokens=20)
+    members = []
+    for name, tokens in (("g/0/0", 85), ("g/0/1", 95)):
+        mask = [False] + [True] * tokens
+        part = segment(name, 0, list(range(tokens + 1)), mask, [-1.0] * (tokens + 1))
+        members.append(rollout(name, 1.0, [part]))
+    given = [punish([[1] * tokens])[0] for tokens in (85, 95)]
+    mean = sum(given) / 2
+    rows = plan_step([group("g/0", members)], config).rows
+    assert [r.advantage for r in rows] == pytest.approx([x - mean for x in given])
+    assert rows[0].advantage == pytest.approx(0.25)
 
 
 def test_advantages_equal_trls() -> None:

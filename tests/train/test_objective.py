@@ -1,6 +1,6 @@
-"""Whole steps of every loss against autograd on whole sequences, one rollout at a time and without a planner:
-segments of a rollout lie in several micro-batches, the policy has moved since it was sampled, and again since
-the step began."""
+"""Whole steps of every loss against autograd on whole sequences in float64, one rollout at a time, without
+a planner: segments of a rollout lie in several micro-batches, the policy has moved since it was sampled, and
+again since the step began; one rollout of each group has advantage zero."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def in_segments(groups: list[Group]) -> list[Group]:
 
 
 def tokens(model: Qwen3, r: Rollout) -> torch.Tensor:
-    """[n] log-probabilities of a rollout's trained tokens, over all its segments."""
+    """[n] log-probabilities of a rollout's trained tokens, over all its segments, in the model's type."""
     found = [slow_logprobs(model, s.ids)[torch.from_numpy(s.mask)] for s in r.trajectory.segments]
     return torch.cat(found)
 
@@ -80,9 +80,9 @@ def factor(prox: torch.Tensor, mu: torch.Tensor, c: LossConfig) -> torch.Tensor:
     ]
     w = d.exp()
     if c.correction == "tis":
-        return torch.minimum(w, torch.tensor(c.correction_high))
-    inside = (w <= (c.correction_high or {"mask": 3.0, "icepop": 5.0}[c.correction])).float()
-    return w * inside * ((w >= c.correction_low).float() if c.correction == "icepop" else 1.0)
+        return w.clamp(max=c.correction_high)
+    inside = (w <= (c.correction_high or {"mask": 3.0, "icepop": 5.0}[c.correction])).double()
+    return w * inside * ((w >= c.correction_low).double() if c.correction == "icepop" else 1.0)
 
 
 def policy_term(
@@ -106,20 +106,18 @@ def policy_term(
 def slow_gradients(
     model: Qwen3, before: Qwen3, reference: Qwen3, groups: list[Group], c: LossConfig
 ) -> tuple[float, Named]:
-    """Mean over rollouts of means over their tokens, from the definitions."""
-    total = torch.zeros(())
+    """Mean over rollouts of means over their tokens, from the definitions; models in float64."""
+    total = torch.zeros((), dtype=torch.float64)
     n = sum(len(g.rollouts) for g in groups)
     for g in groups:
         mean = sum(g.rewards) / len(g.rewards)
         for r in g.rollouts:
             assert r.reward is not None
             a = r.reward - mean
-            if not a:
-                continue
             live = tokens(model, r)
             with torch.no_grad():
                 prox, ref = tokens(before, r), tokens(reference, r)
-            mu = torch.cat([torch.from_numpy(s.logprobs[s.mask]) for s in r.trajectory.segments])
+            mu = torch.cat([torch.from_numpy(s.logprobs[s.mask]) for s in r.trajectory.segments]).double()
             loss = policy_term(live, mu, prox, a, c)
             if c.correction != "none" or c.name == "decoupled":
                 loss = loss * factor(prox, mu, c)
@@ -159,24 +157,27 @@ def take(model: Qwen3, weights: Qwen3) -> None:
 def test_loss_and_gradient_before_and_after_an_update(name: str) -> None:
     c = LossConfig(**CONFIGS[name])  # type: ignore[arg-type]
     sampler = small_model()
-    groups = in_segments(sampled_groups(sampler, groups=2))
+    groups = in_segments(sampled_groups(sampler, groups=3, size=3))
+    assert all(0.5 in g.rewards and sum(g.rewards) == 1.5 for g in groups)
     begun, later, reference = (moved(sampler, size) for size in (0.01, 0.015, 0.02))
     model = small_model()
     take(model, begun)
     trainer = Trainer(model, TrainConfig(loss=c, epochs=2), reference=Reference(moved(reference, 0.0)))
-    plan = plan_step(groups, PlanConfig(token_budget=70))
+    plan = plan_step(groups, PlanConfig(token_budget=50, pull=c.pulls))
+    assert len({r.rollout_id for r in plan.rows}) == (9 if c.pulls else 6)
     batch_of = {i: k for k, batch in enumerate(plan.batches) for i in batch.rows}
     assert any(batch_of[i] != batch_of[i + 1] for i in range(0, len(plan.rows), 2))  # segments of one rollout
     terms = StepTerms(plan, c)
     for epoch, now in enumerate((begun, later)):
         take(model, now)
         loss, found = gradients(trainer, plan, terms, epoch)
-        expected_loss, expected = slow_gradients(moved(now, 0.0), begun, reference, groups, c)
-        assert loss == pytest.approx(expected_loss, abs=2e-6)
-        largest = max(float(g.abs().max()) for g in expected.values())
-        assert largest > 1e-3
-        worst = max(float((found[n] - expected[n]).abs().max()) for n in expected)
-        assert worst < 2e-5 * max(1.0, largest)
+        exact = [moved(m, 0.0).double() for m in (now, begun, reference)]
+        expected_loss, expected = slow_gradients(exact[0], exact[1], exact[2], groups, c)
+        assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-7)
+        assert {g.dtype for g in expected.values()} == {torch.float64}
+        assert found.keys() == expected.keys()
+        far = {n: float((found[n] - g).abs().max() / g.abs().max()) for n, g in expected.items()}
+        assert max(far.values()) < 1e-5, far
 
 
 def test_a_step_tells_how_far_the_policy_is_from_those_that_sampled() -> None:

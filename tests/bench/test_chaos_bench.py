@@ -108,6 +108,16 @@ def test_every_failpoint_is_armed_until_it_was_passed_and_none_is_excused(
     assert chaos.missed == ["attempt.after"]
 
 
+def test_a_try_may_fail_in_every_life_and_a_place_kills_once(tmp_path: Path) -> None:
+    """The two deaths around the record of a failed try need two of them."""
+    run = Run(folder=tmp_path / "r", config=tmp_path / "c", overrides=())
+    _, first = run._arm(["try.lost", "attempt.before"])
+    run.points.append("attempt.before")
+    _, second = run._arm(["try.lost", "attempt.before"])
+    assert first["try.lost"] != second["try.lost"]
+    assert first["attempt.before"] == second["attempt.before"]
+
+
 def test_a_run_that_is_stuck_still_prints_its_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,7 +82,10 @@ class Run:
 
     def _arm(self, armed: Collection[str]) -> tuple[dict[str, str], dict[str, Path]]:
         """The environment of a process in which they are, and the files that say that they were passed."""
-        once = {point: self.folder.parent / f"{self.folder.name}.{point}.fired" for point in armed}
+        stem = self.folder.parent / self.folder.name
+        # a failure may happen again in every life, a death once
+        lives = {point: f".{len(self.points)}" if point in failpoint.FAILURES else "" for point in armed}
+        once = {point: Path(f"{stem}.{point}{life}.fired") for point, life in lives.items()}
         value = ",".join(f"{point}:1:{once[point]}" for point in armed)
         return {**os.environ, failpoint.VARIABLE: value}, once
 

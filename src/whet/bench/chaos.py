@@ -2,7 +2,7 @@
 
 Run `whet bench chaos`. Whole runs of the toy tasks with the script agent, on CPU: one undisturbed; ones that
 die at each failpoint (before and after each commit of the store, and between the writes that a commit rests
-on), with one try that fails and, in the run ahead of the trainer, groups without a difference; then as many
+on), with tries that fail and, in the run ahead of the trainer, groups without a difference; then as many
 random kills as asked for, of the controller, the learner and what runs in boxes. The embedded engine lives in
 the learner's process and dies with it: no process that is only an engine is killed. Every run is continued
 until it ends. `lost`: graded rollouts that are not there unchanged at the end, or have no fate; in a
@@ -97,14 +97,15 @@ class Chaos:
         self, name: str, points: Sequence[str], more: Sequence[str] = (), tries: int = 2
     ) -> list[Run]:
         """Runs that die at each of these places: all that are left are armed in every life, so that each is
-        passed as soon as the run comes to it. One try fails besides. What no run came to is said."""
+        passed as soon as the run comes to it. One try of each life fails besides. What no run came to is
+        said."""
         runs: list[Run] = []
         left = list(points)
         while left and len(runs) < tries:
             run, ended = self.run(f"{name}{len(runs) + 1}", more), False
             while not ended:
                 known = len(run.points)
-                ended = run.life([p for p in (*left, *failpoint.FAILURES) if p not in run.points])
+                ended = run.life([*failpoint.FAILURES, *(p for p in left if p not in run.points)])
                 self.say(run, "ended" if ended else f"died at {', '.join(run.points[known:])}")
             left = [point for point in left if point not in run.points]
             runs.append(run)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from train_lab import small_model
 
-from whet.engine.embedded_weights import checksum
+from whet.engine.embedded_weights import checksum, checksum_of
 from whet.train.learner import fingerprint
 from whet.train.learner.fingerprint import Fingerprint
 
@@ -27,12 +26,11 @@ def test_of_a_model_that_is_trained_whole_it_is_the_engines() -> None:
 def test_frozen_weights_are_hashed_once_and_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
 
-    def counting(part: Any) -> str:
-        named: Iterator[tuple[str, nn.Parameter]] = part.named_parameters()
-        hashed.append(sum(p.numel() for _, p in named))
-        return checksum(part)
+    def counting(part: Mapping[str, torch.Tensor]) -> str:
+        hashed.append(sum(p.numel() for p in part.values()))
+        return checksum_of(part)
 
-    monkeypatch.setattr(fingerprint, "checksum", counting)
+    monkeypatch.setattr(fingerprint, "checksum_of", counting)
 
     def adapted(seed: int) -> Any:
         model = small_model(seed)

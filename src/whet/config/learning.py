@@ -79,6 +79,8 @@ class TrainTable(Table):
     """Torch threads while training."""
     ranks: Count = 1
     """Processes that train together, each with its share of a step; 1 = the learner alone."""
+    shard: bool = False
+    """ranks > 1 and policy.kind = hf: each rank holds a part of the model (FSDP2), not all of it."""
     truncated: Literal["keep", "mask", "penalise"] = "keep"
     """What becomes of the tokens of a rollout that reached a limit."""
     overlong_tokens: CountOrZero = 0
@@ -146,6 +148,12 @@ class TrainTable(Table):
     """rows all: most rows of one rollout, the first ones and the last are kept; 0 = no limit."""
     max_row_tokens: CountOrZero = 0
     """Most tokens of one row; a longer one is not trained and counts as overlong; 0 = no limit."""
+
+    @model_validator(mode="after")
+    def _has_ranks(self) -> Self:
+        if self.shard and self.ranks == 1:
+            raise ValueError("shard means nothing with ranks = 1")
+        return self
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -294,6 +294,16 @@ class Config(Table):
         return self
 
     @model_validator(mode="after")
+    def _sharded(self) -> Self:
+        if self.train.shard and self.policy.kind != "hf":
+            raise ValueError("train.shard needs policy.kind = 'hf': the builtin model is not sharded")
+        if self.train.shard and self.engine.publish in ("ipc", "nccl"):
+            raise ValueError(
+                f"train.shard: sharded weights reach an engine as files, not by {self.engine.publish}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> Self:
         if 0 < self.sandbox.permits < self.boxes_needed:
             raise ValueError(

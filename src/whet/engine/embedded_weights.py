@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -30,8 +30,13 @@ class Named(Protocol):
 
 def checksum(model: Named) -> str:
     """Hex SHA-256 over name, shape and fp32 bytes of every parameter in name order (a tied head once)."""
+    return checksum_of(dict(model.named_parameters()))
+
+
+def checksum_of(tensors: Mapping[str, Tensor]) -> str:
+    """`checksum` of parameters by name."""
     h = hashlib.sha256()
-    for name, tensor in sorted(model.named_parameters()):
+    for name, tensor in sorted(tensors.items()):
         flat = tensor.detach().to("cpu", torch.float32).contiguous()
         h.update(f"{name}{tuple(flat.shape)}".encode())
         h.update(flat.numpy().data)

@@ -124,12 +124,16 @@ class TrainConfig:
     """Torch threads while training."""
     ranks: int = 1
     """Processes that train together (trainer/dist.py)."""
+    shard: bool = False
+    """Each rank holds a part of the model, its gradients and moments; otherwise a replica."""
     share_gpu: bool = False
     """An engine has the GPU's memory between two steps: what torch keeps for the next one is given back."""
     step_timeout_s: float = 3600.0
     """Most seconds for one step; so long a rank waits for another one too."""
 
     def __post_init__(self) -> None:
+        if self.shard and (self.ranks == 1 or self.policy.kind != "hf"):
+            raise ConfigError("train.shard needs ranks > 1 and policy.kind hf")
         if not (min(self.epochs, self.threads, self.ranks) >= 1 and self.temperature > 0):
             raise ConfigError("train: epochs, threads and ranks must be >= 1, temperature > 0")
 
@@ -150,6 +154,7 @@ class TrainConfig:
             reference_alarm=t.reference_alarm,
             threads=t.threads,
             ranks=t.ranks,
+            shard=t.shard,
             share_gpu=config.engine.share_gpu,
             step_timeout_s=t.step_timeout_s,
         )

@@ -8,37 +8,28 @@ once and stand in it as that hash; of the others every value is read. Called by 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 
-from torch import nn
-
-from whet.engine.embedded_weights import checksum
+from whet.engine.embedded_weights import checksum_of
 from whet.train.policy.base import Policy
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some parameters of a model."""
-
-    named: tuple[tuple[str, nn.Parameter], ...]
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.named
+from whet.train.policy.hf import HfPolicy
 
 
 class Fingerprint:
     """Of one model, whose frozen weights stay as they are."""
 
     def __init__(self, model: Policy) -> None:
-        named = tuple(model.named_parameters())
-        frozen = tuple((n, p) for n, p in named if not p.requires_grad)
-        self._trained = _Part(tuple((n, p) for n, p in named if p.requires_grad))
-        self._frozen = checksum(_Part(frozen)) if frozen else ""
+        self._model = model
+        self._never = frozenset(n for n, p in model.named_parameters() if not p.requires_grad)
+        self._frozen = ""
 
     def now(self) -> str:
-        """Hex SHA-256: that of `checksum` where all weights are trained, else of both parts' own."""
-        trained = checksum(self._trained)
+        """Hex SHA-256: that of `checksum` where all weights are trained, else of both parts' own. Sharded
+        weights must have been gathered."""
+        model = self._model
+        named = model.readable() if isinstance(model, HfPolicy) else dict(model.named_parameters())
+        if self._never and not self._frozen:
+            self._frozen = checksum_of({n: named[n] for n in self._never})
+        trained = checksum_of({n: t for n, t in named.items() if n not in self._never})
         if not self._frozen:
             return trained
         return hashlib.sha256(f"{self._frozen} {trained}".encode()).hexdigest()

@@ -37,12 +37,11 @@ from whet.train.learner.transfer import Transfers
 from whet.train.learner.wire import decode_plan
 from whet.train.options import TrainConfig, parse_config
 from whet.train.policy.base import Policy
-from whet.train.policy.opening import open_policy
+from whet.train.policy.opening import device_of, open_policy
 from whet.train.publish.delta import write_delta
 from whet.train.publish.export import Form, export
 from whet.train.trainer import checkpoint
 from whet.train.trainer.dist import RankLostError
-from whet.train.trainer.reference import read_reference
 from whet.train.trainer.trainer import Trainer
 
 
@@ -94,7 +93,8 @@ class Commands:
         call.reply({**asdict(result), **self._held()})
 
     def _save(self, call: Call) -> None:
-        checkpoint.save(self._trainer, Path(call.meta["folder"]), self._assets)
+        with self._whole(moments=True):
+            checkpoint.save(self._trainer, Path(call.meta["folder"]), self._assets)
         call.reply()
 
     def _load(self, call: Call) -> None:
@@ -119,7 +119,8 @@ class Commands:
         meta, folder = call.meta, Path(call.meta["folder"])
         form = Form(dtype=meta["dtype"], own_head=bool(meta["own_head"]), adapter=bool(meta["adapter"]))
         version = self._current(int(meta["version"]))
-        manifest = export(self._trainer.model, folder, version, form, self._assets)
+        with self._whole():
+            manifest = export(self._trainer.model, folder, version, form, self._assets)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         if meta["delta"]:
             size = write_delta(Path(meta["delta"]), Path(meta["base"]), folder)
@@ -129,6 +130,8 @@ class Commands:
         """The trainer's half of bringing weights to an engine without files; see transfer.py."""
         if "version" in call.meta:
             self._current(int(call.meta["version"]))
+        if self._trainer.ranks.sharded:
+            raise TrainError("train.shard: sharded weights reach an engine as files only (engine.publish)")
         call.reply(self._transfers.answer(call.meta))
 
     def _current(self, version: int) -> int:
@@ -137,11 +140,21 @@ class Commands:
         return version
 
     def _held(self) -> Meta:
-        return {"version": self._trainer.version, "weights": self._fingerprint.now()}
+        with self._whole():
+            return {"version": self._trainer.version, "weights": self._fingerprint.now()}
 
     def _shutdown(self, call: Call) -> None:
         self.stop = True
         call.reply()
+
+    @contextmanager
+    def _whole(self, *, moments: bool = False) -> Iterator[None]:
+        """The weights can be read, and with `moments` the optimiser's state: sharded ranks bring theirs."""
+        with self._together():
+            if self._trainer.ranks.sharded:
+                self._others.tell("gather", {"moments": moments})
+            with self._trainer.whole(moments=moments):
+                yield
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -182,10 +195,10 @@ def sampler(model: Policy, raw: str, config: TrainConfig) -> tuple[EngineService
 def run(args: argparse.Namespace) -> None:
     follow_parent(args.parent)
     config = parse_config(args.train)
-    model = open_policy(args.model, config.policy)
+    model = open_policy(args.model, config.policy, device_of(config.policy, 0, config.ranks))
     service, gap = sampler(model, args.engine, config)
     with peers.started(args.model, config) as others:
-        trainer = Trainer(model, config, reference=read_reference(config, args.model), ranks=others.ranks)
+        trainer = peers.make_trainer(model, args.model, config, others.ranks)
         serve(args.socket, Commands(trainer, service, args.model, gap, others), service)
 
 

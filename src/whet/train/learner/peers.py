@@ -28,9 +28,12 @@ from whet.errors import TrainError, WhetError, boundary
 from whet.train.learner.follow import follow_parent
 from whet.train.learner.wire import decode_plan
 from whet.train.options import TrainConfig, dump_config, parse_config
-from whet.train.policy.opening import open_policy
+from whet.train.policy.base import Policy
+from whet.train.policy.hf import HfPolicy
+from whet.train.policy.opening import device_of, open_policy
+from whet.train.policy.shard import shard
 from whet.train.trainer import checkpoint
-from whet.train.trainer.dist import Alone, RankLostError, Ranks, join
+from whet.train.trainer.dist import Alone, RankLostError, Ranks, Sharded, join, leave
 from whet.train.trainer.reference import read_reference
 from whet.train.trainer.trainer import Trainer
 
@@ -68,10 +71,27 @@ def started(model: Path, config: TrainConfig) -> Iterator[Peers]:
         try:
             for rank in range(1, config.ranks):
                 children.append(_spawn(rank, store, model, config))
-            yield Peers(join(0, config.ranks, store, deadline_s=config.step_timeout_s), children)
+            yield Peers(_join(0, store, config), children)
         finally:
+            leave()
             for child in children:
                 _end(child)
+
+
+def _join(rank: int, store: Path, config: TrainConfig) -> Ranks:
+    device = device_of(config.policy, rank, config.ranks)
+    limit = config.step_timeout_s
+    return join(rank, config.ranks, store, deadline_s=limit, device=device, sharded=config.shard)
+
+
+def make_trainer(model: Policy, folder: Path, config: TrainConfig, ranks: Ranks) -> Trainer:
+    """The trainer of one rank, its model from `folder`; sharded ranks keep their part of it only."""
+    reference = read_reference(config, folder)
+    if isinstance(ranks, Sharded):
+        if not isinstance(model, HfPolicy):
+            raise TrainError("train.shard: only a model of transformers (policy.kind hf) can be sharded")
+        shard(model, ranks.mesh())
+    return Trainer(model, config, reference=reference, ranks=ranks)
 
 
 def _spawn(rank: int, store: Path, model: Path, config: TrainConfig) -> subprocess.Popen[bytes]:
@@ -111,12 +131,15 @@ def run(args: argparse.Namespace) -> None:
     """Do what rank 0 says until its pipe ends."""
     follow_parent(args.parent)
     config = parse_config(args.train)
-    ranks = join(args.rank, args.world, args.store, deadline_s=config.step_timeout_s)
-    model = open_policy(args.model, config.policy)
-    trainer = Trainer(model, config, reference=read_reference(config, args.model), ranks=ranks)
+    ranks = _join(args.rank, args.store, config)
+    model = open_policy(args.model, config.policy, device_of(config.policy, args.rank, args.world))
+    trainer = make_trainer(model, args.model, config, ranks)
     for frame in _frames(sys.stdin.buffer):
         if frame.meta["op"] == "load":
             checkpoint.load(trainer, Path(frame.meta["folder"]))
+        elif frame.meta["op"] == "gather":
+            with trainer.whole(moments=frame.meta["moments"]):
+                pass  # rank 0 reads
         else:
             plan = decode_plan(frame.meta["plan"], frame.arrays)
             try:
@@ -126,6 +149,7 @@ def run(args: argparse.Namespace) -> None:
                 # next step says so.
                 print(f"rank {args.rank}: {error}", file=sys.stderr)
             trainer.give_back()
+    leave()
 
 
 def main(argv: list[str]) -> int:

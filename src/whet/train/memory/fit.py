@@ -2,7 +2,8 @@
 
 The least costly set that fits is taken, in the order of LADDER. Whether it fits is asked for a slightly
 larger micro-batch, so that few shapes have to be run dry. A row that fits with none is refused, not left out:
-the error names it, what it would take, what is there and what would help. Called by trainer/trainer.py.
+the error names it, what it would take, what is there and what would help. A sharded rank is predicted as if
+it held the whole model, and its moments stay on the device. Called by trainer/trainer.py.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Fit:
         self._kernels: Literal["cpu", "cuda"] = "cuda" if policy.device.type == "cuda" else "cpu"
         self._ladder = [t for t in LADDER if self._kernels == "cuda" or not t.offload_activations]
         """On a CPU the device's memory is the host's."""
+        if policy.shards > 1:
+            self._ladder = [t for t in self._ladder if not t.offload_optimizer]
         self._model = self._of(policy.lora)
 
     @classmethod
@@ -175,7 +178,7 @@ def _scaled(load: Load, factor: float) -> Load:
 
 
 def _weights(policy: HfPolicy) -> int:
-    return sum(p.nbytes for _, p in policy.named_parameters())
+    return sum(p.nbytes for _, p in policy.named_parameters()) // policy.shards
 
 
 def _on_gpu(device: torch.device) -> int:

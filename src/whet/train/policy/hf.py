@@ -8,7 +8,7 @@ with something in its head or attention that this does not know is refused inste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,14 @@ class HfPolicy:
         self.model, self.lora = model, lora
         """`lora`: the adapters that are trained; None = all weights."""
         self.mode = Mode(dtype, Offload(model.device))
+        self.around: Callable[[Callable[[], Tensor]], Tensor] = lambda run: run()
+        """Runs a forward; sharded ranks (shard.py) gather weights around it."""
+        self.rest: Callable[[], None] = lambda: None
+        """After a forward without a backward: gives back what was gathered for both."""
+        self.shards = 1
+        """Ranks that hold a part of every weight each."""
+        self.whole: Mapping[str, Tensor] | None = None
+        """Sharded: all parameters, while they have been gathered to be read."""
         self._body: nn.Module = model.base_model
         self._embed: nn.Embedding = model.get_input_embeddings()
         self._head: nn.Linear = model.get_output_embeddings()
@@ -110,18 +118,22 @@ class HfPolicy:
         """Final hidden states [U, d] of a flat list of tokens, ids and positions [U] int64."""
         self.mode.attend = attend
         self.mode.offload.begin()
-        x = F.embedding(ids.to(self.device), self._embed.weight).to(self.mode.dtype)
-        try:
+
+        def run() -> Tensor:
+            x = F.embedding(ids.to(self.device), self._embed.weight).to(self.mode.dtype)
             found = self._body(
                 inputs_embeds=x[None],
                 position_ids=positions.to(self.device)[None],
                 attention_mask=None,
                 use_cache=False,
             )
+            out: Tensor = found.last_hidden_state[0]
+            return out
+
+        try:
+            return self.around(run)
         finally:
             self.mode.attend = None
-        out: Tensor = found.last_hidden_state[0]
-        return out
 
     def hidden(self, prefix: Tensor, rows: Tensor) -> Tensor:
         ids, positions, attend = lay_flat(prefix, rows)
@@ -130,9 +142,17 @@ class HfPolicy:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.model.named_parameters()
 
+    def readable(self) -> dict[str, Tensor]:
+        """Every parameter whole, by name. Raises TrainError for sharded ones that were not gathered."""
+        if self.whole is not None:
+            return dict(self.whole)
+        if self.shards > 1:
+            raise TrainError("sharded weights were to be read without being gathered")
+        return dict(self.named_parameters())
+
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """What an engine must hold, under its names: every weight in the compute type, or the adapters."""
-        named = dict(self.named_parameters())
+        named = self.readable()
         if self.lora is not None:
             yield from adapter_tensors(named).items()
             return
@@ -141,20 +161,27 @@ class HfPolicy:
 
     def save(self, folder: Path) -> None:
         if self.lora is not None:
-            save_adapter(dict(self.named_parameters()), self.lora, self.model.name_or_path, folder)
+            save_adapter(self.readable(), self.lora, self.model.name_or_path, folder)
             with boundary(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
                 self.model.config.save_pretrained(folder)
             return
         with boundary(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
-            self.model.save_pretrained(folder, max_shard_size="1TB")
+            whole = self._state() if self.shards > 1 else None
+            self.model.save_pretrained(folder, max_shard_size="1TB", state_dict=whole)
 
     def save_whole(self, folder: Path) -> None:
         if self.lora is None:
             self.save(folder)
             return
         with boundary(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
-            tensors = merged(self.model, self.lora)
+            tensors = merged(self.model, self.lora, self._state())
             self.model.save_pretrained(folder, max_shard_size="1TB", state_dict=tensors)
+
+    def _state(self) -> dict[str, Tensor]:
+        """The model's `state_dict`, of whole tensors."""
+        kept = self.model.state_dict(keep_vars=True)
+        named, names = self.readable(), {id(p): n for n, p in self.named_parameters()}
+        return {key: (named[names[id(t)]] if id(t) in names else t).detach() for key, t in kept.items()}
 
     def read(self, folder: Path) -> Mapping[str, Tensor]:
         if self.lora is not None:

@@ -80,14 +80,16 @@ def adapter_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{_PREFIX}{n}{_SUFFIX}": t for n, t in named.items() if n.endswith((A, B))}
 
 
-def merged(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
-    """The model's own tensors, adapters added to their matrices in fp32 and rounded to the matrix's type."""
-    found = {n: t.detach() for n, t in model.state_dict().items() if not n.endswith((A, B))}
+def merged(model: nn.Module, lora: Lora, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The model's own tensors, given its `state` dict: adapters added to their matrices in fp32 and rounded
+    to the matrix's type."""
+    found = {n: t.detach() for n, t in state.items() if not n.endswith((A, B))}
     for name, module in model.named_modules():
         if A in module._parameters and isinstance(module, nn.Linear):
-            down, up = getattr(module, A).detach(), getattr(module, B).detach()
-            whole = module.weight.detach().float() + (lora.alpha / lora.rank) * (up @ down)
-            found[f"{name}.weight"] = whole.to(module.weight.dtype)
+            down, up = state[f"{name}.{A}"].detach(), state[f"{name}.{B}"].detach()
+            weight = state[f"{name}.weight"].detach()
+            whole = weight.float() + (lora.alpha / lora.rank) * (up @ down)
+            found[f"{name}.weight"] = whole.to(weight.dtype)
     return found
 
 

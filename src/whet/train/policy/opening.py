@@ -12,12 +12,28 @@ from whet.train.options import PolicyConfig
 from whet.train.policy.hf import HfPolicy, open_hf
 
 
-def open_policy(folder: Path, config: PolicyConfig) -> Qwen3 | HfPolicy:
-    """Raises WhetError when the folder does not hold such a model or the device is not there."""
+def open_policy(folder: Path, config: PolicyConfig, device: torch.device | None = None) -> Qwen3 | HfPolicy:
+    """Raises WhetError when the folder does not hold such a model or the device is not there. device: one of
+    the configured kind, as `device_of` gives it; None = the first."""
     if config.kind == "builtin":
         return load_model(folder)
-    device = _device(config.device)
+    device = device or _device(config.device)
     return open_hf(folder, device=device, dtype=_dtype(config.dtype, device), lora=config.lora)
+
+
+def device_of(config: PolicyConfig, rank: int, ranks: int) -> torch.device | None:
+    """Where a rank computes, no two on one GPU. None: nothing is to be chosen. Raises ConfigError."""
+    if config.kind == "builtin" or ranks == 1:
+        return None
+    device = _device(config.device)
+    if device.type == "cpu":
+        return device
+    if ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"train.ranks = {ranks}: each rank needs a GPU of its own, torch sees {torch.cuda.device_count()}"
+        )
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
 def _device(name: str) -> torch.device:

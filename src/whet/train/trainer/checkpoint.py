@@ -25,6 +25,7 @@ from torch import Tensor
 from whet import failpoint
 from whet.errors import TrainError, boundary
 from whet.train.policy.base import Policy
+from whet.train.policy.shard import like
 from whet.train.trainer.trainer import Trainer
 
 SCHEMA = 1
@@ -38,7 +39,8 @@ def save(trainer: Trainer, folder: Path, assets: Path | None = None) -> None:
     """Write a checkpoint at `folder`, replacing one that is there. Raises TrainError.
 
     assets: a model folder whose other files (tokenizer, chat template) are copied in. After a crash at any
-    point `folder` is the old checkpoint, absent, or the new one; never a part of one.
+    point `folder` is the old checkpoint, absent, or the new one; never a part of one. Of sharded ranks one
+    calls it, inside `Trainer.whole(moments=True)`: the files are those of one process.
     """
     fresh = folder.with_name(f".{folder.name}.new")
     old = folder.with_name(f".{folder.name}.old")
@@ -100,7 +102,7 @@ def _write(trainer: Trainer, folder: Path, assets: Path | None) -> None:
             if path.is_file() and path.name not in _OWN and ".safetensors" not in path.suffixes:
                 shutil.copyfile(path, folder / path.name)
     trainer.model.save(folder)
-    state: dict[str, Tensor] = {n: t.contiguous() for n, t in trainer.optimiser.tensors().items()}
+    state: dict[str, Tensor] = {n: t.contiguous() for n, t in trainer.optimiser.readable().items()}
     save_file({**state, **_random(trainer.model.device)}, folder / "optimizer.safetensors")
     described = {
         "schema_version": SCHEMA,
@@ -138,7 +140,7 @@ def _copy(held: Mapping[str, Tensor], target: Policy) -> None:
     named = dict(target.named_parameters())
     with torch.no_grad():
         for name, tensor in held.items():
-            named[name].copy_(tensor)
+            named[name].copy_(like(tensor, named[name]))
 
 
 def _digest(path: Path) -> str:

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from whet.errors import TrainError
+from whet.errors import ConfigError, TrainError
 from whet.train.options import OptimConfig, rate
 from whet.train.policy.base import Policy
+from whet.train.policy.shard import like, whole
 
 __all__ = ["OptimConfig", "Optimiser", "rate"]
 
@@ -28,6 +29,10 @@ class Optimiser:
         hidden = [n for n, p in self.named.items() if config.muon_lr and p.ndim == 2 and ".layers." in n]
         rest = [n for n in self.named if n not in set(hidden)]
         self._parked = False
+        self.whole: Mapping[str, Tensor] | None = None
+        """Sharded: the state, while it has been gathered to be read."""
+        if hidden and any(hasattr(p, "full_tensor") for p in self.named.values()):
+            raise ConfigError("muon_lr: Muon needs whole matrices, and sharded ranks hold parts of them")
         # foreach=False: one loop over tensors, so the order of float operations is fixed.
         self._parts: list[tuple[list[str], torch.optim.Optimizer, float]] = [
             (
@@ -52,7 +57,7 @@ class Optimiser:
         norm: Tensor = nn.utils.clip_grad_norm_(
             self.named.values(), self.config.grad_clip, error_if_nonfinite=False, foreach=False
         )
-        return float(norm)
+        return float(whole(norm))
 
     def update(self, step: int) -> float:
         """Apply the gradients as optimiser step `step` (from 0). Returns AdamW's learning rate."""
@@ -85,6 +90,10 @@ class Optimiser:
                     state[f"{name}/{key}"] = value
         return state
 
+    def readable(self) -> Mapping[str, Tensor]:
+        """`tensors`, of sharded ranks as they have been gathered."""
+        return self.tensors() if self.whole is None else self.whole
+
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` gave, by copy. Raises TrainError, changing nothing, if it does not fit."""
         moments: dict[str, dict[str, Tensor]] = {}
@@ -97,9 +106,11 @@ class Optimiser:
             part.state.clear()
             for name in names:
                 if name in moments:
-                    part.state[self.named[name]] = {
-                        k: t.to(self._home(name, t), copy=True) for k, t in moments[name].items()
-                    }
+                    part.state[self.named[name]] = {k: self._kept(name, t) for k, t in moments[name].items()}
+
+    def _kept(self, name: str, moment: Tensor) -> Tensor:
+        part = like(moment, self.named[name]) if moment.dim() else moment
+        return part.to(self._home(name, moment), copy=True)
 
     def _home(self, name: str, moment: Tensor) -> torch.device:
         """Where it is kept; counters are the host's."""

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from whet.errors import ConfigError, TrainError
-from whet.train.head.objective import Fused, Scores, kept_gradient, objective, score
+from whet.train.head.objective import Fused, Objective, Scores, kept_gradient, objective, score
 from whet.train.loss.losses import Terms, token_loss
 from whet.train.loss.measure import Sums, result_of
 from whet.train.loss.terms import StepTerms
@@ -28,6 +30,7 @@ from whet.train.plan.pack import MicroBatch
 from whet.train.plan.step import StepPlan
 from whet.train.policy.base import Policy
 from whet.train.policy.hf import HfPolicy
+from whet.train.policy.shard import gathered
 from whet.train.trainer.batch import Batch, locate, make_batch
 from whet.train.trainer.dist import Alone, Ranks
 from whet.train.trainer.optim import Optimiser
@@ -89,7 +92,7 @@ class Trainer:
         self._check_lengths(plan)
         if not self._supervised:
             self._check_versions(plan)
-        self._fit_memory(plan)
+        self.ranks.in_step(lambda: self._fit_memory(plan))
         with self._deterministic():
             # One epoch computes everything before it changes anything; more need a way back.
             before = self._snapshot() if self.config.epochs > 1 else None
@@ -101,6 +104,23 @@ class Trainer:
                     self._restore(before)
                 raise
         return replace(result, seconds=time.monotonic() - began)
+
+    @contextmanager
+    def whole(self, *, moments: bool = False) -> Iterator[None]:
+        """Of sharded ranks all call it: for its length the first can read the weights, and the optimiser's
+        `moments`, as if it were alone. It has them in the host's memory, the others nothing."""
+        if not (self.ranks.sharded and isinstance(self.model, HfPolicy)):
+            yield
+            return
+        named = dict(self.model.named_parameters())
+        state = self.optimiser.tensors() if moments else {}
+        keep = self.ranks.rank == 0
+        try:
+            self.model.whole = self.ranks.attempt(lambda: gathered(named, keep=keep))
+            self.optimiser.whole = self.ranks.attempt(lambda: gathered(state, keep=keep)) if moments else None
+            yield
+        finally:
+            self.model.whole = self.optimiser.whole = None
 
     def give_back(self) -> None:
         """After a step, which has dropped its gradients: an engine that shares the GPU gets their memory."""
@@ -136,7 +156,7 @@ class Trainer:
     def gradients(self, plan: StepPlan) -> float:
         """Leave the gradients of the step's loss in `.grad`, change nothing else; returns the loss."""
         self.optimiser.zero()
-        self._fit_memory(plan)
+        self.ranks.in_step(lambda: self._fit_memory(plan))
         with self._deterministic():
             return self._summed(plan, StepTerms(plan, self.config.loss), 0, measure=False).loss
 
@@ -146,13 +166,24 @@ class Trainer:
             found = self._look(plan, plan.batches)
         return [found[i] for i in range(len(plan.rows))]
 
-    def _look(self, plan: StepPlan, batches: Sequence[MicroBatch]) -> dict[int, Tensor]:
+    def _batch(self, plan: StepPlan, micro: MicroBatch) -> Batch:
+        return self.ranks.in_step(lambda: make_batch(plan, micro, self.model.device))
+
+    def _look(
+        self,
+        plan: StepPlan,
+        batches: Sequence[MicroBatch],
+        only: Callable[[MicroBatch], bool] | None = None,
+    ) -> dict[int, Tensor]:
         found: dict[int, Tensor] = {}
         with torch.no_grad():
             for micro in batches:
-                batch = make_batch(plan, micro, self.model.device)
+                batch = self._batch(plan, micro)
                 logp = self._scores(batch).logp
-                found.update(zip(micro.rows, torch.split(logp, batch.counts), strict=True))
+                if only is None or only(micro):
+                    found.update(zip(micro.rows, torch.split(logp, batch.counts), strict=True))
+        if isinstance(self.model, HfPolicy):
+            self.model.rest()
         return found
 
     def _scores(self, batch: Batch) -> Scores:
@@ -162,7 +193,9 @@ class Trainer:
         """Gradients and measures of the whole plan; `measure` compares with the sampler's record."""
         mine = self.ranks.mine(plan.batches)
         if self.config.loss.looks_first(epoch):
-            terms.look(self.ranks.attempt(lambda: self._look(plan, mine)), epoch, self.ranks.total)
+            terms.look(
+                self.ranks.attempt(lambda: self._look(plan, mine, self.ranks.counts)), epoch, self.ranks.total
+            )
         sums = self.ranks.attempt(lambda: self._accumulate(plan, mine, terms, epoch, measure=measure))
         self.ranks.combine(list(self.optimiser.named.values()), sums)
         return sums
@@ -173,15 +206,18 @@ class Trainer:
         """Forward and backward over some micro-batches."""
         sums = Sums()
         for micro in batches:
-            batch = make_batch(plan, micro, self.model.device)
-            ref = self._ref(terms, micro, batch)
+            batch, counts = self._batch(plan, micro), self.ranks.counts(micro)
             self._use(micro)
+            if not counts:
+                self._keep_company(batch, measure=measure)
+                continue
+            ref = self._ref(terms, micro, batch)
             given = terms.of(micro, batch.mu, batch.advantage, ref)
-            fused = self._objective(batch, given)
+            fused = self._objective(batch, self._weighted(batch, given))
             scores = fused.scores
-            if measure:
-                self._compare(batch, scores.logp, sums)
             fused.total.backward()  # type: ignore[no-untyped-call]
+            if measure:
+                self.ranks.in_step(partial(self._compare, batch, scores.logp, sums))
             sums.loss += float(fused.total.detach())
             sums.add(token_loss(scores.logp, given, self.config.loss), batch.advantage)
             sums.entropy += float(scores.entropy.sum())
@@ -189,13 +225,23 @@ class Trainer:
                 terms.remember(micro, scores.logp, ref)
         return sums
 
-    def _objective(self, batch: Batch, given: Terms) -> Fused:
-        """The weighted loss of a micro-batch and its gradients. Every loss is a function of one token's
-        log-probability, given its terms, so the head can have both while it holds the token's logits."""
+    def _keep_company(self, batch: Batch, *, measure: bool) -> None:
+        """Be there for the others' forward and backward; add nothing."""
+        fused = self._objective(batch, lambda logp, part: logp * 0.0)
+        fused.total.backward()  # type: ignore[no-untyped-call]
+        if measure:
+            self.ranks.in_step(lambda: None)
+
+    def _weighted(self, batch: Batch, given: Terms) -> Objective:
+        """Every loss is a function of one token's log-probability, given its terms."""
 
         def weighted(logp: Tensor, part: slice) -> Tensor:
             return token_loss(logp, given.part(part), self.config.loss).loss * batch.weight[part]
 
+        return weighted
+
+    def _objective(self, batch: Batch, weighted: Objective) -> Fused:
+        """The loss of a micro-batch and its gradients: the head has both while it holds a token's logits."""
         hidden, targets = states(self.model, batch)
         weight = self.model.head_weight
         into = kept_gradient(weight)

@@ -9,7 +9,7 @@ import pytest
 from whet.bench import long
 from whet.bench.long import Case
 
-TOLD = ["model", "tokens", "peak_gib", "predicted_gib", "tokens_per_s", "peers"]
+TOLD = ["model", "tokens", "peak_gib", "predicted_gib", "tokens_per_s", "peers", "memory_gib", "techniques"]
 
 
 def test_a_small_case_is_measured_and_predicted(capfd: pytest.CaptureFixture[str]) -> None:
@@ -28,3 +28,11 @@ def test_what_did_not_run_has_no_figures() -> None:
     told = Case(model="4b", tokens=1 << 20, predicted_gib=200.0, error="out of memory").told()
     assert list(told) == TOLD
     assert (told["peak_gib"], told["predicted_gib"], told["tokens_per_s"]) == (None, 200.0, None)
+
+
+def test_a_row_of_152k_tokens_is_expected_to_fit_in_40_gib() -> None:
+    assert ("0.6b", 152_000, 40.0) in long.ON_GPU
+    free, bound = (long.expected("0.6b", 152_000, gib) for gib in (0.0, 40.0))
+    assert free["predicted_gib"] > 40.0, "the fastest that fits an H200 says nothing of 40 GiB"
+    assert bound["predicted_gib"] <= 40.0
+    assert bound["techniques"] != free["techniques"]

@@ -5,25 +5,44 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_policy_hf import LOOSE, a_plan, opened, trained
 from train_lab import small_model
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from whet.bench._memory import peak_bytes
 from whet.engine.embedded_model import save_model
+from whet.engine.embedded_weights import checksum
 from whet.errors import TrainError
+from whet.train.head.objective import score
+from whet.train.loss.options import LossConfig
 from whet.train.memory.dry import Load
-from whet.train.memory.fit import load_of
+from whet.train.memory.fit import KEPT_FREE, LADDER, Fit, load_of
 from whet.train.memory.predict import GIB, MemoryModel
 from whet.train.memory.techniques import PLAIN, Techniques
 from whet.train.options import Lora, PolicyConfig
+from whet.train.plan.pack import MicroBatch
 from whet.train.plan.step import StepPlan
+from whet.train.plan.tree import build_tree
 from whet.train.policy.hf import HfPolicy
+from whet.train.trainer.batch import make_batch
+from whet.train.trainer.reference import Reference
+from whet.train.trainer.states import states
 from whet.train.trainer.trainer import Trainer
 
 SHAPES: dict[str, Any] = {
@@ -183,3 +202,156 @@ def test_a_long_row_of_the_real_shapes_is_predicted_without_a_gpu() -> None:
     assert shared.peak < 1.3 * peaks[2], "a mask of width x length would be held"
     parked = model.predict(load, Techniques(checkpoint=True, offload_activations=True)).host
     assert parked == 2 * 152000 * 1024 * 2
+
+
+def test_a_few_layers_tell_the_memory_of_all(tmp_path: Path) -> None:
+    deep = Qwen3Config(**{**SHAPES["deep"].to_dict(), "num_hidden_layers": 8, "layer_types": None})
+    short, every = (MemoryModel(deep, dtype=torch.bfloat16, lora=None, kernels="cuda") for _ in range(2))
+    assert short._alike
+    every._alike = False
+    load = Load(prefix=0, rows=1, width=700, trained=200)
+    for at, first in ((0, True), (1, False), (6, True)):
+        tiled = dataclasses.replace(LADDER[at], tile_mlp=LADDER[at].tile_mlp and 256)
+        assert short.predict(load, tiled, first=first) == every.predict(load, tiled, first=first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixture_of_experts_is_predicted(tmp_path: Path, dtype: torch.dtype) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=2048, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, intermediate_size=96, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    plan, techniques = long_plan(800), Techniques(checkpoint=True)
+    found = measured(Trainer(opened(tmp_path / "moe", dtype=dtype), LOOSE), plan, techniques)
+    predicted = MemoryModel(config, dtype=dtype, lora=None, kernels="cpu").predict(
+        load_of(plan, plan.batches[0]), techniques
+    )
+    assert predicted.peak == pytest.approx(found, rel=0.05)
+
+
+# --------------------------------------------------------------------------- trees
+
+
+def tree_of(rows: list[np.ndarray[Any, Any]], trained: int) -> StepPlan:
+    """One micro-batch of rows as a tree; the last `trained` tokens of each are."""
+    plan, made = a_plan(100000), []
+    for k, ids in enumerate(rows):
+        mask = np.arange(len(ids)) >= len(ids) - trained
+        made.append(
+            dataclasses.replace(
+                plan.rows[0], rollout_id=f"train/0/0/{k}", ids=ids.astype(np.int32), mask=mask,
+                logprobs=np.where(mask, -1.0, 0.0).astype(np.float32), versions=np.zeros(len(ids), np.int32),
+            )
+        )  # fmt: skip
+    tokens = build_tree(made).tokens
+    batch = MicroBatch(prefix=0, rows=tuple(range(len(made))), tokens=tokens, layout="tree")
+    return dataclasses.replace(plan, rows=tuple(made), batches=(batch,))
+
+
+def star() -> StepPlan:
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 2000, 400)
+    return tree_of([np.concatenate([shared, rng.integers(0, 2000, 200)]) for _ in range(8)], 100)
+
+
+def caterpillar() -> StepPlan:
+    rng = np.random.default_rng(0)
+    main = rng.integers(1000, 2000, 16 * 40)
+    sides = [np.concatenate([main[: k * 40], rng.integers(0, 900, 20)]) for k in range(1, 16)]
+    return tree_of([*sides, main], 10)
+
+
+@pytest.mark.parametrize("shape", [star, caterpillar])
+@pytest.mark.parametrize(
+    "techniques",
+    [
+        Techniques(checkpoint=True, save_attention=True),
+        pytest.param(Techniques(checkpoint=True), marks=pytest.mark.full),
+        pytest.param(PLAIN, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_the_memory_of_a_tree_is_within_five_percent(
+    tmp_path: Path, shape: Callable[[], StepPlan], techniques: Techniques
+) -> None:
+    folder, plan = a_folder("wide", tmp_path / "model"), shape()
+    found = measured(Trainer(opened(folder, dtype=torch.bfloat16), LOOSE), plan, techniques)
+    model = MemoryModel(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16, lora=None, kernels="cpu")
+    predicted = model.predict(load_of(plan, plan.batches[0]), techniques)
+    assert predicted.peak == pytest.approx(found, rel=0.05)
+
+
+# --------------------------------------------------------------------------- a reference policy beside it
+
+WITH_KL = dataclasses.replace(LOOSE, loss=LossConfig(kl="k3", kl_weight=0.1))
+
+
+def test_the_weights_of_a_reference_are_not_room_for_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, plan = a_folder("wide", tmp_path / "model"), long_plan(800)
+    needed = MemoryModel(AutoConfig.from_pretrained(folder), dtype=torch.float32, lora=None, kernels="cpu")
+    gib = needed.predict(load_of(plan, plan.batches[0]), Techniques(checkpoint=True)).peak / GIB + 1e-3
+    config = dataclasses.replace(WITH_KL, policy=PolicyConfig(kind="hf", memory_gib=gib))
+    assert not Trainer(opened(folder), dataclasses.replace(config, loss=LOOSE.loss)).step(plan).skipped
+    reference = Reference(opened(folder))
+    with pytest.raises(TrainError, match="GiB are there"):
+        Trainer(opened(folder), config, reference=reference).step(plan)
+    held = sum(p.nbytes for _, p in reference.policy.named_parameters())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 20 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
+    policy = opened(folder)
+    on_gpu: Any = SimpleNamespace(
+        device=torch.device("cuda"), model=policy.model, lora=None, compute_dtype=torch.float32,
+        named_parameters=policy.named_parameters,
+    )  # fmt: skip
+    assert isinstance(reference.policy, HfPolicy)
+    assert Fit.of(on_gpu, 0.0, reference=reference.policy).limit == int((12 * GIB - held) * (1 - KEPT_FREE))
+
+
+def test_the_forward_of_a_larger_reference_counts(tmp_path: Path) -> None:
+    small, large = a_folder("wide", tmp_path / "small"), tmp_path / "large"
+    config = AutoConfig.from_pretrained(small)
+    config.intermediate_size = 8192
+    Qwen3ForCausalLM(config).save_pretrained(large)
+    reference, plan = Reference(opened(large)), long_plan(800)
+    batch = make_batch(plan, plan.batches[0])
+    found = peak_bytes(lambda: reference.logprobs(batch, 1.0), torch.device("cpu"))
+    model = MemoryModel(config, dtype=torch.float32, lora=None, kernels="cpu", frozen=True)
+    load = load_of(plan, plan.batches[0])
+    assert model.scoring(load, PLAIN) == pytest.approx(found, rel=0.05)
+    assert isinstance(reference.policy, HfPolicy)
+    policy = opened(small)
+    fit = Fit(policy.model.config, policy, limit=1 << 40, host=0, reference=reference.policy)
+    alone = fit._model.predict(load, PLAIN)
+    assert alone.peak < alone.states + model.scoring(load, PLAIN)
+    fit.limit = alone.peak
+    assert fit.choose(load) is None
+    fit.limit = 2 * (alone.states + model.scoring(load, PLAIN))
+    assert fit.choose(load) == PLAIN
+
+
+def test_a_reference_of_the_compute_type_has_the_bits_of_one_in_fp32(tmp_path: Path) -> None:
+    folder, plan = a_folder("llama", tmp_path / "model"), a_plan()
+    batch = make_batch(plan, plan.batches[0])
+    policy = opened(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        full = score(policy, *states(policy, batch), 1.0).logp
+    before = {n: b.clone() for n, b in policy.model.named_buffers()}
+    sums = checksum(policy)
+    reference = Reference(policy)
+    assert torch.equal(reference.logprobs(batch, 1.0), full)
+    assert reference.checksum == sums
+    assert {p.dtype for _, p in policy.named_parameters()} == {torch.bfloat16}
+    assert all(
+        torch.equal(b, before[n]) and b.dtype == before[n].dtype for n, b in policy.model.named_buffers()
+    )
+
+
+def test_adapters_leave_the_frequencies_of_positions_exact(tmp_path: Path) -> None:
+    folder = a_folder("llama", tmp_path / "model")
+    full, adapted = (opened(folder, dtype=torch.bfloat16, lora=lora) for lora in (None, LORA))
+    buffers = dict(adapted.model.named_buffers())
+    assert buffers
+    assert all(torch.equal(b, buffers[n]) for n, b in full.model.named_buffers())

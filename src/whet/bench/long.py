@@ -4,19 +4,21 @@ Per case: the peak of the allocator, what the predictor said from the configurat
 ran, and tokens per second of the step (forward, backward, update; a quarter of the tokens trained). The step
 is the trainer's own, with the memory techniques it chooses by itself. Beside it in this run, transformers as
 it comes: gradient checkpointing, SDPA, whole logits. On a GPU the real shapes; on a CPU small ones, there
-with room for the plain path and with room for less, the peak being every allocation of torch's allocator.
+with room for the plain path and with room for less, the peak being every allocation of torch's allocator;
+and for the real ones what is predicted for an H200.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from rich.table import Table
 from whet.bench._arguments import Arguments, count, wide_console
 from whet.bench._memory import peak_bytes
 from whet.errors import TrainError
-from whet.train.memory.fit import load_of
+from whet.train.memory.fit import KEPT_FREE, LADDER, load_of
 from whet.train.memory.predict import GIB, MemoryModel
 from whet.train.memory.techniques import PLAIN
 from whet.train.options import OptimConfig, PolicyConfig, TrainConfig
@@ -59,10 +61,14 @@ SHAPES: dict[str, dict[str, Any]] = {
            "head_dim": 48, "intermediate_size": 896, "vocab_size": 8192, "tie_word_embeddings": False},
 }  # fmt: skip
 ON_GPU = [
-    ("0.6b", 16384), ("0.6b", 65536), ("0.6b", 152_000), ("0.6b", 600_000),
-    ("1.7b", 152_000), ("1.7b", 600_000), ("4b", 65536), ("4b", 350_000),
+    ("0.6b", 16384, 0.0), ("0.6b", 65536, 0.0), ("0.6b", 152_000, 0.0), ("0.6b", 152_000, 40.0),
+    ("0.6b", 600_000, 0.0), ("1.7b", 152_000, 0.0), ("1.7b", 600_000, 0.0), ("4b", 65536, 0.0),
+    ("4b", 350_000, 0.0),
 ]  # fmt: skip
-ON_CPU = [("3m", 2048), ("3m", 6144), ("9m", 3072)]
+"""Shape, tokens, and the GiB that training may fill; 0 = what there is."""
+ON_CPU = [("3m", 2048, 0.0), ("3m", 6144, 0.0), ("9m", 3072, 0.0)]
+H200_GIB, HOST_GIB = 139.0 * (1.0 - KEPT_FREE), 115.0
+"""Of one H200 what training may fill, and of its host what is free, for predictions."""
 
 
 @dataclass(kw_only=True)
@@ -76,6 +82,8 @@ class Case:
     tokens_per_s: float = 0.0
     peers: dict[str, Any] = field(default_factory=dict)
     techniques: str = ""
+    memory_gib: float = 0.0
+    """What training may fill; 0 = what there is."""
     error: str = ""
     """Why it did not run."""
 
@@ -88,6 +96,8 @@ class Case:
             "predicted_gib": self.predicted_gib or None,
             "tokens_per_s": None if self.error else self.tokens_per_s,
             "peers": self.peers,
+            "memory_gib": self.memory_gib or None,
+            "techniques": self.techniques or None,
         }
 
 
@@ -140,14 +150,14 @@ def timed(run: Callable[[], object], device: torch.device, repeats: int) -> floa
     return statistics.median(found)
 
 
-def measure(case: Case, device: torch.device, *, memory_gib: float, repeats: int) -> None:
+def measure(case: Case, device: torch.device, repeats: int) -> None:
     """whet's own step: fills in the case."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = configuration(case.model)
     plan = one_row(case.tokens, config.vocab_size)
     settings = TrainConfig(
         optim=OptimConfig(lr=1e-6),
-        policy=PolicyConfig(kind="hf", memory_gib=memory_gib),
+        policy=PolicyConfig(kind="hf", memory_gib=case.memory_gib),
         max_logprob_gap=1e3,
         max_staleness=1 << 20,
         threads=torch.get_num_threads(),
@@ -223,16 +233,29 @@ def tight(case: Case) -> float:
     return (plain.update + 0.6 * (plain.peak - plain.update)) / GIB
 
 
-def cases(args: argparse.Namespace, gpu: bool) -> list[tuple[Case, float]]:
-    """Cases with the GiB that training may fill, 0 = what there is."""
+def cases(args: argparse.Namespace, gpu: bool) -> list[Case]:
     chosen = ON_GPU if gpu else ON_CPU
     if args.models:
-        tokens = args.tokens or sorted({n for _, n in chosen})
-        chosen = [(m, n) for m in args.models for n in tokens]
-    made = [(Case(model=m, tokens=n), 0.0) for m, n in chosen]
+        tokens = args.tokens or sorted({n for _, n, _ in chosen})
+        chosen = [(m, n, 0.0) for m in args.models for n in tokens]
+    made = [Case(model=m, tokens=n, memory_gib=gib) for m, n, gib in chosen]
     if not gpu:
-        made += [(Case(model=m, tokens=n), tight(Case(model=m, tokens=n))) for m, n in chosen]
+        made += [replace(case, memory_gib=tight(case)) for case in made]
     return made
+
+
+def expected(model: str, tokens: int, memory_gib: float) -> dict[str, Any]:
+    """What a step on an H200 would take with the techniques that would be chosen there; nothing is run."""
+    predictor = MemoryModel(configuration(model), dtype=torch.bfloat16, lora=None, kernels="cuda")
+    plan = one_row(tokens, int(SHAPES[model]["vocab_size"]))
+    load = load_of(plan, plan.batches[0])
+    told: dict[str, Any] = {"model": model, "tokens": tokens, "memory_gib": memory_gib or None}
+    for techniques in LADDER:
+        found = predictor.predict(load, techniques)
+        if found.peak <= (memory_gib or H200_GIB) * GIB and found.host <= HOST_GIB * GIB:
+            sizes = {"predicted_gib": found.peak / GIB, "host_gib": found.host / GIB}
+            return {**told, **sizes, "techniques": str(techniques)}
+    return {**told, "predicted_gib": None, "host_gib": None, "techniques": None}
 
 
 def report(found: list[Case], where: str) -> None:
@@ -246,6 +269,13 @@ def report(found: list[Case], where: str) -> None:
             ", ".join(f"{v:.3g} {k}" for k, v in case.peers.get("transformers", {}).items() if k != "error"),
         )
     wide_console().print(table)
+
+
+def let_go(gpu: bool) -> None:
+    """Models of the case before, should anything hold them in a cycle, and what torch keeps for re-use."""
+    gc.collect()
+    if gpu:
+        torch.cuda.empty_cache()
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
@@ -271,14 +301,14 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if gpu else "cpu")
     torch.set_num_threads(args.threads)
     found = []
-    for case, memory_gib in cases(args, gpu):
+    for case in cases(args, gpu):
         try:
-            measure(case, device, memory_gib=memory_gib, repeats=args.repeats)
+            measure(case, device, args.repeats)
         except (TrainError, torch.OutOfMemoryError) as error:
             case.error = str(error).partition("\n")[0]
-        if gpu:
-            torch.cuda.empty_cache()
+        let_go(gpu)
         case.peers = peers(case, device, args.repeats, run=not args.no_peers)
+        let_go(gpu)
         found.append(case)
     for case in found:
         if case.error:
@@ -286,7 +316,10 @@ def main(argv: list[str] | None = None) -> int:
     if not args.json:
         device_name = torch.cuda.get_device_name() if gpu else platform.machine()
         report(found, f"{device_name}, torch {torch.__version__}")
-    print(json.dumps({"cases": [case.told() for case in found]}))
+    told: dict[str, Any] = {"cases": [case.told() for case in found]}
+    if not gpu and not args.models:
+        told["not_measured"] = [expected(*case) for case in ON_GPU]
+    print(json.dumps(told))
     return 1 if any(c.error or abs(c.predicted_gib / c.peak_gib - 1.0) > 0.05 for c in found) else 0
 
 

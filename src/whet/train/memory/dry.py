@@ -9,7 +9,7 @@ Called by predict.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,41 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from whet.train.attention.rows import _blocks as score_blocks
+from whet.train.attention.tree import Piece
 from whet.train.head.objective import kept_gradient
 from whet.train.head.tiles import tiling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Of the pieces of a tree's attention (attention/tree.py), what their memory depends on."""
+
+    causal: int
+    """Tokens of the longest causal piece."""
+    queries: int
+    """Of the largest whole piece; 0 = there is none."""
+    keys: int
+    whole: int
+    """Queries of all whole pieces."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> Shape:
+        causal = max(p.q1 - p.q0 for p in pieces if p.causal)
+        sizes = [(p.q1 - p.q0, p.k1 - p.k0) for p in pieces if not p.causal]
+        # a piece holds its output, and keys and values with their gradients
+        queries, keys = max(sizes, key=lambda size: size[0] + 2 * size[1], default=(0, 0))
+        return cls(causal=causal, queries=queries, keys=keys, whole=sum(q for q, _ in sizes))
+
+    def pieces(self, tokens: int) -> tuple[Piece, ...]:
+        """Pieces of this shape over so many tokens: as large, and of as many queries in all."""
+        own = [(at, min(tokens, at + self.causal)) for at in range(0, tokens, self.causal)]
+        found = [Piece(a, b, a, b, True) for a, b in own]
+        left, most = self.whole, min(self.queries, tokens)
+        while left > 0 and most:
+            found.append(Piece(tokens - min(most, left), tokens, 0, min(self.keys, tokens), False))
+            left -= most
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +66,8 @@ class Load:
     """Tokens of the longest row behind the prefix."""
     trained: int
     """Positions that the head scores."""
+    tree: Shape | None = None
+    """How the tokens of a tree, which are one row then, attend to each other where that is not one kernel."""
 
     @property
     def tokens(self) -> int:
@@ -41,14 +76,26 @@ class Load:
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts bytes of tensors made within it that are still held; `peak` is the most there were."""
+    """Counts bytes of tensors made within it that are still held: now, and at most per part of the time."""
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        """known: tensors that are there before and do not count."""
+    def __init__(self, known: Iterable[Tensor] = (), kernels: str = "") -> None:
+        """known: tensors that are there before and do not count. kernels: device whose attention kernels are
+        called as such, so that what they take for themselves counts too."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._kernels = kernels
         self._known = {t.untyped_storage()._cdata for t in known}
         self._sizes: dict[int, int] = {}
-        self.now = self.peak = 0
+        self.now = 0
+        self.peaks = [0]
+        """Most bytes that there were in each part."""
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks)
+
+    def part(self) -> None:
+        """Another part begins."""
+        self.peaks.append(self.now)
 
     def __torch_dispatch__(
         self,
@@ -57,10 +104,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = _grouped(func, args) if func in _GROUPED else func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
+        if self._kernels and func in _PIECES:
+            own = _workspace(args[0], args[1], backward=func is _PIECES[1], gpu=self._kernels == "cuda")
+            self.peaks[-1] = max(self.peaks[-1], self.now + own)
         return out
 
     def _see(self, tensor: Tensor) -> None:
@@ -70,11 +120,39 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._sizes[key] = storage.nbytes()
         self.now += self._sizes[key]
-        self.peak = max(self.peak, self.now)
+        self.peaks[-1] = max(self.peaks[-1], self.now)
         weakref.finalize(storage, self._gone, key).atexit = False
 
     def _gone(self, key: int) -> None:
         self.now -= self._sizes.pop(key, 0)
+
+
+_PIECES = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+"""What TreeAttend calls for tensors without content, whichever device they stand for."""
+
+
+def _workspace(queries: Tensor, keys: Tensor, *, backward: bool, gpu: bool) -> int:
+    """Bytes that the kernel of a piece takes for itself; both [1, heads, tokens, head_dim]."""
+    if gpu:
+        # fp32 sums of dq and of the softmax
+        return 4 * (queries.numel() + queries.numel() // queries.shape[-1]) if backward else 0
+    blocks = 4 * score_blocks(queries.shape[2], keys.shape[2])
+    return 2 * blocks + queries.nbytes if backward else blocks
+
+
+_GROUPED = frozenset({torch.ops.aten._grouped_mm.default})
+
+
+def _grouped(func: Any, args: tuple[Any, ...]) -> Tensor:
+    """A product of tokens sorted by expert with each expert's matrix, or of two such for a gradient. torch
+    checks without content that its type is bf16, which its kernels do not ask for."""
+    a, b = args[:2]
+    groups = args[2].shape[0] if a.dim() == b.dim() == 2 else 0
+    shape = (groups, a.shape[0], b.shape[1]) if groups else (*a.shape[:-1], b.shape[-1])
+    return torch.empty(shape, dtype=a.dtype, device="meta")
 
 
 class DryHead(torch.autograd.Function):
@@ -87,7 +165,7 @@ class DryHead(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         wanted = weight.requires_grad and kept_gradient(weight) is None
         d_weight = [torch.zeros(weight.shape, dtype=torch.float32, device="meta")] if wanted else []
-        _head_pass(hidden, compute, gpu)
+        head_pass(hidden, compute, gpu)
         ctx.save_for_backward(d_hidden, *d_weight)
         return found[0].sum()
 
@@ -97,7 +175,7 @@ class DryHead(torch.autograd.Function):
         return d_hidden, d_weight[0] if d_weight else None, None
 
 
-def _head_pass(hidden: Tensor, weight: Tensor, gpu: bool) -> None:
+def head_pass(hidden: Tensor, weight: Tensor, gpu: bool) -> None:
     """One sweep over positions x vocabulary; a CPU has no bf16 product with an fp32 result."""
     if not gpu:
         hidden, weight = hidden.float(), weight.float()

@@ -1,28 +1,32 @@
 """Chooses the memory techniques of every micro-batch before a step begins, or refuses the step with numbers.
 
 The least costly set that fits is taken, in the order of LADDER. Whether it fits is asked for a slightly
-larger micro-batch, so that few shapes have to be run dry. A row that fits with none is refused, not left out:
-the error names it, what it would take, what is there and what would help. A sharded rank is predicted as if
-it held the whole model, and its moments stay on the device. Called by trainer/trainer.py.
+larger micro-batch, and what was found is kept: few shapes have to be run dry. A row that fits with none is
+refused, not left out: the error names it, what it would take, what is there and what would help. A sharded
+rank is predicted as if it held the whole model, and its moments stay on the device. Called by
+trainer/trainer.py.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any
 
 import torch
 
 from whet.errors import TrainError
-from whet.train.memory.dry import Load
-from whet.train.memory.predict import GIB, MemoryModel, Prediction
+from whet.train.attention.tree import tree_pieces
+from whet.train.memory.dry import Load, Shape
+from whet.train.memory.predict import GIB, Kernels, MemoryModel
 from whet.train.memory.techniques import PLAIN, Techniques
 from whet.train.options import Lora
 from whet.train.plan.pack import MicroBatch
 from whet.train.plan.step import StepPlan
+from whet.train.plan.tree import build_tree
 from whet.train.policy.hf import HfPolicy
+from whet.train.trainer.states import by_pieces
 
 KEPT_FREE = 0.06
 """Share of a device's memory that is left to fragmentation and libraries where no limit is configured."""
@@ -42,7 +46,17 @@ LADDER: Sequence[Techniques] = (
     replace(_CHECKPOINT, tile_mlp=TILE, offload_activations=True, offload_optimizer=True),
 )
 """From fast to slow. Long rows are attention for the most part, so computing it again comes late."""
+FINE = 1 << 40
+"""Steps per doubling of sizes that stay as they are."""
 _SUGGESTED = Lora(rank=16, alpha=32.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Bytes of the device and of the host."""
+
+    device: int
+    host: int
 
 
 class Fit:
@@ -56,33 +70,52 @@ class Fit:
         limit: int,
         host: int,
         measured: Callable[[], int] | None = None,
+        reference: HfPolicy | None = None,
     ) -> None:
         """config: the policy's `PretrainedConfig`; limit, host: bytes of the device and of the host.
-        measured: gives the limit anew when a step begins."""
+        measured: gives the limit anew when a step begins. reference: a policy that scores each micro-batch
+        first; its weights are not part of the limit. Raises TrainError when the memory of this architecture
+        cannot be told."""
         self._config, self._policy = config, policy
         self.limit, self._host, self._measured = limit, host, measured
-        self._kernels: Literal["cpu", "cuda"] = "cuda" if policy.device.type == "cuda" else "cpu"
+        self._kernels: Kernels = "cuda" if policy.device.type == "cuda" else "cpu"
         self._ladder = [t for t in LADDER if self._kernels == "cuda" or not t.offload_activations]
         """On a CPU the device's memory is the host's."""
         if policy.shards > 1:
             self._ladder = [t for t in self._ladder if not t.offload_optimizer]
         self._model = self._of(policy.lora)
+        self._reference = None
+        if reference is not None:
+            self._reference = self._of(None, reference.model.config, frozen=True)
+        self._known: dict[tuple[Techniques, bool], list[tuple[Load, Need]]] = {}
+        self._need(self._model, Load(prefix=0, rows=1, width=2, trained=1), PLAIN, first=True)
 
     @classmethod
-    def of(cls, policy: HfPolicy, memory_gib: float, *, copies: bool = False) -> Fit:
+    def of(
+        cls,
+        policy: HfPolicy,
+        memory_gib: float,
+        *,
+        copies: bool = False,
+        reference: HfPolicy | None = None,
+        ranks: int = 1,
+    ) -> Fit:
         """memory_gib: what training may fill; 0 = what is free, with what training holds already: on a GPU
-        when a step begins, since an engine may be awake on it now; on a CPU now.
-        copies: a step keeps a copy of weights and moments, to go back to."""
+        when a step begins, since an engine may be awake on it now; on a CPU now, of which each of `ranks`
+        processes gets its part. copies: a step keeps a copy of weights and moments, to go back to."""
         kept = sum(3 * p.nbytes for _, p in policy.named_parameters() if p.requires_grad) if copies else 0
+        apart = 0 if reference is None else _weights(reference)
         on_gpu = policy.device.type == "cuda"
+        host = _available() // ranks
 
         def measured() -> int:
-            room = _on_gpu(policy.device) if on_gpu else _available() + _weights(policy)
+            room = _on_gpu(policy.device) - apart if on_gpu else (_available() + _weights(policy)) // ranks
             return int(room * (1.0 - KEPT_FREE)) - kept
 
-        limit = int(memory_gib * GIB) - kept if memory_gib else measured()
+        limit = int(memory_gib * GIB) - kept - apart if memory_gib else measured()
         again = measured if on_gpu and not memory_gib else None
-        return cls(policy.model.config, policy, limit=limit, host=_available(), measured=again)
+        config = policy.model.config
+        return cls(config, policy, limit=limit, host=host, measured=again, reference=reference)
 
     def plan(self, plan: StepPlan) -> list[Techniques]:
         """Techniques of every micro-batch of a step that is to begin. Raises TrainError when one fits with
@@ -91,7 +124,7 @@ class Fit:
             self.limit = self._measured()
         found = []
         for at, micro in enumerate(plan.batches):
-            load = load_of(plan, micro)
+            load = load_of(plan, micro, self._kernels, self._policy.compute_dtype)
             chosen = self.choose(load, first=at == 0)
             if chosen is None:
                 raise TrainError(self._refusal(plan, micro, load, first=at == 0))
@@ -102,57 +135,102 @@ class Fit:
 
     def choose(self, load: Load, *, first: bool = True) -> Techniques | None:
         """The first of LADDER with which the load fits; None when there is none."""
-        if self._fits(self._model.predict(_up(load, 4), PLAIN, first=first)):
-            return PLAIN
-        size = _up(load, 64)
-        if not self._fits(self._model.predict(size, self._ladder[-1], first=first)):
-            return None
-        fitting = (t for t in self._ladder if self._fits(self._model.predict(size, t, first=first)))
-        return next(fitting)
+        return next((t for t in self._ladder if self._fits(load, t, first=first)), None)
 
-    def _fits(self, prediction: Prediction) -> bool:
-        return prediction.peak <= self.limit and prediction.host <= self._host
+    def _fits(self, load: Load, techniques: Techniques, *, first: bool) -> bool:
+        """Told by a load that needs more and fits, or needs less and does not, where one has been run."""
+        load = _up(load, FINE)
+        known = self._known.setdefault((techniques, first), [])
+        for other, need in known:
+            if self._there(need) and _covers(other, load):
+                return True
+            if not self._there(need) and _covers(load, other):
+                return False
+        for parts in (4, 64):
+            size = _up(load, parts)
+            need = self._need(self._model, size, techniques, first=first)
+            known.append((size, need))
+            if self._there(need):
+                return True
+            if need.device // 2 > self.limit:
+                # rounding alone does not double it
+                return False
+        return False
 
-    def _of(self, lora: Lora | None) -> MemoryModel:
-        return MemoryModel(self._config, dtype=self._policy.mode.dtype, lora=lora, kernels=self._kernels)
+    def _there(self, need: Need) -> bool:
+        return need.device <= self.limit and need.host <= self._host
+
+    def _of(self, lora: Lora | None, config: Any = None, *, frozen: bool = False) -> MemoryModel:
+        dtype = self._policy.compute_dtype
+        return MemoryModel(
+            config or self._config, dtype=dtype, lora=lora, kernels=self._kernels, frozen=frozen
+        )
+
+    def _need(self, model: MemoryModel, load: Load, techniques: Techniques, *, first: bool) -> Need:
+        found = model.predict(load, techniques, first=first)
+        scoring = self._reference.scoring(load, techniques) if self._reference is not None else 0
+        return Need(device=max(found.peak, found.states + scoring), host=found.host)
 
     def _refusal(self, plan: StepPlan, micro: MicroBatch, load: Load, *, first: bool) -> str:
         row = max((plan.rows[i] for i in micro.rows), key=lambda r: len(r.ids))
-        least = self._least(self._model, load, first)
-        half = self._least(self._model, _scaled(load, 0.5), first)
-        slope = (least - half) / (0.5 * load.tokens)
-        fits = int(load.tokens - (least - self.limit) / slope) // 1000 * 1000 if slope > 0 else 0
-        helps = [f"about {fits:,} tokens fit" if fits > 0 else "its weights alone do not fit"]
-        if self._policy.lora is None:
-            lora = self._least(self._of(_SUGGESTED), load, first)
-            helps.append(f"policy.lora_rank 16 would need {lora / GIB:.1f} GiB")
-        if load.rows > 1:
-            helps.append("a smaller train.token_budget cuts the micro-batch")
-        return (
+        said = (
             f"rollout {row.rollout_id} segment {row.segment}: a micro-batch of {load.tokens:,} tokens"
-            f" ({load.rows} rows, the longest {len(row.ids):,}) needs {least / GIB:.1f} GiB on"
-            f" {self._policy.device} with every technique on, {self.limit / GIB:.1f} GiB are there;"
-            f" {'; '.join(helps)}: no update"
+            f" ({load.rows} rows, the longest {len(row.ids):,}) needs"
         )
+        helps = []
+        found = [self._need(self._model, load, t, first=first) for t in self._ladder]
+        least = min(need.device for need in found)
+        host = min((need.host for need in found if need.device <= self.limit), default=0)
+        if host:
+            needs = (
+                f"{host / GIB:.1f} GiB of the host's memory to fit on {self._policy.device},"
+                f" {self._host / GIB:.1f} GiB are there"
+            )
+        else:
+            needs = (
+                f"{least / GIB:.1f} GiB on {self._policy.device} with every technique on,"
+                f" {self.limit / GIB:.1f} GiB are there"
+            )
+            half = self._least(self._model, _scaled(load, 0.5), first)
+            slope = (least - half) / (0.5 * load.tokens)
+            fits = int(load.tokens - (least - self.limit) / slope) // 1000 * 1000 if slope > 0 else 0
+            helps.append(f"about {fits:,} tokens fit" if fits > 0 else "its weights alone do not fit")
+        if self._policy.lora is None:
+            helps += self._with_adapters(load, first)
+        if load.rows > 1 or len(micro.rows) > 1:
+            helps.append("a smaller train.token_budget cuts the micro-batch")
+        return f"{said} {'; '.join([needs, *helps])}: no update"
+
+    def _with_adapters(self, load: Load, first: bool) -> list[str]:
+        """What adapters would need; nothing where the model's layers have other names."""
+        try:
+            model = self._of(_SUGGESTED)
+        except TrainError:
+            return []
+        return [f"policy.lora_rank 16 would need {self._least(model, load, first) / GIB:.1f} GiB"]
 
     def _least(self, model: MemoryModel, load: Load, first: bool) -> int:
         """Bytes with the set of techniques that needs least."""
-        return model.predict(load, self._ladder[-1], first=first).peak
+        return self._need(model, load, self._ladder[-1], first=first).device
 
 
-def load_of(plan: StepPlan, micro: MicroBatch) -> Load:
-    """What the forward of a micro-batch computes: a prefix's last token stands before each row, and the last
-    token of a row predicts nothing. A tree is one flat stretch."""
+def load_of(
+    plan: StepPlan, micro: MicroBatch, kernels: Kernels = "cpu", dtype: torch.dtype = torch.float32
+) -> Load:
+    """What the forward of a micro-batch computes, by the kernels of a device in a type: a prefix's last token
+    stands before each row, and the last token of a row predicts nothing. A tree is one flat stretch."""
     rows = [plan.rows[i] for i in micro.rows]
+    trained = sum(int(row.mask.sum()) for row in rows)
     if micro.layout == "tree":
-        trained = sum(int(row.mask.sum()) for row in rows)
-        return Load(prefix=0, rows=1, width=micro.tokens, trained=trained)
+        pieces = tree_pieces(build_tree(rows))
+        shape = Shape.of(pieces) if by_pieces(pieces, kernels, dtype) else None
+        return Load(prefix=0, rows=1, width=micro.tokens, trained=trained, tree=shape)
     longest = max(len(row.ids) for row in rows)
     return Load(
         prefix=max(0, micro.prefix - 1),
         rows=len(rows),
         width=longest - max(1, micro.prefix),
-        trained=sum(int(row.mask.sum()) for row in rows),
+        trained=trained,
     )
 
 
@@ -163,9 +241,22 @@ def _up(load: Load, parts: int) -> Load:
         step = max(1, (1 << max(0, n.bit_length() - 1)) // parts)
         return -(-n // step) * step
 
+    tree = load.tree and Shape(**{f.name: up(getattr(load.tree, f.name)) for f in fields(Shape)})
     if load.rows == 1:
-        return Load(prefix=0, rows=1, width=up(load.tokens), trained=up(load.trained))
+        return Load(prefix=0, rows=1, width=up(load.tokens), trained=up(load.trained), tree=tree)
     return Load(prefix=up(load.prefix), rows=up(load.rows), width=up(load.width), trained=up(load.trained))
+
+
+def _covers(more: Load, less: Load) -> bool:
+    """Whether `more` is the larger one in every respect, and attended to in the same way."""
+    if (more.rows == 1) != (less.rows == 1) or (more.tree is None) != (less.tree is None):
+        return False
+    return all(a >= b for a, b in zip(_sizes(more), _sizes(less), strict=True))
+
+
+def _sizes(load: Load) -> Sequence[int]:
+    tree = () if load.tree is None else astuple(load.tree)
+    return (load.prefix, load.rows, load.width, load.trained, *tree)
 
 
 def _scaled(load: Load, factor: float) -> Load:

@@ -9,19 +9,26 @@ two temporary copies of the largest parameter, which counts where it is more. Us
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from whet.errors import TrainError
 from whet.train.attention.rows import EMULATED
-from whet.train.memory.dry import DryHead, Load, Meter
+from whet.train.attention.tree import TreeAttend
+from whet.train.memory.dry import DryHead, Load, Meter, head_pass
+from whet.train.memory.stack import SHORT, alike, only, whole
 from whet.train.memory.techniques import Techniques
 from whet.train.options import Lora
-from whet.train.policy.hf import HfPolicy, empty_model
+from whet.train.policy.hf import HfPolicy, decoder_layers, empty_model
 from whet.train.policy.lora import add_lora
 
 GIB = 1 << 30
+Kernels = Literal["cpu", "cuda"]
+"""Whose kernels compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,26 +53,37 @@ class MemoryModel:
     """Predictions for one model, type, choice of what is trained, and kind of device."""
 
     def __init__(
-        self, config: Any, *, dtype: torch.dtype, lora: Lora | None, kernels: Literal["cpu", "cuda"]
+        self,
+        config: Any,
+        *,
+        dtype: torch.dtype,
+        lora: Lora | None,
+        kernels: Kernels,
+        frozen: bool = False,
     ) -> None:
-        """config: a `PretrainedConfig` of transformers."""
+        """config: a `PretrainedConfig` of transformers. frozen: nothing is trained (trainer/reference.py).
+        Raises TrainError when adapters do not fit it."""
         model = empty_model(config)
         if lora is not None:
             add_lora(model, lora, dtype)
         self._policy = HfPolicy(model.train(), dtype=dtype, lora=lora)
+        if frozen:
+            self._policy.freeze()
         self._kernels = kernels
         parameters = list(model.parameters())
         trained = [p for p in parameters if p.requires_grad]
         self._weights = sum(p.nbytes for p in parameters)
         self._trained = sum(p.nbytes for p in trained)
-        self._largest = max(p.nbytes for p in trained)
-        self._found: dict[tuple[Load, Techniques, bool], tuple[int, int]] = {}
+        self._largest = max((p.nbytes for p in trained), default=0)
+        self._alike = alike(decoder_layers(model))
+        self._found: dict[tuple[Load, Techniques, bool, bool], tuple[int, int]] = {}
 
     def predict(self, load: Load, techniques: Techniques, *, first: bool = True) -> Prediction:
-        """first: no micro-batch of the step has left gradients before this one."""
+        """first: no micro-batch of the step has left gradients before this one. Raises TrainError when the
+        model's code cannot be run without content."""
         if techniques.tile_mlp >= load.tokens:
             techniques = replace(techniques, tile_mlp=0)
-        key = (load, techniques, first)
+        key = (load, techniques, first, torch.is_grad_enabled())
         if key not in self._found:
             self._found[key] = self._dry_run(load, techniques, first)
         activations, parked = self._found[key]
@@ -79,8 +97,28 @@ class MemoryModel:
             host=parked + 2 * self._trained - moments,
         )
 
+    def scoring(self, load: Load, techniques: Techniques) -> int:
+        """Most bytes that a forward pass without gradients holds beside the weights."""
+        with torch.no_grad():
+            return self.predict(load, replace(techniques, checkpoint=False)).activations
+
     def _dry_run(self, load: Load, techniques: Techniques, first: bool) -> tuple[int, int]:
         """(bytes on the device, bytes parked on the host)."""
+        layers = decoder_layers(self._policy.model)
+        try:
+            if not self._alike:
+                peaks, parked = self._run(load, techniques, first, len(layers))
+                return max(peaks), parked
+            return whole([self._run(load, techniques, first, n) for n in SHORT], len(layers))
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            line = str(error).strip().partition("\n")[0]
+            raise TrainError(
+                f"{type(self._policy.model).__name__} does not run on tensors without content, so the memory"
+                f" of a step cannot be told beforehand: {line}"
+            ) from error
+
+    def _run(self, load: Load, techniques: Techniques, first: bool, count: int) -> tuple[Sequence[int], int]:
+        """(peaks of the parts of a pass, bytes parked on the host), with so many of the layers."""
         policy, model = self._policy, self._policy.model
         for p in model.parameters():
             p.grad = None if first or not p.requires_grad else torch.empty_like(p)
@@ -89,20 +127,32 @@ class MemoryModel:
         parked = policy.mode.offload.bytes
         before = EMULATED.set(self._kernels)
         try:
-            with Meter([*model.parameters(), *model.buffers(), *grads]) as meter:
+            pieces = self._kernels if load.tree is not None else ""
+            meter = Meter([*model.parameters(), *model.buffers(), *grads], pieces)
+            with only(decoder_layers(model), count, meter), meter:
                 self._pass(load)
         finally:
             EMULATED.reset(before)
             for p in model.parameters():
                 p.grad = None
-        return meter.peak, policy.mode.offload.bytes - parked
+        return meter.peaks, policy.mode.offload.bytes - parked
 
     def _pass(self, load: Load) -> None:
         policy = self._policy
-        ids = torch.empty(load.rows, load.width, dtype=torch.int64, device="meta")
-        prefix = torch.empty(load.prefix, dtype=torch.int64, device="meta")
-        chosen = torch.empty(load.trained, dtype=torch.int64, device="meta")
-        hidden = policy.hidden(prefix, ids).flatten(0, 1)[chosen]
+        chosen = _numbers(load.trained)
+        if load.tree is not None:
+            attend = TreeAttend(load.tree.pieces(load.tokens))
+            hidden = policy.flat(_numbers(load.tokens), _numbers(load.tokens), attend)[chosen]
+        else:
+            hidden = policy.hidden(_numbers(load.prefix), _numbers(load.rows, load.width))
+            hidden = hidden.flatten(0, 1)[chosen]
+        if not torch.is_grad_enabled():
+            head_pass(hidden, policy.head_weight.to(hidden.dtype), self._kernels == "cuda")
+            return
         total: Any = DryHead.apply(hidden, policy.head_weight, self._kernels == "cuda")  # type: ignore[no-untyped-call]
         del hidden
         total.backward()
+
+
+def _numbers(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int64, device="meta")

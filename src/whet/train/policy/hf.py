@@ -24,7 +24,7 @@ from whet.train.memory.techniques import Techniques
 from whet.train.options import Lora
 from whet.train.policy.base import Attend
 from whet.train.policy.layers import CURRENT, Mode, wrap_cast, wrap_layer
-from whet.train.policy.lora import adapter_tensors, add_lora, merged, read_adapter, save_adapter
+from whet.train.policy.lora import adapter_tensors, add_lora, keep_in, merged, read_adapter, save_adapter
 
 NAME = "whet"
 """Of the attention function among transformers' own."""
@@ -113,6 +113,11 @@ class HfPolicy:
     @techniques.setter
     def techniques(self, chosen: Techniques) -> None:
         self.mode.techniques = chosen
+
+    def freeze(self) -> None:
+        """Train nothing from now on, and keep weights in the compute type: they give the same bits."""
+        self.model.requires_grad_(False)
+        keep_in(self.model, self.mode.dtype)
 
     def flat(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states [U, d] of a flat list of tokens, ids and positions [U] int64."""

@@ -9,7 +9,8 @@ tiles or not. Gradients come back in the type of the kept weights. Used by hf.py
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from whet.train.memory.offload import Offload
 from whet.train.memory.techniques import PLAIN, Techniques
 from whet.train.policy.base import Attend
+from whet.train.policy.lora import alive
 
 ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -69,12 +71,14 @@ def cast_call(raw: Raw, dtype: torch.dtype, args: tuple[Any, ...], kwargs: Mappi
 
 def wrap_layer(layer: nn.Module, mode: Mode) -> None:
     """Make `layer` (called with its input first) run as `mode` says."""
-    raw = Raw(layer)
+    # weak: a layer that its own attribute holds would live until the garbage collector comes by
+    held = weakref.ref(layer)
     mlp = getattr(layer, "mlp", None)
     if isinstance(mlp, nn.Module):
-        mlp.forward = partial(_mlp, Raw(mlp), mode)
+        mlp.forward = partial(_mlp, weakref.ref(mlp), mode)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        raw = Raw(alive(held))
         attend, chosen = mode.attend, mode.techniques
 
         def compute(*inputs: Any) -> Any:
@@ -104,11 +108,12 @@ def wrap_layer(layer: nn.Module, mode: Mode) -> None:
 
 def wrap_cast(module: nn.Module, mode: Mode) -> None:
     """Make a module without techniques (a final norm) run in the compute type."""
-    raw = Raw(module)
-    module.forward = lambda *a, **k: cast_call(raw, mode.dtype, a, k)
+    held = weakref.ref(module)
+    module.forward = lambda *a, **k: cast_call(Raw(alive(held)), mode.dtype, a, k)
 
 
-def _mlp(raw: Raw, mode: Mode, x: Tensor) -> Tensor:
+def _mlp(held: weakref.ref[nn.Module], mode: Mode, x: Tensor) -> Tensor:
+    raw = Raw(alive(held))
     tile = mode.techniques.tile_mlp
     if not tile or x.shape[-2] <= tile:
         out: Tensor = raw(x)
@@ -116,6 +121,13 @@ def _mlp(raw: Raw, mode: Mode, x: Tensor) -> Tensor:
     names, weights = zip(*raw.named_parameters(), strict=True)
     tiled: Tensor = _Tiled.apply(raw, names, tile, x, *weights)  # type: ignore[no-untyped-call]
     return tiled
+
+
+def _starts(x: Tensor, tile: int) -> Sequence[int]:
+    """Where the tiles of x begin. Tensors without content are run for their sizes alone: all tiles but the
+    last are alike, and the third finds what the second found."""
+    every = range(0, x.shape[-2], tile)
+    return sorted({*every[:2], every[-1]}) if x.is_meta else every
 
 
 class _Tiled(torch.autograd.Function):
@@ -129,7 +141,7 @@ class _Tiled(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         given = dict(zip(names, weights, strict=True))
         out = x.new_empty(0)
-        for at in range(0, x.shape[-2], tile):
+        for at in _starts(x, tile):
             piece = functional_call(raw, given, (x[..., at : at + tile, :],))
             # one buffer instead of a list of pieces: their sum and a concatenation would both be held
             out = out if at else piece.new_empty(*x.shape[:-1], piece.shape[-1])
@@ -148,7 +160,7 @@ class _Tiled(torch.autograd.Function):
             for w, need in zip(weights, wanted, strict=True)
         ]
         dx = torch.empty_like(x)
-        for at in range(0, x.shape[-2], ctx.tile):
+        for at in _starts(x, ctx.tile):
             part = (..., slice(at, at + ctx.tile), slice(None))
             with torch.enable_grad():
                 piece = x[part].detach().requires_grad_()

@@ -7,9 +7,11 @@ them along. Files and names are those of PEFT, which vLLM and SGLang load. Used 
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +21,7 @@ from torch.nn import functional as F
 from whet.errors import TrainError, boundary
 from whet.train.options import Lora
 
+M = TypeVar("M", bound=nn.Module)
 A, B = "lora_A", "lora_B"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
@@ -46,7 +49,7 @@ def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype, seed: int = 0) ->
     Raises TrainError when no linear module has one of the names.
     """
     model.requires_grad_(False)
-    model.to(dtype)
+    keep_in(model, dtype)
     generator = torch.Generator().manual_seed(seed)
     found = set()
     for name, module in model.named_modules():
@@ -60,19 +63,35 @@ def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype, seed: int = 0) ->
         raise TrainError(f"policy.lora_targets: {type(model).__name__} has no linear layer {missing[0]}")
 
 
+def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert every weight, and no buffer: the frequencies of positions must stay as exact as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 def _adapt(module: nn.Linear, lora: Lora, generator: torch.Generator) -> None:
     device = module.weight.device
     bound = module.in_features**-0.5
     down = torch.empty(lora.rank, module.in_features).uniform_(-bound, bound, generator=generator)
     module.register_parameter(A, nn.Parameter(down.to(device)))
     module.register_parameter(B, nn.Parameter(torch.zeros(module.out_features, lora.rank, device=device)))
-    module.forward = partial(_forward, module, lora.alpha / lora.rank)  # type: ignore[method-assign]
+    # weak: a module that its own attribute holds would live until the garbage collector comes by
+    module.forward = partial(_forward, weakref.ref(module), lora.alpha / lora.rank)  # type: ignore[method-assign]
 
 
-def _forward(module: nn.Linear, scale: float, x: Tensor) -> Tensor:
+def _forward(held: weakref.ref[nn.Linear], scale: float, x: Tensor) -> Tensor:
+    module = alive(held)
     # not get_parameter: while a layer runs in another type they are plain tensors
     down, up = getattr(module, A), getattr(module, B)
     return F.linear(x, module.weight, module.bias) + scale * F.linear(F.linear(x, down), up)
+
+
+def alive(held: weakref.ref[M]) -> M:
+    """The module whose own `forward` this is called from."""
+    module = held()
+    if module is None:
+        raise TrainError("a layer ran after its model was dropped")
+    return module
 
 
 def adapter_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

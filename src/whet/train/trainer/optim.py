@@ -70,12 +70,15 @@ class Optimiser:
                 part.step()
         return self.config.lr * factor
 
-    def park(self) -> None:
-        """Keep the moments in the host's memory from now on; an update brings one parameter's at a time."""
-        self._parked = True
+    def park(self, away: bool = True) -> None:
+        """Keep the moments in the host's memory from now on, where an update brings one parameter's at a
+        time; or beside the parameters again."""
+        if away == self._parked:
+            return
+        self._parked = away
         for _, part, _ in self._parts:
-            for state in part.state.values():
-                _move(state, None)
+            for parameter, state in part.state.items():
+                _move(state, None if away else parameter.device)
 
     def zero(self) -> None:
         for _, part, _ in self._parts:

@@ -15,8 +15,10 @@ from torch import Tensor
 from whet.engine.embedded_weights import checksum
 from whet.errors import ConfigError
 from whet.train.head.objective import score
+from whet.train.memory.techniques import PLAIN, Techniques
 from whet.train.options import TrainConfig
 from whet.train.policy.base import Policy
+from whet.train.policy.hf import HfPolicy
 from whet.train.policy.opening import open_policy
 from whet.train.trainer.batch import Batch
 from whet.train.trainer.states import states
@@ -31,6 +33,12 @@ class Reference:
             parameter.requires_grad_(False)
         self.checksum = checksum(model)
         """Hex SHA-256 over name, shape and values of every parameter, in name order."""
+        if isinstance(model, HfPolicy):
+            model.freeze()
+
+    @property
+    def policy(self) -> Policy:
+        return self._model
 
     @property
     def max_positions(self) -> int:
@@ -44,8 +52,10 @@ class Reference:
                 f" {trained.vocab_size}: a divergence between them means nothing"
             )
 
-    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        """[N] of the batch's trained tokens, row by row."""
+    def logprobs(self, batch: Batch, temperature: float, techniques: Techniques = PLAIN) -> Tensor:
+        """[N] of the batch's trained tokens, row by row. techniques: those of the pass that follows."""
+        if isinstance(self._model, HfPolicy):
+            self._model.techniques = techniques
         with torch.no_grad():
             return score(self._model, *states(self._model, batch), temperature).logp
 

@@ -1,12 +1,15 @@
-"""The forward pass of a micro-batch: what predicts its trained tokens. Called by trainer.py, reference.py."""
+"""The forward pass of a micro-batch: what predicts its trained tokens. Called by trainer.py, reference.py;
+memory/fit.py asks how."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from whet.train.attention.tree import TreeAttend, tree_pieces
+from whet.train.attention.tree import Piece, TreeAttend, tree_pieces
 from whet.train.head.objective import chosen
 from whet.train.plan.tree import Tree
 from whet.train.policy.base import Attend, Policy
@@ -30,13 +33,17 @@ def states(model: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
 def tree_attend(tree: Tree, model: Policy) -> Attend:
     """How this tree is attended to where the model is."""
     pieces = tree_pieces(tree)
-    if model.device.type != "cuda" or (
-        model.compute_dtype != torch.float32 and sum(p.q1 - p.q0 for p in pieces) >= LONG * len(pieces)
-    ):
+    if by_pieces(pieces, model.device.type, model.compute_dtype):
         return TreeAttend(pieces)
     from whet.train.attention.flex import FlexAttend
 
     return FlexAttend.of(tree, model.device)
+
+
+def by_pieces(pieces: Sequence[Piece], device: str, dtype: torch.dtype) -> bool:
+    """Whether a tree's attention runs piece by piece on a kind of device."""
+    long = sum(p.q1 - p.q0 for p in pieces) >= LONG * len(pieces)
+    return device != "cuda" or (dtype != torch.float32 and long)
 
 
 def _index(array: IntArray) -> Tensor:

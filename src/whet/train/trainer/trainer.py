@@ -24,7 +24,7 @@ from whet.train.loss.losses import Terms, token_loss
 from whet.train.loss.measure import Sums, result_of
 from whet.train.loss.terms import StepTerms
 from whet.train.memory.fit import Fit
-from whet.train.memory.techniques import Techniques
+from whet.train.memory.techniques import PLAIN, Techniques
 from whet.train.options import StepResult, TrainConfig
 from whet.train.plan.pack import MicroBatch
 from whet.train.plan.step import StepPlan
@@ -59,11 +59,7 @@ class Trainer:
             reference.check(model)
         self.reference = reference if config.loss.kl != "none" else None
         self.optimiser = Optimiser(model, config.optim)
-        self.fit = (
-            Fit.of(model, config.policy.memory_gib, copies=config.epochs > 1)
-            if isinstance(model, HfPolicy)
-            else None
-        )
+        self.fit = self._fit_of(model) if isinstance(model, HfPolicy) else None
         """Chooses memory techniques; None = they stay as they are."""
         self._chosen: dict[MicroBatch, Techniques] = {}
         self.steps = 0
@@ -92,7 +88,7 @@ class Trainer:
         self._check_lengths(plan)
         if not self._supervised:
             self._check_versions(plan)
-        self.ranks.in_step(lambda: self._fit_memory(plan))
+        self._fit_memory(plan)
         with self._deterministic():
             # One epoch computes everything before it changes anything; more need a way back.
             before = self._snapshot() if self.config.epochs > 1 else None
@@ -156,7 +152,7 @@ class Trainer:
     def gradients(self, plan: StepPlan) -> float:
         """Leave the gradients of the step's loss in `.grad`, change nothing else; returns the loss."""
         self.optimiser.zero()
-        self.ranks.in_step(lambda: self._fit_memory(plan))
+        self._fit_memory(plan)
         with self._deterministic():
             return self._summed(plan, StepTerms(plan, self.config.loss), 0, measure=False).loss
 
@@ -179,6 +175,7 @@ class Trainer:
         with torch.no_grad():
             for micro in batches:
                 batch = self._batch(plan, micro)
+                self._use(micro)
                 logp = self._scores(batch).logp
                 if only is None or only(micro):
                     found.update(zip(micro.rows, torch.split(logp, batch.counts), strict=True))
@@ -247,12 +244,23 @@ class Trainer:
         into = kept_gradient(weight)
         return objective(hidden, weight, targets, self.config.temperature, weighted, into=into)
 
+    def _fit_of(self, model: HfPolicy) -> Fit:
+        beside = self.reference.policy if self.reference is not None else None
+        return Fit.of(
+            model,
+            self.config.policy.memory_gib,
+            copies=self.config.epochs > 1,
+            reference=beside if isinstance(beside, HfPolicy) else None,
+            ranks=self.ranks.world,
+        )
+
     def _fit_memory(self, plan: StepPlan) -> None:
         if self.fit is None:
             return
-        self._chosen = dict(zip(plan.batches, self.fit.plan(plan), strict=True))
-        if any(t.offload_optimizer for t in self._chosen.values()):
-            self.optimiser.park()
+        fit, mine = self.fit, tuple(self.ranks.mine(plan.batches))
+        chosen = self.ranks.attempt(lambda: fit.plan(replace(plan, batches=mine)))
+        self._chosen = dict(zip(mine, chosen, strict=True))
+        self.optimiser.park(any(t.offload_optimizer for t in chosen))
 
     def _use(self, micro: MicroBatch) -> None:
         if isinstance(self.model, HfPolicy) and micro in self._chosen:
@@ -264,7 +272,7 @@ class Trainer:
         known = terms.reference(micro)
         if known is not None:
             return known
-        return self.reference.logprobs(batch, self.config.temperature)
+        return self.reference.logprobs(batch, self.config.temperature, self._chosen.get(micro, PLAIN))
 
     def _compare(self, batch: Batch, logp: Tensor, sums: Sums) -> None:
         """Mismatch at the same version; raises TrainError over the limit, naming the token."""

@@ -1,0 +1,147 @@
+"""Which memory techniques are chosen, by few dry runs; what is refused, on which rank, and in which words."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_memory import LORA, a_folder, limited, long_plan
+from test_policy_hf import LOOSE, a_plan, opened
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+)
+
+from whet.errors import TrainError
+from whet.train.memory.dry import Load
+from whet.train.memory.fit import LADDER, Fit, load_of
+from whet.train.memory.predict import GIB, MemoryModel, Prediction
+from whet.train.memory.techniques import PLAIN, Techniques
+from whet.train.options import Lora
+from whet.train.trainer.dist import Alone
+from whet.train.trainer.trainer import Trainer
+
+# --------------------------------------------------------------------------- choices
+
+
+class Told:
+    """A model whose predictions are given, in GiB, per rung of LADDER."""
+
+    peaks = (900, 150, 140, 110, 88, 79, 49, 45)
+    hosts = (0, 0, 0, 32, 0, 0, 32, 64)
+
+    def predict(self, load: Load, techniques: Techniques, *, first: bool = True) -> Prediction:
+        at = list(LADDER).index(techniques)
+        size = self.peaks[at] * GIB
+        return Prediction(states=0, activations=size, update=0, host=self.hosts[at] * GIB)
+
+
+def test_a_step_fits_where_only_the_last_technique_lacks_host_memory(tmp_path: Path) -> None:
+    policy, plan = opened(a_folder("wide", tmp_path / "model")), long_plan(800)
+    fit = Fit(policy.model.config, policy, limit=130 * GIB, host=48 * GIB)
+    fit._model, fit._ladder = Told(), list(LADDER)  # type: ignore[assignment]
+    load = load_of(plan, plan.batches[0])
+    assert fit.choose(load) == LADDER[3]
+    fit.limit = 48 * GIB
+    with pytest.raises(
+        TrainError, match=r"needs 64\.0 GiB of the host's memory to fit on cpu, 48\.0 GiB are"
+    ):
+        fit.plan(plan)
+
+
+def test_few_shapes_are_run_dry(tmp_path: Path) -> None:
+    policy = opened(a_folder("wide", tmp_path / "model"))
+    fit = Fit(policy.model.config, policy, limit=1 << 40, host=0)
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        sizes = {n: int(rng.integers(100, 900)) for n in ("prefix", "width", "trained")}
+        assert fit.choose(Load(rows=int(rng.integers(2, 9)), **sizes)) == PLAIN
+    assert len(fit._model._found) < 40
+
+
+def test_moments_come_back_when_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, plan = limited(a_folder("wide", tmp_path / "model"), 1.0), long_plan(800)
+    away = Techniques(checkpoint=True, offload_optimizer=True)
+    for techniques in (away, PLAIN):
+        monkeypatch.setattr(Fit, "plan", lambda self, plan, t=techniques: [t] * len(plan.batches))
+        trainer.step(plan)
+        assert trainer.optimiser._parked == (techniques == away)
+
+
+# --------------------------------------------------------------------------- several ranks
+
+
+class Two(Alone):
+    """The first of two ranks, whose tries are told to the other."""
+
+    world = 2
+
+    def __init__(self) -> None:
+        self.tries = 0
+
+    def attempt(self, work: Callable[[], Any]) -> Any:
+        self.tries += 1
+        return super().attempt(work)
+
+
+def test_a_refusal_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
+    trainer, plan = limited(a_folder("wide", tmp_path / "model"), 0.008), long_plan(800)
+    trainer.ranks = two = Two()
+    with pytest.raises(TrainError, match="GiB are there"):
+        trainer.step(plan)
+    assert two.tries == 1
+
+
+def test_ranks_share_the_memory_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whet.train.memory.fit._available", lambda: 8 * GIB)
+    policy = opened(a_folder("wide", tmp_path / "model"))
+    alone, both = (Fit.of(policy, 0.0, ranks=n) for n in (1, 2))
+    assert both.limit == pytest.approx(alone.limit / 2, rel=0.01)
+    assert both._host == 4 * GIB
+
+
+# --------------------------------------------------------------------------- other architectures
+
+
+def test_what_cannot_be_run_without_content_is_refused_when_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = opened(a_folder("wide", tmp_path / "model"))
+
+    def no(*args: Any) -> None:
+        raise NotImplementedError("no kernel\nfor this")
+
+    monkeypatch.setattr(MemoryModel, "_pass", no)
+    with pytest.raises(TrainError, match="^Qwen3ForCausalLM does not run on tensors without .*: no kernel$"):
+        Trainer(policy, LOOSE)
+
+
+def test_no_adapters_are_suggested_where_the_layers_have_other_names(tmp_path: Path) -> None:
+    config = GPTNeoXConfig(
+        vocab_size=2048, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
+    )
+    GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
+    with pytest.raises(TrainError, match="GiB are there") as caught:
+        limited(tmp_path / "neox", 0.004).step(long_plan(800))
+    assert "lora" not in str(caught.value)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_a_dropped_model_is_gone_at_once(tmp_path: Path, lora: Lora | None) -> None:
+    """A garbage collector that comes by some minutes later is too late for the next model on a GPU."""
+    folder = a_folder("wide", tmp_path / "model")
+    gc.collect()
+    gc.disable()
+    try:
+        trainer = Trainer(opened(folder, lora=lora), LOOSE)
+        trainer.step(a_plan())
+        weight = weakref.ref(trainer.model.model.model.layers[0].mlp.gate_proj.weight)  # type: ignore[attr-defined]
+        del trainer
+        assert weight() is None
+    finally:
+        gc.enable()

@@ -72,7 +72,9 @@ def dump_toml(config: Config, *, comments: bool = True) -> str:
         kind = type(field.default)
         for key, info in kind.model_fields.items():
             text = f"{key} = {_toml(values.__dict__[key])}"
-            lines.append(f"{text}  # {info.description}" if comments and info.description else text)
+            # a comment ends with its line, however many its words take in the source
+            words = " ".join((info.description or "").split()) if comments else ""
+            lines.append(f"{text}  # {words}" if words else text)
     return "\n".join(lines) + "\n"
 
 

@@ -303,7 +303,7 @@ def test_the_weights_of_a_reference_are_not_room_for_training(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
     policy = opened(folder)
     on_gpu: Any = SimpleNamespace(
-        device=torch.device("cuda"), model=policy.model, lora=None, compute_dtype=torch.float32,
+        device=torch.device("cuda"), model=policy.model, lora=None, compute_dtype=torch.float32, shards=1,
         named_parameters=policy.named_parameters,
     )  # fmt: skip
     assert isinstance(reference.policy, HfPolicy)

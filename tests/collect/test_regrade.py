@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from whet.cli import main
 from whet.collect.agents import limits_of
+from whet.collect.regrade import find_tasks
 from whet.config import load_config
 from whet.grade.diff import compare
 from whet.grade.runners.base import RunReport
@@ -16,8 +18,9 @@ from whet.grade.verdict import make_verdict
 from whet.record.run import RunDir, read_store
 from whet.record.store import add_ledgers
 from whet.rollout import NOTHING_SAMPLED
+from whet.tasks.base import Split
 from whet.tasks.toy import ToySource
-from whet.types import FileEntry, Outcome, Rollout, Status, Task, Timings, Tree, Verdict
+from whet.types import FileEntry, Limits, Outcome, Rollout, Status, Task, Timings, Tree, Verdict
 
 
 def text(content: str) -> FileEntry:
@@ -102,3 +105,17 @@ def test_what_a_committed_step_was_trained_on_stays(run: Path, capsys: pytest.Ca
 def test_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grade", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_tasks_of_the_second_split_do_not_wait_for_the_end_of_an_endless_first_one() -> None:
+    class Endless(ToySource):
+        asked = 0
+
+        def tasks(self, split: Split, start: int, count: int) -> Sequence[Task]:
+            self.asked += count
+            return super().tasks(split, start, count)
+
+    source = Endless(Limits())
+    (one,) = source.tasks("eval", 70, 1)
+    assert find_tasks(source, {one.id}) == {one.id: one}
+    assert source.asked < 1000

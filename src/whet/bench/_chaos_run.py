@@ -96,17 +96,18 @@ class Run:
                 self.kills["failpoint"] += point in failpoint.POINTS
 
     def regrade(self, armed: Sequence[str]) -> None:
-        """Have a verdict of the ended run put right again after it was made wrong, dying at these points."""
+        """Make a verdict of the ended run wrong and have it put right, dying at these points: one that was
+        never trained on, since the others stay."""
         with Store(self.folder / "run.sqlite") as store:
-            name = _graded(store)[0]
-            held = store.rollout(name).verdict
-            if held is None or held.reward is None:
-                raise StuckError(f"{self.folder}: rollout {name} has no verdict")
+            scored = [r for r in store.rollouts("eval_before", 0) if r.verdict is not None]
+            if not scored or scored[0].verdict is None:
+                raise StuckError(f"{self.folder}: no evaluation has a verdict")
+            held = scored[0].verdict
             other = Outcome.UNRESOLVED if held.reward else Outcome.RESOLVED
-            store.put_verdict(name, replace(held, outcome=other, reward=1.0 - held.reward))
+            store.put_verdict(scored[0].id, replace(held, outcome=other, reward=1.0 - (held.reward or 0.0)))
         command = [sys.executable, "-m", "whet.cli", "grade", "--write", str(self.folder)]
-        for points in (*([p] for p in armed), []):
-            env, once = self._arm(points)
+        for point in armed:
+            env, once = self._arm([point])
             with self.folder.with_suffix(".log").open("ab") as out:
                 subprocess.run(command, stdout=out, stderr=out, env=env, timeout=LIFE_S, check=False)
             self._count(once)

@@ -121,13 +121,14 @@ def find_tasks(source: TaskSource, wanted: set[str]) -> dict[str, Task]:
     """Tasks by id, of both splits. What the source no longer has is left out."""
     found: dict[str, Task] = {}
     splits: tuple[Split, ...] = ("train", "eval")
-    for split in splits:
-        size = source.size(split)
-        most = LOOKED_AT if size is None else size
-        for start in range(0, most, CHUNK):
+    sizes = {split: source.size(split) for split in splits}
+    most = {split: LOOKED_AT if size is None else size for split, size in sizes.items()}
+    # in turn: what the second split has must not wait for the end of an endless first one
+    for start in range(0, max(most.values()), CHUNK):
+        for split in splits:
             if wanted <= found.keys():
                 return found
-            for task in source.tasks(split, start, min(CHUNK, most - start)):
+            for task in source.tasks(split, start, max(0, min(CHUNK, most[split] - start))):
                 if task.id in wanted:
                     found[task.id] = task
     return found

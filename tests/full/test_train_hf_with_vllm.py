@@ -36,6 +36,20 @@ def test_a_run_trains_and_publishes(real_vllm: RealVllm, tmp_path: Path) -> None
         assert int(json.loads(answer.read())["weight_version"]) >= 1
 
 
+def test_two_shards_train_and_publish(real_vllm: RealVllm, tmp_path: Path) -> None:
+    """Each rank holds a part of the model; the server gets all of it and samples what they compute."""
+    tables = {
+        "run": {"steps": 2, "eval_tasks": 4},
+        "tasks": {"groups_per_step": 4},
+        "harness": {"workers": 4},
+        "train": {"lr": 1e-3, "ranks": 2, "shard": True, "threads": 1},
+        "policy": HF,
+    }
+    _, summary = train(tmp_path, real_vllm.url, tables)
+    assert summary["rl_steps"] == 2
+    assert 0 < summary["max_logprob_gap"] < 1e-3
+
+
 @pytest.fixture(scope="module")
 def adapted_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealVllm]:
     """A server of the warm start as it is: its own weights never change."""

@@ -21,12 +21,13 @@ from whet.engine.embedded_model import save_model
 from whet.errors import ConfigError, TrainError
 from whet.train.learner.client import Export, Learner, LearnerSpec
 from whet.train.memory.fit import LADDER
-from whet.train.options import LossConfig, PolicyConfig, TrainConfig
+from whet.train.options import LossConfig, OptimConfig, PolicyConfig, TrainConfig
 from whet.train.plan.step import StepPlan
 from whet.train.policy.hf import HfPolicy
 from whet.train.policy.opening import device_of
 from whet.train.trainer import checkpoint
 from whet.train.trainer.dist import Sharded
+from whet.train.trainer.optim import Optimiser
 
 SHARED = TrainConfig(
     policy=PolicyConfig(kind="hf"), ranks=2, shard=True, max_logprob_gap=100.0, max_staleness=9
@@ -232,6 +233,15 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
         device_of(policy, 0, 3)
     assert device_of(policy, 0, 1) is None
     assert device_of(dataclasses.replace(policy, device="cpu"), 1, 2) == torch.device("cpu")
+
+
+def test_muon_is_refused(tmp_path: Path) -> None:
+    save_model(small_model(1), tmp_path / "model")
+    policy = opened(tmp_path / "model")
+    for _, p in policy.named_parameters():
+        p.full_tensor = p.detach  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="Muon needs whole matrices"):
+        Optimiser(policy, OptimConfig(muon_lr=0.1))
 
 
 def test_sharded_weights_are_not_read_in_part(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ class TrainTable(Table):
     step_timeout_s: Seconds = 3600.0
     """Most seconds for one step of the learner, on each of its ranks; then the run stops."""
     restarts: CountOrZero = 3
-    """Times a learner that died, or a server that lost its weights, is brought back; each step counts anew."""
+    """Times a learner that died, or a server that lost its weights, is brought back; a step counts anew."""
     token_budget: Count = 16384
     """Tokens per micro-batch."""
     layout: Literal["prefix", "tree"] = "prefix"

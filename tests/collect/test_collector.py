@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -363,6 +364,7 @@ def test_starvation_is_said_and_ends_the_run_with_its_cause(caplog: pytest.LogCa
 
 async def starve(caplog: pytest.LogCaptureFixture) -> None:
     said: list[str] = []
+    caplog.set_level(logging.WARNING, logger="whet.collect")
     attempts = Versions(lambda s: 1.0, delay_s=lambda s: math.inf)
     with pytest.raises(TrainError, match=r"for 100 s: 12 rollouts run, 0 wait for a worker, 0 of 6 groups"):
         async with collector(attempts, MemorySink(), options(), warn=said.append).open() as c:

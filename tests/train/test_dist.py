@@ -186,6 +186,7 @@ def test_a_rank_that_does_not_come_is_an_error_not_a_wait(tmp_path: Path) -> Non
 
 def test_a_rank_that_dies_ends_the_step_of_the_others(tmp_path: Path) -> None:
     def lonely(ranks: Together) -> str:
+        ranks.attempt(lambda: 0.0)  # both are connected now
         if ranks.rank == 1:
             return "gone"
         with pytest.raises(TrainError) as caught:

@@ -53,6 +53,13 @@ async def living(box: Sandbox, word: str) -> int:
     return int((await sh(box, f"cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -c '^{pattern}$'")).stdout)
 
 
+async def begun(box: Sandbox, word: str, count: int) -> None:
+    """Wait until so many run: a shell may have forked and not yet begun what it was asked for."""
+    async with asyncio.timeout(10):
+        while await living(box, word) != count:
+            pass
+
+
 # Commands
 
 
@@ -131,7 +138,7 @@ async def test_a_timeout_spares_other_work(box: Sandbox) -> None:
     assert (await sh(box, "sleep 60", timeout_s=0.3)).timed_out
     assert (await slow).stdout == b"done\n"
     assert process.poll() is None
-    assert await living(box, "6161") == 1
+    await begun(box, "6161", 1)
 
 
 async def test_what_a_timeout_killed_cannot_go_on_to_exit_zero(box: Sandbox) -> None:
@@ -146,12 +153,10 @@ async def test_output_before_a_timeout_is_kept(box: Sandbox) -> None:
 
 
 async def test_exec_does_not_wait_for_what_it_left_behind(box: Sandbox) -> None:
-    begun = time.monotonic()
+    start = time.monotonic()
     assert (await sh(box, "sleep 7171 & echo early")).stdout == b"early\n"
-    assert time.monotonic() - begun < 15
-    async with asyncio.timeout(10):  # the shell may have forked and not begun it yet
-        while await living(box, "7171") != 1:
-            pass
+    assert time.monotonic() - start < 15
+    await begun(box, "7171", 1)
 
 
 async def test_a_cancelled_exec_leaves_no_process(box: Sandbox) -> None:
@@ -217,7 +222,7 @@ async def test_long_lines_come_whole(box: Sandbox) -> None:
 async def test_kill_all_finds_daemons_and_spares_spawned(box: Sandbox) -> None:
     process = await box.spawn(["sh", "-c", "while read line; do echo $line; done"])
     await sh(box, "(setsid sh -c 'setsid sleep 8181 & ' >/dev/null 2>&1 &) ; sleep 0.1")
-    assert await living(box, "8181") == 1
+    await begun(box, "8181", 1)
     await box.kill_all()
     await box.kill_all()
     assert await living(box, "8181") == 0
@@ -229,7 +234,7 @@ async def test_kill_all_finds_what_cleared_its_environment_and_spares_spawned(bo
     process = await box.spawn(["sleep", "8383"])
     hide = "(env -i setsid sh -c 'sleep 8282 & sleep 8282 & wait' >/dev/null 2>&1 &) ; sleep 0.2"
     assert (await sh(box, hide)).exit_code == 0
-    assert await living(box, "8282") == 2
+    await begun(box, "8282", 2)
     await box.kill_all()
     await box.kill_all()
     assert await living(box, "8282") == 0

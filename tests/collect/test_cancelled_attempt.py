@@ -13,8 +13,9 @@ import aiohttp
 import pytest
 
 from whet.collect.breaker import Breaker
-from whet.collect.collector import AsyncOptions, Collector
+from whet.collect.collector import Collector
 from whet.collect.dispatcher import CollectOptions
+from whet.collect.given import AsyncOptions
 from whet.demo.warm import write_family
 from whet.engine.away import away
 from whet.gateway.server import Gateway

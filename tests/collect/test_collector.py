@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from whet.collect.breaker import Breaker
-from whet.collect.collector import AsyncOptions, Before, Collector, Use, any_use
+from whet.collect.collector import Collector
 from whet.collect.dispatcher import CollectOptions
 from whet.collect.draft import HeldDraw
+from whet.collect.given import AsyncOptions, Before, Use, any_use
 from whet.errors import EngineError, SandboxError, TrainError
 from whet.rollout import AttemptSpec
 from whet.tasks.toy import ToySource

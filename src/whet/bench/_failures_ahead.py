@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from whet.bench._failures_world import GROUP_SIZE, TRIES, Credit, Nowhere, Setting, World, said
 from whet.collect.breaker import Breaker
-from whet.collect.collector import AsyncOptions, Collector
+from whet.collect.collector import Collector
 from whet.collect.dispatcher import CollectOptions, Slot
+from whet.collect.given import AsyncOptions
 from whet.rollout import AttemptSpec, at_once, forget
 from whet.testing.fake_attempts import fake_rollout
 from whet.testing.virtual_time import run_virtual

@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 
 from whet.bench._arguments import Arguments, amount, amount_or_zero, count, count_or_zero
 from whet.collect.breaker import Breaker
-from whet.collect.collector import AsyncOptions, Collector
+from whet.collect.collector import Collector
 from whet.collect.dispatcher import CollectOptions
+from whet.collect.given import AsyncOptions
 from whet.errors import WhetError
 from whet.tasks.toy import ToySource
 from whet.testing.memory_sink import MemorySink

@@ -14,9 +14,10 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from whet.collect.breaker import Breaker
-from whet.collect.collector import AsyncOptions, Before, Collector
+from whet.collect.collector import Collector
 from whet.collect.dispatcher import Check, CollectOptions, Dispatcher, Runner, Watcher
 from whet.collect.draft import HeldDraw
+from whet.collect.given import AsyncOptions, Before
 from whet.config import Config
 from whet.record.states import RolloutState
 from whet.record.store import Store

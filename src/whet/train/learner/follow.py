@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import signal
+import sys
+from collections.abc import Callable, Sequence
 
-from whet.errors import TrainError
+from whet.errors import TrainError, WhetError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -16,3 +19,18 @@ def follow_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise TrainError(f"the parent (process {parent}) is gone")
+
+
+def main_of_child(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: Sequence[str]
+) -> int:
+    """What such a process does from start to end: its exit status is 0, or 1 with one line on standard error.
+    A terminal's ^C goes to the whole group and is ignored: the controller decides when the learner ends, and
+    the learner when its peers do."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run(parser.parse_args(argv))
+    except WhetError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0

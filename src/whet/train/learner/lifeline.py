@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from whet.engine.around import Around
 from whet.engine.away import away
-from whet.engine.base import Engine, EngineInfo, Receipt
+from whet.engine.base import Engine
 from whet.errors import EngineError, TrainError
 from whet.train.options import StepResult
 from whet.train.plan.step import StepPlan
@@ -191,38 +192,22 @@ class Lifeline:
         await self._publisher.publish(self._learner.version)
 
 
-class LivingEngine:
+class LivingEngine(Around):
     """The engine of a learner that may be replaced (`engine.base.Engine`): a request that its death cut short
     is made again."""
 
     def __init__(self, engine: Engine, life: Lifeline) -> None:
-        self._engine, self._life = engine, life
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine.info
-
-    @property
-    def receipt(self) -> Receipt:
-        return self._engine.receipt
+        super().__init__(engine)
+        self._life = life
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         while True:
             with away():
                 life = await self._life.alive()
             try:
-                return await self._engine.generate(ids, params, key)
+                return await self._inner.generate(ids, params, key)
             except EngineError:
                 with away():
                     mended = await self._life.mend(life)
                 if not mended:
                     raise
-
-    async def pause(self) -> None:
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        await self._engine.resume()
-
-    async def close(self) -> None:
-        await self._engine.close()

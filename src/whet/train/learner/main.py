@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,10 +26,10 @@ from whet.engine.channel_server import Call, ChannelServer, Handler
 from whet.engine.embedded_core import EmbeddedCore, EngineOptions
 from whet.engine.embedded_model import Qwen3
 from whet.engine.embedded_serve import EngineService
-from whet.errors import TrainError, WhetError
+from whet.errors import TrainError
 from whet.train.learner import peers
 from whet.train.learner.fingerprint import Fingerprint
-from whet.train.learner.follow import follow_parent
+from whet.train.learner.follow import follow_parent, main_of_child
 from whet.train.learner.peers import Peers
 from whet.train.learner.probe import probe_engine
 from whet.train.learner.transfer import Transfers
@@ -210,14 +209,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--train", required=True)
     parser.add_argument("--engine", required=True)
-    # a terminal's ^C goes to the whole group; the controller decides when the learner ends
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        run(parser.parse_args(argv))
-    except WhetError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return main_of_child(parser, run, argv)
 
 
 if __name__ == "__main__":

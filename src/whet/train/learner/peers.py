@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,8 +23,8 @@ from typing import IO, Any
 import numpy.typing as npt
 
 from whet.engine.channel import Decoder, Frame, Meta, encode
-from whet.errors import TrainError, WhetError, boundary
-from whet.train.learner.follow import follow_parent
+from whet.errors import TrainError, boundary
+from whet.train.learner.follow import follow_parent, main_of_child
 from whet.train.learner.wire import decode_plan
 from whet.train.options import TrainConfig, dump_config, parse_config
 from whet.train.policy.base import Policy
@@ -161,14 +160,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--train", required=True)
-    # The controller decides when the learner ends, and the learner when its peers do.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        run(parser.parse_args(argv))
-    except WhetError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return main_of_child(parser, run, argv)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from whet.train.plan.advantage import AdvantageKind, advantages, overlong_penalt
 from whet.train.plan.costs import pair_cost
 from whet.train.plan.digest import plan_digest
 from whet.train.plan.pack import PAIR_COST, Layout, MicroBatch, pack
-from whet.train.plan.prefix import sort_rows
+from whet.train.plan.prefix import Sorted, sort_rows
 from whet.train.plan.rows import Chosen, RowRules, choose_rows
 from whet.train.plan.spread import each
 from whet.types import BoolArray, FloatArray, Group, IntArray, Ledger, Rollout, Segment, Status
@@ -179,24 +179,28 @@ def plan_step(groups: Sequence[Group], config: PlanConfig) -> StepPlan:
             slot.reason = slot.reason or "unused"
     rows, logprobs = _rows(slots, config)
     found = sort_rows([row.ids for row in rows])
-    first = [int(row.mask.argmax()) for row in rows]
     plan = StepPlan(
         rows=rows,
-        batches=pack(
-            [row.ids for row in rows],
-            first,
-            config.token_budget,
-            layout=config.layout,
-            ranks=config.ranks,
-            pair_cost=config.pair_cost,
-            known=found,
-        ),
+        batches=pack_rows(rows, config, found),
         ledger=_account(slots, sum(map(len, logprobs))),
         groups=len(useful),
         skipped=skipped,
         fates={slot.rollout.id: slot.reason for slot in slots},
     )
     return replace(plan, digest=plan_digest(plan, found, logprobs))
+
+
+def pack_rows(rows: Sequence[Row], config: PlanConfig, known: Sorted | None = None) -> tuple[MicroBatch, ...]:
+    """Rows into micro-batches, as the configuration says. known: what `sort_rows` found of their ids."""
+    return pack(
+        [row.ids for row in rows],
+        [int(row.mask.argmax()) for row in rows],
+        config.token_budget,
+        layout=config.layout,
+        ranks=config.ranks,
+        pair_cost=config.pair_cost,
+        known=known,
+    )
 
 
 # --------------------------------------------------------------------------- who is trained

@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Protocol
 
+from whet.engine.around import Around
 from whet.engine.away import away
-from whet.engine.base import EngineInfo, LoadingEngine, Receipt
+from whet.engine.base import LoadingEngine, Receipt
 from whet.errors import EngineError, EngineUnavailable
 from whet.train.publish.files import Publishes, apart
 from whet.types import Generation, IntArray, RequestKey, SamplingParams
@@ -34,7 +35,7 @@ class Restorer(Publishes, Protocol):
         """Bring the version that was published last to a server that lost it. Raises EngineError."""
 
 
-class ReturningEngine:
+class ReturningEngine(Around):
     """Implements engine.base.Engine over a server, and train.publish.Publisher for it."""
 
     def __init__(
@@ -50,6 +51,7 @@ class ReturningEngine:
         """patience_s: how long the server may take to come back. restarts: how often it may, before it is
         published to again: what kills it again and again has a cause. share_gpu: it sleeps while the trainer
         works. `say` gets a line for a person."""
+        super().__init__(engine)
         self._engine, self._publisher, self._share_gpu = engine, publisher, share_gpu
         self._patience_s, self._restarts, self._say = patience_s, restarts, say
         self._life = 0
@@ -61,14 +63,6 @@ class ReturningEngine:
         """When it last left a question unanswered."""
         self._mending = asyncio.Lock()
         """Held while weights are on their way."""
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine.info
-
-    @property
-    def receipt(self) -> Receipt:
-        return self._engine.receipt
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         while True:
@@ -83,15 +77,6 @@ class ReturningEngine:
             else:
                 self._gone_since = None
                 return made
-
-    async def pause(self) -> None:
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        await self._engine.resume()
-
-    async def close(self) -> None:
-        await self._engine.close()
 
     async def publish(self, version: int) -> Receipt:
         """As the publisher, and once more when the server was gone in between."""

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from whet.errors import TrainError
-from whet.train.plan.pack import pack
-from whet.train.plan.step import PlanConfig, Row, StepPlan, plan_digest
+from whet.train.plan.step import PlanConfig, Row, StepPlan, pack_rows, plan_digest
 from whet.train.sft.choose import Lesson
 from whet.types import Ledger, Segment
 
@@ -42,17 +41,9 @@ def plan_lessons(lessons: Sequence[Lesson], config: PlanConfig) -> StepPlan:
         for segment in lesson.segments
         if segment.mask.any()
     )
-    first = [int(row.mask.argmax()) for row in rows]
     plan = StepPlan(
         rows=rows,
-        batches=pack(
-            [row.ids for row in rows],
-            first,
-            config.token_budget,
-            layout=config.layout,
-            ranks=config.ranks,
-            pair_cost=config.pair_cost,
-        ),
+        batches=pack_rows(rows, config),
         ledger=Ledger(captured=tokens, trained=tokens),
         groups=len({lesson.task_id for lesson in lessons}),
     )

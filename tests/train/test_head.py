@@ -12,7 +12,8 @@ from train_lab import VOCAB, small_model
 
 from whet.errors import TrainError
 from whet.train.head import objective, tiles
-from whet.train.head.tiles import GPU_BUDGET, SLACK, tiling
+from whet.train.head.tiles import BUDGET, SLACK, tiling
+from whet.train.memory.dry import Meter
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -158,9 +159,7 @@ def test_bfloat16_gradients_come_from_float32_logits() -> None:
     logp, _, d_hidden, d_weight = reference((rounded[0].float(), rounded[1].float(), *given[2:]), 1.0)
     hidden = rounded[0].clone().requires_grad_()
     master = rounded[1].float().requires_grad_()
-    out = objective.objective(
-        hidden, master, given[2], 1.0, lambda lp, part: token_loss(lp, given[3][part]), compute=rounded[1]
-    )
+    out = objective.objective(hidden, master, given[2], 1.0, lambda lp, part: token_loss(lp, given[3][part]))
     out.total.backward()
     assert far(out.scores.logp, logp) < 1e-6
     assert master.grad.dtype == torch.float32
@@ -200,7 +199,7 @@ def test_whole_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("positions", [2000, 8192, 152_000])
 def test_a_gpu_tile_is_large_and_within_its_budget(hidden: int, positions: int) -> None:
     cut = tiling(positions, hidden, 151_936, element=2, gpu=True)
-    assert cut.held <= GPU_BUDGET
+    assert cut.held <= BUDGET
     assert cut.rows % 128 == 0
     # few passes over the weight's gradient, each as long as the others
     assert cut.rows >= 2000 or cut.rows >= positions
@@ -210,7 +209,83 @@ def test_a_gpu_tile_is_large_and_within_its_budget(hidden: int, positions: int) 
     blocks = cut.rows // 128 * cut.columns // 256
     assert 396 <= blocks <= 792
     assert blocks / (-(-blocks // 132) * 132) > 0.97
-    assert tiling(10**6, hidden, 10**6, element=2, gpu=True).held <= GPU_BUDGET
+    assert tiling(10**6, hidden, 10**6, element=2, gpu=True).held <= BUDGET
+
+
+@pytest.mark.parametrize("hidden", [1024, 2048, 2560, 4096])
+def test_a_float32_weight_is_cast_within_the_same_budget(hidden: int) -> None:
+    """By arithmetic: whole where that costs least, a chunk at a time where it does not fit or costs more."""
+    for positions in (100, 8192, 152_000):
+        cut = tiling(positions, hidden, 151_936, element=2, gpu=True, cast=2)
+        assert cut.held <= BUDGET
+        assert cut.rows >= 1500 or cut.rows >= positions
+        assert cut.cast == (151_936 if hidden == 1024 or (positions, hidden) == (100, 2560) else cut.cast)
+        assert cut.cast in (151_936, cut.columns)
+        assert tiling(positions, hidden, 151_936, element=4, gpu=False, cast=4).held <= BUDGET
+    assert (cut.cast == 151_936) == (hidden == 1024)
+
+
+class NoKernels:
+    """Does nothing to tensors that have no content."""
+
+    def absorb(self, *given: object) -> None: ...
+
+    def settle(self, *given: object) -> None: ...
+
+
+@pytest.mark.parametrize("width", [1024, 4096])
+def test_what_a_gpu_pass_allocates_at_full_size_is_what_is_predicted(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pass itself, on tensors without content: whatever it makes beside its gradients is counted."""
+    monkeypatch.setattr(tiles, "on_gpu", lambda device: True)
+    monkeypatch.setattr(tiles, "backend", lambda device, kernels: NoKernels())
+    with torch.device("meta"):
+        hidden = torch.empty(8192, width, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(151_936, width, requires_grad=True)
+        weight.grad = torch.empty_like(weight)
+        targets = torch.empty(8192, dtype=torch.int64)
+    meter = Meter([hidden, weight, weight.grad, targets])
+    with meter:
+        out = objective.objective(
+            hidden, weight, targets, 1.0, lambda logp, part: logp * 2.0, into=weight.grad
+        )
+    cut = tiles.cut_of(hidden, weight, gpu=True)
+    extra = meter.peak - hidden.nbytes
+    assert extra < 1 << 30
+    assert extra == pytest.approx(cut.held, rel=0.01)
+    assert out.total.shape == ()
+
+
+@pytest.mark.parametrize("room", [1 << 20, 260_000])
+def test_a_pass_in_bfloat16_stays_within_its_budget_and_exact(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted as it runs: a quarter of a MiB holds no copy of this weight, a MiB does."""
+    monkeypatch.setattr(tiles, "BUDGET", room)
+    monkeypatch.setattr(tiles, "CPU_TILE", (64, 128))
+    given = case(positions=256, width=64, vocab=2000, scale=0.5)
+    hidden, master = given[0].bfloat16().requires_grad_(), given[1].clone().requires_grad_()
+    cut = tiles.cut_of(hidden, master, gpu=False)
+    assert cut.cast == (2000 if room == 1 << 20 else 128)
+    assert cut.rows < 64 or room == 1 << 20
+    kept = torch.zeros_like(master)
+    meter = Meter([hidden, master, given[2], given[3], kept])
+    with meter:
+        out = objective.objective(
+            hidden, master, given[2], 1.0, lambda lp, part: token_loss(lp, given[3][part]), into=kept
+        )
+    assert cut.held <= room
+    assert meter.peak - hidden.nbytes <= cut.held + 24 * 256
+    rounded = (given[0].bfloat16().float(), given[1].bfloat16().float(), *given[2:])
+    logp, _, d_hidden, d_weight = reference(rounded, 1.0)
+    assert far(out.scores.logp, logp) < 1e-6
+    assert far(kept, d_weight) < 1e-5
+    (found,) = torch.autograd.grad(out.total, [hidden])
+    assert far(found, d_hidden) < 2**-8
+    scores = objective.scores(hidden, master, given[2], 1.0)
+    (again,) = torch.autograd.grad(token_loss(scores.logp, given[3]).sum(), [master])
+    assert far(again, d_weight) < 1e-5
 
 
 def test_a_model_dtype_without_the_range_is_refused() -> None:

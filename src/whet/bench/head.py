@@ -4,8 +4,8 @@ Correctness first, against float64, over positions of several tiles. Then median
 The floor is what the three matrix products of a head cannot be faster than: measured bare in this run on a
 CPU (in seconds of CPU time); on an H200, 6 N V H operations at the 788 TFLOP/s that its largest products
 reach. `extra_gib` is the peak beyond what was there before, beside the gradients. whet's weight is float32,
-as the trainer keeps it: the copy in the type that is computed in counts, in bytes and in time. Shapes: a CPU
-gets small ones.
+as the trainer keeps it: what is cast of it to the type computed in counts, in bytes and in time. Shapes: a
+CPU gets small ones.
 """
 
 from __future__ import annotations

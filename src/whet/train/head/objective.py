@@ -46,12 +46,11 @@ class _TokenHead(torch.autograd.Function):
         temperature: float,
         kernels: Kernels,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        compute = weight.detach().to(hidden.dtype)
-        sweep = Sweep(hidden, compute, temperature, store=False, kernels=kernels)
+        sweep = Sweep(hidden, weight.detach(), temperature, store=False, kernels=kernels)
         found = _Found.empty(targets.shape[0], sweep)
         for part in sweep.tiles():
             found.put(part, sweep.stats(part, targets))
-        ctx.save_for_backward(hidden, compute, targets, found.logz)
+        ctx.save_for_backward(hidden, weight, targets, found.logz)
         ctx.settings = (temperature, kernels)  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(found.entropy, found.best)
         return found.logp, found.entropy, found.best
@@ -61,7 +60,7 @@ class _TokenHead(torch.autograd.Function):
     def backward(ctx, grad, *_unused):  # type: ignore[no-untyped-def]
         hidden, weight, targets, logz = ctx.saved_tensors
         temperature, kernels = ctx.settings
-        sweep = Sweep(hidden, weight, temperature, store=True, kernels=kernels)
+        sweep = Sweep(hidden, weight.detach(), temperature, store=True, kernels=kernels)
         d_hidden = torch.empty_like(hidden)
         d_weight = _zeros(weight, sweep) if ctx.needs_input_grad[1] else None
         for part in sweep.tiles():
@@ -72,10 +71,8 @@ class _TokenHead(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What an objective is computed from besides hidden states and the weight that is trained."""
+    """What an objective is computed from besides hidden states and the weight."""
 
-    compute: Tensor
-    """[V, d] the weight in the hidden states' dtype."""
     targets: Tensor
     """[N] int64."""
     temperature: float
@@ -92,7 +89,7 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, weight: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        sweep = Sweep(hidden, call.compute, call.temperature, store=call.train, kernels=call.kernels)
+        sweep = Sweep(hidden, weight.detach(), call.temperature, store=call.train, kernels=call.kernels)
         found = _Found.empty(call.targets.shape[0], sweep)
         d_hidden = torch.empty_like(hidden) if call.train else None
         d_weight = call.into
@@ -177,19 +174,17 @@ def objective(
     temperature: float,
     loss: Objective,
     *,
-    compute: Tensor | None = None,
     into: Tensor | None = None,
     kernels: Kernels = "auto",
 ) -> Fused:
     """Sum of `loss` over the positions, and its gradients, in one pass: three matrix products, none repeated.
 
-    hidden [N, d], weight [V, d] (gets the gradient, in float32), targets [N] int64. compute: the weight in
-    hidden's dtype, where that is not the weight's own. into: [V, d] float32 that the weight's gradient is
-    added to while the pass runs, and not handed to autograd; `total` must then enter the loss as it is.
+    hidden [N, d], weight [V, d] (of any type; gets the gradient, in float32), targets [N] int64. Computes in
+    hidden's type. into: [V, d] float32 that the weight's gradient is added to while the pass runs, and not
+    handed to autograd; `total` must then enter the loss as it is.
     """
-    used = weight.detach().to(hidden.dtype) if compute is None else compute.detach()
     train = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    call = Call(used, targets, temperature, loss, into if weight.requires_grad else None, kernels, train)
+    call = Call(targets, temperature, loss, into if weight.requires_grad else None, kernels, train)
     total, *scores = _Fused.apply(hidden, weight, call)  # type: ignore[no-untyped-call]
     return Fused(total, Scores(*scores))
 

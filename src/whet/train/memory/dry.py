@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from whet.train.attention.rows import _blocks as score_blocks
 from whet.train.attention.tree import Piece
 from whet.train.head.objective import kept_gradient
-from whet.train.head.tiles import tiling
+from whet.train.head.tiles import cut_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +160,11 @@ class DryHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, gpu: bool) -> Tensor:  # type: ignore[no-untyped-def]
-        compute = weight.detach().to(hidden.dtype)
         found = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3)]
         d_hidden = torch.empty_like(hidden)
         wanted = weight.requires_grad and kept_gradient(weight) is None
         d_weight = [torch.zeros(weight.shape, dtype=torch.float32, device="meta")] if wanted else []
-        head_pass(hidden, compute, gpu)
+        head_pass(hidden, weight, gpu)
         ctx.save_for_backward(d_hidden, *d_weight)
         return found[0].sum()
 
@@ -176,9 +175,5 @@ class DryHead(torch.autograd.Function):
 
 
 def head_pass(hidden: Tensor, weight: Tensor, gpu: bool) -> None:
-    """One sweep over positions x vocabulary; a CPU has no bf16 product with an fp32 result."""
-    if not gpu:
-        hidden, weight = hidden.float(), weight.float()
-    positions, width = hidden.shape
-    cut = tiling(positions, width, weight.shape[0], element=hidden.element_size(), gpu=gpu)
-    hidden.new_empty(cut.held, dtype=torch.uint8)
+    """One sweep over positions x vocabulary, with what is cast of the weight."""
+    hidden.new_empty(cut_of(hidden, weight, gpu=gpu).held, dtype=torch.uint8)

@@ -147,7 +147,7 @@ class MemoryModel:
             hidden = policy.hidden(_numbers(load.prefix), _numbers(load.rows, load.width))
             hidden = hidden.flatten(0, 1)[chosen]
         if not torch.is_grad_enabled():
-            head_pass(hidden, policy.head_weight.to(hidden.dtype), self._kernels == "cuda")
+            head_pass(hidden, policy.head_weight, self._kernels == "cuda")
             return
         total: Any = DryHead.apply(hidden, policy.head_weight, self._kernels == "cuda")  # type: ignore[no-untyped-call]
         del hidden

@@ -117,6 +117,7 @@ def test_a_full_disk_loses_nothing_and_resumes(small_disk: Path) -> None:
     assert len(lines) == 1, errors
     assert "Traceback" not in errors
     assert "full" in lines[0] or "space" in lines[0].lower()
+    assert "the learner died" not in errors, "starting it again makes no room on a disk"
     assert f"--resume {run_dir}" in lines[0]
     filler.unlink()
     resumed = whet("demo", "--plain", "--json", "--resume", str(run_dir))

@@ -194,7 +194,7 @@ async def test_a_killed_learner_fails_everything_that_waits_with_one_line(
 
 
 async def test_a_learner_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"died \(exit status 1\): EngineError: cannot load model"):
+    with pytest.raises(EngineError, match=r"died \(exit status 1\): EngineError: load model"):
         async with Learner.start(spec_of(tmp_path / "none")):
             pytest.fail("it started")
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from whet.engine.embedded_disk import model_files
 from whet.errors import EngineError
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -282,11 +283,9 @@ def save_model(model: Qwen3, folder: Path) -> None:
 
 def load_model(folder: Path) -> Qwen3:
     """Read a folder written by `save_model`. Raises EngineError when it does not fit."""
-    try:
+    with model_files(EngineError, f"load model {folder}"):
         raw = json.loads((folder / "config.json").read_text())
         tensors = load_file(folder / "model.safetensors")
-    except (OSError, ValueError) as error:
-        raise EngineError(f"cannot load model {folder}: {error}") from error
     names = ModelConfig.__dataclass_fields__
     model = Qwen3(ModelConfig(**{k: raw[k] for k in names if k in raw}))
     if model.config.tie_word_embeddings:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from whet.errors import TrainError, boundary
+from whet.engine.embedded_disk import model_files
+from whet.errors import TrainError
 from whet.train.attention.rows import lay_flat
 from whet.train.memory.offload import Offload
 from whet.train.memory.techniques import Techniques
@@ -167,10 +168,10 @@ class HfPolicy:
     def save(self, folder: Path) -> None:
         if self.lora is not None:
             save_adapter(self.readable(), self.lora, self.model.name_or_path, folder)
-            with boundary(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
+            with model_files(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
                 self.model.config.save_pretrained(folder)
             return
-        with boundary(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
+        with model_files(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
             whole = self._state() if self.shards > 1 else None
             self.model.save_pretrained(folder, max_shard_size="1TB", state_dict=whole)
 
@@ -178,7 +179,7 @@ class HfPolicy:
         if self.lora is None:
             self.save(folder)
             return
-        with boundary(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
+        with model_files(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
             tensors = merged(self.model, self.lora, self._state())
             self.model.save_pretrained(folder, max_shard_size="1TB", state_dict=tensors)
 
@@ -192,7 +193,7 @@ class HfPolicy:
         if self.lora is not None:
             held = read_adapter(self.lora, folder)
         else:
-            with boundary(TrainError, f"load model {folder}"):
+            with model_files(TrainError, f"load model {folder}"):
                 held = dict(_read(folder, torch.float32).named_parameters())
         trained = {n: p.shape for n, p in self.named_parameters() if p.requires_grad}
         if {n: p.shape for n, p in held.items()} != trained:
@@ -223,7 +224,7 @@ def open_hf(
     Raises TrainError when it is not a causal language model, transformers is missing, or its
     log-probabilities through whet's attention and head differ from its own by more than `limit`.
     """
-    with boundary(TrainError, f"load model {folder}"):
+    with model_files(TrainError, f"load model {folder}"):
         model = _read(folder, torch.float32)
     return adopt(model, device=device, dtype=dtype, lora=lora, limit=limit)
 

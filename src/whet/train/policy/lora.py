@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from whet.errors import TrainError, boundary
+from whet.engine.embedded_disk import model_files
+from whet.errors import TrainError
 from whet.train.options import Lora
 
 M = TypeVar("M", bound=nn.Module)
@@ -114,7 +115,7 @@ def merged(model: nn.Module, lora: Lora, state: Mapping[str, Tensor]) -> dict[st
 
 def save_adapter(named: Mapping[str, Tensor], lora: Lora, base: str, folder: Path) -> None:
     """Write adapters as PEFT does. Raises TrainError."""
-    with boundary(TrainError, f"save adapters {folder}"):
+    with model_files(TrainError, f"save adapters {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {n: t.detach().cpu().contiguous() for n, t in adapter_tensors(named).items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -123,7 +124,7 @@ def save_adapter(named: Mapping[str, Tensor], lora: Lora, base: str, folder: Pat
 
 def read_adapter(lora: Lora, folder: Path) -> dict[str, Tensor]:
     """Adapters by parameter name. Raises TrainError when they are of another rank, scale or choice."""
-    with boundary(TrainError, f"load adapters {folder}"):
+    with model_files(TrainError, f"load adapters {folder}"):
         held = json.loads((folder / CONFIG).read_text())
         tensors = load_file(folder / WEIGHTS)
     same = ("r", "lora_alpha", "target_modules")

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from whet.engine.embedded_disk import model_files
 from whet.engine.tensor_file import Manifest, Stored, read_folder, sums_of, write_manifest, write_tensors
-from whet.errors import TrainError, boundary
+from whet.errors import TrainError
 from whet.train.policy.base import Policy
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
@@ -40,7 +41,7 @@ def export(policy: Policy, folder: Path, version: int, form: Form, assets: Path)
     """Write `folder`, replacing what is there. Raises TrainError, also for a policy without the adapters that
     are asked for."""
     fresh = folder.with_name(f".{folder.name}.new")
-    with boundary(TrainError, f"publish weights into {folder}"):
+    with model_files(TrainError, f"publish weights into {folder}"):
         for left in (fresh, folder):
             shutil.rmtree(left, ignore_errors=True)
         fresh.mkdir(parents=True)

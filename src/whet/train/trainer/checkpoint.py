@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from whet import failpoint
+from whet.engine.embedded_disk import model_files
 from whet.errors import TrainError, boundary
 from whet.train.policy.base import Policy
 from whet.train.policy.shard import like
@@ -44,7 +45,7 @@ def save(trainer: Trainer, folder: Path, assets: Path | None = None) -> None:
     """
     fresh = folder.with_name(f".{folder.name}.new")
     old = folder.with_name(f".{folder.name}.old")
-    with boundary(TrainError, f"save checkpoint {folder}"):
+    with model_files(TrainError, f"save checkpoint {folder}"):
         for left in (fresh, old):
             shutil.rmtree(left, ignore_errors=True)
         fresh.mkdir(parents=True)
@@ -65,7 +66,7 @@ def save(trainer: Trainer, folder: Path, assets: Path | None = None) -> None:
 def load(trainer: Trainer, folder: Path) -> None:
     """Put the trainer where the checkpoint was taken. Raises TrainError, changing nothing, if it cannot."""
     verify(folder)
-    with boundary(TrainError, f"load checkpoint {folder}"):
+    with model_files(TrainError, f"load checkpoint {folder}"):
         raw = json.loads((folder / "trainer.json").read_text())
         moments = load_file(folder / "optimizer.safetensors")
     if raw["schema_version"] != SCHEMA:

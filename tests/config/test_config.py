@@ -39,6 +39,12 @@ REPOSITORY = Path(__file__).parents[2]
             "sandbox.permits=12",
             "sandbox.permits = 12 is too few: 8 harness.workers and 2 grade.workers need 13",
         ),
+        (
+            "sandbox.image=debian:12",
+            "sandbox: image means nothing with backend = 'local', only with docker or harbor",
+        ),
+        ("sandbox.fallback=local", "sandbox: fallback is the backend itself: local"),
+        ("sandbox.backend=harbor", "sandbox: harbor needs sandbox.environment: which of Harbor's"),
         ("engine.temperature=0.04", "engine.temperature: input should be greater than or equal to 0.05"),
         ("engine.max_rows=10", "engine.max_rows: input should be a multiple of 8, got 10"),
     ],

@@ -12,7 +12,7 @@ import pytest
 
 from whet.config import Config, load_config
 from whet.demo.policy import call, edit
-from whet.errors import ConfigError, EngineError, RecordError, TaskError
+from whet.errors import ConfigError, EngineError, RecordError, SetupError, TaskError
 from whet.evaluate.run import RolloutOptions, rollout
 from whet.record.run import read_store
 from whet.render.family import Family
@@ -56,10 +56,12 @@ class Scripted:
         yield Sampler(engine=self.engine, check=check)
 
 
-def run(tmp_path: Path, scripted: Scripted, *overrides: str, resume: bool = False) -> dict[str, Any]:
+def run(
+    tmp_path: Path, scripted: Scripted, *overrides: str, resume: bool = False, shown: StringIO | None = None
+) -> dict[str, Any]:
     config = load_config(None, [*SETTINGS, f"run.dir={tmp_path / 'run'}", *overrides])
     options = RolloutOptions(sampler=scripted.sampler, resume=tmp_path / "run" if resume else None)
-    return dict(rollout(config, PlainView(StringIO()), options))
+    return dict(rollout(config, PlainView(StringIO() if shown is None else shown), options))
 
 
 def test_the_numbers_are_those_of_what_happened(tmp_path: Path) -> None:
@@ -129,3 +131,67 @@ def test_a_choice_of_tasks_that_cannot_be(
 ) -> None:
     with pytest.raises(error, match=said):
         run(tmp_path, Scripted(), override)
+
+
+DOCKER = """#!/bin/sh
+# The command line of a daemon that died after whet had asked it what it is.
+[ "$1" = info ] && { echo '{"OSType": "linux", "MemoryLimit": true, "PidsLimit": true}'; exit; }
+echo "Cannot connect to the Docker daemon at unix:///docker.sock. Is the docker daemon running?" >&2
+exit 1
+"""
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_fall_back_takes_over_from_docker_that_is_not_there(tmp_path: Path, installed: bool) -> None:
+    program = tmp_path / "docker"
+    if installed:
+        program.write_text(DOCKER)
+        program.chmod(0o755)
+    shown = StringIO()
+    docker = ["sandbox.backend=docker", "sandbox.fallback=local", f"sandbox.program={program}"]
+    summary = run(
+        tmp_path, Scripted(), *docker, "sandbox.image=any", "sandbox.breaker_failures=1", shown=shown
+    )
+    assert (summary["graded"], summary["verdict"]["resolved"], summary["tries"]) == (6, 3, 6)
+    assert summary["ledger"]["excluded"] == {"evaluation": summary["ledger"]["captured"]}
+    (line,) = [line for line in shown.getvalue().splitlines() if "sandbox" in line]
+    assert "boxes come from local" in line
+    assert ("daemon does not answer" if installed else "is not installed") in line
+
+
+def test_without_a_fall_back_docker_that_is_not_there_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"no-such-docker is not installed: put docker or podman on PATH"):
+        run(
+            tmp_path,
+            Scripted(),
+            "sandbox.backend=docker",
+            "sandbox.program=no-such-docker",
+            "sandbox.image=a",
+        )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["sandbox.backend=docker"],
+            "task .* has no place in sandbox.backend = docker: it is made of no image",
+        ),
+        (
+            ["sandbox.backend=harbor", "sandbox.environment=e2b"],
+            "no agent runs in boxes of sandbox.backend = harbor: its boxes do not reach the gateway; "
+            "harness.agent = single_turn",
+        ),
+        (
+            ["sandbox.fallback=harbor", "sandbox.environment=e2b"],
+            "no agent runs in boxes of sandbox.fallback = harbor",
+        ),
+    ],
+)
+def test_what_a_backend_cannot_hold_is_refused_before_anything_starts(
+    tmp_path: Path, overrides: list[str], said: str
+) -> None:
+    scripted = Scripted()
+    with pytest.raises(ConfigError, match=said):
+        run(tmp_path, scripted, *overrides)
+    assert scripted.engine is None

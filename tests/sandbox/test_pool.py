@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -349,3 +350,57 @@ async def test_leaked_boxes_are_reaped_at_the_start_and_a_dead_daemon_is_no_reas
         assert pool.reaped == 7
     with pytest.raises(SandboxStartError, match="closed"):
         await pool.create(PLAIN)
+
+
+async def test_a_fall_back_takes_over_and_hands_back() -> None:
+    first, second = FakeBackend(name="first"), FakeBackend(name="second")
+    said: list[str] = []
+    async with Pool([first, second], replace(options(), in_order=True), said.append) as pool:
+        for _ in range(4):
+            await (await pool.create(PLAIN)).close()
+        assert (len(first.boxes), len(second.boxes)) == (4, 0)
+        first.boot_errors = [SandboxStartError("daemon gone")] * 3
+        # Its three tries fail and open the circuit; the same box comes from the other.
+        async with await pool.create(PLAIN) as box:
+            assert box.backend == "second"
+        assert said[0] == "the first sandbox is down (daemon gone): boxes come from second"
+        await until(lambda: pool.members[0].circuit.state == "closed")
+        assert said[1:] == ["the first sandbox is back"]
+        async with await pool.create(PLAIN) as box:
+            assert box.backend == "first"
+
+
+async def test_a_fall_back_promises_no_more_than_all_can_hold() -> None:
+    first = FakeBackend(name="first", capabilities=frozenset({"network_none", "images"}))
+    second = FakeBackend(name="second", capabilities=frozenset({"network_none", "resource_limits"}))
+    pool = Pool([first, second], replace(options(), in_order=True))
+    assert pool.capabilities == {"network_none"}
+
+
+async def test_that_another_backend_works_blames_no_agent_for_a_lost_box() -> None:
+    first, second = FakeBackend(name="first"), FakeBackend(name="second")
+    lost = SandboxLost("the box is gone")
+    async with Pool([first, second], replace(options(cooldown_s=60), in_order=True)) as pool:
+        box, other = await pool.create(PLAIN), await pool.create(PLAIN)
+        first.boot_errors = [SandboxStartError("daemon gone")] * 3
+        with pytest.raises(SandboxLost):
+            await blame_agent(lost, pool, PLAIN, box)
+        # Down is down: no other trial, and no wait for it to recover.
+        asked = len(first.asked)
+        with pytest.raises(SandboxLost):
+            await blame_agent(lost, pool, PLAIN, other)
+        assert len(first.asked) == asked
+        async with await pool.create(PLAIN) as third:
+            assert third.backend == "second"
+            assert "was lost while the agent ran" in await blame_agent(lost, pool, PLAIN, third)
+        await box.close()
+        await other.close()
+
+
+async def test_what_a_fall_back_does_not_offer_is_not_held_against_the_spec() -> None:
+    first = FakeBackend(name="first")
+    second = FakeBackend(name="second", capabilities=frozenset({"network_none"}))
+    async with Pool([first, second], replace(options(), in_order=True)) as pool:
+        first.boot_errors = [SandboxStartError("daemon gone")] * 3
+        with pytest.raises(SandboxStartError, match="daemon gone"):
+            await pool.create(SandboxSpec(image="python:3.12"))

@@ -8,12 +8,14 @@ The same for a learner's engine and for a scripted one: recording demonstrations
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from whet.collect.boxes import make_pool
 from whet.config import Config
 from whet.engine.base import Engine
 from whet.gateway.listen import Listener
@@ -28,17 +30,13 @@ from whet.harness.pool import Sockets, WorkerPool
 from whet.harness.script import AGENT_AT, ScriptHarness
 from whet.harness.single_turn import SingleTurn
 from whet.harness.terminus import terminus
-from whet.record.scratch import cache_folder
 from whet.render.family import Family
 from whet.sandbox.base import SandboxBackend
-from whet.sandbox.circuit import CircuitOptions
-from whet.sandbox.docker import DockerBackend
-from whet.sandbox.local import LocalBackend
-from whet.sandbox.pool import Pool, PoolOptions
 from whet.tasks.open import action_of
 from whet.types import FileEntry, Limits
 
-PERMITS = 128
+log = logging.getLogger(__name__)
+
 SCRIPT_AGENT = Path(__file__).parent.parent / "demo" / "script_agent.py"
 """The agent of `harness.agent = "script"`: one file, standard library only."""
 
@@ -87,24 +85,6 @@ def limits_of(config: Config) -> Limits:
     )
 
 
-def make_pool(config: Config) -> Pool:
-    """Where every box of a run comes from. Raises SetupError."""
-    circuit = CircuitOptions(
-        threshold=config.sandbox.breaker_failures,
-        window_s=config.sandbox.breaker_window_s,
-        cooldown_s=config.sandbox.breaker_cooldown_s,
-    )
-    fetch_s = config.sandbox.pull_timeout_s if config.sandbox.backend == "docker" else 0.0
-    options = PoolOptions(
-        permits=config.sandbox.permits or max(PERMITS, config.boxes_needed),
-        warm=config.sandbox.warm,
-        boot_tries=config.sandbox.boot_tries,
-        boot_timeout_s=config.sandbox.boot_timeout_s + fetch_s,
-        circuit=circuit,
-    )
-    return Pool([make_backend(config)], options)
-
-
 def make_harness(config: Config, backend: SandboxBackend) -> Harness:
     """The configured agent, installed when it is missing. Raises SetupError."""
     artifacts = Artifacts(
@@ -147,33 +127,25 @@ def make_harness(config: Config, backend: SandboxBackend) -> Harness:
     )
 
 
-def make_backend(config: Config) -> SandboxBackend:
-    """What boxes are made with. Raises SetupError when this machine cannot."""
-    sandbox = config.sandbox
-    if sandbox.backend == "local":
-        return LocalBackend(sandbox.mode)
-    return DockerBackend(
-        sandbox.image,
-        cache=cache_folder(),
-        program=sandbox.program,
-        runtime=sandbox.runtime,
-        user=sandbox.user,
-        memory_bytes=sandbox.memory_mb << 20,
-        pull_timeout_s=sandbox.pull_timeout_s,
-    )
-
-
 @asynccontextmanager
-async def open_agents(config: Config, family: Family, engine: Engine, sockets: Path) -> AsyncIterator[Agents]:
-    """Gateway, workers and their sockets, for as long as the context lasts."""
-    async with Gateway(engine, family) as gateway, open_crew(config, gateway, sockets) as crew:
+async def open_agents(
+    config: Config,
+    family: Family,
+    engine: Engine,
+    sockets: Path,
+    say: Callable[[str], None] = log.warning,
+) -> AsyncIterator[Agents]:
+    """Gateway, workers and their sockets, for as long as the context lasts. `say`: see make_pool."""
+    async with Gateway(engine, family) as gateway, open_crew(config, gateway, sockets, say) as crew:
         yield Agents(gateway=gateway, workers=crew.workers, harness=crew.harness, backend=crew.backend)
 
 
 @asynccontextmanager
-async def open_crew(config: Config, gateway: Listening, sockets: Path) -> AsyncIterator[Crew]:
+async def open_crew(
+    config: Config, gateway: Listening, sockets: Path, say: Callable[[str], None] = log.warning
+) -> AsyncIterator[Crew]:
     """The workers of a gateway that there is, each on a socket of its own below `sockets`."""
-    pool = make_pool(config)
+    pool = make_pool(config, say)
     harness = make_harness(config, pool)
     size = config.harness.workers
     async with AsyncExitStack() as stack:

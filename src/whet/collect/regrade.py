@@ -16,7 +16,8 @@ from pathlib import Path
 
 import orjson
 
-from whet.collect.agents import limits_of, make_pool
+from whet.collect.agents import limits_of
+from whet.collect.boxes import check_tasks, make_pool
 from whet.config import Config
 from whet.errors import GradeError, TaskError
 from whet.grade.clean import GradeConfig, Grader
@@ -55,14 +56,14 @@ class Regraded:
     updated: int = 0
 
     def as_json(self) -> dict[str, object]:
+        """Counts per outcome; all that is no count of one stands under `compared`."""
+        differences = [
+            {"rollout": d.rollout, "stored": d.stored, "now": d.now, "reason": d.reason}
+            for d in self.differences
+        ]
         return {
             **{outcome.value: self.counts[outcome.value] for outcome in Outcome},
-            "skipped": self.skipped,
-            "updated": self.updated,
-            "differences": [
-                {"rollout": d.rollout, "stored": d.stored, "now": d.now, "reason": d.reason}
-                for d in self.differences
-            ],
+            "compared": {"skipped": self.skipped, "updated": self.updated, "differences": differences},
         }
 
 
@@ -93,13 +94,18 @@ async def regrade_run(path: Path, *, write: bool = False) -> Regraded:
         return await _regrade(held.config, store, write=True)
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 async def _regrade(config: Config, store: Store, *, write: bool) -> Regraded:
     source = open_source(config, limits_of(config))
     found = Regraded()
     places = list(store.phases())
     wanted = {one.task_id for phase, step in places for one in store.rollouts(phase, step)}
     tasks = find_tasks(source, wanted)
-    async with make_pool(config) as pool:
+    check_tasks(config, tasks.values())
+    async with make_pool(config, _say) as pool:
         settings = GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers, remember=0)
         judge = TaskJudge(Grader(pool, settings), source)
         try:

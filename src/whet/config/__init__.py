@@ -10,10 +10,11 @@ from whet.config.load import (
     model_folder,
     read_toml,
 )
-from whet.config.tables import Config, HarnessTable, ToyFamily
+from whet.config.tables import BoxKind, Config, HarnessTable, ToyFamily
 
 __all__ = [
     "WARM_START",
+    "BoxKind",
     "Config",
     "HarnessTable",
     "ToyFamily",

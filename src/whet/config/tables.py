@@ -39,6 +39,7 @@ Source = Literal[
     "terminus",
     "harbor",
 ]
+BoxKind = Literal["local", "docker", "harbor"]
 DATA_SET_KEYS = (
     "path",
     "eval_share",
@@ -123,14 +124,20 @@ class TasksTable(Table):
 
 
 class SandboxTable(Table):
-    """Where the agent runs."""
+    """Where agents run and are graded."""
 
-    backend: Literal["local", "docker"] = "local"
-    """local = namespaces of this machine; docker = containers, which tasks with images need."""
+    backend: BoxKind = "local"
+    """local = namespaces of this machine; docker = containers, which tasks with images need; harbor = boxes
+    of Harbor's environments (clouds), for grading: no agent reaches the gateway from there."""
+    fallback: BoxKind | Literal[""] = ""
+    """Backend that takes over while `backend` is down; empty = none: boxes wait for it, or fail."""
+    environment: str = ""
+    """harbor: kind of its environments (e2b, modal, daytona, ...), or dotted path of a function that makes
+    one: package.module:function (spec, folder) -> environment."""
     mode: Literal["auto", "bubblewrap", "namespaces"] = "auto"
     """local: how it isolates; auto = bubblewrap, else namespaces."""
     image: str = ""
-    """docker: image of boxes whose task names none."""
+    """docker, harbor: image of boxes whose task names none."""
     program: str = "docker"
     """docker: the command line to use, docker or podman."""
     runtime: str = ""
@@ -140,7 +147,7 @@ class SandboxTable(Table):
     memory_mb: Annotated[int, Field(ge=512)] = 4096
     """docker: memory of one box, the files it writes to memory included."""
     pull_timeout_s: Seconds = 1800.0
-    """docker: seconds to fetch an image that is not there yet."""
+    """docker, harbor: seconds to fetch an image that is not there yet."""
     permits: CountOrZero = 0
     """Boxes at once: agents', grading and spare ones; 0 = what the run needs, 128 at least."""
     warm: CountOrZero = 1
@@ -148,7 +155,7 @@ class SandboxTable(Table):
     boot_tries: Count = 3
     """Tries to start a box before the attempt fails."""
     boot_timeout_s: Seconds = 120.0
-    """Of one try; docker: an image that is not there yet has pull_timeout_s more."""
+    """Of one try; an image that is not there yet has pull_timeout_s more."""
     breaker_failures: Count = 5
     """Failed starts within the window after which a backend is left alone for a while."""
     breaker_window_s: Seconds = 60.0
@@ -156,25 +163,40 @@ class SandboxTable(Table):
     breaker_cooldown_s: Seconds = 30.0
     """How long it is first left alone; doubled by each trial that fails."""
 
+    @property
+    def kinds(self) -> tuple[BoxKind, ...]:
+        """The backends in use, the one that is preferred first."""
+        return (self.backend, self.fallback) if self.fallback else (self.backend,)
+
     @model_validator(mode="after")
     def _fits_backend(self) -> Self:
-        for key, owner in SANDBOX_KEYS.items():
+        for key, owners in SANDBOX_KEYS.items():
             default = type(self).model_fields[key].default
-            if self.backend != owner and self.__dict__[key] != default:
-                raise ValueError(f"{key} means nothing with backend = {self.backend!r}, only with {owner!r}")
+            if not {*owners} & {*self.kinds} and self.__dict__[key] != default:
+                used = f"backend = {self.backend!r}" + (
+                    f", fallback = {self.fallback!r}" * bool(self.fallback)
+                )
+                raise ValueError(f"{key} means nothing with {used}, only with {' or '.join(owners)}")
+        if self.fallback == self.backend:
+            raise ValueError(f"fallback is the backend itself: {self.backend}")
+        if "harbor" in self.kinds and not self.environment:
+            raise ValueError(
+                "harbor needs sandbox.environment: which of Harbor's environments, for instance e2b"
+            )
         return self
 
 
-SANDBOX_KEYS: Mapping[str, str] = {
-    "mode": "local",
-    "image": "docker",
-    "program": "docker",
-    "runtime": "docker",
-    "user": "docker",
-    "memory_mb": "docker",
-    "pull_timeout_s": "docker",
+SANDBOX_KEYS: Mapping[str, tuple[BoxKind, ...]] = {
+    "mode": ("local",),
+    "environment": ("harbor",),
+    "image": ("docker", "harbor"),
+    "program": ("docker",),
+    "runtime": ("docker",),
+    "user": ("docker",),
+    "memory_mb": ("docker",),
+    "pull_timeout_s": ("docker", "harbor"),
 }
-"""Keys of [sandbox] that only one backend reads; the rest are read by all."""
+"""Keys of [sandbox] that only some backends read; the rest are read by all."""
 
 
 class HarnessTable(Table):

@@ -15,10 +15,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from whet.collect.agents import limits_of, make_pool
+from whet.collect.agents import limits_of
+from whet.collect.boxes import check_tasks, make_pool
 from whet.config import Config
 from whet.curate.solve import with_gold
 from whet.errors import TaskError, WhetError
@@ -92,11 +94,13 @@ async def _validate(config: Config, options: ValidateOptions, stream: TextIO) ->
             waiting.task_done()
 
     try:
-        async with make_pool(config) as pool, asyncio.TaskGroup() as group:
+        say = partial(print, file=stream, flush=True)
+        async with make_pool(config, say) as pool, asyncio.TaskGroup() as group:
             grader = Grader(pool, settings)
             workers = [group.create_task(work(grader, pool)) for _ in range(config.grade.workers)]
             for item in items:
                 if not book.settled(item.task):
+                    check_tasks(config, [item.task])
                     await waiting.put(item)
             await waiting.join()
             for worker in workers:

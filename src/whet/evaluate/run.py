@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.collect.agents import Crew, limits_of, model_name, open_crew
+from whet.collect.boxes import check_agents, check_tasks
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import CollectOptions, Dispatcher
 from whet.collect.upstream import open_upstream
@@ -87,14 +88,14 @@ async def _stage(run: RunDir, sockets: Path, view: Observer, options: RolloutOpt
                     )
 
             await affordable()
-            crew = await stack.enter_async_context(open_crew(config, upstream, sockets))
+            crew = await stack.enter_async_context(open_crew(config, upstream, sockets, view.note))
             yield Stage(sessions=upstream, crew=crew, check=affordable)
             return
         family = load_family(model_folder(config), config.model.family)
         log = run.logs / "learner.log"
         sampler = await stack.enter_async_context(options.sampler(config, family, log, view.note))
         gateway = await stack.enter_async_context(Gateway(sampler.engine, family))
-        crew = await stack.enter_async_context(open_crew(config, gateway, sockets))
+        crew = await stack.enter_async_context(open_crew(config, gateway, sockets, view.note))
         yield Stage(sessions=gateway, crew=crew, check=sampler.check)
 
 
@@ -161,8 +162,10 @@ async def _rollout(config: Config, view: Observer, options: RolloutOptions) -> M
         _check_kind(store, options.resume is not None, run.path)
         clock = WallClock(store, options.began)
         # open_source and its errors come first: nothing is started for a data set that cannot be read.
+        check_agents(config)
         source = open_source(config, limits_of(config))
         tasks = chosen_tasks(config, source)
+        check_tasks(config, tasks)
         check_same_tasks(store, tasks, config.rollout.per_task)
         view.note(f"run directory {run.path}")
         if open_places(store, tasks, config.rollout.per_task):

@@ -195,7 +195,7 @@ class Grader:
             report = await self._try_boxes(runner, task, oracle, candidate, alone=True)
             if report.outcome is not Outcome.TEST_TIMEOUT or report.complete:
                 return report
-            if await self._control_works(runner, task.setup, alone=True):
+            if await self._control_works(runner, task.setup, None, alone=True):
                 return replace(report, complete=True)
         reason = f"{report.reason}, and a control box did no better"
         return replace(report, outcome=Outcome.INFRA, passed=0, reason=reason)
@@ -205,7 +205,7 @@ class Grader:
     ) -> RunReport:
         """Run in fresh boxes until one gives a finding; then decide whose fault the failures were.
         `alone`: the caller holds every permit, and the run may take twice the time."""
-        lost = 0
+        lost: list[Sandbox] = []
         error: SandboxError | GradeError | None = None
         for attempt in range(self._config.attempts):
             await asyncio.sleep(0.2 * attempt)
@@ -220,20 +220,23 @@ class Grader:
                     return await self._run(box, runner, task, oracle, candidate, patience=patience)
                 except (SandboxError, GradeError) as failed:
                     error = failed
-                    lost += 1
+                    lost.append(box)
         total = total_of(oracle)
-        if lost == self._config.attempts and await self._control_works(runner, task.setup, alone=alone):
-            reason = f"every box ({lost}) was lost under this change, a control box was not: {error}"
+        all_lost = len(lost) == self._config.attempts
+        if all_lost and await self._control_works(runner, task.setup, lost[-1], alone=alone):
+            reason = f"every box ({len(lost)}) was lost under this change, a control box was not: {error}"
             return RunReport(outcome=Outcome.UNRESOLVED, passed=0, total=total, reason=reason)
         return RunReport(outcome=Outcome.INFRA, passed=0, total=total, reason=f"box failed: {error}")
 
-    async def _control_works(self, runner: Runner, setup: Setup, *, alone: bool) -> bool:
+    async def _control_works(
+        self, runner: Runner, setup: Setup, lost: Sandbox | None, *, alone: bool
+    ) -> bool:
         """Known good code in a box like the one that was lost: a backend may have no other image to offer."""
         control, oracle = runner.control()
         control = replace(control, setup=Setup(image=setup.image, workdir=setup.workdir))
         async with nullcontext() if alone else self._permits.one():
             try:
-                box = await self._open(control, self._spec(control, runner), control=True)
+                box = await self._open(control, self._spec(control, runner), control=True, lost=lost)
                 report = await self._run(
                     box, runner, control, oracle, Candidate.of(control, {}, control.files)
                 )
@@ -251,9 +254,11 @@ class Grader:
                 return spare[1]
         return await self._open(task, spec)
 
-    async def _open(self, task: Task, spec: SandboxSpec, *, control: bool = False) -> Sandbox:
+    async def _open(
+        self, task: Task, spec: SandboxSpec, *, control: bool = False, lost: Sandbox | None = None
+    ) -> Sandbox:
         with boundary(SandboxError, "open a grading box"):
-            box = await (control_box(self._backend, spec) if control else self._backend.create(spec))
+            box = await (control_box(self._backend, spec, lost) if control else self._backend.create(spec))
             try:
                 async with asyncio.timeout(task.setup.timeout_s + self._config.margin_s):
                     await set_up(box, task.setup)

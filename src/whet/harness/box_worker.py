@@ -177,7 +177,7 @@ class BoxWorker(ABC):
         try:
             return await self._drive(box, task, access, left)
         except SandboxLost as error:
-            why = await blame_agent(error, self._place.backend, self._place.spec)
+            why = await blame_agent(error, self._place.backend, self._place.spec, box)
             return Ending(exit="failed", detail=why, reusable=False)
 
     async def _gathered(self, box: Sandbox) -> tuple[Tree, Mapping[str, bytes], int | None, str]:

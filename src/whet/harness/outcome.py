@@ -101,13 +101,16 @@ async def harvest(
     except SandboxError as error:
         if not error.infra:
             return {}, OVER_CAPS
-        return {}, await blame_agent(error, backend, spec)
+        return {}, await blame_agent(error, backend, spec, box)
 
 
-async def blame_agent(error: SandboxError, backend: SandboxBackend, spec: SandboxSpec) -> str:
-    """How the agent lost its box; raises `error` again when a control box does not work either."""
+async def blame_agent(
+    error: SandboxError, backend: SandboxBackend, spec: SandboxSpec, lost: Sandbox | None = None
+) -> str:
+    """How the agent lost its box; raises `error` again when a control box of the backend that made `lost`
+    does not work either."""
     try:
-        async with await control_box(backend, replace(spec, files={})) as control:
+        async with await control_box(backend, replace(spec, files={}), lost) as control:
             works = (await control.exec(["true"], timeout_s=CONTROL_S)).exit_code == 0
     except SandboxError:
         works = False

@@ -22,6 +22,7 @@ Capability = Literal[
     "pid_isolation",
     "resource_limits",
     "images",
+    "binds",
     "stdin_pipe",
     "syscall_filter",
     "file_owner",
@@ -179,13 +180,14 @@ class SandboxBackend(Protocol):
 class Controls(Protocol):
     """A backend that bounds how many boxes there are, and keeps room for those that show who is to blame."""
 
-    async def control(self, spec: SandboxSpec) -> Sandbox:
-        """As `create`, and waits for no box of others."""
+    async def control(self, spec: SandboxSpec, lost: Sandbox | None = None) -> Sandbox:
+        """As `create`, and waits for no box of others; made where `lost` was."""
 
 
-async def control_box(backend: SandboxBackend, spec: SandboxSpec) -> Sandbox:
-    """A box that shows whether boxes work just now. Raises PolicyUnsupported or SandboxStartError."""
-    return await (backend.control(spec) if isinstance(backend, Controls) else backend.create(spec))
+async def control_box(backend: SandboxBackend, spec: SandboxSpec, lost: Sandbox | None = None) -> Sandbox:
+    """A box that shows whether boxes work just now where `lost` was made, one that failed.
+    Raises PolicyUnsupported or SandboxStartError."""
+    return await (backend.control(spec, lost) if isinstance(backend, Controls) else backend.create(spec))
 
 
 @runtime_checkable

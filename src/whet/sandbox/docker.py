@@ -96,7 +96,8 @@ class DockerBackend:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        some: set[Capability] = {"network_none", "gateway_only", "pid_isolation", "stdin_pipe", "images"}
+        some: set[Capability] = {"network_none", "gateway_only", "pid_isolation", "stdin_pipe"}
+        some |= {"images", "binds"}
         if self._refused:
             some.add("syscall_filter")
         if self._limits >= {"memory", "pids"}:

@@ -13,10 +13,11 @@ from whet.errors import BackendTimeout, SandboxError, boundary
 from whet.sandbox import tree
 from whet.sandbox.base import Owner, SandboxSpec
 from whet.sandbox.control import Control
-from whet.sandbox.docker_cli import Cli
+from whet.sandbox.docker_cli import Cli, says_daemon_gone
 from whet.sandbox.supervised import SupervisedSandbox
 
 REMOVE_S = 30.0
+GONE_S = 1.0
 LATE_S = 20.0
 """After which a container is looked for that a slow daemon may have made when nobody waited any more."""
 _late: set[asyncio.Task[None]] = set()
@@ -81,15 +82,16 @@ class DockerSandbox(SupervisedSandbox):
 async def remove(cli: Cli, container: str) -> None:
     """Returns once it is gone. The daemon removes a container that ended by itself: both at once is no error.
 
-    Raises SandboxError when it is still there after REMOVE_S.
+    Raises SandboxError when it is still there after REMOVE_S, or the daemon not back after GONE_S: a daemon
+    that starts again removes those whose PID 1 has ended.
     """
-    deadline = time.monotonic() + REMOVE_S
+    began = time.monotonic()
     while True:
         code, _, err = await cli.run(["rm", "-f", "-v", container], timeout_s=REMOVE_S)
         text = err.decode("utf-8", "replace").lower()
         if code == 0 or "no such container" in text:
             return
-        if time.monotonic() > deadline:
+        if time.monotonic() - began > (GONE_S if says_daemon_gone(err) else REMOVE_S):
             raise SandboxError(f"cannot remove container {container}: {text.strip()[:200]}")
         await asyncio.sleep(0.05)
 

@@ -84,6 +84,10 @@ class HarborBackend:
         return frozenset(own)
 
     def _check(self, spec: SandboxSpec) -> None:
+        if not (spec.image or self._image):
+            raise PolicyUnsupported(
+                f"a box of {self.name} needs an image: name one in the task or in sandbox.image"
+            )
         if spec.network == "none" and not self._no_network:
             raise PolicyUnsupported(f"{self.name} cannot keep a box from the network")
         if spec.network in ("gateway_only", "allowlist"):

@@ -87,6 +87,7 @@ class LocalBackend:
             "gateway_only",
             "pid_isolation",
             "stdin_pipe",
+            "binds",
         }
 
     def _choose(self, wanted: Mode) -> Mode:

@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
@@ -63,6 +64,8 @@ class PoolOptions:
     """Before the second try; each further pause is twice as long."""
     permit_wait_s: float = 3600.0
     """Most that a box is waited for because others hold every permit."""
+    in_order: bool = False
+    """Always the first backend that is not down, and the others while it is: fail-over. Else in turn."""
     down_s: float = 30.0
     """How long a box is waited for when every backend is down, before the best of them is tried anyway."""
     circuit: CircuitOptions = field(default_factory=CircuitOptions)
@@ -87,8 +90,14 @@ class _Spare:
 class Pool:
     """Implements whet.sandbox.base.SandboxBackend over others; an async context manager."""
 
-    def __init__(self, backends: Sequence[SandboxBackend], options: PoolOptions | None = None) -> None:
-        self._options = options or PoolOptions()
+    def __init__(
+        self,
+        backends: Sequence[SandboxBackend],
+        options: PoolOptions | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`say` gets a line for a person when a backend goes down and when it is back."""
+        self._options, self._say = options or PoolOptions(), say
         self.members = [Member(backend=each, circuit=Circuit(self._options.circuit)) for each in backends]
         self._turn = 0
         self._permits = asyncio.Semaphore(self._options.permits)
@@ -110,8 +119,11 @@ class Pool:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What a spec can ask for, if one backend has it; what holds for every box, if all have it."""
+        """What a spec can ask for, if one backend has it; what holds for every box, if all have it. With
+        fail-over only what all have: what one lacks it could not take over."""
         each = [member.backend.capabilities for member in self.members]
+        if self._options.in_order:
+            return frozenset.intersection(*each)
         return (frozenset.union(*each) & ASKED_FOR) | frozenset.intersection(*each)
 
     async def create(self, spec: SandboxSpec) -> PooledSandbox:
@@ -124,16 +136,22 @@ class Pool:
             if self._permits.locked() and self._spares:
                 await self._discard(self._spares.pop(0))
             await self._permit()
-            member, box = await self._boot_for(self._permits, spec)
+            member, box = await self._boot_for(self._permits, spec, self.members)
         else:
             member, box = spare.member, spare.box
         self._foresee(spec)
         return self._hand_out(member, box, self._permits)
 
-    async def control(self, spec: SandboxSpec) -> PooledSandbox:
-        """Implements whet.sandbox.base.Controls: takes no permit and no spare. Raises as `create`."""
+    async def control(self, spec: SandboxSpec, lost: Sandbox | None = None) -> PooledSandbox:
+        """Implements whet.sandbox.base.Controls: takes no permit and no spare. Raises as `create`, and at
+        once while the backend of `lost` is down: what another can do says nothing of it."""
+        fit = self.members
+        if isinstance(lost, PooledSandbox):
+            fit = [member for member in fit if member.backend.name == lost.backend]
+            if all(member.circuit.state == "open" for member in fit):
+                raise SandboxStartError(f"{lost.backend} is down: {fit[0].circuit.cause}")
         await self._controls.acquire()  # those who hold them use them for one short command
-        member, box = await self._boot_for(self._controls, spec)
+        member, box = await self._boot_for(self._controls, spec, fit)
         return self._hand_out(member, box, self._controls)
 
     def _hand_out(self, member: Member, box: Sandbox, permits: asyncio.Semaphore) -> PooledSandbox:
@@ -143,12 +161,14 @@ class Pool:
             self.live -= 1
             permits.release()
 
-        return PooledSandbox(box, gave_back, lambda cause: self._count(member, cause))
+        return PooledSandbox(box, member.backend.name, gave_back, lambda cause: self._count(member, cause))
 
-    async def _boot_for(self, permits: asyncio.Semaphore, spec: SandboxSpec) -> tuple[Member, Sandbox]:
-        """A box in exchange for a permit that the caller has."""
+    async def _boot_for(
+        self, permits: asyncio.Semaphore, spec: SandboxSpec, members: Sequence[Member]
+    ) -> tuple[Member, Sandbox]:
+        """A box of one of `members` in exchange for a permit that the caller has."""
         try:
-            return await self._boot(spec)
+            return await self._boot(spec, members)
         except BaseException:
             permits.release()
             raise
@@ -176,27 +196,33 @@ class Pool:
                 return await member.backend.image_digest(image)
         return image
 
-    async def _boot(self, spec: SandboxSpec) -> tuple[Member, Sandbox]:
-        fit = list(self.members)
+    async def _boot(self, spec: SandboxSpec, members: Sequence[Member]) -> tuple[Member, Sandbox]:
+        fit = list(members)
         until = time.monotonic() + self._options.down_s
-        tried = 0
+        tries: Counter[int] = Counter()
+        broken: SandboxError | None = None
         while True:
             member = await self._choose(fit, until)
             try:
                 return member, await self._start(member, spec)
-            except PolicyUnsupported:
+            except PolicyUnsupported as error:
                 fit.remove(member)
-                if not fit:
-                    raise
+                if not fit:  # one that offers it is down: not the spec's fault
+                    raise broken or error from None
             except ImageMissing:
                 raise
             except SandboxError as error:
+                broken = error
                 if not isinstance(error, ImageUnavailable):
                     self._count(member, str(error))
-                tried += 1
+                tries[id(member)] += 1
+                tried = tries[id(member)]
                 log.warning("boot backend=%s tried=%d cause=%s", member.backend.name, tried, error)
                 if tried >= self._options.boot_tries:
-                    raise
+                    fit.remove(member)
+                    if not fit:
+                        raise
+                    continue
                 await asyncio.sleep(self._options.pause_s * 2 ** (tried - 1))
 
     async def _start(self, member: Member, spec: SandboxSpec) -> Sandbox:
@@ -225,6 +251,8 @@ class Pool:
         then take the one whose cool-down ends first: to be refused is worse than to fail."""
         while True:
             sound = [member for member in fit if member.circuit.state == "closed"]
+            if sound and self._options.in_order:
+                return sound[0]
             if sound:
                 self._turn += 1
                 return sound[self._turn % len(sound)]
@@ -240,10 +268,16 @@ class Pool:
         if member.circuit.state == "open" and member.recovery is None and not self._closed:
             wait = member.circuit.cooled_in_s
             log.error("down backend=%s for_s=%.1f cause=%s", member.backend.name, wait, cause)
+            self._say(f"the {member.backend.name} sandbox is down ({cause}): {self._instead(member)}")
             member.recovery = self._background(self._recover(member))
+
+    def _instead(self, down: Member) -> str:
+        sound = [each.backend.name for each in self.members if each.circuit.state == "closed"]
+        return f"boxes come from {sound[0]}" if sound else f"boxes wait for {down.backend.name}"
 
     def _recovered(self, member: Member) -> None:
         log.warning("up backend=%s", member.backend.name)
+        self._say(f"the {member.backend.name} sandbox is back")
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -310,7 +344,7 @@ class Pool:
             return
         await self._permits.acquire()
         try:
-            member, box = await self._boot(replace(spec, label="spare"))
+            member, box = await self._boot(replace(spec, label="spare"), self.members)
         except SandboxError:  # told and counted by _boot; whoever needs the box tries again
             self._permits.release()
             return

@@ -26,9 +26,13 @@ PAUSE_S = 0.2
 class PooledSandbox:
     """Implements whet.sandbox.base.Sandbox around another."""
 
-    def __init__(self, inner: Sandbox, done: Callable[[], None], failed: Callable[[str], None]) -> None:
-        """`done` is called once, when the box is closed; `failed` with the cause of each call given up."""
+    def __init__(
+        self, inner: Sandbox, backend: str, done: Callable[[], None], failed: Callable[[str], None]
+    ) -> None:
+        """`backend`: the name of the one that made it. `done` is called once, when the box is closed;
+        `failed` with the cause of each call given up."""
         self._inner, self._done, self._failed = inner, done, failed
+        self.backend = backend
         self._closed = False
 
     @property

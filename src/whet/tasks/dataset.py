@@ -67,6 +67,8 @@ class _Entry:
     id: str
     content_hash: str
     place: Place
+    needs: tuple[bool, str]
+    """Whether it is made of an image, and the runner that grades it."""
 
 
 class RowSource:
@@ -119,6 +121,11 @@ class RowSource:
     def every(self) -> Iterator[Item]:
         """All tasks in the order of the file, with their oracles: for the grading side only."""
         return (self._load(entry) for entry in self._by_id.values())
+
+    def examples(self) -> Sequence[Task]:
+        """A task of each kind that there is: with an image or without, and by runner."""
+        used = [entry for entries in self._split.values() for entry in entries]
+        return [self._item(entry).task for entry in {entry.needs: entry for entry in used}.values()]
 
     def oracle(self, task: Task) -> Oracle:
         return self._found(task).oracle
@@ -199,7 +206,12 @@ class RowSource:
             raise _Bad(_refusal(place, f"the id is also that of {ids[task.id]}", task.id))
         if task.content_hash in hashes:
             raise _Bad(_refusal(place, f"the same task as {hashes[task.content_hash]}", task.id))
-        return _Entry(id=task.id, content_hash=task.content_hash, place=place)
+        return _Entry(
+            id=task.id,
+            content_hash=task.content_hash,
+            place=place,
+            needs=(bool(task.setup.image), task.grading.runner),
+        )
 
 
 class _Bad(Exception):

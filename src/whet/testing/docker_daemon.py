@@ -34,11 +34,12 @@ def answers() -> bool:
 
 
 @contextlib.contextmanager
-def docker_daemon() -> Iterator[str]:
-    """Yields DOCKER_HOST (empty for the usual one), which is set meanwhile. Raises SetupError."""
+def docker_daemon(*, own: bool = False) -> Iterator[str]:
+    """Yields DOCKER_HOST (empty for the usual one), which is set meanwhile. `own`: never one that runs
+    already, for a test that ends it. Raises SetupError."""
     if shutil.which("docker") is None:
         raise SetupError("no docker daemon: the docker command line is not installed")
-    if answers():
+    if not own and answers():
         yield os.environ.get("DOCKER_HOST", "")
         return
     if os.geteuid() != 0 or shutil.which("dockerd") is None:

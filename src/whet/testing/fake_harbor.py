@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
+from whet.sandbox.local import LocalBackend
 
 MOST = 256 << 20
 
@@ -86,3 +87,8 @@ class FakeEnvironment:
         if content is None:
             raise FileNotFoundError(source_path)
         await asyncio.to_thread(Path(target_path).write_bytes, content)
+
+
+def local_environment(spec: SandboxSpec, folder: Path) -> FakeEnvironment:
+    """For sandbox.environment: boxes of this machine under Harbor's interface."""
+    return FakeEnvironment(LocalBackend(), spec)

@@ -37,7 +37,15 @@ class FakeBackend:
         *,
         name: str = "fake",
         capabilities: frozenset[Capability] = frozenset(
-            {"network_none", "gateway_only", "pid_isolation", "resource_limits", "file_owner", "images"}
+            {
+                "network_none",
+                "gateway_only",
+                "pid_isolation",
+                "resource_limits",
+                "file_owner",
+                "images",
+                "binds",
+            }
         ),
     ) -> None:
         self.programs: dict[str, Program] = {**PROGRAMS, **(programs or {})}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.collect.agents import limits_of, open_agents
+from whet.collect.boxes import check_agents, check_tasks, examples_of
 from whet.config import Config, model_folder
 from whet.engine.base import Engine
 from whet.engine.open import open_server
@@ -134,9 +135,11 @@ async def assemble(
         )
     if config.policy_trouble:  # sft.run in the file of another verb
         raise ConfigError(config.policy_trouble)
+    check_agents(config)
     folder = model_folder(config)
     family = load_family(folder, config.model.family)
     source = open_source(config, limits_of(config))
+    check_tasks(config, examples_of(source))
     async with AsyncExitStack() as stack:
         spec = LearnerSpec.of(config, model=folder, log=run.logs / "learner.log")
         learner = await stack.enter_async_context(Learner.start(spec))
@@ -148,7 +151,7 @@ async def assemble(
         sockets = stack.enter_context(scratch_folder())
         if config.engine.kind == "embedded":
             engine = LivingEngine(engine, life)
-        agents = await stack.enter_async_context(open_agents(config, family, engine, sockets))
+        agents = await stack.enter_async_context(open_agents(config, family, engine, sockets, note))
         judge = make_judge(config, agents.backend, source)
         stack.push_async_callback(judge.close)
         yield Parts(

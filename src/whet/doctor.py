@@ -19,6 +19,7 @@ from whet.harness.known import RECIPES
 from whet.record.scratch import cache_folder
 from whet.sandbox import layout
 from whet.sandbox.advice import advise
+from whet.sandbox.cgroup import find as find_cgroups
 
 _PROBE_S = 10.0
 
@@ -40,6 +41,7 @@ def examine() -> Iterator[Finding]:
     yield _machine()
     yield _disk()
     yield from _isolation()
+    yield _cgroups()
     yield _box_python()
     yield _node()
     yield _pi()
@@ -85,6 +87,15 @@ def _isolation() -> Iterator[Finding]:
     if not works:
         fallback = "root: whet makes namespaces itself" if root else "not root: whet needs bubblewrap"
         yield Finding(name="namespaces", found=root, text=fallback)
+
+
+def _cgroups() -> Finding:
+    found = find_cgroups()
+    if found.cgroups is None:
+        text = f"none ({found.why}); local boxes limit the memory of each process, not of the whole box"
+        return Finding(name="cgroups", found=False, text=text, needed=False)
+    text = f"v{found.cgroups.version}; memory and processes of each local box are limited as a whole"
+    return Finding(name="cgroups", found=True, text=text, needed=False)
 
 
 def _box_python() -> Finding:

@@ -264,6 +264,7 @@ def test_doctor_says_one_line_each() -> None:
         "machine",
         "disk",
         "bubblewrap",
+        "cgroups",
         "node",
         "pi",
         "torch",

@@ -16,7 +16,7 @@ import pytest
 from whet.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from whet.sandbox.docker import DockerBackend
 from whet.sandbox.harbor import HarborBackend
-from whet.sandbox.local import LocalBackend
+from whet.sandbox.local import LocalBackend, Mode
 from whet.testing.fake_harbor import FakeEnvironment
 
 NEEDS_DAEMON = {"docker"}
@@ -28,26 +28,33 @@ class Lab:
     """One backend under test."""
 
     backend: SandboxBackend
+    small: Callable[[int], SandboxBackend] | None = None
+    """The same backend with that many bytes of memory for a whole box."""
     image: str = ""
     """Image that boxes can be made of; empty = the backend has none."""
     skips: Mapping[str, str] = field(default_factory=dict)
     """Test -> why the backend does not promise what it asks for."""
 
 
+def _local(mode: Mode) -> Lab:
+    return Lab(backend=LocalBackend(mode), small=lambda size: LocalBackend(mode, memory_bytes=size))
+
+
 def bubblewrap(_cache: Path, _image: str) -> Lab:
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
-    return Lab(backend=LocalBackend("bubblewrap"))
+    return _local("bubblewrap")
 
 
 def namespaces(_cache: Path, _image: str) -> Lab:
     if os.geteuid() != 0:
         pytest.skip("the namespaces mode needs root")
-    return Lab(backend=LocalBackend("namespaces"))
+    return _local("namespaces")
 
 
 def docker(cache: Path, image: str) -> Lab:
-    return Lab(backend=DockerBackend(image, cache=cache), image=image)
+    make = lambda size: DockerBackend(image, cache=cache, memory_bytes=size)  # noqa: E731
+    return Lab(backend=DockerBackend(image, cache=cache), small=make, image=image)
 
 
 _PIPES = "harbor: a spawned process has no input, and one stream of output"

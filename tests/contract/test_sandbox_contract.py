@@ -12,7 +12,7 @@ import pytest
 from sandbox_labs import LABS, NEEDS_DAEMON, Lab, out, sh
 
 from whet.errors import PolicyUnsupported, SandboxError, SandboxLost
-from whet.sandbox.base import Bind, Sandbox, SandboxSpec
+from whet.sandbox.base import Bind, Sandbox, SandboxSpec, memory_kills
 from whet.sandbox.tree import TreeTooLarge
 from whet.types import FileEntry
 
@@ -480,6 +480,40 @@ async def test_memory_that_is_shared_is_not_limited(lab: Lab) -> None:
         assert (await limited.exec(["python3", "-c", shared], timeout_s=30)).exit_code == 0
         private = "x = bytearray(200 << 20)"
         assert (await limited.exec(["python3", "-c", private], timeout_s=30)).exit_code == 1
+
+
+CHILDREN = """
+import os, sys, time
+for _ in range(4):
+    if os.fork() == 0:
+        x = bytearray(50 << 20)
+        for at in range(0, len(x), 4096): x[at] = 1
+        time.sleep(1)
+        os._exit(0)
+codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(4)]
+print(codes)
+sys.exit(max(137 if code == -9 else 0 for code in codes))
+"""
+
+
+async def test_a_boxs_memory_is_bounded_as_a_whole(lab: Lab, box: Sandbox) -> None:
+    if "box_memory" not in lab.backend.capabilities or lab.small is None:
+        return
+    small = lab.small(128 << 20)
+    async with await small.create(SandboxSpec()) as tight, await small.create(SandboxSpec()) as neighbour:
+        beside = asyncio.create_task(
+            neighbour.exec(["python3", "-c", CHILDREN.replace("50 <<", "9 <<")], timeout_s=30)
+        )
+        alone = await tight.exec(["python3", "-c", "x = bytearray(50 << 20)"], timeout_s=30)
+        assert (alone.exit_code, alone.out_of_memory) == (0, False)
+        result = await tight.exec(["python3", "-c", CHILDREN], timeout_s=30)
+        assert (result.exit_code, result.out_of_memory) == (137, True), result
+        assert memory_kills(tight) >= 1
+        own = await tight.exec(["sh", "-c", "exit 137"], timeout_s=30)
+        assert (own.exit_code, own.out_of_memory) == (137, False)
+        unharmed = await beside
+        assert (unharmed.stdout, unharmed.out_of_memory) == (b"[0, 0, 0, 0]\n", False)
+        assert memory_kills(neighbour) == memory_kills(box) == 0
 
 
 async def test_kill_all_beats_a_fork_bomb(lab: Lab) -> None:

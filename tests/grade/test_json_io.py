@@ -98,6 +98,21 @@ def finding(stdout: bytes, exit_code: int = 0, timed_out: bool = False, truncate
     return judge(CASES, IDS, result, CPU_S).outcome
 
 
+@pytest.mark.parametrize(
+    ("out_of_memory", "outcome", "word"),
+    [(True, Outcome.UNRESOLVED, "(-9, out of memory)"), (False, Outcome.TEST_TIMEOUT, "out of CPU time")],
+)
+def test_a_late_kill_is_one_for_memory_only_if_the_box_says_so(
+    out_of_memory: bool, outcome: Outcome, word: str
+) -> None:
+    late = ExecResult(
+        exit_code=-9, stdout=b'["n"]\n', stderr=b"", duration_s=2.0 * CPU_S, out_of_memory=out_of_memory
+    )
+    report = judge(CASES, IDS, late, CPU_S)
+    assert report.outcome is outcome
+    assert word in report.reason
+
+
 def test_right_answers_and_a_clean_end_resolve() -> None:
     assert finding(RIGHT) is Outcome.RESOLVED
 

@@ -76,6 +76,19 @@ async def test_exit_code_is_the_authority(
     assert result.tree["trace"].content == b"left\n"
 
 
+async def test_an_agent_that_the_kernel_killed_for_memory_failed_for_that_reason(
+    backend: LocalBackend, server: ScriptedServer, task: Task
+) -> None:
+    if "box_memory" not in backend.capabilities:
+        pytest.skip(f"no control groups here: {backend.why_no_cgroups}")
+    small = LocalBackend(backend.mode, memory_bytes=64 << 20)
+    for size, detail in ((100, "out of memory: exit code -9"), (1, "exit code 137")):
+        text = f"exec python3 -c 'x = bytearray({size} << 20); exit(137)'"
+        async with command(small, text).worker(server.path) as worker:
+            result = await worker.run(task, ACCESS)
+        assert (result.exit, result.detail.partition(": Trace")[0].rstrip(": ")) == ("failed", detail)
+
+
 async def test_background_work_ends_before_capture(
     backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:

@@ -13,6 +13,7 @@ from whet.errors import PolicyUnsupported, SandboxError, SetupError
 from whet.sandbox import layout
 from whet.sandbox.advice import advise
 from whet.sandbox.base import SandboxSpec
+from whet.sandbox.cgroup import Found
 from whet.sandbox.local import LocalBackend, LocalSandbox, allow_open_files
 
 
@@ -121,7 +122,7 @@ async def test_a_kernel_that_cannot_count_a_boxs_processes_promises_no_limits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("whet.sandbox.local._kernel", lambda: (5, 10))
-    old = LocalBackend()
+    old = LocalBackend(cgroups=lambda: Found(cgroups=None, why="none here"))
     assert "resource_limits" not in old.capabilities
     with pytest.raises(PolicyUnsupported, match=r"needs Linux 5\.14"):
         await old.create(SandboxSpec(max_processes=40))

@@ -82,9 +82,11 @@ def mounted() -> int:
 
 
 def left(backend: SandboxBackend, before: set[int], mounts: int) -> int:
-    """Processes, mounts and containers of boxes that should be gone."""
+    """Processes, mounts, control groups and containers of boxes that should be gone."""
     found = len(descendants() - before)
     found += max(0, mounted() - mounts)
+    if isinstance(backend, LocalBackend) and backend.cgroups:
+        found += len(backend.cgroups.names())
     if isinstance(backend, DockerBackend):
         argv = ["docker", "ps", "--all", "--quiet", "--filter", f"label=whet.box={LABEL}"]
         done = subprocess.run(argv, capture_output=True, check=True, timeout=EXEC_S)

@@ -80,7 +80,10 @@ def make_backend(config: Config, kind: BoxKind | None = None) -> SandboxBackend:
     table = config.sandbox
     kind = kind or table.backend
     if kind == "local":
-        return LocalBackend(table.mode)
+        local = LocalBackend(table.mode, memory_bytes=table.memory_mb << 20)
+        if local.cgroups is None and table.memory_mb != type(table).model_fields["memory_mb"].default:
+            raise SetupError(f"sandbox.memory_mb needs control groups; here: {local.why_no_cgroups}")
+        return local
     if kind == "harbor":
         return HarborBackend(table.environment, image=table.image, make=_factory(table.environment))
     return DockerBackend(

@@ -145,7 +145,7 @@ class SandboxTable(Table):
     user: Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] = "1000:1000"
     """docker, with whet running as root: user and group that everything in a box runs as."""
     memory_mb: Annotated[int, Field(ge=512)] = 4096
-    """docker: memory of one box, the files it writes to memory included."""
+    """Memory of one box, the files it writes to memory included; local: where control groups can be made."""
     pull_timeout_s: Seconds = 1800.0
     """docker, harbor: seconds to fetch an image that is not there yet."""
     permits: CountOrZero = 0
@@ -193,7 +193,7 @@ SANDBOX_KEYS: Mapping[str, tuple[BoxKind, ...]] = {
     "program": ("docker",),
     "runtime": ("docker",),
     "user": ("docker",),
-    "memory_mb": ("docker",),
+    "memory_mb": ("local", "docker"),
     "pull_timeout_s": ("docker", "harbor"),
 }
 """Keys of [sandbox] that only some backends read; the rest are read by all."""

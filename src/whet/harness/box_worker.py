@@ -21,7 +21,7 @@ from typing import Self
 from whet.errors import HarnessError, SandboxError, SandboxLost
 from whet.harness.base import PLAIN, AgentExit, AgentResult, Left, ModelAccess, never
 from whet.harness.outcome import NOTHING, Artifacts, blame_agent, bounded, harvest, redact
-from whet.sandbox.base import Bind, Sandbox, SandboxBackend, SandboxSpec
+from whet.sandbox.base import Bind, Sandbox, SandboxBackend, SandboxSpec, memory_kills
 from whet.sandbox.base_tree import is_plain, set_up
 from whet.sandbox.egress import egress_attempts
 from whet.types import Setup, Task, Tree
@@ -174,11 +174,15 @@ class BoxWorker(ABC):
 
     async def _lived(self, box: Sandbox, task: Task, access: ModelAccess, left: Left) -> Ending:
         """A box that is lost under its agent was so by the agent's doing, unless no box works."""
+        kills = memory_kills(box)
         try:
-            return await self._drive(box, task, access, left)
+            ending = await self._drive(box, task, access, left)
         except SandboxLost as error:
             why = await blame_agent(error, self._place.backend, self._place.spec, box)
-            return Ending(exit="failed", detail=why, reusable=False)
+            ending = Ending(exit="failed", detail=why, reusable=False)
+        if ending.exit == "failed" and memory_kills(box) > kills:
+            return replace(ending, detail=f"out of memory: {ending.detail}")
+        return ending
 
     async def _gathered(self, box: Sandbox) -> tuple[Tree, Mapping[str, bytes], int | None, str]:
         """Work folder, artifacts, attempts to get out, and why the work folder cannot be had if so."""

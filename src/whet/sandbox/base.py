@@ -21,14 +21,15 @@ Capability = Literal[
     "allowlist",
     "pid_isolation",
     "resource_limits",
+    "box_memory",
     "images",
     "binds",
     "stdin_pipe",
     "syscall_filter",
     "file_owner",
 ]
-"""`resource_limits`: `memory_bytes` and `max_processes` hold. What `memory_bytes` leaves out is bounded by a
-docker box's own memory cgroup, and on `local` by nothing but the machine."""
+"""`resource_limits`: `memory_bytes` and `max_processes` hold. `box_memory`: a control group bounds what
+`memory_bytes` leaves out, all memory of a box together; without it nothing but the machine does."""
 Owner = Literal["box", "root"]
 """Who owns files put into a box: the user all of its processes run as, or one that none of them is. What is
 root's no process of the box can change, rename or remove, while it may add files of its own beside it. Where
@@ -63,7 +64,7 @@ class SandboxSpec:
     memory_bytes: int | None = None
     """Private writable memory of one process (RLIMIT_DATA): what it allocates. Neither what processes share
     (a shared mapping, System V shared memory) nor files in memory, which have caps of their own, nor the sum
-    over processes; see `resource_limits`."""
+    over processes: these the backend bounds where it has `box_memory`."""
     max_processes: int | None = None
     """Processes and threads of the box."""
     places: tuple[str, ...] = ()
@@ -82,6 +83,9 @@ class ExecResult:
     timed_out: bool = False
     truncated: bool = False
     duration_s: float = 0.0
+    out_of_memory: bool = False
+    """Meanwhile the kernel killed a process of the box for want of memory: of this command, or of another
+    that ran beside it. Told only by boxes whose backend has `box_memory`."""
 
 
 class Process(Protocol):
@@ -192,7 +196,20 @@ async def control_box(backend: SandboxBackend, spec: SandboxSpec, lost: Sandbox 
 
 @runtime_checkable
 class Reaps(Protocol):
-    """A backend whose boxes can outlive the process that made them. The others' die with it."""
+    """A backend of whose boxes something can outlive the process that made them."""
 
     async def reap(self) -> int:
-        """Remove every box whose owner (sandbox/owner.py) is gone; how many there were."""
+        """Remove what is left of boxes whose owner (sandbox/owner.py) is gone; of how many there was some."""
+
+
+@runtime_checkable
+class CountsKills(Protocol):
+    """A box that knows what the kernel did to it when memory ran out."""
+
+    def memory_kills(self) -> int:
+        """Processes killed for want of memory since the box was made."""
+
+
+def memory_kills(box: Sandbox) -> int:
+    """As `CountsKills`; 0 for a box that cannot tell."""
+    return box.memory_kills() if isinstance(box, CountsKills) else 0

@@ -14,6 +14,7 @@ from whet.errors import SandboxError, SandboxLost
 
 ANSWER_S = 10.0
 MAX_FDS = 16
+_CREDENTIALS = struct.Struct("3i")
 
 
 async def readable(fd: int) -> None:
@@ -44,6 +45,13 @@ class Control:
         self._sending = asyncio.Lock()
         self.lost = False
         sock.setblocking(False)
+
+    @property
+    def peer(self) -> int:
+        """Process at the other end of a socket that it connected to; 0 when it has no number here."""
+        told = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, _, _ = _CREDENTIALS.unpack(told)
+        return int(pid)
 
     async def ready(self) -> list[int]:
         """Wait for the first line; returns the descriptors that came with it. The caller sets a deadline."""

@@ -33,6 +33,7 @@ from whet.errors import (
 )
 from whet.sandbox import box_python, layout, syscalls
 from whet.sandbox.base import Capability, SandboxSpec
+from whet.sandbox.cgroup import kills_of
 from whet.sandbox.control import Control
 from whet.sandbox.docker_box import DockerSandbox, remove, remove_after
 from whet.sandbox.docker_cli import Cli, classify
@@ -102,6 +103,8 @@ class DockerBackend:
             some.add("syscall_filter")
         if self._limits >= {"memory", "pids"}:
             some.add("resource_limits")
+        if "memory" in self._limits:
+            some.add("box_memory")
         if os.geteuid() == 0:
             some.add("file_owner")
         return frozenset(some)
@@ -168,6 +171,7 @@ class DockerBackend:
             cli=self._cli,
             places=self._places(spec),
             env=self._environment(spec, image),
+            kills=kills_of(control.peer),
         )
         try:
             async with asyncio.timeout(self._start_timeout_s):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from whet.errors import BackendTimeout, SandboxError, boundary
 from whet.sandbox import tree
 from whet.sandbox.base import Owner, SandboxSpec
+from whet.sandbox.cgroup import Kills
 from whet.sandbox.control import Control
 from whet.sandbox.docker_cli import Cli, says_daemon_gone
 from whet.sandbox.supervised import SupervisedSandbox
@@ -37,11 +38,16 @@ class DockerSandbox(SupervisedSandbox):
         cli: Cli,
         places: Sequence[str],
         env: Mapping[str, str],
+        kills: Kills,
     ) -> None:
         super().__init__(spec, control, places=places, env=env, owner=-1)
         self._container = container
         self._cli = cli
+        self._kills = kills
         self._removed = False
+
+    def memory_kills(self) -> int:
+        return self._kills.count()
 
     async def _fill(self) -> None:
         # The daemon may map users: what counts is the number that the box's home has on this side.
@@ -64,6 +70,7 @@ class DockerSandbox(SupervisedSandbox):
         await super().wipe()
 
     async def _close(self) -> None:
+        self._kills.close()
         # Before PID 1 learns of it: a container that ends by itself is removed by the daemon meanwhile, and
         # then it takes two calls to be sure.
         await self._end()

@@ -16,7 +16,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -24,6 +24,7 @@ from whet.errors import PolicyUnsupported, SandboxError, SandboxStartError, Setu
 from whet.sandbox import layout, local_bwrap, local_ns, syscalls
 from whet.sandbox.advice import advise
 from whet.sandbox.base import Capability, SandboxSpec
+from whet.sandbox.cgroup import Cgroup, Cgroups, Found, find
 from whet.sandbox.control import MAX_FDS, Control
 from whet.sandbox.limits import allow_open_files
 from whet.sandbox.local_box import CLOSE_S, OUTER_ID, LocalSandbox
@@ -35,8 +36,9 @@ class LocalBackend:
     """Makes local boxes; implements whet.sandbox.base.SandboxBackend.
 
     Raises SetupError on construction when this machine cannot isolate in the wanted mode.
-    `memory_bytes` bounds the private memory of each process, not of the box, and not what processes share.
-    `max_processes` counts threads; below kernel 5.14, which counts those of all boxes as one, it is refused.
+    `memory_bytes` bounds a whole box with its writable places in memory, where `cgroups` finds a way; a
+    spec's `memory_bytes` the private memory of each process. `max_processes` counts threads; it is refused
+    below kernel 5.14, which counts those of all boxes as one, unless a control group does.
     The writable places live in memory: `work_bytes` bounds the work folder, `scratch_bytes` each other place.
     No box shows `hidden` folders, whet's own or the current one, wherever they lie.
     """
@@ -46,9 +48,11 @@ class LocalBackend:
         mode: Mode = "auto",
         *,
         start_timeout_s: float = 20.0,
+        memory_bytes: int = 4 << 30,
         work_bytes: int = 128 << 20,
         scratch_bytes: int = 64 << 20,
         hidden: Sequence[Path] = (),
+        cgroups: Callable[[], Found] = find,
     ) -> None:
         allow_open_files()
         self._start_timeout_s = start_timeout_s
@@ -56,6 +60,8 @@ class LocalBackend:
         self._refused = syscalls.program(platform.machine())
         self._counts_per_box = _kernel() >= (5, 14)
         self._sizes = (work_bytes, scratch_bytes)
+        self._memory = memory_bytes
+        self._found = cgroups()
         self._root = os.geteuid() == 0
         self._bwrap = shutil.which("bwrap") or ""
         inside = layout.python_inside()
@@ -76,12 +82,23 @@ class LocalBackend:
         return self._mode
 
     @property
+    def cgroups(self) -> Cgroups | None:
+        """What whole boxes are limited by; None where nothing does."""
+        return self._found.cgroups
+
+    @property
+    def why_no_cgroups(self) -> str:
+        return self._found.why
+
+    @property
     def capabilities(self) -> frozenset[Capability]:
         some: set[Capability] = {"syscall_filter"} if self._refused else set()
         if self._root:
             some.add("file_owner")
-        if self._counts_per_box:
+        if self._counts_per_box or self.cgroups:
             some.add("resource_limits")
+        if self.cgroups:
+            some.add("box_memory")
         return frozenset(some) | {
             "network_none",
             "gateway_only",
@@ -95,6 +112,10 @@ class LocalBackend:
         modes: tuple[Mode, ...] = ("bubblewrap", "namespaces") if wanted == "auto" else (wanted,)
         for mode in modes:
             reason = self._probe(mode)
+            if reason and self.cgroups:
+                found, self._found = self._found, Found(cgroups=None, why=f"no box starts in one: {reason}")
+                reason = self._probe(mode)
+                self._found = found if reason else self._found
             if not reason:
                 return mode
             reasons.append(f"{mode}: {reason}")
@@ -109,9 +130,12 @@ class LocalBackend:
             return "needs root"
         self._mode = mode
         ours, theirs = socket.socketpair()
-        with ours, theirs:
+        with ours, theirs, contextlib.ExitStack() as after:
             try:
-                process, errors = self._launch(SandboxSpec(), theirs)
+                cgroup = self._cgroup(SandboxSpec())
+                if cgroup is not None:
+                    after.callback(cgroup.end)
+                process, errors = self._launch(SandboxSpec(), theirs, cgroup)
             except OSError as error:
                 return str(error)
             theirs.close()
@@ -128,7 +152,13 @@ class LocalBackend:
             with errors:
                 return "" if line == b"ready\n" else _last_line(errors) or f"exit code {process.returncode}"
 
-    def _launch(self, spec: SandboxSpec, control: socket.socket) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+    def _cgroup(self, spec: SandboxSpec) -> Cgroup | None:
+        """Raises OSError."""
+        return self.cgroups.make(self._memory, spec.max_processes) if self.cgroups else None
+
+    def _launch(
+        self, spec: SandboxSpec, control: socket.socket, cgroup: Cgroup | None
+    ) -> tuple[subprocess.Popen[bytes], BinaryIO]:
         """The box's outermost process, and the file its start writes complaints to (the caller closes it)."""
         places = layout.writable(spec)
         port = spec.gateway_port if spec.network == "gateway_only" else 0
@@ -136,7 +166,7 @@ class LocalBackend:
             control.fileno(),
             port,
             OUTER_ID if self._root else -1,
-            spec.max_processes or 0,
+            (spec.max_processes or 0) if self._counts_per_box else 0,
             spec.memory_bytes or 0,
         )
         program = layout.supervisor([*(str(number) for number in numbers), self._refused.hex(), *places])
@@ -146,6 +176,8 @@ class LocalBackend:
         else:
             fds = [local_bwrap.memory_file("\0".join(part for step in steps for part in step).encode())]
             argv = [self._python, "-I", "-S", "-B", str(Path(local_ns.__file__)), str(fds[0]), *program]
+        if cgroup is not None:
+            argv = cgroup.command(argv)
         errors = open(local_bwrap.memory_file(b""), "rb", buffering=0)  # noqa: SIM115 - returned
         try:
             process = subprocess.Popen(
@@ -173,19 +205,20 @@ class LocalBackend:
             raise PolicyUnsupported(f"the local sandbox offers no network `{spec.network}`")
         if spec.network == "gateway_only" and spec.gateway_socket is None:
             raise PolicyUnsupported("network `gateway_only` needs the gateway's socket")
-        if spec.max_processes and not self._counts_per_box:
+        if spec.max_processes and "resource_limits" not in self.capabilities:
             raise PolicyUnsupported("the local sandbox cannot count a box's processes: needs Linux 5.14")
 
     async def create(self, spec: SandboxSpec) -> LocalSandbox:
         self._check(spec)
         ours, theirs = socket.socketpair()
-        with theirs, boundary(SandboxStartError, "start a box"):
-            try:
-                process, errors = self._launch(spec, theirs)
-            except BaseException:
-                ours.close()
-                raise
-        box = LocalSandbox(spec, process, Control(ours))
+        with theirs, boundary(SandboxStartError, "start a box"), contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            cgroup = self._cgroup(spec)
+            if cgroup is not None:
+                undo.callback(cgroup.end)
+            process, errors = self._launch(spec, theirs, cgroup)
+            undo.pop_all()
+        box = LocalSandbox(spec, process, Control(ours), cgroup)
         with errors:
             try:
                 async with asyncio.timeout(self._start_timeout_s):
@@ -200,6 +233,10 @@ class LocalBackend:
                 await _abandon(box, process)
                 raise
         return box
+
+    async def reap(self) -> int:
+        """Remove control groups of processes that are gone; how many. Their boxes died with them."""
+        return await asyncio.to_thread(self.cgroups.reap) if self.cgroups else 0
 
 
 def _kernel() -> tuple[int, int]:

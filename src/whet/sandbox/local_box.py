@@ -9,6 +9,7 @@ import subprocess
 
 from whet.sandbox import layout
 from whet.sandbox.base import SandboxSpec
+from whet.sandbox.cgroup import Cgroup
 from whet.sandbox.control import Control, readable
 from whet.sandbox.supervised import SupervisedSandbox
 
@@ -19,7 +20,9 @@ CLOSE_S = 5.0
 class LocalSandbox(SupervisedSandbox):
     """A live box; implements whet.sandbox.base.Sandbox."""
 
-    def __init__(self, spec: SandboxSpec, process: subprocess.Popen[bytes], control: Control) -> None:
+    def __init__(
+        self, spec: SandboxSpec, process: subprocess.Popen[bytes], control: Control, cgroup: Cgroup | None
+    ) -> None:
         super().__init__(
             spec,
             control,
@@ -28,11 +31,19 @@ class LocalSandbox(SupervisedSandbox):
             owner=OUTER_ID if os.geteuid() == 0 else -1,
         )
         self._process = process
+        self._cgroup = cgroup
+
+    def memory_kills(self) -> int:
+        return self._cgroup.kills.count() if self._cgroup else 0
 
     async def _end(self) -> None:
         if not await ended(self._process, CLOSE_S):
             self._process.kill()
+            if self._cgroup:
+                self._cgroup.kill()
             await ended(self._process, CLOSE_S)
+        if self._cgroup:
+            await self._cgroup.remove()
 
 
 async def ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from whet.errors import SandboxTransient
-from whet.sandbox.base import ExecResult, Owner, Process, Sandbox
+from whet.sandbox.base import ExecResult, Owner, Process, Sandbox, memory_kills
 from whet.types import Tree
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,9 @@ class PooledSandbox:
     @property
     def workdir(self) -> str:
         return self._inner.workdir
+
+    def memory_kills(self) -> int:
+        return memory_kills(self._inner)
 
     async def _again(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         tried = 0

@@ -68,6 +68,10 @@ class SupervisedSandbox(ABC):
     def workdir(self) -> str:
         return self._spec.workdir
 
+    def memory_kills(self) -> int:
+        """Implements whet.sandbox.base.CountsKills; a backend that has no such count tells none."""
+        return 0
+
     def _fields(self, argv: Sequence[str], env: Mapping[str, str] | None, cwd: str | None) -> list[str]:
         if not argv:
             raise SandboxError("an empty command")
@@ -85,7 +89,7 @@ class SupervisedSandbox(ABC):
         stdin: bytes = b"",
         max_output_bytes: int = 1 << 20,
     ) -> ExecResult:
-        begun = time.monotonic()
+        begun, kills = time.monotonic(), self.memory_kills()
         fields = self._fields(argv, env, cwd)
         with boundary(SandboxError, "make pipes"), contextlib.ExitStack() as undo:
             out = Output(max_output_bytes)
@@ -127,6 +131,7 @@ class SupervisedSandbox(ABC):
             timed_out=timed_out,
             truncated=out.truncated or err.truncated,
             duration_s=time.monotonic() - begun,
+            out_of_memory=self.memory_kills() > kills,
         )
 
     async def _kill_quietly(self, job: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from whet.errors import TaskError
 from whet.grade.candidate import Candidate
 from whet.grade.runners.base import RunLimits, RunReport
-from whet.grade.runners.common import RunnerBase, control_task, out_of_cpu, run_in
+from whet.grade.runners.common import RunnerBase, control_task, for_memory, out_of_cpu, run_in
 from whet.sandbox.base import Sandbox
 from whet.types import (
     Check,
@@ -37,6 +37,7 @@ class Done:
     passed: bool
     timed_out: bool = False
     cpu: bool = False
+    memory: bool = False
 
 
 class Command(RunnerBase):
@@ -81,7 +82,8 @@ async def _done(box: Sandbox, check: Check, limits: RunLimits) -> Done:
     result = await run_in(box, argv, limits, max_output_bytes=MAX_OUTPUT_BYTES)
     found = all(marker.encode() in result.stdout for marker in check.markers)
     passed = result.exit_code == 0 and found and not result.timed_out
-    return Done(passed=passed, timed_out=result.timed_out, cpu=out_of_cpu(result, limits.cpu_s))
+    cpu, memory = out_of_cpu(result, limits.cpu_s), result.out_of_memory
+    return Done(passed=passed, timed_out=result.timed_out, cpu=cpu, memory=memory)
 
 
 def report(checks: tuple[Check, ...], done: list[Done]) -> RunReport:
@@ -93,8 +95,10 @@ def report(checks: tuple[Check, ...], done: list[Done]) -> RunReport:
     outcome = Outcome.RESOLVED if passed == len(checks) else Outcome.UNRESOLVED
     if late and outcome is not Outcome.RESOLVED:
         outcome = Outcome.TEST_TIMEOUT
-    failed = [check.name for check, one in zip(checks, done, strict=False) if not one.passed]
-    reason = f"{passed} of {len(checks)} checks pass" + (f"; {failed[0]} does not" if failed else "")
+    failed = [(c.name, one) for c, one in zip(checks, done, strict=False) if not one.passed]
+    reason = f"{passed} of {len(checks)} checks pass"
+    if failed:
+        reason += f"; {failed[0][0]} does not{for_memory(failed[0][1].memory)}"
     return RunReport(
         outcome=outcome,
         passed=passed,

@@ -63,7 +63,12 @@ def out_of_cpu(result: ExecResult, cpu_s: int) -> bool:
     a shell ran. A candidate that sends it to itself gains nothing: all it changes is its failure's name."""
     killed = result.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL)
     over = result.exit_code in (-signal.SIGXCPU, 128 + signal.SIGXCPU)
-    return over or (killed and result.duration_s > cpu_s)
+    return over or (killed and result.duration_s > cpu_s and not result.out_of_memory)
+
+
+def for_memory(out_of_memory: bool) -> str:
+    """What a reason adds when the kernel killed something of the box for want of memory."""
+    return ", out of memory" if out_of_memory else ""
 
 
 def share(tests: HiddenTests, fixed: int, kept: int) -> float:

@@ -21,7 +21,7 @@ from whet.errors import GradeError, TaskError
 from whet.grade.candidate import Candidate
 from whet.grade.diff import DEFAULT_POLICY, bad_path
 from whet.grade.runners.base import RunLimits, RunReport
-from whet.grade.runners.common import RunnerBase, control_task, out_of_cpu, run_in
+from whet.grade.runners.common import RunnerBase, control_task, for_memory, out_of_cpu, run_in
 from whet.grade.runners.json_io_worker import MAX_NODES, encode
 from whet.sandbox.base import ExecResult, Sandbox
 from whet.types import Case, FileEntry, GradingPlan, Oracle, Outcome, Strength, Task, Tree
@@ -123,7 +123,8 @@ def judge(cases: Sequence[Case], ids: Sequence[str], result: ExecResult, cpu_s: 
             complete=not result.timed_out,
         )
     if result.exit_code != 0 or len(claims) < total:
-        reason = f"the process ended ({result.exit_code}) after {len(claims)} of {total} cases"
+        how = f"{result.exit_code}{for_memory(result.out_of_memory)}"
+        reason = f"the process ended ({how}) after {len(claims)} of {total} cases"
         return RunReport(outcome=Outcome.UNRESOLVED, passed=passed, total=total, reason=reason)
     outcome = Outcome.RESOLVED if passed == total else Outcome.UNRESOLVED
     reason = f"{passed} of {total} cases pass" + _first_error(claims)

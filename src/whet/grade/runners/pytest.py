@@ -21,7 +21,7 @@ from whet.grade.candidate import Candidate, restored
 from whet.grade.controls import Controlled, with_controls, with_turned
 from whet.grade.diff import DEFAULT_POLICY, bad_path
 from whet.grade.runners.base import RunLimits, RunReport
-from whet.grade.runners.common import RunnerBase, control_task, passing, run_in, share
+from whet.grade.runners.common import RunnerBase, control_task, for_memory, passing, run_in, share
 from whet.grade.runners.pytest_files import pytest_folder
 from whet.grade.runners.pytest_records import FileRun, Tampered, read_run
 from whet.record.scratch import cache_folder
@@ -246,7 +246,7 @@ def _checked(run: FileRun, path: str, controlled: Controlled, required: Sequence
     if run.uncollected:
         trouble = "the test file could not be imported"
     elif not run.ended:
-        trouble = "the process ended before its tests"
+        trouble = f"the process ended before its tests{for_memory(run.out_of_memory)}"
     elif solved and (failed < len(said) or run.exit_code != 1):
         raise Tampered("the run is not the one that was asked for")
     elif good < len(controlled.must_pass):

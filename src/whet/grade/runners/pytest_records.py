@@ -28,6 +28,7 @@ class FileRun:
     exit_code: int | None
     timed_out: bool
     out_of_cpu: bool
+    out_of_memory: bool = False
     unusable: str = ""
     """Name of the error when pytest itself could not be imported."""
 
@@ -61,6 +62,7 @@ def read_run(result: ExecResult, nonce: str, cpu_s: int) -> FileRun:
         exit_code=result.exit_code,
         timed_out=result.timed_out,
         out_of_cpu=out_of_cpu(result, cpu_s),
+        out_of_memory=result.out_of_memory,
         unusable=marks.get("unusable", ""),
     )
 

@@ -14,7 +14,15 @@ from collections.abc import Mapping
 from whet.errors import GradeError, TaskError
 from whet.grade.candidate import Candidate
 from whet.grade.runners.base import RunLimits, RunReport
-from whet.grade.runners.common import RunnerBase, control_task, out_of_cpu, passing, run_in, share
+from whet.grade.runners.common import (
+    RunnerBase,
+    control_task,
+    for_memory,
+    out_of_cpu,
+    passing,
+    run_in,
+    share,
+)
 from whet.grade.runners.log_parsers import PARSERS, SKIPPED, XFAIL, read_log
 from whet.sandbox.base import ExecResult, Sandbox
 from whet.types import (
@@ -100,7 +108,8 @@ def judge(tests: HiddenTests, result: ExecResult, nonce: bytes, cpu_s: int) -> R
     if nonce in body or nonce in tail:
         return _failed(Outcome.TAMPERED, total, "the log holds what only the host knows")
     if not mark:
-        return _failed(Outcome.UNRESOLVED, total, "the test script was ended before its end")
+        how = for_memory(result.out_of_memory)
+        return _failed(Outcome.UNRESOLVED, total, f"the test script was ended before its end{how}")
     late = tail.strip() in (b"137", b"152") and out_of_cpu(result, cpu_s)
     outcomes = read_log(tests.parser, _tests_part(tests.script, body).decode("utf-8", "replace"))
     found = _equal(tests, outcomes) if tests.expected else _required(tests, outcomes)

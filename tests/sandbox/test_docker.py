@@ -329,6 +329,7 @@ async def test_a_memory_hog_dies_and_its_box_lives(docker_image: str, tmp_path: 
         hog += "x = bytearray(300 << 20); x[::4096] = b'1' * len(x[::4096]); time.sleep(60)"
         result = await box.exec(["python3", "-c", hog], timeout_s=10)
         assert result.exit_code not in (0, None)
+        assert result.out_of_memory
         await box.kill_all()
         assert await out(box, "echo alive") == "alive"
 
@@ -382,3 +383,23 @@ async def test_reaping_takes_what_dead_owners_left_and_nothing_else(docker: Dock
         await left.close()
         await mine.close()
     assert containers() == []
+
+
+@pytest.mark.parametrize(
+    ("said", "fits"),
+    [
+        ('"Driver": "overlay2", "DriverStatus": [["Backing Filesystem", "xfs"]]', True),
+        ('"Driver": "btrfs", "DriverStatus": [["Btrfs", ""]]', True),
+        ('"Driver": "overlay2", "DriverStatus": [["Backing Filesystem", "extfs"]]', False),
+        ('"Driver": "vfs", "DriverStatus": null', False),
+    ],
+)
+def test_a_cap_on_the_disk_takes_storage_with_quotas(tmp_path: Path, said: str, fits: bool) -> None:
+    info = INFO % ("true", "true")
+    program = fake_docker(tmp_path, f"echo '{info[:-1]}, {said}}}'")
+    DockerBackend("i", cache=tmp_path, program=program)
+    if fits:
+        DockerBackend("i", cache=tmp_path, program=program, disk_bytes=1 << 20)
+    else:
+        with pytest.raises(SetupError, match=r"^sandbox.disk_mb needs storage with quotas"):
+            DockerBackend("i", cache=tmp_path, program=program, disk_bytes=1 << 20)

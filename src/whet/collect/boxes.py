@@ -93,6 +93,7 @@ def make_backend(config: Config, kind: BoxKind | None = None) -> SandboxBackend:
         runtime=table.runtime,
         user=table.user,
         memory_bytes=table.memory_mb << 20,
+        disk_bytes=table.disk_mb << 20,
         pull_timeout_s=table.pull_timeout_s,
     )
 

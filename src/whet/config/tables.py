@@ -146,6 +146,10 @@ class SandboxTable(Table):
     """docker, with whet running as root: user and group that everything in a box runs as."""
     memory_mb: Annotated[int, Field(ge=512)] = 4096
     """Memory of one box, the files it writes to memory included; local: where control groups can be made."""
+    disk_mb: CountOrZero = 0
+    """docker: what one box of a task's image may write to its disk; 0 = nothing bounds it. Needs storage with
+    quotas: overlay2 on xfs mounted with pquota, btrfs (where what the image holds counts) or zfs. Boxes
+    without such an image write to memory."""
     pull_timeout_s: Seconds = 1800.0
     """docker, harbor: seconds to fetch an image that is not there yet."""
     permits: CountOrZero = 0
@@ -194,6 +198,7 @@ SANDBOX_KEYS: Mapping[str, tuple[BoxKind, ...]] = {
     "runtime": ("docker",),
     "user": ("docker",),
     "memory_mb": ("local", "docker"),
+    "disk_mb": ("docker",),
     "pull_timeout_s": ("docker", "harbor"),
 }
 """Keys of [sandbox] that only some backends read; the rest are read by all."""

@@ -54,7 +54,7 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     image: str = ""
     """Image reference, for backends that have the capability `images`; empty = the backend's plain box. What
-    such a box may write to the disk of its daemon is not capped."""
+    such a box may write to the disk of its daemon is bounded only where `sandbox.disk_mb` says so."""
     binds: tuple[Bind, ...] = ()
     network: Network = "none"
     gateway_socket: Path | None = None

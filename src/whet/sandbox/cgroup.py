@@ -258,6 +258,8 @@ def _arrange(own: Path) -> Path:
             f"our group has no {' and no '.join(sorted(lacking))} controller; start with `{DELEGATE}`"
         )
     switch = place / "cgroup.subtree_control"
+    if os.statvfs(place).f_flag & os.ST_RDONLY:
+        raise OSError("mounted read-only")
     if not os.access(switch, os.W_OK):
         raise OSError(f"our group is not ours to arrange; start with `{DELEGATE}`")
     if set(NEEDED) <= set(switch.read_text().split()):

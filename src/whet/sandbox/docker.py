@@ -57,8 +57,8 @@ class DockerBackend:
     "UID:GID" (0 is root without any capability, for images that only work as root); without root on this
     side it is our own. `memory_bytes` bounds a whole box with its writable places in memory, where the daemon
     has that cgroup; a spec's `memory_bytes` each process. What a box of a task's image writes to its system
-    and work folder lies on the daemon's disk, without a cap. Raises SetupError on construction when there is
-    no daemon that can make boxes here.
+    and work folder lies on the daemon's disk; `disk_bytes` bounds it (0 = nothing does), with storage that
+    has quotas. Raises SetupError on construction when there is no daemon that can make such boxes here.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class DockerBackend:
         start_timeout_s: float = 60.0,
         pull_timeout_s: float = 1800.0,
         memory_bytes: int = 4 << 30,
+        disk_bytes: int = 0,
         work_bytes: int = 128 << 20,
         scratch_bytes: int = 64 << 20,
     ) -> None:
@@ -83,7 +84,11 @@ class DockerBackend:
         self._memory = memory_bytes
         self._sizes = (work_bytes, scratch_bytes)
         self._user = _numbers(user) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
-        self._limits = _limits(self._cli.info(), runtime)
+        self._disk = disk_bytes
+        info = self._cli.info()
+        self._limits = _limits(info, runtime)
+        if disk_bytes:
+            _check_quotas(info)
         if missing := sorted({"memory", "pids"} - self._limits):
             log.warning("no_limits daemon=%s missing_cgroups=%s", self._cli.name, ",".join(missing))
         self._owner = owner()
@@ -225,15 +230,7 @@ class DockerBackend:
         argv += ["--log-driver", "none", "--no-healthcheck", "--workdir", spec.workdir]
         if self._runtime:
             argv += ["--runtime", self._runtime]
-        if "pids" in self._limits:
-            # PID 1 is not the box's own.
-            argv += ["--pids-limit", str((spec.max_processes or PIDS) + 1)]
-        if "memory" in self._limits:
-            argv += ["--memory", str(self._memory)]
-        if "swap" in self._limits:
-            argv += ["--memory-swap", str(self._memory)]
-        if not spec.image:
-            argv.append("--read-only")
+        argv += self._bounds(spec)
         work, scratch = self._sizes
         for place in self._places(spec):
             if place != spec.workdir:
@@ -259,6 +256,21 @@ class DockerBackend:
             *self._places(spec),
         ]
 
+    def _bounds(self, spec: SandboxSpec) -> list[str]:
+        argv: list[str] = []
+        if "pids" in self._limits:
+            # PID 1 is not the box's own.
+            argv += ["--pids-limit", str((spec.max_processes or PIDS) + 1)]
+        if "memory" in self._limits:
+            argv += ["--memory", str(self._memory)]
+        if "swap" in self._limits:
+            argv += ["--memory-swap", str(self._memory)]
+        if not spec.image:
+            argv.append("--read-only")
+        elif self._disk:
+            argv += ["--storage-opt", f"size={self._disk}"]
+        return argv
+
     def _environment(self, spec: SandboxSpec, image: Image) -> dict[str, str]:
         """The image's own, under what every box has: a task's programs are where its image says."""
         common = layout.environment(spec)
@@ -281,6 +293,25 @@ def _numbers(user: str) -> tuple[int, int]:
     if match is None:
         raise SetupError(f"sandbox.user is {user!r}: it must be a number, or two as in 1000:1000")
     return int(match[1]), int(match[2] or match[1])
+
+
+def _check_quotas(info: dict[str, object]) -> None:
+    """Raises SetupError for storage that surely has no quotas. Whether those of xfs were switched on, the
+    daemon only says when it makes the first box."""
+    store, host = info.get("store"), info.get("host")
+    if isinstance(store, dict) and isinstance(host, dict):  # podman
+        driver, rows = str(store.get("graphDriverName")), store.get("graphStatus")
+        told = rows.get("Backing Filesystem", "") if isinstance(rows, dict) else ""
+    else:
+        driver, rows = str(info.get("Driver")), info.get("DriverStatus")
+        pairs = [row for row in rows if isinstance(row, list)] if isinstance(rows, list) else []
+        told = next((row[1] for row in pairs if len(row) == 2 and row[0] == "Backing Filesystem"), "")
+    if driver not in ("btrfs", "zfs") and not (driver.startswith("overlay") and told == "xfs"):
+        where = f"{driver} on {told}" if told else driver
+        raise SetupError(
+            f"sandbox.disk_mb needs storage with quotas (overlay2 on xfs mounted with pquota, btrfs, zfs); "
+            f"this daemon has {where}"
+        )
 
 
 def _limits(info: dict[str, object], runtime: str) -> frozenset[str]:

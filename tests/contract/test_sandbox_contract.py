@@ -235,8 +235,8 @@ async def test_kill_all_finds_what_cleared_its_environment_and_spares_spawned(bo
     hide = "(env -i setsid sh -c 'sleep 8282 & sleep 8282 & wait' >/dev/null 2>&1 &) ; sleep 0.2"
     assert (await sh(box, hide)).exit_code == 0
     await begun(box, "8282", 2)
-    await box.kill_all()
-    await box.kill_all()
+    for _ in range(4):  # also while the backend looks at what it spawned
+        await box.kill_all()
     assert await living(box, "8282") == 0
     assert await living(box, "8383") >= 1
     assert process.poll() is None

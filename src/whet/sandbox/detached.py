@@ -86,15 +86,19 @@ exit 1
 class Detached:
     """A detached run, seen from outside; made by `start` and `attach`."""
 
-    def __init__(self, box: Sandbox, run_id: str) -> None:
+    def __init__(self, box: Sandbox, run_id: str, looks: asyncio.Lock | None = None) -> None:
+        """looks: held by whoever looks at the run, and by whoever ends other commands of the box: a look that
+        is killed half way says what is not true."""
         self._box = box
         self.id = run_id
+        self._looks = looks or asyncio.Lock()
         self._folder = f"{FOLDER}/{run_id}"
         self._killed = False
 
     async def poll(self) -> int | None:
         """Exit code; KILLED for what was killed, None while it runs. Raises SandboxLost with the box."""
-        said = (await _sh(self._box, _POLL, self._folder)).stdout.decode("ascii", "replace").split()
+        async with self._looks:
+            said = (await _sh(self._box, _POLL, self._folder)).stdout.decode("ascii", "replace").split()
         match said:
             case ["exit", code] if code.isdigit():
                 return KILLED if self._killed and int(code) == 0 else int(code)
@@ -136,7 +140,8 @@ class Detached:
         """Output and complaints from `offset` on, as they came."""
         script = 'tail -c "+$2" "$1/log" | head -c "$3"'
         place = (self._folder, str(offset + 1), str(max_bytes))
-        return (await _sh(self._box, script, *place, output=max_bytes)).stdout
+        async with self._looks:
+            return (await _sh(self._box, script, *place, output=max_bytes)).stdout
 
 
 async def start(
@@ -148,15 +153,16 @@ async def start(
     stdin: bytes = b"",
     max_log_bytes: int = 16 << 20,
     hold: bool = True,
+    looks: asyncio.Lock | None = None,
 ) -> Detached:
     """Start a command that needs no connection. Raises SandboxError when it did not start.
 
     `hold`: start it as a process of `spawn`, so that a box which ends stray processes with a command that
-    timed out spares this one. Without, it is left to itself at once.
+    timed out spares this one. Without, it is left to itself at once. `looks`: see Detached.
     """
     if not argv:
         raise SandboxError("an empty command")
-    run = Detached(box, new_ulid())
+    run = Detached(box, new_ulid(), looks)
     blocks = str(-(-max_log_bytes // 512))
     place = (f"{FOLDER}/{run.id}", cwd or box.workdir, blocks)
     marked = {**(env or {}), MARK: run.id}

@@ -134,6 +134,7 @@ class HarborSandbox:
         self._alone, self._before = alone, ""
         self._closing: asyncio.Task[None] | None = None
         self._spawned: list[HarborProcess] = []
+        self._looks = asyncio.Lock()
         self._places = (spec.workdir, HOME, "/tmp", *spec.places)
 
     async def begin(self) -> None:
@@ -224,7 +225,8 @@ class HarborSandbox:
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None
     ) -> HarborProcess:
         """A detached run: it has no input, and its complaints are part of its output."""
-        process = HarborProcess(await detached.start(self, argv, env=env, cwd=cwd, hold=False))
+        run = await detached.start(self, argv, env=env, cwd=cwd, hold=False, looks=self._looks)
+        process = HarborProcess(run)
         self._spawned.append(process)
         return process
 
@@ -274,11 +276,12 @@ class HarborSandbox:
         return await asyncio.to_thread(unpack, packed, max_bytes, max_files)
 
     async def kill_all(self) -> None:
-        kept = [f"{detached.MARK}={process.id}" for process in self._spawned if process.poll() is None]
-        if self._alone:
-            await self._sh(scripts.KILL_REST, self._before, *kept)
-        else:
-            await self._sh(scripts.KILL_ALL, f"{BOX}={self._id}", *kept)
+        async with self._looks:
+            kept = [f"{detached.MARK}={process.id}" for process in self._spawned if process.poll() is None]
+            if self._alone:
+                await self._sh(scripts.KILL_REST, self._before, *kept)
+            else:
+                await self._sh(scripts.KILL_ALL, f"{BOX}={self._id}", *kept)
 
     async def wipe(self) -> None:
         for place in self._places:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from whet import failpoint
 from whet.bench._chaos_run import Run, StuckError
+from whet.bench._engine_process import served
 from whet.bench.chaos import AHEAD, AHEAD_POINTS, SYNCHRONOUS, VERDICT, Chaos, main
 from whet.collect.dispatcher import Slot
 from whet.config import load_config
+from whet.engine.embedded_model import ModelConfig, Qwen3, initialise, save_model
+from whet.engine.http import HttpOptions
+from whet.engine.vllm import open_vllm
 from whet.record.run import RunDir
 from whet.rollout import AttemptSpec
 from whet.tasks.toy import ToySource
 from whet.testing.fake_attempts import fake_rollout
-from whet.types import Ledger, Limits
+from whet.testing.fake_vllm import listening
+from whet.types import Ledger, Limits, RequestKey, SamplingParams
 
 (TASK,) = ToySource(Limits()).tasks("train", 0, 1)
 
@@ -77,6 +85,39 @@ def test_in_a_synchronous_run_only_the_planner_drops_what_was_graded(tmp_path: P
     assert len(run.lost()) == 1
     run.synchronous = False
     assert run.lost() == []
+
+
+def small_model(folder: Path, seed: int) -> Qwen3:
+    shape = ModelConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, intermediate_size=64, head_dim=8)
+    model = initialise(shape, seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4.0 if p.ndim == 2 else 1.0)
+    save_model(model, folder)
+    return model
+
+
+async def test_the_engine_that_is_killed_samples_as_its_weights_say(tmp_path: Path) -> None:
+    """Before and after other weights were loaded, with the log-probabilities that a trainer finds."""
+    models = [small_model(tmp_path / str(version), version) for version in (0, 1)]
+    ids, params = np.arange(3, 30, dtype=np.int32), SamplingParams(max_tokens=9, temperature=0.7)
+    key, found = RequestKey(seed=1, rollout_id="r", turn=0), []
+    fake, sampler = served(tmp_path / "0")
+    driving = asyncio.create_task(sampler.drive())
+    async with listening(fake.app()) as url, open_vllm(HttpOptions(url=url)) as engine:
+        for version, model in enumerate(models):
+            if version:
+                await engine.load(tmp_path / "1", version, mode="keep")
+            made = await engine.generate(ids, params, key)
+            assert made.version_runs == ((0, version),)
+            row = torch.from_numpy(np.concatenate([ids, made.ids]).astype(np.int64))
+            logits = model.logits(model.hidden(row[:0], row[None, :-1]))[0] / 0.7
+            told = torch.log_softmax(logits, -1).gather(1, row[1:, None])[len(ids) - 1 :, 0]
+            assert made.logprobs is not None
+            assert np.abs(told.detach().numpy() - made.logprobs).max() < 1e-4
+            found.append(made.ids.tolist())
+    driving.cancel()
+    assert found[0] != found[1]
 
 
 class Lives:

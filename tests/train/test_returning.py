@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import socket
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import whet
 from whet.engine.http import HttpOptions
 from whet.engine.vllm import open_vllm
 from whet.errors import EngineError, EngineUnavailable, TrainError
@@ -72,6 +77,70 @@ async def test_requests_that_its_death_cut_short_are_made_again_with_the_publish
         assert said[0].endswith("it gets version 3 back")
         await engine.publish(4)
         assert (await sample(engine, 0)).version_runs == ((0, 4),)
+
+
+LIFE = """
+import asyncio, sys
+from whet.testing.fake_exporter import FakeExporter
+from whet.testing.fake_vllm import FakeVllm, listening
+from whet.testing.weight_folders import served_sums
+
+async def live():
+    fake = FakeVllm(40, token_delay_s=0.02)
+    fake.sums = served_sums(FakeExporter().tensors)
+    async with listening(fake.app(), int(sys.argv[1])):
+        await asyncio.Event().wait()
+
+asyncio.run(live())
+"""
+
+
+async def life(port: int) -> asyncio.subprocess.Process:
+    """A server of its own, when it answers."""
+    source = str(Path(whet.__file__).parents[1])
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LIFE, str(port), env={**os.environ, "PYTHONPATH": source}
+    )
+    async with asyncio.timeout(30.0):
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+                return process
+            await asyncio.sleep(0.02)
+
+
+async def test_a_server_that_is_killed_9_samples_nothing_with_the_weights_it_comes_back_with(
+    tmp_path: Path,
+) -> None:
+    """A process, and its keeper. Calls under way and calls that find nobody get what they would have got."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    server, said = await life(port), list[str]()
+    try:
+        options = HttpOptions(url=f"http://127.0.0.1:{port}", call_deadline_s=20.0, control_deadline_s=5.0)
+        async with open_vllm(options) as inner:
+            publisher = DiskPublisher(FakeExporter(), inner, PublishOptions(folder=tmp_path))
+            engine = ReturningEngine(inner, publisher, patience_s=30.0, say=said.append)
+            fresh = (await sample(engine, 0)).ids.tolist()
+            await engine.publish(3)
+            before = [(await sample(engine, slot)).ids.tolist() for slot in range(3)]
+            assert before[0] != fresh
+            under_way = [asyncio.create_task(sample(engine, slot)) for slot in range(2)]
+            await asyncio.sleep(0.05)
+            server.kill()
+            await server.wait()
+            late = asyncio.create_task(sample(engine, 2))
+            server = await life(port)
+            after = await asyncio.gather(*under_way, late)
+        assert [made.ids.tolist() for made in after] == before
+        assert {made.version_runs for made in after} == {((0, 3),)}
+        assert len(said) == 1
+        assert said[0].endswith("it gets version 3 back")
+    finally:
+        server.kill()
+        await server.wait()
 
 
 async def test_a_failure_of_a_server_that_holds_its_weights_is_a_failure(tmp_path: Path) -> None:

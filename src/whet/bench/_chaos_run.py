@@ -22,16 +22,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whet import failpoint
+from whet.bench._engine_process import EngineProcess
 from whet.errors import RecordError
 from whet.record.run import has_rollouts, read_store
 from whet.record.store import Store
 from whet.stop import descendants
 from whet.types import Outcome
 
-Victim = Literal["controller", "learner", "agent"]
+Victim = Literal["controller", "learner", "engine", "agent"]
 LIFE_S = 900.0
 """Seconds after which a process that should have ended is a failure of the benchmark."""
 GONE_S = 15.0
+ABSENT_S = 2.0
+"""Most seconds before whoever keeps a killed server starts it again."""
 PLANNED = ("degenerate", "zero_advantage", "truncated")
 """Why a graded rollout of a synchronous run may end untrained: the planner's reasons. No other is a fate."""
 
@@ -53,6 +56,8 @@ class Run:
     """Failpoints that were passed and killed."""
     wrong: list[str] = field(default_factory=list)
     synchronous: bool = True
+    engine: EngineProcess | None = None
+    """The server that it samples with; None = the learner's own engine."""
     seen: dict[str, str] = field(default_factory=dict)
     """Rollout -> digest, of everything that was graded after some death."""
 
@@ -64,6 +69,8 @@ class Run:
         """Start the run, or continue it, and kill each of `kills` when some time has gone by. True when the
         run came to its end by itself."""
         env, once = self._arm(armed)
+        if self.engine is not None:
+            self.engine.answering()  # a run that is started beside no server ends at once
         log = self.folder.with_suffix(".log")
         with log.open("ab") as output:
             child = subprocess.Popen(self._command(), stdout=output, stderr=output, env=env)
@@ -122,12 +129,18 @@ class Run:
     def _kill(self, child: subprocess.Popen[bytes], kills: Sequence[Victim], chance: random.Random) -> None:
         """Each victim some time after the one before, counted from when rollouts are being made."""
         for victim in kills:
-            self._wait_for_work(child)
+            self._wait_for_work(child, victim)
             end = time.monotonic() + chance.uniform(0.0, 2.5)
             while time.monotonic() < end and child.poll() is None:
                 time.sleep(0.02)
             if child.poll() is not None:
                 return
+            if victim == "engine" and self.engine is not None:
+                self.engine.kill()
+                time.sleep(chance.uniform(0.0, ABSENT_S))
+                self.engine.start()
+                self.kills[victim] += 1
+                continue
             pid = pick(child.pid, victim, chance)
             if pid is None:
                 continue
@@ -139,11 +152,14 @@ class Run:
             if victim == "controller":
                 return
 
-    def _wait_for_work(self, child: subprocess.Popen[bytes]) -> None:
-        """Until the learner is there and something new was written."""
+    def _wait_for_work(self, child: subprocess.Popen[bytes], victim: Victim) -> None:
+        """Until the learner is there and something new was written; for an engine, also something in boxes,
+        which are opened when it has its weights."""
+        needed: Sequence[Victim] = ("learner", "agent") if victim == "engine" else ("learner",)
         before, end = self._written(), time.monotonic() + LIFE_S
         while child.poll() is None and time.monotonic() < end:
-            if self._written() != before and pick(child.pid, "learner", random.Random(0)) is not None:
+            there = all(pick(child.pid, one, random.Random(0)) is not None for one in needed)
+            if there and self._written() != before:
                 return
             time.sleep(0.05)
 

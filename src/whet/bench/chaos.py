@@ -3,14 +3,14 @@
 Run `whet bench chaos`. Whole runs of the toy tasks with the script agent, on CPU: one undisturbed; ones that
 die at each failpoint (before and after each commit of the store, and between the writes that a commit rests
 on), with tries that fail and, in the run ahead of the trainer, groups without a difference; then as many
-random kills as asked for, of the controller, the learner and what runs in boxes. The embedded engine lives in
-the learner's process and dies with it: no process that is only an engine is killed. Every run is continued
-until it ends. `lost`: graded rollouts that are not there unchanged at the end, or have no fate; in a
-synchronous run only training and the planner's reasons are one. `bit_identical`: synchronous runs in which no
-box was shot equal the undisturbed one in every token, plan and weight, and every run of all replays from its
-own ledger with the same weights. A step that does not counts as `trained_twice`, like a rollout in the
-accounts of two steps. (What is shot in a box is its agent's failure, which is graded: decision 0038.) Status
-1 unless all is well and every failpoint was passed.
+random kills as asked for, of the controller, the learner, what runs in boxes, and an engine that is a server
+of its own: vLLM's routes before a small model (_engine_process.py), started again as whoever keeps a server
+does. Every run is continued until it ends. `lost`: graded rollouts that are not there unchanged at the end,
+or have no fate; in a synchronous run only training and the planner's reasons are one. `bit_identical`:
+synchronous runs in which no box was shot equal the undisturbed one with their engine in every token, plan and
+weight, and every run of all replays from its own ledger with the same weights. A step that does not counts as
+`trained_twice`, like a rollout in the accounts of two steps. (What is shot in a box is its agent's failure,
+which is graded: decision 0038.) Status 1 unless all is well and every failpoint was passed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ import orjson
 from whet import failpoint
 from whet.bench._arguments import Arguments, count, count_or_zero
 from whet.bench._chaos_run import Run, StuckError, Victim
-from whet.config import demo_preset, dump_toml, load_config
+from whet.bench._engine_process import EngineProcess
+from whet.config import WARM_START, demo_preset, dump_toml, load_config
 
 SMALL = (
     "harness.agent=script",
@@ -43,6 +45,8 @@ SMALL = (
 )
 AHEAD = ("collect.max_staleness=1",)
 """Makes a run asynchronous."""
+SERVED = ("engine.publish_dtype=float32", "engine.return_timeout_s=60")
+"""For an engine that is a server on a CPU."""
 FEW = ("collect.group_size=2",)
 """Makes groups in which all get the same reward, which are dropped."""
 VERDICT = ("verdict.before", "verdict.after")
@@ -75,19 +79,22 @@ class Chaos:
         """Failpoints that should have been passed and were not."""
         self.began = time.monotonic()
 
-    def run(self, name: str, overrides: Sequence[str] = ()) -> Run:
+    def run(self, name: str, overrides: Sequence[str] = (), engine: EngineProcess | None = None) -> Run:
         synchronous = not set(AHEAD) & set(overrides)
+        if engine is not None:
+            overrides = [*overrides, "engine.kind=vllm", f"engine.url={engine.url}", *SERVED]
         run = Run(
             folder=self._folder / name,
             config=self.config,
             overrides=list(overrides),
             synchronous=synchronous,
+            engine=engine,
         )
         self.runs.append(run)
         return run
 
-    def undisturbed(self) -> Run:
-        run = self.run("undisturbed")
+    def undisturbed(self, engine: EngineProcess | None = None) -> Run:
+        run = self.run("undisturbed" if engine is None else "undisturbed-served", engine=engine)
         if not run.life():
             raise StuckError("the undisturbed run was disturbed")
         self.say(run, "ended")
@@ -121,13 +128,18 @@ class Chaos:
         self.say(run, "graded again")
 
     def at_random(
-        self, name: str, kills: int, victims: Sequence[Victim], more: Sequence[str] = ()
+        self,
+        name: str,
+        kills: int,
+        victims: Sequence[Victim],
+        more: Sequence[str] = (),
+        engine: EngineProcess | None = None,
     ) -> list[Run]:
         """Runs with so many kills together, at random moments."""
         runs: list[Run] = []
         left = kills
         while left > 0:
-            run, ended = self.run(f"{name}{len(runs) + 1}", more), False
+            run, ended = self.run(f"{name}{len(runs) + 1}", more, engine), False
             while not ended:
                 before = run.kills.total()
                 chosen = [self._chance.choice(victims) for _ in range(min(left, PER_LIFE))]
@@ -137,18 +149,29 @@ class Chaos:
             runs.append(run)
         return runs
 
+    @contextmanager
+    def server(self) -> Iterator[EngineProcess]:
+        """An engine of its own, gone afterwards."""
+        engine = EngineProcess(WARM_START, self._folder / "engine.log")
+        engine.start()
+        try:
+            engine.answering()
+            yield engine
+        finally:
+            engine.kill()
+
     def say(self, run: Run, text: str) -> None:
         print(f"{time.monotonic() - self.began:7.1f} s  {run.folder.name}: {text}", flush=True)
 
 
-def judge(chaos: Chaos, reference: Run, same: Sequence[Run]) -> dict[str, Any]:
-    """The result; what is wrong is said line by line."""
+def judge(chaos: Chaos, same: Sequence[tuple[Run, Sequence[Run]]]) -> dict[str, Any]:
+    """The result; what is wrong is said line by line. same: runs that should equal the first one."""
     lost = sum(len(run.lost()) for run in chaos.runs)
     differing = sum([run.differing() for run in chaos.runs])
     twice = differing + sum(run.trained_twice() for run in chaos.runs)
     balanced = all([run.balanced() for run in chaos.runs])
     identical = not differing
-    for run in same:
+    for reference, run in ((first, run) for first, runs in same for run in runs):
         if run.bits() != reference.bits():
             identical = False
             run.wrong.append(f"{run.folder.name}: differs from the undisturbed run")
@@ -169,11 +192,14 @@ def whole(chaos: Chaos, kills: int) -> dict[str, Any]:
     same = chaos.at_failpoints("failpoints", SYNCHRONOUS)
     chaos.regraded(same[0])
     chaos.at_failpoints("failpoints-ahead", AHEAD_POINTS, (*AHEAD, *FEW))
-    some = kills // 3
-    same += chaos.at_random("killed", kills - 2 * some, ("controller", "learner"))
+    some = kills // 4
+    same += chaos.at_random("killed", kills - 3 * some, ("controller", "learner"))
     chaos.at_random("shot", some, ("controller", "learner", "agent", "agent"))
     chaos.at_random("ahead", some, ("controller", "learner", "agent"), AHEAD)
-    return judge(chaos, reference, same)
+    with chaos.server() as engine:
+        served = chaos.undisturbed(engine)
+        shot = chaos.at_random("served", some, ("engine", "engine", "controller", "learner"), engine=engine)
+    return judge(chaos, [(reference, same), (served, shot)])
 
 
 def broken_off(chaos: Chaos) -> dict[str, Any]:

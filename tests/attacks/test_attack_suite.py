@@ -227,3 +227,21 @@ async def test_the_whole_matrix(backend: LocalBackend, careless: LocalBackend) -
     report = await run_matrix(ATTACKS, runners(), backend, careless)
     assert report.failures == ()
     assert report.as_json()["defeated"] == 50
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["sandbox.backend=docker"], "has no place in sandbox.backend = docker: it is made of no image"),
+        (
+            ["sandbox.backend=harbor", "sandbox.environment=e2b"],
+            "whet attack needs boxes in which agents run; sandbox.backend = harbor",
+        ),
+        (["sandbox.nothing=1"], "unknown key sandbox.nothing"),
+    ],
+)
+def test_boxes_that_cannot_be_are_refused_in_one_line(
+    overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["attack", "--only", "1", *overrides]) == 2
+    assert said in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,11 @@ except SetupError as error:
     assert "known: " in str(error) and "e2b" in str(error), error
 else:
     raise SystemExit("an unknown kind was taken")
-backend = harbor.HarborBackend("docker", image="python:3.12")
+from whet.collect.boxes import LACKS, make_backend
+from whet.config import load_config
+here = ["sandbox.backend=harbor", "sandbox.environment=docker", "sandbox.image=python:3.12"]
+backend = make_backend(load_config(None, here))
+assert not set(LACKS["harbor"]) & backend.capabilities
 print(backend.name, *sorted(backend.capabilities))
 """
 
@@ -64,8 +69,13 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("harbor: needs Python 3.12")
     folder = tmp_path_factory.mktemp("harbor")
     subprocess.run([base, "-m", "venv", str(folder)], check=True, timeout=300)
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    ours = project["dependencies"]
     pip = [str(folder / "bin" / "pip"), "install", "-q"]
-    for wanted in (["--no-deps", f"harbor=={VERSION}"], [*NEEDED, "orjson", "numpy"]):
+    for wanted in (
+        ["--no-deps", f"harbor=={VERSION}"],
+        [*NEEDED, *ours],
+    ):
         done = subprocess.run([*pip, *wanted], capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
     return folder / "bin" / "python"
@@ -80,16 +90,24 @@ def test_the_real_interface_is_the_one_that_the_adapter_and_the_fake_have(
     (binaries / "docker").chmod(0o755)
     env = {**os.environ, "PYTHONPATH": str(Path(whet.__file__).parent.parent)}
     env["PATH"] = f"{binaries}{os.pathsep}{env['PATH']}"
-    done = subprocess.run(
-        [str(python), "-c", LOOK],
-        capture_output=True,
-        text=True,
-        env=env,
-        cwd=tmp_path,
-        timeout=120,
-        check=False,
-    )
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(python), *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=120, check=False
+        )
+
+    done = run("-c", LOOK)
     assert done.returncode == 0, done.stderr
     name, *capabilities = done.stdout.split()
     assert name == "harbor:docker"
     assert {"images", "pid_isolation"} <= set(capabilities)
+    # Through the command line: Harbor says itself that this environment keeps no box from the network.
+    there = ["sandbox.backend=harbor", "sandbox.environment=docker", "sandbox.image=python:3.12"]
+    done = run("-m", "whet.cli", "tasks", "validate", *there, "--limit", "1", "--out", "gate")
+    if "network_none" in capabilities:
+        assert "box failed" in done.stdout + done.stderr
+    else:
+        assert done.stderr == "whet: grading needs network_none; harbor:docker has not\n"
+    done = run("-m", "whet.cli", "tasks", "validate", *there, "sandbox.environment=no-such", "--out", "gate")
+    assert "whet: Harbor has no environment 'no-such' (known: " in done.stderr

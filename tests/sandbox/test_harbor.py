@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -95,3 +96,24 @@ async def test_a_start_that_fails_is_one_typed_line_and_leaves_nothing(
     assert "\n" not in str(caught.value)
     assert cloud.made[-1].stopped == 1
     assert not any(folder.exists() for folder in cloud.folders)
+
+
+async def test_a_long_command_outlives_the_stream_that_started_it() -> None:
+    """Each call is cut after a moment, while the command runs on: it is run once, and its end is told."""
+    cloud = Cloud()
+    async with await HarborBackend("e2b", image="any", make=cloud).create(SandboxSpec()) as box:
+        cloud.made[-1].cut_s = 0.4
+        script = "echo begun >> times; echo out; echo err >&2; sleep 1.5; cat times; exit 7"
+        done = await box.exec(["sh", "-c", script], timeout_s=30)
+        assert (done.exit_code, done.stdout, done.stderr) == (7, b"out\nbegun\n", b"err\n")
+        assert cloud.made[-1].cuts >= 2
+        late = await box.exec(["sleep", "60"], timeout_s=1)
+        assert (late.timed_out, late.exit_code) == (True, -9)
+
+
+async def test_two_commands_at_once_keep_their_own_output() -> None:
+    async with await HarborBackend("e2b", image="any", make=Cloud()).create(SandboxSpec()) as box:
+        slow = asyncio.ensure_future(box.exec(["sh", "-c", "sleep 0.5; echo slow"], timeout_s=30))
+        for number in range(3):
+            assert await out(box, f"echo {number}") == str(number)
+        assert (await slow).stdout == b"slow\n"

@@ -17,8 +17,11 @@ from whet.attack.matrix import ATTACKS, RESIDUAL, as_markdown, required, runners
 from whet.attack.model import Attack
 from whet.attack.own import own_subjects, run_own
 from whet.attack.run import Report, run_matrix
+from whet.attack.subject import subject
+from whet.collect.boxes import LACKS, check_tasks, make_backend
+from whet.config import Config, load_config
 from whet.errors import ConfigError
-from whet.sandbox.local import LocalBackend
+from whet.sandbox.base import SandboxBackend
 from whet.stop import run_interruptible
 
 WIDTH = 150
@@ -49,24 +52,38 @@ def chosen_runners(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def run(options: argparse.Namespace) -> bool:
-    """True when every cell is as required. `options`: those of the command line.
+def open_backends(config: Config) -> tuple[SandboxBackend, SandboxBackend]:
+    """What boxes are made with, and the same for the careless grader. A fall-back has no part in it: what is
+    shown is shown of one backend. Raises ConfigError and SetupError."""
+    if config.sandbox.backend == "harbor":
+        why = LACKS["harbor"]["gateway_only"]
+        raise ConfigError(f"whet attack needs boxes in which agents run; sandbox.backend = harbor: {why}")
+    check_tasks(config, [subject("json_io").task])
+    return make_backend(config), make_backend(config, work_bytes=NAIVE_WORK_BYTES)
+
+
+def run(options: argparse.Namespace, path: Path | None, overrides: Sequence[str]) -> bool:
+    """True when every cell is as required. `options`: those of the command line; `path`: the file whose tasks
+    are attacked, and whose [sandbox] is used.
 
     Raises ConfigError, TaskError and SetupError.
     """
-    config: Path | None = options.config
     if options.markdown:
         print(as_markdown(), end="")
         return True
     attacks, names = chosen_attacks(options.only), chosen_runners(options.runner)
     shown = sys.stderr if options.json else sys.stdout
-    backend, careless = LocalBackend(), LocalBackend(work_bytes=NAIVE_WORK_BYTES)
-    if config is None:
+    config = load_config(path, overrides)
+    backend, careless = open_backends(config)
+    if path is None:
         report = run_interruptible(run_matrix(attacks, names, backend, careless, _tell))
     else:
-        subjects = [one for one in own_subjects(config, options.tasks) if one.task.grading.runner in names]
+        subjects = [
+            one for one in own_subjects(config, str(path), options.tasks) if one.task.grading.runner in names
+        ]
         if not subjects:
-            raise ConfigError(f"no task of {config} asks for runner {', '.join(names)}")
+            raise ConfigError(f"no task of {path} asks for runner {', '.join(names)}")
+        check_tasks(config, [one.task for one in subjects])
         attacks = tuple(attack for attack in attacks if attack.portable)
         names = tuple(dict.fromkeys(one.task.grading.runner for one in subjects))
         report = run_interruptible(run_own(attacks, subjects, backend, _tell))

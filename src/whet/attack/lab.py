@@ -78,7 +78,7 @@ class Lab:
         async with await self.backend.create(SandboxSpec(files=tree, env=self.env())) as box:
             done = await box.exec(["/bin/sh", "-c", move.script], timeout_s=SCRIPT_S)
             if done.exit_code != 0:
-                said = done.stderr[-200:].decode("utf-8", "replace")
+                said = done.stderr[-200:].decode("utf-8", "replace").strip()
                 raise SandboxError(f"the agent's commands failed ({done.exit_code}): {said}")
             await box.kill_all()
             return await box.get_tree()

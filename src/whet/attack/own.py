@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from whet.attack.lab import Cell, Failure, Lab, try_variants
 from whet.attack.matrix import RESIDUAL
@@ -18,7 +17,7 @@ from whet.attack.model import Attack, Move
 from whet.attack.run import AT_ONCE, Report
 from whet.attack.subject import Subject
 from whet.collect.agents import limits_of
-from whet.config import load_config
+from whet.config import Config
 from whet.errors import TaskError
 from whet.grade.diff import is_protected
 from whet.sandbox.base import SandboxBackend
@@ -26,9 +25,9 @@ from whet.tasks.open import open_source
 from whet.types import Oracle, Task
 
 
-def own_subjects(path: Path, count: int) -> list[Subject]:
-    """The first tasks of the training split that can be attacked. Raises TaskError and ConfigError."""
-    config = load_config(path, [])
+def own_subjects(config: Config, name: str, count: int) -> list[Subject]:
+    """The first tasks of the training split that can be attacked; `name` is what errors call their file.
+    Raises TaskError and ConfigError."""
     source = open_source(config, limits_of(config))
     size = source.size("train")
     tasks = source.tasks("train", 0, count if size is None else min(count, size))
@@ -39,7 +38,7 @@ def own_subjects(path: Path, count: int) -> list[Subject]:
         except TaskError as error:
             reasons.append(str(error))
     if not found:
-        raise TaskError(f"no task of {path} can be attacked: {reasons[0] if reasons else 'there is none'}")
+        raise TaskError(f"no task of {name} can be attacked: {reasons[0] if reasons else 'there is none'}")
     return found
 
 

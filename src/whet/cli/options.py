@@ -150,12 +150,13 @@ def _add_attack(commands: Any) -> None:
     attack = commands.add_parser(
         "attack", help="try to cheat the grader in fifty ways, each with an honest twin"
     )
-    attack.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="attack this file's tasks")
+    attack.add_argument("config", nargs="?", metavar="CONFIG", help="attack this file's tasks, in its boxes")
     attack.add_argument("--tasks", type=int, default=3, metavar="N", help="tasks of CONFIG (default: 3)")
     attack.add_argument("--runner", default="", metavar="A,B", help="grading runners; without it: all")
     attack.add_argument("--only", default="", metavar="N,M-K", help="attacks by number; without it: all")
     attack.add_argument("--json", action="store_true", help="print the result as JSON, last on stdout")
     attack.add_argument("--markdown", action="store_true", help="print what each cell must be, and stop")
+    attack.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key, e.g. sandbox.backend")
     attack.set_defaults(verb=verbs.attack_verb)
 
 

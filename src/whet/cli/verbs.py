@@ -266,7 +266,8 @@ def conformance_verb(options: argparse.Namespace) -> int:
 def attack_verb(options: argparse.Namespace) -> int:
     from whet.attack.command import run
 
-    return 0 if run(options) else EXIT_FAILED
+    overrides, path = _positional(options)
+    return 0 if run(options, Path(path) if path else None, overrides) else EXIT_FAILED
 
 
 def tasks_verb(options: argparse.Namespace) -> int:

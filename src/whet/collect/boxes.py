@@ -31,6 +31,7 @@ from whet.types import Task
 log = logging.getLogger(__name__)
 
 PERMITS = 128
+WORK_BYTES = 128 << 20
 NO_AGENT = "single_turn"
 """The harness that opens no box."""
 LACKS: Mapping[BoxKind, Mapping[Capability, str]] = {
@@ -75,12 +76,15 @@ def make_pool(config: Config, say: Callable[[str], None] = log.warning) -> Pool:
     return Pool(made, options, say)
 
 
-def make_backend(config: Config, kind: BoxKind | None = None) -> SandboxBackend:
-    """What boxes are made with, by default the preferred kind. Raises SetupError when this machine cannot."""
+def make_backend(
+    config: Config, kind: BoxKind | None = None, *, work_bytes: int = WORK_BYTES
+) -> SandboxBackend:
+    """What boxes are made with, by default the preferred kind. `work_bytes`: most that a work folder in
+    memory may hold. Raises SetupError when this machine cannot."""
     table = config.sandbox
     kind = kind or table.backend
     if kind == "local":
-        local = LocalBackend(table.mode, memory_bytes=table.memory_mb << 20)
+        local = LocalBackend(table.mode, work_bytes=work_bytes, memory_bytes=table.memory_mb << 20)
         if local.cgroups is None and table.memory_mb != type(table).model_fields["memory_mb"].default:
             raise SetupError(f"sandbox.memory_mb needs control groups; here: {local.why_no_cgroups}")
         return local
@@ -95,6 +99,7 @@ def make_backend(config: Config, kind: BoxKind | None = None) -> SandboxBackend:
         memory_bytes=table.memory_mb << 20,
         disk_bytes=table.disk_mb << 20,
         pull_timeout_s=table.pull_timeout_s,
+        work_bytes=work_bytes,
     )
 
 

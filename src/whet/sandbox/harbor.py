@@ -42,6 +42,8 @@ from whet.types import FileEntry, Tree
 BOX = "WHET_BOX"
 MARGIN_S = 60.0
 """For the way to a cloud and back, on top of what a command may take."""
+ROUNDS = "100"
+"""Looks of one call for the end of a command: some 20 s, well below where streams are cut."""
 START_S = 1800.0
 """Of one start, image and all; a pool allows less."""
 SHARED = frozenset({"singularity", "hf-sandbox"})
@@ -135,6 +137,8 @@ class HarborSandbox:
         self._closing: asyncio.Task[None] | None = None
         self._spawned: list[HarborProcess] = []
         self._looks = asyncio.Lock()
+        self._told: list[str] = []
+        """Folders of commands that have been told of; the next command removes them."""
         self._places = (spec.workdir, HOME, "/tmp", *spec.places)
 
     async def begin(self) -> None:
@@ -194,16 +198,16 @@ class HarborSandbox:
             raise SandboxError("an empty command, or a NUL character in one")
         begun, call = time.monotonic(), new_ulid()
         folder = f"{detached.FOLDER}/{call}"
+        done_with, self._told = self._told, []
         # By file, not by argument: an environment may hold secrets.
         merged = {"HOME": HOME, **self._spec.env, **(env or {}), BOX: self._id, "WHET_CALL": call}
-        await self._sh('mkdir -p "$1"', folder)
+        await self._sh('mkdir -p "$1" && shift && rm -rf "$@"', folder, *done_with)
         lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in merged.items())
         await self._upload(lines.encode(), f"{folder}/env")
         await self._upload(stdin, f"{folder}/input")
-        place = (folder, cwd or self.workdir, str(max_output_bytes // 512 + 2), str(max_output_bytes + 1))
-        work = asyncio.ensure_future(
-            self._run(scripts.EXEC + scripts.TELL, *place, *argv, timeout_s=timeout_s)
-        )
+        most, blocks = str(max_output_bytes + 1), str(max_output_bytes // 512 + 2)
+        follow = (folder, most, ROUNDS, scripts.EXEC, cwd or self.workdir, blocks, *argv)
+        work = asyncio.ensure_future(self._followed(follow))
         timed_out = False
         try:
             await asyncio.wait([work], timeout=timeout_s)
@@ -212,14 +216,40 @@ class HarborSandbox:
         finally:
             if not work.done():
                 work.cancel()
-                await asyncio.shield(self._run(scripts.KILL_ALL, f"WHET_CALL={call}"))
+                await asyncio.shield(self._surely(scripts.KILL_ALL, f"WHET_CALL={call}"))
         try:
-            told = await self._run(scripts.TELL_LATE, folder, place[3]) if timed_out else await work
+            told = await self._surely(scripts.TELL_LATE, folder, most) if timed_out else await work
+            self._told.append(folder)
             return _read(told, timed_out, max_output_bytes, time.monotonic() - begun)
         except SandboxError:
             if self._closing is None:
                 raise
             return ExecResult(exit_code=None, stdout=b"", stderr=b"", duration_s=time.monotonic() - begun)
+
+    async def _followed(self, follow: Sequence[str]) -> Result:
+        """What a command came to. It goes on when a call for it is cut, as clouds do after some minutes."""
+        while True:
+            told = await self._surely(scripts.FOLLOW, *follow)
+            match (told.stdout or "").strip():
+                case "running":
+                    continue
+                case "lost":
+                    raise SandboxError("a command in a box was not begun")
+            return told
+
+    async def _surely(self, script: str, *arguments: str) -> Result:
+        """As _run, for a script that may be run again: made again when it fails on the way."""
+        stumbled = 0
+        while True:
+            try:
+                return await self._run(script, *arguments)
+            except SandboxLost:
+                raise
+            except SandboxError:
+                stumbled += 1
+                if stumbled == detached.STUMBLES:
+                    raise
+                await asyncio.sleep(0.1 * 2**stumbled)
 
     async def spawn(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None

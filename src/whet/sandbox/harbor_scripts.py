@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+# In a session of its own, so that it goes on when the call that started it is cut.
 EXEC = """
-folder=$1; cwd=$2; blocks=$3; most=$4; shift 4
-cd "$folder" && . ./env && mkfifo o e || exit 125
+folder=$1; cwd=$2; blocks=$3; shift 3
+cd "$folder" && echo $$ > begun/pid && . ./env && mkfifo o e || exit 125
 { ( ulimit -f "$blocks"; exec cat > out ) ; exec cat; } < o > /dev/null 2>&1 & a=$!
 { ( ulimit -f "$blocks"; exec cat > err ) ; exec cat; } < e > /dev/null 2>&1 & b=$!
 ( cd "$cwd" || exit 126; exec "$@" ) < "$folder/input" > "$folder/o" 2> "$folder/e"
 echo $? > exit; n=0
 while [ $n -lt 20 ] && { kill -0 $a || kill -0 $b; } 2> /dev/null; do sleep 0.05; n=$((n + 1)); done
+: > done
 """
-TELL = """
-cd "$folder" || exit 125
+_TELL = """
 { cat exit 2> /dev/null || echo none; } && for f in out err; do
   { head -c "$most" $f 2> /dev/null | base64 | tr -d '\\n'; echo; }; done
-cd / && rm -rf "$folder"
 """
-TELL_LATE = "folder=$1; most=$2\n" + TELL
+# Starts EXEC once, however often it is called, and waits for its end, but not for long.
+FOLLOW = (
+    """
+folder=$1; most=$2; rounds=$3; exec=$4; shift 4
+cd "$folder" || exit 125
+if mkdir begun 2> /dev/null; then
+  nohup setsid sh -c "$exec" exec "$folder" "$@" > /dev/null 2>&1 < /dev/null &
+fi
+alive() { said=$(cat "/proc/$1/stat" 2> /dev/null) || return 1
+  set -- ${said##*) }; case $1 in Z | X) return 1 ;; esac; }
+n=0
+until [ -f done ]; do
+  n=$((n + 1)); pid=$(cat begun/pid 2> /dev/null)
+  [ -z "$pid" ] || alive "$pid" || break
+  [ $n -lt "$rounds" ] || { if [ -n "$pid" ]; then echo running; else echo lost; fi; exit; }
+  pause=0.5; [ $n -gt 70 ] || pause=0.1; [ $n -gt 25 ] || pause=0.02
+  sleep $pause 2> /dev/null || sleep 1
+done
+"""
+    + _TELL
+)
+TELL_LATE = 'folder=$1; most=$2\ncd "$folder" || exit 125\n' + _TELL
 KILL_ALL = """
 mark=$1; shift
 for round in 1 2 3 4 5 6 7 8 9 10; do

@@ -40,6 +40,10 @@ class FakeEnvironment:
         self._box: Sandbox | None = None
         self.stopped = 0
         self.start_error: Exception | None = None
+        self.cut_s: float | None = None
+        """Seconds after which the way to a running command is cut, as clouds do; it goes on in the box."""
+        self.cuts = 0
+        self._going_on: set[asyncio.Task[object]] = set()
         self.commands: list[str] = []
         """Everything that went over the command line."""
 
@@ -50,7 +54,9 @@ class FakeEnvironment:
     async def start(self, force_build: bool) -> None:
         if self.start_error is not None:
             raise self.start_error
-        self._box = await self._backend.create(SandboxSpec(workdir=self._spec.workdir, places=("/logs",)))
+        self._box = await self._backend.create(
+            SandboxSpec(workdir=self._spec.workdir, places=("/logs", "/tests"))
+        )
 
     def _there(self) -> Sandbox:
         if self._box is None:
@@ -72,9 +78,17 @@ class FakeEnvironment:
     ) -> FakeResult:
         self.commands.append(command)
         argv = ["sh", "-c", command]
-        done = await self._there().exec(
-            argv, timeout_s=timeout_sec or 3600, env=env, cwd=cwd, max_output_bytes=MOST
+        work = asyncio.ensure_future(
+            self._there().exec(argv, timeout_s=timeout_sec or 3600, env=env, cwd=cwd, max_output_bytes=MOST)
         )
+        if self.cut_s is not None:
+            await asyncio.wait([work], timeout=self.cut_s)
+            if not work.done():
+                self.cuts += 1
+                self._going_on.add(work)
+                work.add_done_callback(self._going_on.discard)
+                raise ConnectionResetError("stream was cut")
+        done = await work
         code = 137 if done.exit_code is None or done.exit_code < 0 else done.exit_code
         out, err = (text.decode("utf-8", "replace") for text in (done.stdout, done.stderr))
         return FakeResult(stdout=out or None, stderr=err or None, return_code=code)

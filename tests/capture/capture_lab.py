@@ -141,6 +141,10 @@ class Lab:
         """Plan, render what is left, extend."""
         request = replace(self.request(self._spliced(tuple(messages)), tools), hints=hints)
         plan = self.forest.plan(request, FINGERPRINT)
+        if self._splices:  # what an earlier request left known changes nothing that is found
+            whole = self.forest.plan(replace(request, messages=tuple(messages)), FINGERPRINT)
+            assert (plan.base, plan.parent, plan.drift) == (whole.base, whole.parent, whole.drift)
+            assert plan.replace == whole.replace
         base = next((c for c in self.calls if c.node == plan.base), None)
         lead = [m for m in messages if m.role == "system"] if base is None else []
         lead = lead[: next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))]

@@ -12,6 +12,8 @@ from capture_lab import FINGERPRINT, SHELL, START, Lab, answer, call, long_chain
 
 from whet.capture import match
 from whet.capture.forest import Forest
+from whet.capture.history import History, Memory
+from whet.capture.nodes import ContextNode, Nodes
 from whet.types import Generation, IntArray, Message, ModelRequest
 
 TURNS, SAMPLED, CONTEXT = 200, 250, 250
@@ -84,3 +86,40 @@ def test_a_request_deep_in_a_long_line_looks_at_each_held_turn_once(monkeypatch:
     plan = forest.plan(Lab.request([*messages[:-1], user("another way")]), FINGERPRINT)
     assert plan.base is not None
     assert looked <= 2000 + 10
+
+
+@pytest.mark.parametrize("retried", [False, True])
+def test_a_request_that_begins_like_an_earlier_one_goes_on_where_that_ended(
+    monkeypatch: pytest.MonkeyPatch, retried: bool
+) -> None:
+    """Also behind a prompt that was sampled twice: the other sample says something else for good."""
+    lab = Lab("r", splices=True)
+    looked = 0
+    below = Nodes.below
+
+    def counted(self: Nodes, root_key: str, base: int | None) -> list[ContextNode]:
+        nonlocal looked
+        looked += 1
+        return below(self, root_key, base)
+
+    messages = list(START)
+    for turn in range(100):
+        prompt = lab.ask(messages)
+        if retried and turn == 40:
+            lab.abort(lab.sample(lab.ask(messages), says("lost")))
+        reply = says("look", call(f"call_{turn}", f'{{"n":{turn}}}'))
+        lab.deliver(lab.sample(prompt, reply))
+        messages += [reply, answer(f"call_{turn}", f"line {turn}")]
+    memory, before = Memory(), lab._asked[-1]
+    known = History(
+        tuple(messages[-2:]),
+        memory,
+        known=len(before[0]),
+        before=before[1].told,
+        parse=lambda: tuple(messages),
+    )
+    monkeypatch.setattr(Nodes, "below", counted)
+    plan = lab.forest.plan(Lab.request(known), FINGERPRINT)
+    assert plan.base is not None
+    assert plan.replace == (messages[-1],)
+    assert looked <= 5

@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from render_families import CONTROL, tokenizer_json
+from tokenizers import Tokenizer
 
 from whet.errors import RenderError
+from whet.render.bytelevel import _ALPHABET, byte_table
 from whet.render.encode import Codec
 
 CODEC = Codec(tokenizer_json())
+BYTE_LETTERS = {byte: letter for letter, byte in _ALPHABET.items()}
 HOSTILE = st.lists(st.sampled_from([*CONTROL, "<|im_", "end|>", "<", "|>", " ", "\n", "a", "é", "🙂"])).map(
     "".join
 )
@@ -76,3 +79,50 @@ def test_control_positions_of_any_ids() -> None:
     ids = np.array([some[0], -1, -(2**31), 2**31 - 1, CODEC.vocab_size, some[-1] + 1, some[-1]], np.int32)
     assert CODEC.control_positions(ids) == [0, 6]
     assert CODEC.control_positions(ids[:0]) == []
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(0, CODEC.vocab_size + 1), max_size=40))
+def test_the_table_of_bytes_decodes_as_the_library_does(ids: list[int]) -> None:
+    assert CODEC._bytes is not None
+    assert CODEC.decode(np.array(ids, dtype=np.int32)) == CODEC._stock.decode(ids, skip_special_tokens=False)
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=30))
+def test_bytes_that_are_no_text_decode_as_the_library_does(raw: bytes) -> None:
+    """Any bytes can be sampled: cut characters, stray continuations, surrogates."""
+    ids = [int(CODEC._stock.token_to_id(BYTE_LETTERS[byte])) for byte in raw]
+    assert CODEC.decode(np.array(ids, dtype=np.int32)) == CODEC._stock.decode(ids, skip_special_tokens=False)
+
+
+def test_a_tokenizer_that_decodes_otherwise_is_left_to_the_library() -> None:
+    spec = json.loads(tokenizer_json())
+    assert byte_table(Tokenizer.from_str(json.dumps(spec))) is not None
+    spec["decoder"] = {
+        "type": "Sequence",
+        "decoders": [spec["decoder"], {"type": "Strip", "content": " ", "start": 1, "stop": 0}],
+    }
+    assert byte_table(Tokenizer.from_str(json.dumps(spec))) is None
+
+
+def test_negative_ids_are_refused_as_by_the_library() -> None:
+    with pytest.raises(OverflowError):
+        CODEC.decode(np.array([5, -1], dtype=np.int32))
+
+
+def test_scaffold_is_encoded_once() -> None:
+    calls = 0
+    inner = CODEC._plain
+
+    class Counting:
+        def encode_batch_fast(self, texts: list[str], **options: object) -> object:
+            nonlocal calls
+            calls += 1
+            return inner.encode_batch_fast(texts, **options)
+
+    codec = Codec(tokenizer_json())
+    codec._plain = Counting()
+    once = [codec.encode(f"<|im_start|>tool\n{text}<|im_end|>\n").tolist() for text in ("a" * 40, "b" * 40)]
+    assert calls == 2 * 1 + 1, "the new text each time and the line break once"
+    assert once == [CODEC.encode(f"<|im_start|>tool\n{t}<|im_end|>\n").tolist() for t in ("a" * 40, "b" * 40)]

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from whet.capture.history import Walk
 from whet.capture.match import Conversation, Parts
 from whet.capture.nodes import ContextNode, Nodes, SampledNode
 from whet.capture.pointer import Names
@@ -56,48 +58,89 @@ class PromptPlan:
     hints: tuple[tuple[str, str], ...] = ()
 
 
-def deepest(nodes: Nodes, names: Names, root_key: str, told: Conversation) -> tuple[int | None, int]:
-    """(deepest sampled node that `told` fully matches, messages it accounts for); (None, 0) without one.
+class Reached(NamedTuple):
+    """Where a request's way down a tree ends."""
+
+    base: int | None
+    """Deepest sampled node that it fully matches."""
+    start: int
+    """Messages that this accounts for."""
+    depends: int | None
+    """Messages that decided the way, when no others and no answer to come can change it but a new fork."""
+
+    def walk(self, root_key: str, forks: int) -> Walk | None:
+        """For later requests that begin with the same messages."""
+        if self.base is None or self.depends is None:
+            return None
+        return Walk(root_key=root_key, base=self.base, start=self.start, depends=self.depends, forks=forks)
+
+
+def deepest(
+    nodes: Nodes, names: Names, root_key: str, told: Conversation, known: Walk | None = None
+) -> Reached:
+    """The deepest sampled node that `told` fully matches, from where `known` ends.
 
     Between equals the one named by a valid pointer wins, then by call ids, then the one delivered last; names
     are read only where the path splits, since those above are common to all.
     """
+    base, start, depends = (None, 0, 0) if known is None else (known.base, known.start, known.depends)
+    found = _taken_up(nodes, root_key, base, told, start)
+    while len(found.turns) == 1:
+        turn, end = found.turns[0]
+        base, start, depends = turn.id, end + 1, max(depends, found.depends)
+        found = _taken_up(nodes, root_key, base, told, start)
+    if not found.turns:
+        return Reached(base, start, depends if depends <= len(told) else None)
+    return _best(nodes, names, root_key, told, [(base, start, 0, 0)])
+
+
+def _best(
+    nodes: Nodes,
+    names: Names,
+    root_key: str,
+    told: Conversation,
+    reached: list[tuple[int | None, int, int, int]],
+) -> Reached:
+    """The best of the ways from where they split."""
     best = (0, 0, 0, 0, -1)  # messages, turns named by pointer, by call id, order of delivery, node
-    reached: list[tuple[int | None, int, int, int]] = [(None, 0, 0, 0)]
-    split = False
     while reached:
         base, start, pointed, minted = reached.pop()
-        found = _taken_up(nodes, root_key, base, told, start)
-        split = split or len(found) > 1
-        for turn, end in found:
-            hits = (pointed, minted)
-            if split:
-                message = told.echo(end)
-                hits = (
-                    pointed + (turn.id in names.pointed(message)),
-                    minted + (turn.id in names.minters(message)),
-                )
+        for turn, end in _taken_up(nodes, root_key, base, told, start).turns:
+            message = told.echo(end)
+            hits = (
+                pointed + (turn.id in names.pointed(message)),
+                minted + (turn.id in names.minters(message)),
+            )
             best = max(best, (end + 1, *hits, turn.delivered, turn.id))
             if turn.children:
                 reached.append((turn.id, end + 1, *hits))
-    return (best[4], best[0]) if best[0] else (None, 0)
+    return Reached(best[4], best[0], None)
 
 
-def _taken_up(
-    nodes: Nodes, root_key: str, base: int | None, told: Conversation, start: int
-) -> list[tuple[SampledNode, int]]:
-    """Turns right below `base` that `told` goes on with, each with the index of its echo."""
+class _Found(NamedTuple):
+    turns: list[tuple[SampledNode, int]]
+    """Each with the index of its echo."""
+    depends: int
+    """Messages that decide it."""
+
+
+def _taken_up(nodes: Nodes, root_key: str, base: int | None, told: Conversation, start: int) -> _Found:
+    """Turns right below `base` that `told` goes on with."""
     found: list[tuple[SampledNode, int]] = []
-    last = len(told) - 1
+    last, depends = len(told) - 1, 0
     for context in nodes.below(root_key, base):
         run = context.run
         end = start + len(run)
-        if end <= last and context.children and told.holds(run, start):
-            for child in context.children:
-                turn = nodes.sampled(child)
-                if told.says(end, turn.meaning):
-                    found.append((turn, end))
-    return found
+        depends = max(depends, end + 1)
+        if end > last or not told.holds(run, start):
+            continue
+        if not context.children:
+            depends = sys.maxsize  # its first answer may be said next
+        for child in context.children:
+            turn = nodes.sampled(child)
+            if told.says(end, turn.meaning):
+                found.append((turn, end))
+    return _Found(found, depends)
 
 
 def held_context(nodes: Nodes, root_key: str, base: int | None, told: Conversation) -> int | None:
@@ -120,13 +163,17 @@ def difference(held: Parts, got: Parts) -> str:
 
 
 def classify(
-    nodes: Nodes, root_key: str, base: int | None, told: Conversation, echoes: Sequence[SampledNode]
+    nodes: Nodes,
+    root_key: str,
+    base: int | None,
+    told: Conversation,
+    echoes: Sequence[SampledNode],
+    held: int | None,
 ) -> Drift:
     """Name the drift of a request whose messages after `base` are `told`.
 
-    `echoes` are the held turns that these messages name, in request order.
+    `echoes` are the held turns that these messages name, in request order; `held` is their `held_context`.
     """
-    held = held_context(nodes, root_key, base, told)
     if held is not None:
         gone_past = any(nodes.sampled(child).continued for child in nodes.context(held).children)
         return Drift(kind="fork", cause="rewind") if gone_past else Drift(kind="clean", cause="same_prompt")

@@ -15,7 +15,7 @@ import numpy as np
 
 from whet.capture.diagnosis import Diagnosis, first_difference
 from whet.capture.drift import PromptPlan, classify, deepest, held_context
-from whet.capture.history import History
+from whet.capture.history import History, Walk
 from whet.capture.ledger import check_generation
 from whet.capture.match import (
     Conversation,
@@ -82,17 +82,22 @@ class Forest:
         """
         self._refuse_sealed("a request")
         tools = self._tools_digest(request.tools)
-        told, system = self._read(request.messages, tools)
+        told, system, lead = self._read(request.messages, tools)
         key = root_key(fingerprint, system, tools)
-        base, start = deepest(self._nodes, self._names, key, told)
-        rest = told.rest(start)
+        found = deepest(self._nodes, self._names, key, told, self._walked(request.messages, key, tools))
+        if isinstance(request.messages, History):
+            walk = found.walk(key, self._nodes.forks)
+            request.messages.memory.told = told.told(system, tools, lead, walk)
+        base = found.base
+        rest = told.rest(found.start)
         echoes = self._names.echoed(rest.messages)
+        held = held_context(self._nodes, key, base, rest)
         return PromptPlan(
             root_key=key,
             base=base,
-            parent=held_context(self._nodes, key, base, rest),
+            parent=held,
             replace=tuple(rest.messages),
-            drift=classify(self._nodes, key, base, rest, echoes),
+            drift=classify(self._nodes, key, base, rest, echoes, held),
             told=rest,
             tools=bool(request.tools),
             echoes=frozenset(node.id for node in echoes),
@@ -113,21 +118,23 @@ class Forest:
             self._readers[tools] = Reader(declared_defaults(self._tools[0]))
         return self._readers[tools]
 
-    def _read(self, messages: Sequence[Message], tools: bytes) -> tuple[Conversation, bytes]:
-        """The conversation after the leading system messages, and the digest of those."""
+    def _read(self, messages: Sequence[Message], tools: bytes) -> tuple[Conversation, bytes, int]:
+        """The conversation after the leading system messages, the digest of those and how many they are."""
         reader = self._reader(tools)
-        if not isinstance(messages, History):
-            lead = leading_system(messages)
-            return reader.conversation(messages[lead:]), system_digest(messages[:lead])
-        if messages.before is not None and messages.before.tools == tools:
-            lead, system = messages.before.lead, messages.before.system
-            told = reader.conversation(messages.after(lead))
-        else:
-            lead = leading_system(messages)
-            system = system_digest(messages[:lead])
-            told = reader.conversation(messages[lead:])
-        messages.memory.told = told.told(system, tools, lead)
-        return told, system
+        before = messages.before if isinstance(messages, History) else None
+        if isinstance(messages, History) and before is not None and before.tools == tools:
+            return reader.conversation(messages.after(before.lead)), before.system, before.lead
+        lead = leading_system(messages)
+        return reader.conversation(messages[lead:]), system_digest(messages[:lead]), lead
+
+    def _walked(self, messages: Sequence[Message], key: str, tools: bytes) -> Walk | None:
+        """The part of the way that an earlier request went, if this one must go it too."""
+        before = messages.before if isinstance(messages, History) else None
+        if not isinstance(messages, History) or before is None or before.walk is None:
+            return None
+        walk = before.walk
+        same = before.tools == tools and walk.root_key == key and walk.forks == self._nodes.forks
+        return walk if same and before.lead + walk.depends <= messages.known else None
 
     def extend(self, plan: PromptPlan, delta: IntArray, diagnosis: Diagnosis | None = None) -> int:
         """Open one request: the context node for `plan`, with the ids rendered for it; returns its id.
@@ -178,15 +185,12 @@ class Forest:
             echoes=plan.echoes,
             hints=self._notes.hints(plan.hints),
         )
-        self._nodes.all.append(node)
-        if base is None:
-            self._nodes.tops.setdefault(plan.root_key, []).append(node_id)
-        else:
-            base.children.append(node_id)
+        tops = self._nodes.tops
+        self._nodes.place(node, tops.setdefault(plan.root_key, []) if base is None else base.children)
         return node
 
     def _check_delta(self, plan: PromptPlan, delta: IntArray) -> None:
-        if delta.dtype != np.int32 or delta.ndim != 1 or bool((delta < 0).any()):
+        if delta.dtype != np.int32 or delta.ndim != 1 or (delta.size and np.minimum.reduce(delta) < 0):
             raise CaptureError(f"rollout {self._rollout_id}: a prompt must be a row of int32 ids >= 0")
         if plan.base is None and not delta.size:
             raise CaptureError(f"rollout {self._rollout_id}: a root prompt is empty")
@@ -228,21 +232,21 @@ class Forest:
         if reply.role != "assistant":
             raise CaptureError(f"{where}: a reply has role assistant, not {reply.role}")
         kept = _frozen_generation(generation)
+        meaning, parts = context.reader.both(reply)
         sampled = SampledNode(
             id=len(self._nodes.all),
             parent=node,
             top=context.top,
             turn=turn,
             generation=kept,
-            meaning=context.reader.meaning(reply),
-            parts=context.reader.parts(reply),
+            meaning=meaning,
+            parts=parts,
             chained=chain(context.chained, kept.ids),
             synthetic=synthetic,
             discarded=discarded,
             labels=tuple(labels),
         )
-        self._nodes.all.append(sampled)
-        context.children.append(sampled.id)
+        self._nodes.place(sampled, context.children)
         self._turns.add(turn)
         self._names.mint(minted, sampled.id)
         return sampled.id

@@ -15,6 +15,22 @@ from whet.types import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """How far a request went down a tree where no two ways were open: one that begins with the same messages
+    goes the same way, while the forest has no new fork."""
+
+    root_key: str
+    base: int
+    """The sampled node reached."""
+    start: int
+    """Messages that it accounts for, behind the leading system messages."""
+    depends: int
+    """How many of the messages must be the same."""
+    forks: int
+    """`Nodes.forks` at the time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
     """What the forest keeps of a request's messages; immutable, so that requests may share it."""
 
@@ -28,6 +44,15 @@ class Told:
     reasoning: tuple[tuple[int, bytes], ...] = field(repr=False)
     echoes: tuple[tuple[int, Message], ...] = field(repr=False)
     """(index, what names a turn: call ids and pointers only) of each assistant message."""
+    walk: Walk | None = field(repr=False)
+
+    def first(self, known: int) -> tuple[dict[int, bytes], dict[int, Message]]:
+        """Reasoning and echoes of the first `known` messages."""
+        reasoning, echoes = dict(self.reasoning), dict(self.echoes)
+        if echoes and self.echoes[-1][0] >= known:
+            echoes = {i: echo for i, echo in self.echoes if i < known}
+            reasoning = {i: digest for i, digest in self.reasoning if i < known}
+        return reasoning, echoes
 
 
 class Memory:

@@ -21,7 +21,7 @@ def check_generation(where: str, generation: Generation, *, synthetic: bool) -> 
     ids = generation.ids
     if ids.dtype != np.int32 or ids.ndim != 1:
         raise CaptureError(f"{where}: sampled ids are {ids.dtype}{list(ids.shape)}, not a row of int32")
-    if (ids < 0).any():
+    if ids.size and np.minimum.reduce(ids) < 0:
         raise CaptureError(f"{where} token {int(np.argmax(ids < 0))}: a sampled id is negative")
     if not ids.size and generation.finish != "abort" and not synthetic:
         raise CaptureError(f"{where}: no id was sampled, yet the finish is {generation.finish!r}")
@@ -39,10 +39,11 @@ def _check_logprobs(where: str, logprobs: FloatArray, count: int) -> None:
     if len(logprobs) != count:
         token = min(len(logprobs), count)
         raise CaptureError(f"{where} token {token}: {len(logprobs)} logprobs for {count} sampled ids")
-    bad = ~(np.isfinite(logprobs) & (logprobs <= 0))
-    if bad.any():
-        token = int(np.argmax(bad))
-        raise CaptureError(f"{where} token {token}: logprob {logprobs[token]} is not finite and <= 0")
+    # Two passes decide: neither comparison holds where there is a NaN.
+    if not count or (np.maximum.reduce(logprobs) <= 0 and np.minimum.reduce(logprobs) > -np.inf):
+        return
+    token = int(np.argmax(~(np.isfinite(logprobs) & (logprobs <= 0))))
+    raise CaptureError(f"{where} token {token}: logprob {logprobs[token]} is not finite and <= 0")
 
 
 def _check_runs(where: str, runs: VersionRuns, count: int, *, synthetic: bool) -> None:

@@ -13,10 +13,11 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import isinf
 from typing import NamedTuple, NoReturn
 
-from whet.capture.history import History, Told
+from whet.capture.history import History, Told, Walk
 from whet.types import Message, ToolCall, ToolSpec
 
 SIZE = 16
@@ -94,9 +95,10 @@ class Conversation:
         echoes = {i - start: self._echoes[i] for i in at if i in self._echoes}
         return Conversation(messages, self._said[start * SIZE :], reasoning, echoes, self.reader)
 
-    def told(self, system: bytes, tools: bytes, lead: int) -> Told:
+    def told(self, system: bytes, tools: bytes, lead: int, walk: Walk | None) -> Told:
         """What a later request that begins with these messages need not read again."""
         return Told(
+            walk=walk,
             system=system,
             tools=tools,
             lead=lead,
@@ -135,12 +137,9 @@ def same(held: Meaning, got: Meaning) -> bool:
 
 def digest(*parts: str | bytes) -> bytes:
     """16 bytes over length-prefixed parts: no two different lists of parts run together."""
-    h = hashlib.blake2b(digest_size=SIZE)
-    for part in parts:
-        raw = part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
-        h.update(len(raw).to_bytes(8, "big"))
-        h.update(raw)
-    return h.digest()
+    raws = [part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass") for part in parts]
+    whole = b"".join([piece for raw in raws for piece in (len(raw).to_bytes(8, "big"), raw)])
+    return hashlib.blake2b(whole, digest_size=SIZE).digest()
 
 
 def system_digest(system: Sequence[Message]) -> bytes:
@@ -153,6 +152,7 @@ def tools_digest(tools: Sequence[ToolSpec]) -> bytes:
     return digest(*(part for tool in tools for part in (tool.name, tool.description, tool.parameters)))
 
 
+@lru_cache(256)
 def root_key(fingerprint: str, system: bytes, tools: bytes) -> str:
     """Hex SHA-256 over family, leading system messages and tools."""
     return hashlib.sha256(digest(fingerprint, system, tools)).hexdigest()
@@ -225,6 +225,45 @@ def canonical_arguments(text: str, defaults: Defaults | None = None) -> str:
         return "text:" + text
 
 
+class _Owners:
+    """Which call a tool message answers: the newest with its id. Most answer one of the last turn's few
+    calls; the others are looked up only when there is one that does not."""
+
+    _FEW = 8
+
+    def __init__(self, turns: list[Sequence[ToolCall]]) -> None:
+        """`turns`: the calls of each assistant message so far; taken over."""
+        self._unread = turns
+        self._newest = turns[-1] if turns else ()
+        self._turns = 0
+        """Those in `_by_id`."""
+        self._by_id: dict[str, tuple[int, int]] = {}
+
+    def add(self, calls: Sequence[ToolCall]) -> None:
+        """The calls of the next assistant message."""
+        self._unread.append(calls)
+        self._newest = calls
+
+    def head(self, message: Message) -> str:
+        """How the meaning of a message that is no assistant's begins."""
+        if message.role != "tool":
+            return message.role
+        wanted = message.tool_call_id
+        if len(self._newest) <= self._FEW:
+            for ordinal in range(len(self._newest) - 1, -1, -1):
+                if self._newest[ordinal].id == wanted:
+                    return f"tool 0.{ordinal}"
+        for calls in self._unread:
+            self._turns += 1
+            for ordinal, call in enumerate(calls):
+                self._by_id[call.id] = (self._turns, ordinal)
+        self._unread = []
+        if wanted not in self._by_id:
+            return "tool"
+        turn, ordinal = self._by_id[wanted]
+        return f"tool {self._turns - turn}.{ordinal}"
+
+
 class Reader:
     """Reads requests; remembers which spellings of tool calls mean what, so that each is parsed once."""
 
@@ -243,12 +282,20 @@ class Reader:
 
     def parts(self, message: Message) -> Parts:
         """Of one assistant message."""
-        return Parts(
-            reasoning=digest(message.reasoning) if message.reasoning else b"",
+        return self.both(message)[1]
+
+    def both(self, message: Message) -> tuple[Meaning, Parts]:
+        """Meaning and parts of one assistant message, its arguments read once."""
+        calls = message.tool_calls
+        canonical = [self._canonical(call) for call in calls]
+        reasoning = digest(message.reasoning) if message.reasoning else b""
+        parts = Parts(
+            reasoning=reasoning,
             text=digest(message.text),
-            names=tuple(sys.intern(call.name) for call in message.tool_calls),
-            arguments=tuple(digest(self._canonical(call)) for call in message.tool_calls),
+            names=tuple([sys.intern(call.name) for call in calls]),
+            arguments=tuple([digest(text) for text in canonical]),
         )
+        return Meaning(self._assistant(message.text, calls, canonical), reasoning), parts
 
     def _canonical(self, call: ToolCall) -> str:
         return canonical_arguments(call.arguments, self.defaults.get(call.name))
@@ -261,38 +308,32 @@ class Reader:
         if isinstance(messages, History) and messages.before is not None:
             known, fresh, before = messages.known, messages.fresh, messages.before
         said = [] if before is None else [before.said[: known * SIZE]]
-        reasoning = {} if before is None else {i: r for i, r in before.reasoning if i < known}
-        echoes = {} if before is None else {i: m for i, m in before.echoes if i < known}
-        owner = {
-            call.id: (turn, ordinal)
-            for turn, echo in enumerate(echoes.values(), 1)
-            for ordinal, call in enumerate(echo.tool_calls)
-        }
+        reasoning, echoes = ({}, {}) if before is None else before.first(known)
+        owners = _Owners([echo.tool_calls for echo in echoes.values()])
         for index, message in enumerate(fresh, known):
             role = message.role
             if role == "assistant":
                 echoes[index] = _echo(message)
-                for ordinal, call in enumerate(message.tool_calls):
-                    owner[call.id] = (len(echoes), ordinal)
+                owners.add(message.tool_calls)
                 if message.reasoning:
                     reasoning[index] = digest(message.reasoning)
                 said.append(self._assistant(message.text, message.tool_calls))
                 continue
-            head: str = role
-            if role == "tool" and message.tool_call_id in owner:
-                turn, ordinal = owner[message.tool_call_id]
-                head = f"tool {len(echoes) - turn}.{ordinal}"
-            said.append(_hash(f"{head}\0{message.text}"))
+            said.append(_hash(f"{owners.head(message)}\0{message.text}"))
         return Conversation(messages, b"".join(said), reasoning, echoes, self)
 
-    def _assistant(self, text: str, calls: Sequence[ToolCall]) -> bytes:
+    def _assistant(
+        self, text: str, calls: Sequence[ToolCall], canonical: Sequence[str] | None = None
+    ) -> bytes:
+        """Digest of what was said; `canonical` are the calls' arguments, where they were read already."""
         if not calls:
             return _hash(f"assistant\0{text}")
         spelled = "".join([f"{len(c.name)} {c.name}{len(c.arguments)} {c.arguments}" for c in calls])
         wire = _hash(f"calls\0{len(spelled)} {spelled}{text}")
         known = self._spelled.get(wire)
         if known is None:
-            named = [part for c in calls for part in (c.name, self._canonical(c))]
+            canonical = [self._canonical(c) for c in calls] if canonical is None else canonical
+            named = [part for c, read in zip(calls, canonical, strict=True) for part in (c.name, read)]
             known = digest("calls", text, *named)
             if len(self._spelled) >= self._KEPT:
                 self._spelled.clear()

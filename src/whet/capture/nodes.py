@@ -111,6 +111,14 @@ class Nodes:
         self.rollout_id = rollout_id
         self.all: list[Node] = []
         self.tops: dict[str, list[int]] = {}
+        self.forks = 0
+        """How often a node came to stand beside another."""
+
+    def place(self, node: Node, beside: list[int]) -> None:
+        """Keep a node; `beside` are those with its parent, or the tops of its root key."""
+        self.forks += bool(beside)
+        self.all.append(node)
+        beside.append(node.id)
 
     def context(self, node: int) -> ContextNode:
         """Raises CaptureError when `node` is not a context node."""

@@ -1,9 +1,9 @@
 """Which turn a reply was: minted tool-call ids, and signed pointers in opaque fields that agents hand back.
 
-A pointer is `whet`, 8 hex digits of the node, 32 hex digits of HMAC-SHA256 over it under the session's own
-key. The 44 characters are base64 of whole bytes in either alphabet, because some clients decode and encode
-the field. Both are hints among turns of equal meaning, never a reason to splice: agents paste old signatures
-onto edited text. Whatever this session did not mint or sign means nothing. Caller: forest.
+A pointer is `whet`, 8 hex digits of the node, 32 hex digits of a keyed BLAKE2b over it under the session's
+own key. The 44 characters are base64 of whole bytes in either alphabet, because some clients decode and
+encode the field. Both are hints among turns of equal meaning, never a reason to splice: agents paste old
+signatures onto edited text. Whatever this session did not mint or sign means nothing. Caller: forest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from whet.capture.nodes import Nodes, SampledNode
 from whet.types import Message
 
 _FORM = re.compile(r"whet([0-9a-f]{8})([0-9a-f]{32})")
-_PURPOSE = b"whet node pointer\0"
+_PURPOSE = b"whet node"
 
 
 def sign(key: bytes, node: int) -> str:
@@ -35,8 +35,8 @@ def verify(key: bytes, text: str) -> int | None:
 
 
 def _mac(key: bytes, node: int) -> str:
-    """128 bits of the HMAC, as hex."""
-    return hmac.digest(key, _PURPOSE + node.to_bytes(8, "big"), hashlib.sha256)[:16].hex()
+    """The 128-bit tag, as hex. A key is cut where the hash cuts it; a session's has 32 bytes."""
+    return hashlib.blake2b(node.to_bytes(8, "big"), key=key[:64], person=_PURPOSE, digest_size=16).hexdigest()
 
 
 class Names:

@@ -141,13 +141,13 @@ class Bodies:
 
     def _known(self, marks: Mapping[int, Hash], raw: bytes) -> list[tuple[_Record, _Cut]]:
         """Conversations that the body may continue, the longest shared part first."""
-        digests = {(end, mark.digest()) for end, mark in marks.items()}
-        found = [
-            (record, cut)
-            for record in reversed(self._records)
-            for cut in record.cuts
-            if (cut.end, cut.digest) in digests and _same_rest(record, raw, cut.end)
-        ]
+        digests = {end: mark.digest() for end, mark in marks.items()}
+        found: list[tuple[_Record, _Cut]] = []
+        for record in reversed(self._records):
+            cuts = [cut for cut in record.cuts if digests.get(cut.end) == cut.digest]
+            if cuts and _same_rest(record, raw):
+                close = len(raw) - record.rest_size
+                found += [(record, cut) for cut in cuts if cut.end <= close]
         return sorted(found, key=lambda pair: -pair[1].end)
 
     def _go_on(
@@ -171,9 +171,7 @@ class Bodies:
             before=record.memory.told,
             parse=lambda: self._all(dialect, raw, action),
         )
-        base = replace(record.wire, names={**record.wire.names, **said.names})
-        hints = labels((*base.request.hints, *said.request.hints)) if values else base.request.hints
-        base = replace(base, request=replace(base.request, hints=hints))
+        base = _with(record.wire, said) if values else record.wire
         wire = replace(base, request=replace(base.request, messages=history))
         later = replace(
             record,
@@ -250,11 +248,21 @@ class _Stretch(NamedTuple):
     """In the whole body."""
 
 
-def _same_rest(record: _Record, raw: bytes, end: int) -> bool:
+def _same_rest(record: _Record, raw: bytes) -> bool:
     close = len(raw) - record.rest_size
-    if close < end or record.memory.told is None:
+    if close < 0 or record.memory.told is None:
         return False
     return hashlib.sha256(memoryview(raw)[close:]).digest() == record.rest
+
+
+def _with(wire: WireCall, said: WireCall) -> WireCall:
+    """A conversation's call with what its new elements bring besides messages."""
+    if said.names:
+        wire = replace(wire, names={**wire.names, **said.names})
+    hints = labels((*wire.request.hints, *said.request.hints)) if said.request.hints else wire.request.hints
+    if hints == wire.request.hints:
+        return wire
+    return replace(wire, request=replace(wire.request, hints=hints))
 
 
 def _messages(dialect: Dialect, values: list[object], action: str) -> tuple[Message, ...]:

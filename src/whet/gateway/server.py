@@ -243,7 +243,8 @@ class Gateway:
             wire, name = await session.bodies.read(dialect, raw, route.action + query)
         if route.kind == "count":
             return json_response(dialect.count(await session.count_tokens(wire.request)))
-        request = replace(wire.request, hints=wire.request.hints + hints_of(http))
+        hints = hints_of(http)
+        request = replace(wire.request, hints=wire.request.hints + hints) if hints else wire.request
         call = session.admit(name, request)
         delivery = Delivery(
             http=http,

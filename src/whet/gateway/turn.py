@@ -73,6 +73,20 @@ def _fresh_texts(plan: PromptPlan, request: ModelRequest) -> list[str]:
     return texts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """A request as it went to the engine."""
+
+    request: ModelRequest
+    plan: PromptPlan
+    node: int
+    """Its context node."""
+    prompt: int
+    """Tokens sent."""
+    fresh: int
+    """Those of them that were rendered for it."""
+
+
 class Turns:
     """Runs the calls of one session against one forest."""
 
@@ -104,9 +118,9 @@ class Turns:
             return self._synthetic(turn)
         self.stats.calls += 1
         request, injected = self._tools.prepare(request)
-        plan = self._plan(request)
+        plan, fresh = self._plan(request)
         try:
-            delta = await self._render(plan, request)
+            delta = await self._render(plan, request, fresh)
         except WireError:
             self._overflowed()
             raise
@@ -116,7 +130,8 @@ class Turns:
         try:
             generation = await self._sample(prompt, request, turn)
             if generation is not None:
-                answer = self._commit(node, prompt, generation, request, turn)
+                made = _Made(request=request, plan=plan, node=node, prompt=len(prompt), fresh=len(delta))
+                answer = self._commit(made, generation, turn)
         except (EngineError, asyncio.CancelledError) as error:
             if isinstance(error, EngineError) or turn in self.cut_off:
                 self.unanswered[node] = turn
@@ -131,7 +146,7 @@ class Turns:
         if self.unanswered.get(node, turn) < turn:
             del self.unanswered[node]
         self._tools.sampled(answer.reply.tool_calls, injected)
-        return replace(answer, drift=f"{plan.drift.kind} {plan.drift.cause}", fresh=len(delta))
+        return answer
 
     async def _sample(self, prompt: IntArray, request: ModelRequest, turn: int) -> Generation | None:
         """`_generate` within the budgets, its share held back from parallel calls meanwhile. None when a
@@ -179,20 +194,21 @@ class Turns:
         if plan.parent is not None:
             return len(self._forest.path_ids(plan.parent))
         held = 0 if plan.base is None else len(self._forest.path_ids(plan.base))
-        return held + len(await self._render(plan, request))
+        return held + len(await self._render(plan, request, _fresh_texts(plan, request)))
 
-    def _plan(self, request: ModelRequest) -> PromptPlan:
-        """What the request continues. The forest is append-only, so a plan stays valid."""
+    def _plan(self, request: ModelRequest) -> tuple[PromptPlan, list[str]]:
+        """What the request continues, and its fresh texts. A plan stays valid: the forest only grows."""
         plan = self._forest.plan(request, self._family.fingerprint)
         self.stats.edited += plan.drift.kind == "edited"
         self.stats.forks += plan.drift.kind == "fork"
-        self.stats.injections += sum(map(self._family.injections, _fresh_texts(plan, request)))
-        return plan
+        fresh = _fresh_texts(plan, request)
+        self.stats.injections += sum(map(self._family.injections, fresh))
+        return plan, fresh
 
-    async def _render(self, plan: PromptPlan, request: ModelRequest) -> IntArray:
+    async def _render(self, plan: PromptPlan, request: ModelRequest, fresh: list[str]) -> IntArray:
         """The ids between what the plan continues and the reply: only what is new. Raises WireError for text
         that cannot fit."""
-        chars = sum(map(len, _fresh_texts(plan, request)))
+        chars = sum(map(len, fresh))
         if chars > CHARS_PER_TOKEN * self._max_context:
             raise self._overflow(chars // CHARS_PER_TOKEN)
 
@@ -265,26 +281,36 @@ class Turns:
         if any(version > held for _, version in generation.version_runs):
             raise EngineError(f"engine claims a version newer than its receipt {held}")
 
-    def _commit(
-        self, node: int, prompt: IntArray, generation: Generation, request: ModelRequest, turn: int
-    ) -> Answer:
+    def _commit(self, made: _Made, generation: Generation, turn: int) -> Answer:
         sampled_tokens = len(generation.ids)
+        request = made.request
         generation, parsed, stop = cut_at_stop(self._family, generation, request.stop, request.tools)
         parsed = self._translated(parsed, request, turn)
-        reply = replace(self._reply(parsed, generation, len(prompt), turn), stop=stop)
-        message = Message(
-            role="assistant", text=reply.text, reasoning=reply.reasoning, tool_calls=reply.tool_calls
-        )
-        labels = ("shim",) if self.stats.shimmed[-1:] == [turn] else ()
-        discarded = sampled_tokens - len(generation.ids)
+        calls = self._minted(parsed, turn)
         sampled = self._forest.commit(
-            node, generation, message, turn=turn, discarded=discarded, labels=labels
+            made.node,
+            generation,
+            Message(role="assistant", text=parsed.text, reasoning=parsed.reasoning, tool_calls=calls),
+            turn=turn,
+            discarded=sampled_tokens - len(generation.ids),
+            labels=("shim",) if self.stats.shimmed[-1:] == [turn] else (),
         )
-        self.stats.prompt_tokens += len(prompt)
+        self.stats.prompt_tokens += made.prompt
         self.stats.sampled_tokens += sampled_tokens
         self.stats.malformed += parsed.malformed
         self.stats.truncated |= generation.finish == "length"
-        return Answer(reply=replace(reply, pointer=self._forest.pointer(sampled)), turn=turn, node=sampled)
+        reply = Reply(
+            text=parsed.text,
+            reasoning=parsed.reasoning,
+            tool_calls=calls,
+            finish=generation.finish,
+            stop=stop,
+            prompt_tokens=made.prompt,
+            sampled_tokens=len(generation.ids),
+            pointer=self._forest.pointer(sampled),
+        )
+        drift = f"{made.plan.drift.kind} {made.plan.drift.cause}"
+        return Answer(reply=reply, turn=turn, node=sampled, drift=drift, fresh=made.fresh)
 
     def _translated(self, parsed: ParsedReply, request: ModelRequest, turn: int) -> ParsedReply:
         """With the shim on: a text that stands for a command becomes a call, on the wire only."""
@@ -297,22 +323,16 @@ class Turns:
         self.stats.shimmed.append(turn)
         return replace(parsed, calls=(call,))
 
-    def _reply(self, parsed: ParsedReply, generation: Generation, prompt: int, turn: int) -> Reply:
-        calls = tuple(
+    def _minted(self, parsed: ParsedReply, turn: int) -> tuple[ToolCall, ...]:
+        """The calls of a reply under their wire ids."""
+        spec = self._spec
+        return tuple(
             ToolCall(
-                id=carry_id(mint_call_id(self._spec.seed, self._spec.rollout_id, turn, i), call.id),
+                id=carry_id(mint_call_id(spec.seed, spec.rollout_id, turn, i), call.id),
                 name=call.name,
                 arguments=call.arguments,
             )
             for i, call in enumerate(parsed.calls)
-        )
-        return Reply(
-            text=parsed.text,
-            reasoning=parsed.reasoning,
-            tool_calls=calls,
-            finish=generation.finish,
-            prompt_tokens=prompt,
-            sampled_tokens=len(generation.ids),
         )
 
     def out_of(self) -> str:

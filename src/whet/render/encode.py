@@ -13,15 +13,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from whet.errors import RenderError
+from whet.render.bytelevel import byte_table
 from whet.types import IntArray
 
 _SHIELD_BASE = 0xDC00
+_SCAFFOLD_CHARS, _SCAFFOLDS = 32, 1024
+"""Texts up to this length are mostly what templates write around content: so many are kept."""
 
 
 class Codec:
@@ -68,6 +71,8 @@ class Codec:
             "|".join(re.escape(n) for n in sorted(chosen, key=len, reverse=True)) or "(?!)"
         )
         self._firsts = _shielded(chosen)
+        self._scaffold: dict[str, list[int]] = {}
+        self._bytes = byte_table(self._stock)
         self._check()
 
     def shield(self, text: str) -> str:
@@ -89,7 +94,7 @@ class Codec:
         """Ids of a rendered text: markers are scaffold, everything shielded is content."""
         ids: list[int] = []
         at = 0
-        for hit in self._markers.finditer(rendered):
+        for hit in self._hits(rendered):
             ids += self._run(rendered[at : hit.start()])
             ids.append(self.control[hit.group()])
             at = hit.end()
@@ -106,6 +111,8 @@ class Codec:
 
     def decode(self, ids: IntArray) -> str:
         """Text of ids, control tokens included; ids outside the vocabulary vanish."""
+        if self._bytes is not None:
+            return self._bytes.text(ids)
         return str(self._stock.decode(ids.tolist(), skip_special_tokens=False))
 
     def decode_marked(self, ids: IntArray) -> str:
@@ -124,18 +131,40 @@ class Codec:
 
     def markers_in(self, text: str) -> int:
         """Control markers typed as plain text."""
-        return sum(1 for _ in self._markers.finditer(text))
+        return sum(1 for _ in self._hits(text))
 
     def control_positions(self, ids: IntArray) -> list[int]:
         """Positions of control ids, ascending."""
         return self._is_control.take(ids + 1, mode="clip").nonzero()[0].tolist()
 
+    def _hits(self, text: str) -> Iterator[re.Match[str]]:
+        """Markers from left to right. Where all begin with one character, only its places are looked at."""
+        if len(self._firsts) != 1:
+            yield from self._markers.finditer(text)
+            return
+        first = self._firsts[0][0]
+        at = text.find(first)
+        while at >= 0:
+            hit = self._markers.match(text, at)
+            if hit is not None:
+                yield hit
+            at = text.find(first, at + 1 if hit is None else hit.end())
+
     def _run(self, text: str) -> list[int]:
+        """Ids of a text without markers; not to be written to."""
         if not text:
             return []
+        known = self._scaffold.get(text)
+        if known is not None:
+            return known
         # The fast form leaves out the offsets, which nobody reads.
         (encoded,) = self._plain.encode_batch_fast([self.unshield(text)], add_special_tokens=False)
-        return encoded.ids
+        ids: list[int] = encoded.ids
+        if len(text) <= _SCAFFOLD_CHARS:
+            if len(self._scaffold) >= _SCAFFOLDS:
+                self._scaffold.clear()
+            self._scaffold[text] = ids
+        return ids
 
     def _check(self) -> None:
         for name, number in self.control.items():

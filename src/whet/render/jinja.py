@@ -47,6 +47,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise RenderError(f"chat template does not compile: {error}") from error
+        # A plain mapping: jinja copies it for every rendering, and copies a chain of mappings key by key.
+        self._template.globals = dict(self._template.globals)
         self.variables = dict(variables)
         day = now.date().isoformat() if "strftime_now" in source else ""
         self.identity = json.dumps([source, self.variables, day], sort_keys=True)

@@ -181,7 +181,7 @@ def is_json(text: str) -> bool:
     """The whole text is one JSON value."""
     text = text.strip(" \t\r\n")
     try:
-        _, end = json.JSONDecoder(parse_constant=_no_constant).raw_decode(text)
+        _, end = _DECODER.raw_decode(text)
     except (ValueError, RecursionError):
         return False
     return end == len(text)
@@ -197,16 +197,15 @@ def _members(text: str) -> tuple[dict[str, str], int]:
 
     Raises ValueError or IndexError on bad JSON and on a key that comes twice.
     """
-    decoder = json.JSONDecoder(parse_constant=_no_constant)
     members: dict[str, str] = {}
     at = _skip(text, 1)
     while text[at] != "}":
-        key, at = decoder.raw_decode(text, at)
+        key, at = _DECODER.raw_decode(text, at)
         at = _skip(text, at)
         if not isinstance(key, str) or key in members or text[at] != ":":
             raise ValueError("not a plain object")
         start = _skip(text, at + 1)
-        _, at = decoder.raw_decode(text, start)
+        _, at = _DECODER.raw_decode(text, start)
         members[key] = text[start:at]
         at = _skip(text, at)
         if text[at] == ",":
@@ -226,3 +225,6 @@ def _skip(text: str, at: int) -> int:
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)

@@ -51,7 +51,7 @@ class Shown:
         """A mapping where the text is a JSON object, as templates expect; else the text itself. Numbers that
         Python cannot hold (1e400, NaN) leave it text, so that they are not written as other numbers."""
         try:
-            value = json.loads(raw, parse_float=_finite, parse_constant=_finite)
+            value = _ARGUMENTS.decode(raw)
         except (ValueError, RecursionError):
             return self.shield(raw)
         if self.arguments_as_text or not isinstance(value, dict):
@@ -84,3 +84,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text} has no JSON form")
     return number
+
+
+_ARGUMENTS = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)

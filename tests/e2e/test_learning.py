@@ -27,7 +27,12 @@ def whet(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.learning
 def test_a_short_run_learns(tmp_path: Path) -> None:
-    settings = [f"run.dir={tmp_path / 'run'}", f"run.eval_tasks={TASKS}", "run.steps=12"]
+    settings = [
+        f"run.dir={tmp_path / 'run'}",
+        f"run.eval_tasks={TASKS}",
+        "run.steps=12",
+        "tasks.groups_per_step=8",
+    ]
     summary = whet("demo", "--agent", "script", "--json", *settings)
     assert summary["heldout_before"] <= 0.35
     assert summary["heldout_after"] >= summary["heldout_before"] + 0.15

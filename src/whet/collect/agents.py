@@ -18,7 +18,7 @@ from typing import Protocol
 from whet.collect.boxes import make_pool
 from whet.config import Config
 from whet.engine.base import Engine
-from whet.gateway.listen import Listener
+from whet.gateway.listen import Listener, check_port
 from whet.gateway.server import Gateway
 from whet.harness.base import Harness, ModelAccess
 from whet.harness.cli_agent import CliHarness
@@ -32,6 +32,7 @@ from whet.harness.single_turn import SingleTurn
 from whet.harness.terminus import terminus
 from whet.render.family import Family
 from whet.sandbox.base import SandboxBackend
+from whet.sandbox.pool import Pool
 from whet.tasks.open import action_of
 from whet.types import FileEntry, Limits
 
@@ -47,6 +48,15 @@ class Listening(Protocol):
     def listen_unix(self, path: Path) -> AbstractAsyncContextManager[Listener]: ...
 
     def listen_tcp(self, host: str = "127.0.0.1", port: int = 0) -> AbstractAsyncContextManager[Listener]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What agents run by, found on this machine before anything that takes long is started."""
+
+    pool: Pool
+    """Not yet entered."""
+    harness: Harness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,29 +137,32 @@ def make_harness(config: Config, backend: SandboxBackend) -> Harness:
     )
 
 
+def find_means(config: Config, say: Callable[[str], None] = log.warning) -> Means:
+    """Boxes, the agent, which is installed when it is missing, and a look at the port. `say`: see make_pool.
+    Raises SetupError."""
+    check_port(config.gateway.port)
+    pool = make_pool(config, say)
+    return Means(pool=pool, harness=make_harness(config, pool))
+
+
 @asynccontextmanager
 async def open_agents(
-    config: Config,
-    family: Family,
-    engine: Engine,
-    sockets: Path,
-    say: Callable[[str], None] = log.warning,
+    config: Config, family: Family, engine: Engine, sockets: Path, means: Means | None = None
 ) -> AsyncIterator[Agents]:
-    """Gateway, workers and their sockets, for as long as the context lasts. `say`: see make_pool."""
-    async with Gateway(engine, family) as gateway, open_crew(config, gateway, sockets, say) as crew:
+    """Gateway, workers and their sockets, for as long as the context lasts. `means`: found before."""
+    async with Gateway(engine, family) as gateway, open_crew(config, gateway, sockets, means) as crew:
         yield Agents(gateway=gateway, workers=crew.workers, harness=crew.harness, backend=crew.backend)
 
 
 @asynccontextmanager
 async def open_crew(
-    config: Config, gateway: Listening, sockets: Path, say: Callable[[str], None] = log.warning
+    config: Config, gateway: Listening, sockets: Path, means: Means | None = None
 ) -> AsyncIterator[Crew]:
     """The workers of a gateway that there is, each on a socket of its own below `sockets`."""
-    pool = make_pool(config, say)
-    harness = make_harness(config, pool)
-    size = config.harness.workers
+    means = means or find_means(config)
+    harness, size = means.harness, config.harness.workers
     async with AsyncExitStack() as stack:
-        backend = await stack.enter_async_context(pool)
+        backend = await stack.enter_async_context(means.pool)
         paths = [sockets / f"g{i}" for i in range(size)]
         for path in paths:
             await stack.enter_async_context(gateway.listen_unix(path))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from whet.collect.agents import Crew, limits_of, model_name, open_crew
+from whet.collect.agents import Crew, find_means, limits_of, model_name, open_crew
 from whet.collect.boxes import check_agents, check_tasks
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import CollectOptions, Dispatcher
@@ -77,6 +77,7 @@ class Stage:
 @asynccontextmanager
 async def _stage(run: RunDir, sockets: Path, view: Observer, options: RolloutOptions) -> AsyncIterator[Stage]:
     config = run.config
+    means = find_means(config, view.note)
     async with AsyncExitStack() as stack:
         if config.engine.kind == "upstream":
             upstream = await stack.enter_async_context(open_upstream(config, run.path / RECORDS))
@@ -88,14 +89,14 @@ async def _stage(run: RunDir, sockets: Path, view: Observer, options: RolloutOpt
                     )
 
             await affordable()
-            crew = await stack.enter_async_context(open_crew(config, upstream, sockets, view.note))
+            crew = await stack.enter_async_context(open_crew(config, upstream, sockets, means))
             yield Stage(sessions=upstream, crew=crew, check=affordable)
             return
         family = load_family(model_folder(config), config.model.family)
         log = run.logs / "learner.log"
         sampler = await stack.enter_async_context(options.sampler(config, family, log, view.note))
         gateway = await stack.enter_async_context(Gateway(sampler.engine, family))
-        crew = await stack.enter_async_context(open_crew(config, gateway, sockets, view.note))
+        crew = await stack.enter_async_context(open_crew(config, gateway, sockets, means))
         yield Stage(sessions=gateway, crew=crew, check=sampler.check)
 
 

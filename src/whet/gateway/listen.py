@@ -4,6 +4,7 @@ that a request cannot lie about where it came in. Callers: server, admin."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -61,6 +62,20 @@ async def listen_unix(
             path.unlink(missing_ok=True)  # noqa: ASYNC240 - one system call on a local socket
 
 
+def check_port(port: int, host: str = "127.0.0.1") -> None:
+    """Raises SetupError, as `listen_tcp` would: for whoever has much to start before it listens."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise _taken(host, port, error) from error
+
+
+def _taken(host: str, port: int, error: OSError) -> SetupError:
+    return SetupError(f"cannot listen on {host}:{port}: {error.strerror or error}")
+
+
 @asynccontextmanager
 async def listen_tcp(
     handler: Handler, host: str, port: int, max_connections: int = MAX_CONNECTIONS
@@ -70,7 +85,7 @@ async def listen_tcp(
         try:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
-            raise SetupError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+            raise _taken(host, port, error) from error
         yield Listener(host=host, port=runner.addresses[0][1])
 
 

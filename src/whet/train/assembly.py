@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from whet.collect.agents import limits_of, open_agents
+from whet.collect.agents import find_means, limits_of, open_agents
 from whet.collect.boxes import check_agents, check_tasks, examples_of
 from whet.config import Config, model_folder
 from whet.engine.base import Engine
@@ -140,6 +140,7 @@ async def assemble(
     family = load_family(folder, config.model.family)
     source = open_source(config, limits_of(config))
     check_tasks(config, examples_of(source))
+    means = find_means(config, note)
     async with AsyncExitStack() as stack:
         spec = LearnerSpec.of(config, model=folder, log=run.logs / "learner.log")
         learner = await stack.enter_async_context(Learner.start(spec))
@@ -151,7 +152,7 @@ async def assemble(
         sockets = stack.enter_context(scratch_folder())
         if config.engine.kind == "embedded":
             engine = LivingEngine(engine, life)
-        agents = await stack.enter_async_context(open_agents(config, family, engine, sockets, note))
+        agents = await stack.enter_async_context(open_agents(config, family, engine, sockets, means))
         judge = make_judge(config, agents.backend, source)
         stack.push_async_callback(judge.close)
         yield Parts(

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from render_families import HERMES, QWEN3_REASONING, write_family
 
 from whet.errors import RenderError
 from whet.render.folder import read_folder
+from whet.render.jinja import _Environment
 from whet.render.template import TemplateFamily, template_family
 from whet.types import Message, ToolCall, ToolSpec
 
@@ -260,3 +262,14 @@ def test_the_tail_before_tool_results_is_remembered_only_where_no_id_decides_it(
     each = [family.codec.decode(family.append([result])) for result in results]
     assert each == [f"<|im_start|>tool\nr{i}<|im_end|>\n" for i in range(4)]
     assert (1 in family.tails) is not names_ids
+
+
+@pytest.mark.parametrize("name", ["role", "items", "get", "missing", "__class__", "copy"])
+def test_attributes_of_mappings_are_found_as_jinja_finds_them(name: str) -> None:
+    """A tool's schema has a key `items`, and `.items` is the method all the same."""
+    value = {"role": "user", "items": 1, "__class__": 2, "copy": 3}
+    ours, stock = _Environment(), ImmutableSandboxedEnvironment()
+    for environment in (ours, stock):
+        environment.globals["v"] = value
+    source = "{{ v." + name + " is callable }} {{ v." + name + " is defined }} {{ v." + name + " is number }}"
+    assert ours.from_string(source).render() == stock.from_string(source).render()

@@ -16,7 +16,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,18 +30,18 @@ from whet.engine.http import HttpOptions, open_http
 from whet.engine.vllm import VllmEngine, VllmServer
 from whet.gateway.server import Gateway
 from whet.gateway.session import Session
-from whet.render.family import Family, ParsedReply
+from whet.render.encode import Codec
+from whet.render.family import Family
+from whet.render.folder import read_folder
+from whet.render.template import template_family
 from whet.types import (
-    Finish,
     Generation,
     IntArray,
     Limits,
     Message,
     RequestKey,
-    Role,
     SamplingParams,
     ToolCall,
-    ToolSpec,
 )
 
 SAMPLED = 300
@@ -92,54 +92,22 @@ class PreparedEngine:
     async def close(self) -> None: ...
 
 
-class ClockedFamily:
-    """A Family that adds up the CPU time spent in rendering and parsing, and the characters rendered."""
+class ClockedCodec(Codec):
+    """A Codec that adds up the CPU time in which the tokenizer turns text into ids and ids into text."""
 
-    def __init__(self, inner: Family) -> None:
-        self.inner = inner
-        self.cpu_ns = 0
-        self.fingerprint = inner.fingerprint
-        self.vocab_size = inner.vocab_size
-        self.stop_ids = inner.stop_ids
-        self.caps = inner.caps
+    cpu_ns = 0
 
-    def open(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
-        ids: IntArray = self._clocked(self.inner.open, system, tools)
-        return ids
-
-    def append(self, messages: Sequence[Message]) -> IntArray:
-        ids: IntArray = self._clocked(self.inner.append, messages)
-        return ids
-
-    def close(self, sampled: IntArray, finish: Finish) -> IntArray:
-        ids: IntArray = self._clocked(self.inner.close, sampled, finish)
-        return ids
-
-    def join(self, sampled: IntArray, finish: Finish, messages: Sequence[Message]) -> IntArray:
-        ids: IntArray = self._clocked(self.inner.join, sampled, finish, messages)
-        return ids
-
-    def generation_prompt(self, after: Role = "user") -> IntArray:
-        return self.inner.generation_prompt(after)
-
-    def parse(self, sampled: IntArray, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
-        parsed: ParsedReply = self._clocked(self.inner.parse, sampled, tools)
-        return parsed
-
-    def render_reply(self, message: Message) -> IntArray:
-        return self.inner.render_reply(message)
-
-    def decode(self, ids: IntArray) -> str:
-        return self.inner.decode(ids)
-
-    def injections(self, text: str) -> int:
-        found: int = self._clocked(self.inner.injections, text)
-        return found
-
-    def _clocked(self, what: Callable[..., Any], *arguments: object) -> Any:
+    def _run(self, text: str) -> list[int]:
         start = time.thread_time_ns()
         try:
-            return what(*arguments)
+            return super()._run(text)
+        finally:
+            self.cpu_ns += time.thread_time_ns() - start
+
+    def decode(self, ids: IntArray) -> str:
+        start = time.thread_time_ns()
+        try:
+            return super().decode(ids)
         finally:
             self.cpu_ns += time.thread_time_ns() - start
 
@@ -147,8 +115,8 @@ class ClockedFamily:
 class Served:
     """One gateway and what the benchmark asks of it."""
 
-    def __init__(self, gateway: Gateway, family: ClockedFamily, port: int) -> None:
-        self._gateway, self._family, self._port = gateway, family, port
+    def __init__(self, gateway: Gateway, codec: ClockedCodec, port: int) -> None:
+        self._gateway, self._codec, self._port = gateway, codec, port
         self._sessions: list[Session] = []
         self._opened = 0
 
@@ -173,7 +141,7 @@ class Served:
             ctypes.CDLL(None).malloc_trim(0)
         return {
             "cpu_s": cpu_s,
-            "family_s": self._family.cpu_ns / 1e9,
+            "tokenizer_s": self._codec.cpu_ns / 1e9,
             "rss_bytes": resident_bytes(),
             "tasks": len(asyncio.all_tasks()),
             "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - names only
@@ -218,7 +186,9 @@ async def engine_at(where: str, family: Family) -> AsyncIterator[Engine]:
 
 
 async def serve(folder: Path, where: str = "0") -> None:
-    family = ClockedFamily(_corpus.load(folder))
+    files = read_folder(folder)
+    codec = ClockedCodec(files.tokenizer_json, files.family.control_tokens)
+    family = template_family(files, codec)
     lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -227,7 +197,7 @@ async def serve(folder: Path, where: str = "0") -> None:
         Gateway(engine, family) as gateway,
         gateway.listen_tcp() as listener,
     ):
-        served = Served(gateway, family, listener.port)
+        served = Served(gateway, codec, listener.port)
         while line := await lines.readline():
             sys.stdout.buffer.write(orjson.dumps(await served.answer(orjson.loads(line))) + b"\n")
             sys.stdout.buffer.flush()

@@ -5,9 +5,10 @@ and this one. Agents hold conversations of a size (body bytes), echo each reply 
 that every measured call is the next turn of a conversation (steady state); one connection makes one call at a
 time. Reported per shape, medians over the rounds:
 
-cpu_ms      CPU time of the gateway process per call, all bookkeeping on, without `family_ms`.
-family_ms   CPU time per call in the family: template, tokenizer, parsing of the reply.
-added_ms    wall time from the first byte sent to the last received; the engine takes none, so all is added.
+cpu_ms        CPU time of the gateway process per call, template and parsing of the reply with it, without
+              `tokenizer_ms`.
+tokenizer_ms  CPU time per call in the tokenizer: text to ids, ids to text.
+added_ms      wall time from the first byte sent to the last received, all of it: the engine takes none.
 """
 
 from __future__ import annotations
@@ -115,13 +116,13 @@ def measure(model: Path, shape: Shape) -> dict[str, float]:
         after = gateway.ask({"mark": 1, "collect": 1})
         sealed = gateway.ask({"seal": 1})
     calls = len(result["seconds"])
-    family = (after["family_s"] - grown["family_s"]) / calls
+    tokenizer = (after["tokenizer_s"] - grown["tokenizer_s"]) / calls
     if after["defects"] or not sealed["balanced"] or after["calls"] - grown["calls"] != calls:
         raise RuntimeError(f"the gateway failed under load: {after} {sealed}")
     latency = 1e3 * np.array(result["seconds"])
     return {
-        "cpu_ms": 1e3 * ((after["cpu_s"] - grown["cpu_s"]) / calls - family),
-        "family_ms": 1e3 * family,
+        "cpu_ms": 1e3 * ((after["cpu_s"] - grown["cpu_s"]) / calls - tokenizer),
+        "tokenizer_ms": 1e3 * tokenizer,
         "p50": float(np.percentile(latency, 50)),
         "p99": float(np.percentile(latency, 99)),
         "calls_per_s": calls / result["wall_s"],
@@ -148,12 +149,12 @@ def growth(model: Path) -> dict[str, Any]:
             load.say("go")
             result = load.hear()
             after = gateway.ask({"mark": 1})
-            family = (after["family_s"] - before["family_s"]) / shape.turns
+            tokenizer = (after["tokenizer_s"] - before["tokenizer_s"]) / shape.turns
             stages.append(
                 {
                     "body_bytes": round(result["body_bytes"]),
-                    "cpu_ms": round(1e3 * ((after["cpu_s"] - before["cpu_s"]) / shape.turns - family), 3),
-                    "family_ms": round(1e3 * family, 3),
+                    "cpu_ms": round(1e3 * ((after["cpu_s"] - before["cpu_s"]) / shape.turns - tokenizer), 3),
+                    "tokenizer_ms": round(1e3 * tokenizer, 3),
                     "p50": round(1e3 * float(np.median(result["seconds"])), 3),
                 }
             )
@@ -178,7 +179,7 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def report(cells: Mapping[str, Mapping[str, float]]) -> None:
     table = Table(title="the gateway's cost per call, in ms")
-    columns = ("cpu_ms", "family_ms", "p50", "p99", "calls_per_s", "bytes_per_token", "calls")
+    columns = ("cpu_ms", "tokenizer_ms", "p50", "p99", "calls_per_s", "bytes_per_token", "calls")
     for column in ("body/connections", *columns):
         table.add_column(column, justify="left" if "/" in column else "right")
     for name, cell in cells.items():
@@ -245,7 +246,7 @@ def summary(
     rate_at = next((name for name in RATE_AT if name in cells), "")
     return {
         "cpu_ms": {size: cell["cpu_ms"] for size, cell in one.items()},
-        "family_ms": {size: cell["family_ms"] for size, cell in one.items()},
+        "tokenizer_ms": {size: cell["tokenizer_ms"] for size, cell in one.items()},
         "added_ms": {size: {"p50": cell["p50"], "p99": cell["p99"]} for size, cell in one.items()},
         "calls_per_s": cells[rate_at]["calls_per_s"] if rate_at else None,
         "calls_per_s_at": rate_at,

@@ -115,18 +115,26 @@ async def read_body(
     chunks: list[bytes] = []
     size = 0
     limit = config.max_body_bytes if max_bytes is None else max_bytes
-    try:
-        async with asyncio.timeout(config.body_timeout_s):
-            async for chunk in http.content.iter_any():
-                chunks.append(chunk)
-                size += len(chunk)
-                if share is not None:
-                    share.take(len(chunk))
-                if size > limit:
-                    raise WireError("too_large", "The request body is too large.")
-    except TimeoutError as error:
-        raise WireError("invalid_request", "The request body did not arrive in time.") from error
-    raw = b"".join(chunks)
+
+    def take(chunk: bytes) -> None:
+        nonlocal size
+        chunks.append(chunk)
+        size += len(chunk)
+        if share is not None:
+            share.take(len(chunk))
+        if size > limit:
+            raise WireError("too_large", "The request body is too large.")
+
+    if http.content.is_eof():  # it came with the headers: nothing to wait for
+        take(http.content.read_nowait())
+    else:
+        try:
+            async with asyncio.timeout(config.body_timeout_s):
+                async for chunk in http.content.iter_any():
+                    take(chunk)
+        except TimeoutError as error:
+            raise WireError("invalid_request", "The request body did not arrive in time.") from error
+    raw = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     plain = await _plain(http, raw, limit)
     if share is not None:
         share.take(len(plain) - len(raw) if plain is not raw else 0)

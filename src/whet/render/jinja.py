@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -31,13 +32,24 @@ class GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Finds `message.role` without first failing to find it among a dictionary's methods."""
+
+    _METHODS = frozenset(dir(dict))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in self._METHODS:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
 class ChatTemplate:
     """One compiled template with its constant variables."""
 
     def __init__(self, source: str, variables: Mapping[str, object], shield: Callable[[str], str]) -> None:
         """Raises RenderError when the template does not compile."""
         now = datetime.datetime.now()
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
         )
         environment.filters["tojson"] = _tojson

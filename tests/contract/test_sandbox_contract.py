@@ -516,6 +516,29 @@ async def test_a_boxs_memory_is_bounded_as_a_whole(lab: Lab, box: Sandbox) -> No
         assert memory_kills(neighbour) == memory_kills(box) == 0
 
 
+HEADLESS = """
+import ctypes, os, threading, time
+if os.fork(): os._exit(0)
+os.setsid()
+def beat():
+    while True:
+        with open("beat", "w") as file: file.write(str(time.time()))
+        time.sleep(0.01)
+threading.Thread(target=beat).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+async def test_kill_all_finds_a_process_that_lost_its_first_thread(lab: Lab, box: Sandbox) -> None:
+    await box.exec(["python3", "-c", HEADLESS], timeout_s=20)
+    gone = await sh(box, "until grep -qs '^State:.Z' /proc/[0-9]*/status && ls beat; do sleep .1; done", 20)
+    assert gone.exit_code == 0
+    await box.kill_all()
+    last = await box.get(f"{box.workdir}/beat")
+    await asyncio.sleep(0.1)
+    assert await box.get(f"{box.workdir}/beat") == last
+
+
 async def test_kill_all_beats_a_fork_bomb(lab: Lab) -> None:
     async with await lab.backend.create(SandboxSpec(max_processes=50)) as box:
         bomb = "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nif os.fork(): os._exit(0)\n"

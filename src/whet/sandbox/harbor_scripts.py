@@ -90,7 +90,8 @@ true
 """
 )
 # In a box of our own everything goes but init, what ran before the box was handed out (a vendor's service),
-# this command with its ancestors, and the processes that carry a mark, with their descendants.
+# this command with its ancestors, and the processes that carry a mark, with their descendants. A process
+# whose first thread has ended looks like a zombie, and lives on in the others.
 KILL_REST = (
     LOOK
     + """
@@ -103,7 +104,11 @@ for round in 1 2 3 4 5 6 7 8 9 10; do
     pid=${folder#/proc/}
     case "$mine" in *" $pid "*) continue ;; esac
     look "$pid" && kill -0 "$pid" 2> /dev/null || continue
-    case "$state" in Z | X) continue ;; esac
+    case "$state" in Z | X)
+      others=
+      for task in "$folder"/task/*; do [ "${task##*/}" = "$pid" ] || others=1; done
+      [ -n "$others" ] || continue ;;
+    esac
     case "$known" in *" $pid:$time "*) continue ;; esac
     if [ $# -gt 0 ]; then
       said=$({ tr '\\0' '\\n' < "$folder/environ"; } 2> /dev/null | grep -x "WHET_[A-Z]*=[0-9A-Z]*")

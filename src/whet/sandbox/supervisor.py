@@ -222,7 +222,8 @@ class Supervisor:
                 self.send(f"exit {job} {code}")
 
     def living(self) -> dict[int, int]:
-        """pid -> parent of every process but this one that is not a zombie."""
+        """pid -> parent of every process but this one that is not a zombie. One whose first thread has ended
+        is told to be one, and lives on in the others."""
         found = {}
         for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib would double the start-up time
             if not name.isdigit() or name == "1":
@@ -230,9 +231,10 @@ class Supervisor:
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
                     state, parent = file.read().rpartition(b")")[2].split()[:2]
+                dead = state in b"ZX" and len(os.listdir(f"/proc/{name}/task")) < 2  # noqa: PTH208
             except OSError:
                 continue
-            if state not in b"ZX":
+            if not dead:
                 found[int(name)] = int(parent)
         return found
 

@@ -20,7 +20,7 @@ FAKE = "sandbox.environment=whet.testing.fake_harbor:local_environment"
 def test_the_table_says_what_the_backend_says_of_itself(kind: BoxKind) -> None:
     config = load_config(None, [f"sandbox.backend={kind}", *([FAKE] if kind == "harbor" else [])])
     capabilities = make_backend(config).capabilities
-    asked_for = {"gateway_only", "binds", "images"}
+    asked_for = {"gateway_only", "binds", "images", "root_setup"}
     assert asked_for - capabilities == set(LACKS[kind])
 
 
@@ -60,3 +60,10 @@ def test_runners_that_show_a_folder_are_not_for_harbor(tmp_path: Path) -> None:
         tmp_path, [TESTS], *harbor
     )
     assert refused(tmp_path, [TESTS]) == ""
+
+
+def test_root_that_no_box_has_is_refused_before_the_run(tmp_path: Path) -> None:
+    row = CASES | {"image": "debian:12", "root_setup": ["chown 0 /srv"]}
+    harbor = ["sandbox.backend=harbor", "sandbox.environment=e2b"]
+    assert "root sets it up, and nothing there runs as root" in refused(tmp_path, [row], *harbor)
+    assert refused(tmp_path, [row], "sandbox.backend=docker") == ""

@@ -35,11 +35,15 @@ WORK_BYTES = 128 << 20
 NO_AGENT = "single_turn"
 """The harness that opens no box."""
 LACKS: Mapping[BoxKind, Mapping[Capability, str]] = {
-    "local": {"images": "it makes no boxes of images"},
+    "local": {
+        "images": "it makes no boxes of images",
+        "root_setup": "the system of its boxes is this machine's own",
+    },
     "docker": {},
     "harbor": {
         "gateway_only": "its boxes do not reach the gateway",
         "binds": "it shows its boxes no folder of this machine",
+        "root_setup": "nothing there runs as root before the agent",
     },
 }
 """What a kind of backend never has, in words for a person."""
@@ -129,6 +133,8 @@ def check_tasks(config: Config, tasks: Iterable[Task]) -> None:
         for kind, words in lacks.items():
             if task.setup.image and "images" in words:
                 what, why = f"its image is {task.setup.image}", words["images"]
+            elif task.setup.root_commands and "root_setup" in words:
+                what, why = "root sets it up", words["root_setup"]
             elif "binds" in words and runner is not None and runner.needs():
                 what, why = f"runner {runner.name} shows its boxes a folder", words["binds"]
             elif kind != "local" and not task.setup.image and not config.sandbox.image:

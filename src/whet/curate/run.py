@@ -225,6 +225,7 @@ def show_task(config: Config, task_id: str) -> Mapping[str, Any]:
         "image": task.setup.image,
         "workdir": task.setup.workdir,
         "setup": list(task.setup.commands),
+        "root_setup": list(task.setup.root_commands),
         "runner": task.grading.runner,
         "reward": task.grading.reward,
         "protected": list(task.grading.protected),

@@ -26,6 +26,7 @@ async def with_gold(backend: SandboxBackend, task: Task, oracle: Oracle) -> Orac
     spec = SandboxSpec(
         image=task.setup.image,
         workdir=task.setup.workdir,
+        root_setup=bool(task.setup.root_commands),
         network="none",
         places=(SOLUTION_AT,),
         label=f"solve/{task.id}",

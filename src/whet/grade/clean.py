@@ -275,6 +275,7 @@ class Grader:
         return SandboxSpec(
             image=task.setup.image,
             workdir=task.setup.workdir,
+            root_setup=bool(task.setup.root_commands),
             network="none",
             binds=runner.needs(),
             places=runner.places,
@@ -307,7 +308,7 @@ class Grader:
                 self._config.memory_bytes if is_plain(task.setup) else self._config.image_memory_bytes
             ),
             python=self._config.python,
-            another=None if task.setup.commands else another,
+            another=None if task.setup.commands or task.setup.root_commands else another,
         )
         try:
             with boundary(SandboxLost, "grade"):

@@ -69,6 +69,7 @@ def place(
     spec = SandboxSpec(
         image=setup.image,
         workdir=setup.workdir,
+        root_setup=bool(setup.root_commands),
         env=env,
         binds=binds,
         network="gateway_only",

@@ -27,6 +27,7 @@ Capability = Literal[
     "stdin_pipe",
     "syscall_filter",
     "file_owner",
+    "root_setup",
 ]
 """`resource_limits`: `memory_bytes` and `max_processes` hold. `box_memory`: a control group bounds what
 `memory_bytes` leaves out, all memory of a box together; without it nothing but the machine does."""
@@ -69,6 +70,8 @@ class SandboxSpec:
     """Processes and threads of the box."""
     places: tuple[str, ...] = ()
     """Inside paths of more writable folders, empty at the start."""
+    root_setup: bool = False
+    """A box of an image that begins as root, for `SetsUpAsRoot`: until its first other command."""
     label: str = ""
     """Run id, for the reaper of leaked boxes."""
 
@@ -200,6 +203,17 @@ class Reaps(Protocol):
 
     async def reap(self) -> int:
         """Remove what is left of boxes whose owner (sandbox/owner.py) is gone; of how many there was some."""
+
+
+@runtime_checkable
+class SetsUpAsRoot(Protocol):
+    """A box of a spec with `root_setup`. Nothing runs as root once anything else was asked of the box."""
+
+    async def exec_as_root(self, argv: Sequence[str], *, timeout_s: float) -> ExecResult:
+        """As `exec`, as the root of the box's system: it owns files and users, and nothing of the machine."""
+
+    async def end_root(self) -> None:
+        """End what root has started, give the work folder to the box's user, and be that user for good."""
 
 
 @runtime_checkable

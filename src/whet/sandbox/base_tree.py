@@ -11,11 +11,12 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from whet.errors import SandboxStartError, boundary
-from whet.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
+from whet.errors import PolicyUnsupported, SandboxStartError, boundary
+from whet.sandbox.base import ExecResult, Sandbox, SandboxBackend, SandboxSpec, SetsUpAsRoot
 from whet.types import Setup, Task, Tree
 
 MAX_FILES = 200_000
@@ -41,7 +42,7 @@ class BaseTree:
 
 def is_plain(setup: Setup) -> bool:
     """Whether a box holds nothing but the task's files."""
-    return not setup.image and not setup.commands
+    return not setup.image and not setup.commands and not setup.root_commands
 
 
 class BaseTrees:
@@ -91,7 +92,11 @@ class BaseTrees:
 
     async def _capture(self, task: Task) -> Tree:
         spec = SandboxSpec(
-            image=task.setup.image, workdir=task.setup.workdir, network="none", label=f"base/{task.id}"
+            image=task.setup.image,
+            workdir=task.setup.workdir,
+            root_setup=bool(task.setup.root_commands),
+            network="none",
+            label=f"base/{task.id}",
         )
         async with await self._backend.create(spec) as box:
             await set_up(box, task.setup)
@@ -101,13 +106,25 @@ class BaseTrees:
 
 
 async def set_up(box: Sandbox, setup: Setup) -> None:
-    """Run a task's setup commands in its work folder. Raises SandboxError: the host's doing, or the row's."""
+    """Run a task's setup commands in its work folder, those of root first. The box's spec has `root_setup`
+    where there are such. Raises SandboxError: the host's doing, or the row's."""
     deadline = time.monotonic() + setup.timeout_s
-    for number, command in enumerate(setup.commands, 1):
-        with boundary(SandboxStartError, f"setup command {number}"):
-            done = await box.exec(["/bin/sh", "-c", command], timeout_s=max(0.1, deadline - time.monotonic()))
+    if setup.root_commands:
+        if not isinstance(box, SetsUpAsRoot):
+            raise PolicyUnsupported("this box has no root to set it up")
+        await _run(box.exec_as_root, "root setup", setup.root_commands, deadline)
+        await box.end_root()
+    await _run(box.exec, "setup", setup.commands, deadline)
+
+
+async def _run(
+    execute: Callable[..., Awaitable[ExecResult]], what: str, commands: Sequence[str], deadline: float
+) -> None:
+    for number, command in enumerate(commands, 1):
+        with boundary(SandboxStartError, f"{what} command {number}"):
+            done = await execute(["/bin/sh", "-c", command], timeout_s=max(0.1, deadline - time.monotonic()))
         if done.exit_code != 0:
             how = "took too long" if done.timed_out else f"ended with {done.exit_code}"
             lines = (done.stderr or done.stdout).decode("utf-8", "replace").split("\n")
             last = next((ascii(line.strip())[1:-1] for line in reversed(lines) if line.strip()), "no output")
-            raise SandboxStartError(f"setup command {number} {how}: {last[:200]}")
+            raise SandboxStartError(f"{what} command {number} {how}: {last[:200]}")

@@ -50,6 +50,11 @@ PIDS = 4096
 """Processes and threads of a box that names no limit."""
 
 
+ROOT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETPCAP", "SETUID")
+"""What root has while a task is set up: files and users, as in the build of an image. SETPCAP, to give all
+of them up."""
+
+
 class DockerBackend:
     """Makes docker boxes; implements whet.sandbox.base.SandboxBackend.
 
@@ -103,7 +108,7 @@ class DockerBackend:
     @property
     def capabilities(self) -> frozenset[Capability]:
         some: set[Capability] = {"network_none", "gateway_only", "pid_isolation", "stdin_pipe"}
-        some |= {"images", "binds"}
+        some |= {"images", "binds", "root_setup"}
         if self._refused:
             some.add("syscall_filter")
         if self._limits >= {"memory", "pids"}:
@@ -226,7 +231,10 @@ class DockerBackend:
         argv = ["run", "--detach", "--rm", "--pull", "never", "--name", name]
         argv += ["--label", f"{LABEL}={self._owner}", "--label", f"whet.box={spec.label}"]
         argv += ["--network", "none", "--hostname", "box", "--add-host", "box:127.0.0.1"]
-        argv += ["--user", f"{user}:{group}", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        argv += ["--user", "0:0" if spec.root_setup else f"{user}:{group}", "--cap-drop", "ALL"]
+        if spec.root_setup:
+            argv += [f"--cap-add={name}" for name in ROOT_CAPABILITIES]
+        argv += ["--security-opt", "no-new-privileges"]
         argv += ["--log-driver", "none", "--no-healthcheck", "--workdir", spec.workdir]
         if self._runtime:
             argv += ["--runtime", self._runtime]
@@ -253,6 +261,7 @@ class DockerBackend:
             f"{BOX_AT}/control",
             *(str(number) for number in numbers),
             self._refused.hex(),
+            f"{self._user[0]}:{self._user[1]}" if spec.root_setup else "",
             *self._places(spec),
         ]
 

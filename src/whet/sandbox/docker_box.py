@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from whet.errors import BackendTimeout, SandboxError, boundary
 from whet.sandbox import tree
-from whet.sandbox.base import Owner, SandboxSpec
+from whet.sandbox.base import ExecResult, Owner, SandboxSpec
 from whet.sandbox.cgroup import Kills
 from whet.sandbox.control import Control
 from whet.sandbox.docker_cli import Cli, says_daemon_gone
@@ -21,6 +21,7 @@ REMOVE_S = 30.0
 GONE_S = 1.0
 LATE_S = 20.0
 """After which a container is looked for that a slow daemon may have made when nobody waited any more."""
+_ROOT = {"HOME": "/root", "USER": "root", "LOGNAME": "root"}
 _late: set[asyncio.Task[None]] = set()
 log = logging.getLogger(__name__)
 
@@ -56,10 +57,22 @@ class DockerSandbox(SupervisedSandbox):
         if not self._spec.image:
             await super()._fill()
             return
-        with boundary(SandboxError, "give the work folder to the box"):
-            await asyncio.to_thread(tree.give, self._work(), self._owner)
+        if not self._spec.root_setup:
+            await self._give()
         if self._spec.files:
             await self.lay(self._spec.files)
+
+    async def _give(self) -> None:
+        with boundary(SandboxError, "give the work folder to the box"):
+            await asyncio.to_thread(tree.give, self._work(), self._owner)
+
+    async def exec_as_root(self, argv: Sequence[str], *, timeout_s: float) -> ExecResult:
+        """Implements whet.sandbox.base.SetsUpAsRoot."""
+        return await self._exec("root", argv, timeout_s=timeout_s, env=_ROOT)
+
+    async def end_root(self) -> None:
+        await self._control.order("user")
+        await self._give()
 
     def _owner_id(self, owner: Owner) -> int:
         return tree.KEEPER if owner == "root" and self._owner == 0 else super()._owner_id(owner)

@@ -95,6 +95,8 @@ class HarborBackend:
         if spec.network in ("gateway_only", "allowlist"):
             why = "its boxes reach no socket of this machine, and no list of hosts is kept"
             raise PolicyUnsupported(f"{self.name} offers no network `{spec.network}`: {why}")
+        if spec.root_setup:
+            raise PolicyUnsupported(f"{self.name} sets no box up as root")
         for bind in spec.binds:
             raise PolicyUnsupported(f"{self.name} cannot show {bind.source} at {bind.target}: no binds there")
         if spec.memory_bytes or spec.max_processes:

@@ -169,7 +169,7 @@ class LocalBackend:
             (spec.max_processes or 0) if self._counts_per_box else 0,
             spec.memory_bytes or 0,
         )
-        program = layout.supervisor([*(str(number) for number in numbers), self._refused.hex(), *places])
+        program = layout.supervisor([*(str(number) for number in numbers), self._refused.hex(), "", *places])
         steps = layout.plan(spec, self._code, *self._sizes, self._hidden)
         if self._mode == "bubblewrap":
             argv, fds = local_bwrap.command(self._bwrap, steps, program, as_root=self._root)
@@ -199,6 +199,8 @@ class LocalBackend:
         return process, errors
 
     def _check(self, spec: SandboxSpec) -> None:
+        if spec.root_setup:
+            raise PolicyUnsupported("the local sandbox has no root: its system is this machine's own")
         if spec.image:
             raise PolicyUnsupported(f"the local sandbox has no images; {spec.image} needs backend docker")
         if spec.network not in ("none", "gateway_only"):

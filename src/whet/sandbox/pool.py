@@ -36,7 +36,7 @@ from whet.sandbox.pool_box import PooledSandbox
 log = logging.getLogger(__name__)
 
 ASKED_FOR: frozenset[Capability] = frozenset(
-    {"network_none", "gateway_only", "allowlist", "images", "resource_limits"}
+    {"network_none", "gateway_only", "allowlist", "images", "resource_limits", "root_setup"}
 )
 """Capabilities that a spec can ask for: one backend that has them is enough."""
 REMEMBERED = 16
@@ -332,6 +332,8 @@ class Pool:
         """Boot a spare in the background for a spec that comes again."""
         if spec.network != "none" or spec.files or not self._options.warm:
             return
+        if spec.root_setup:
+            return  # to see whether it is alive would end its root
         wanted = replace(spec, label="")
         known = wanted in self._seen
         if known:

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
-from whet.errors import SandboxTransient
-from whet.sandbox.base import ExecResult, Owner, Process, Sandbox, memory_kills
+from whet.errors import PolicyUnsupported, SandboxTransient
+from whet.sandbox.base import ExecResult, Owner, Process, Sandbox, SetsUpAsRoot, memory_kills
 from whet.types import Tree
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,17 @@ class PooledSandbox:
         return await self._inner.exec(
             argv, timeout_s=timeout_s, env=env, cwd=cwd, stdin=stdin, max_output_bytes=max_output_bytes
         )
+
+    async def exec_as_root(self, argv: Sequence[str], *, timeout_s: float) -> ExecResult:
+        return await self._roots().exec_as_root(argv, timeout_s=timeout_s)
+
+    async def end_root(self) -> None:
+        await self._roots().end_root()
+
+    def _roots(self) -> SetsUpAsRoot:
+        if not isinstance(self._inner, SetsUpAsRoot):
+            raise PolicyUnsupported("this box has no root")
+        return self._inner
 
     async def spawn(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None

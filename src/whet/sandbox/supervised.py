@@ -89,6 +89,21 @@ class SupervisedSandbox(ABC):
         stdin: bytes = b"",
         max_output_bytes: int = 1 << 20,
     ) -> ExecResult:
+        return await self._exec(
+            "run", argv, timeout_s=timeout_s, env=env, cwd=cwd, stdin=stdin, max_output_bytes=max_output_bytes
+        )
+
+    async def _exec(
+        self,
+        kind: str,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        max_output_bytes: int = 1 << 20,
+    ) -> ExecResult:
         begun, kills = time.monotonic(), self.memory_kills()
         fields = self._fields(argv, env, cwd)
         with boundary(SandboxError, "make pipes"), contextlib.ExitStack() as undo:
@@ -99,7 +114,7 @@ class SupervisedSandbox(ABC):
             source = local_bwrap.memory_file(stdin) if stdin else os.open(os.devnull, os.O_RDONLY)
             undo.pop_all()
         try:
-            job, code = await self._control.start("run", fields, (source, out.write_end, err.write_end))
+            job, code = await self._control.start(kind, fields, (source, out.write_end, err.write_end))
         except BaseException:
             out.finish()
             err.finish()

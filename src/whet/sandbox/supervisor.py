@@ -6,6 +6,8 @@ nothing in the box can kill or trace it.
 When the host's end of the socket closes it exits, and the kernel takes the whole PID namespace with it.
 
 Frames from the host: 4 bytes length, then NUL-joined fields `kind, job, ...`, descriptors on the first byte.
+A box of a task that is set up by root begins as root, with the few capabilities that its container has. Only
+the order `root` runs something as root; every other one first ends all of that for good.
 Lines to the host: `ready`, `exit JOB CODE` (-n for signal n), `swept JOB OK`.
 """
 
@@ -44,6 +46,7 @@ ADDR_NO_RANDOMIZE = 0x40000
 OPEN_FILES = (1024, 4096)
 IPC_RMID = 0
 SWEEP_S = 1.0
+ROOT_S = 5.0
 OWN_SCORE, JOB_SCORE = b"900", b"1000"
 INSIDE_ID = 1000
 
@@ -76,6 +79,24 @@ def drop_privileges(libc: ctypes.CDLL, outer_id: int) -> None:
             break
     header, data = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 0, 0, 0, 0, 0, 0)
     system(libc.capset(header, data))
+
+
+def give_up_root(libc: ctypes.CDLL, user: int, group: int) -> None:
+    """From root of a container: become its user, without any capability left. Raises rather than go on."""
+    for capability in range(64):
+        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            break
+    os.setgroups([])
+    os.setresgid(group, group, group)
+    os.setresuid(user, user, user)
+    header, data = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 0, 0, 0, 0, 0, 0)
+    system(libc.capset(header, data))
+    system(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
+    system(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0))
+    with open("/proc/self/status", "rb") as file:
+        left = [line for line in file if line.startswith(b"Cap") and int(line.split()[1], 16)]
+    if left or os.getresuid() != (user,) * 3 or os.getresgid() != (group,) * 3 or os.getgroups():
+        os._exit(1)
 
 
 def confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int, refused: bytes) -> int:
@@ -125,8 +146,10 @@ def first_to_go() -> int:
 
 
 class Supervisor:
-    def __init__(self, control: socket, libc: ctypes.CDLL, scores: int) -> None:
+    def __init__(self, control: socket, libc: ctypes.CDLL, scores: int, later: tuple[int, ...] = ()) -> None:
+        """`later`: user and group to become before anything but `root` is done."""
         self.control = control
+        self.later = later
         self.libc = libc
         self.scores = scores
         self.poll = select.poll()
@@ -166,12 +189,21 @@ class Supervisor:
 
     def handle(self, fields: list[str], fds: list[int]) -> None:
         kind, job = fields[0], fields[1]
-        if kind in ("run", "keep"):
+        if self.later and kind != "root":
+            self.end_root()
+        if kind == "root" and not self.later:
+            os.write(fds[2], b"root has ended\n")
+            self.send(f"exit {job} 126")
+            for fd in fds:
+                os.close(fd)
+        elif kind in ("run", "keep", "root"):
             argc = int(fields[3])
             env = dict(item.split("=", 1) for item in fields[4 + argc :] if item)
             self.start(job, fields[2], fields[4 : 4 + argc], env, fds, kind == "keep")
         elif kind == "kill":
             self.sweep(job, self.trees({pid for pid, name in self.jobs.items() if name != fields[2]}))
+        elif kind == "user":
+            self.send(f"swept {job} 1")
         elif kind == "sweep":
             self.sweep(job, {pid for pid in self.kept if pid in self.jobs})
         elif kind == "ipc":
@@ -199,6 +231,23 @@ class Supervisor:
             self.poll.register(self.watched[pid], select.POLLIN)
             if keep:
                 self.kept.add(pid)
+
+    def end_root(self) -> None:
+        """Nothing that root has started goes on, and this process is no longer root. The end of the box
+        where that cannot be had."""
+        deadline = time.monotonic() + ROOT_S
+        while True:
+            try:
+                os.kill(-1, SIGKILL)
+            except ProcessLookupError:
+                break  # nobody left, not even remains
+            if time.monotonic() > deadline:
+                os._exit(1)
+            self.reap()
+            time.sleep(0.0005)
+        user, group = self.later
+        self.later = ()
+        give_up_root(self.libc, user, group)
 
     def score(self, value: bytes) -> None:
         """A child inherits the score of the moment it is forked."""
@@ -315,17 +364,18 @@ def control_socket(place: str) -> socket:
 
 def main(arguments: list[str]) -> None:
     """arguments: control descriptor or the path of its socket, gateway port (0 = none), outer id (-1 = not
-    root), processes, memory, the system call filter as hex digits, then the writable folders, whose
-    descriptors go to the host with `ready`."""
+    root), processes, memory, the system call filter as hex digits, the user and group to become later as
+    UID:GID or "", then the writable folders, whose descriptors go to the host with `ready`."""
     port, outer_id, processes, memory = (int(item) for item in arguments[1:5])
-    refused, places = bytes.fromhex(arguments[5]), arguments[6:]
+    refused, places = bytes.fromhex(arguments[5]), arguments[7:]
+    later = tuple(int(number) for number in arguments[6].split(":")) if arguments[6] else ()
     libc = ctypes.CDLL(None, use_errno=True)
     control = control_socket(arguments[0])
     fds = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for folder in places]
     if outer_id >= 0:
         for folder in fds:
             os.fchown(folder, outer_id, outer_id)
-    supervisor = Supervisor(control, libc, confine(libc, outer_id, processes, memory, refused))
+    supervisor = Supervisor(control, libc, confine(libc, outer_id, processes, memory, refused), later)
     if port:
         listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC)
         listener.bind(("127.0.0.1", port))

@@ -54,6 +54,8 @@ class PlainRow(Row):
     image: str = ""
     workdir: str = WORKDIR
     setup: Texts = ()
+    root_setup: Texts = ()
+    """Run before `setup`, as root of the image's system."""
     setup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     entry: str = ""
     cases: list[CaseRow] = Field(default_factory=list)
@@ -81,6 +83,8 @@ class PlainRow(Row):
             raise ValueError("fail_to_pass needs tests, the hidden files with these ids")
         if not self.files and not self.image and not self.setup:
             raise ValueError("needs files, an image or setup commands: there is nothing to work on")
+        if self.root_setup and not self.image:
+            raise ValueError("root_setup needs an image: nothing else has a system of its own")
         return self
 
     @property
@@ -114,6 +118,7 @@ def plain_item(row: PlainRow, options: LoadOptions, more: tuple[Tree, Tree, Tree
             workdir=row.workdir,
             commands=row.setup,
             timeout_s=row.setup_timeout_s,
+            root_commands=row.root_setup,
         ),
         grading=GradingPlan(
             runner=row.runner,

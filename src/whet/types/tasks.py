@@ -58,6 +58,8 @@ class Setup:
     """Shell commands run in the work folder before the agent, or the candidate, is there."""
     timeout_s: float = 120.0
     """Seconds for all commands together."""
+    root_commands: tuple[str, ...] = ()
+    """Shell commands run before those, as root of the image's system, without network. Docker boxes only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +172,13 @@ def task_hash(prompt: str, files: Tree, grading: GradingPlan, setup: Setup = Set
     if grading.reward != "binary":
         parts.append(f"reward={grading.reward}".encode())
     if setup != Setup():
-        parts.append(repr(setup).encode())
+        named = (
+            f"Setup(image={setup.image!r}, workdir={setup.workdir!r}, commands={setup.commands!r}, "
+            f"timeout_s={setup.timeout_s!r})"
+        )
+        parts.append(named.encode())
+    if setup.root_commands:
+        parts.append(f"root={setup.root_commands!r}".encode())
     for path in sorted(files):
         parts += [path.encode(), b"x" if files[path].executable else b"-", files[path].content]
     for part in parts:

@@ -9,17 +9,19 @@ import pytest
 from whet.cli import main
 
 pytestmark = pytest.mark.full
-SOME = "1,4,10,13,21,22,28,33,38-43,45"
-"""Of each class; those on processes, the network, secrets and hogs are where the kind of box matters."""
+SOME = {"json_io": (15, "1,4,10,13,21,22,28,33,38-43,45"), "pytest": (6, "1,10,13,21,33,41")}
+"""How many, and which: of each class. Those on processes, the network, secrets and hogs are where the kind of
+box matters; under pytest an attack takes half a minute."""
 
 
-@pytest.mark.parametrize("runner", ["json_io", "pytest"])
+@pytest.mark.parametrize("runner", SOME)
 def test_the_attacks_are_defeated_in_docker_boxes(
     runner: str, docker_image: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     boxes = ["sandbox.backend=docker", f"sandbox.image={docker_image}"]
-    ended = main(["attack", "--only", SOME, "--runner", runner, "--json", *boxes])
+    count, numbers = SOME[runner]
+    ended = main(["attack", "--only", numbers, "--runner", runner, "--json", *boxes])
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (ended, said["failed"]) == (0, [])
-    assert said["defeated"] == said["attacks"] == 15
-    assert said["twins_ok"] == said["twins"] > 15
+    assert said["defeated"] == said["attacks"] == count
+    assert said["twins_ok"] == said["twins"] > count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from io import StringIO
@@ -12,7 +14,7 @@ import pytest
 
 from whet.config import Config, load_config
 from whet.demo.policy import call, edit
-from whet.errors import ConfigError, EngineError, RecordError, SetupError, TaskError
+from whet.errors import ConfigError, EngineError, RecordError, SetupError, TaskError, TrainError
 from whet.evaluate.run import RolloutOptions, rollout
 from whet.record.run import read_store
 from whet.render.family import Family
@@ -20,7 +22,7 @@ from whet.tasks.toy import ToyProblem, ToySource
 from whet.testing.scripted_engine import ScriptedEngine
 from whet.train.learner.sampler import Sampler
 from whet.train.loop import TrainOptions, train
-from whet.types import IntArray, Limits, Message, RequestKey
+from whet.types import IntArray, Limits, Message, RequestKey, Rollout
 from whet.view.plain import PlainView
 
 SETTINGS = [
@@ -102,6 +104,26 @@ def test_what_the_infrastructure_failed_is_tried_again_and_never_a_zero(tmp_path
     with read_store(tmp_path / "run") as store:
         held = {o.rollout_id: o for o in store.outcomes("rollout", 0)}
     assert {name: held[name] for name in graded} == graded
+
+
+class Hung:
+    """A try that neither begins nor ends: an engine that answers nobody, a pool that gives no worker."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    async def run(self, *_: object, **__: object) -> Rollout:
+        await asyncio.sleep(30.0)
+        raise AssertionError("nobody ended the run")
+
+
+def test_a_run_in_which_nothing_moves_ends_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whet.evaluate.run.Attempts", Hung)
+    began = time.monotonic()
+    with pytest.raises(TrainError, match=r"none was decided for [12] s: 0 of 6 rollouts are decided$"):
+        run(tmp_path, Scripted(), "limits.wall_s=0.5", "collect.starve_limit_s=0.5")
+    assert time.monotonic() - began < 20.0
 
 
 def test_other_tasks_than_it_began_with_are_refused(tmp_path: Path) -> None:

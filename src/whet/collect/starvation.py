@@ -44,9 +44,7 @@ class Starvation:
     def look(self, now: float, cause: str) -> None:
         """Warn when a mark has passed. Raises TrainError with the cause at the limit."""
         if now >= self._moved + self._limit_s:
-            raise TrainError(
-                f"the trainer got no group and no rollout was decided for {now - self._moved:.0f} s: {cause}"
-            )
+            raise TrainError(f"no rollout began and none was decided for {now - self._moved:.0f} s: {cause}")
         while self._marks and now >= self._began + self._marks[0]:
             mark = self._marks.pop(0)
             log.warning("starved waited_s=%g %s", mark, cause)

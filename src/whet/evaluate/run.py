@@ -151,6 +151,9 @@ def _dispatcher(run: RunDir, stage: Stage, judge: Judge, sink: ResultSink, view:
         attempts=c.collect.attempts,
         temperature=c.engine.temperature,
         whole=False,
+        grace_s=c.collect.group_grace_s,
+        # no rollout may seem to be stuck before its own limit has passed
+        starve_limit_s=max(c.collect.starve_limit_s, 2 * c.limits.wall_s),
     )
     return Dispatcher(attempts, sink, view, Breaker(), options, check=stage.check)
 

@@ -1,8 +1,8 @@
 """Starts a real vLLM server (made by scripts/setup-vllm) on loopback and ends it, with all its children.
 
-For tests and benches that want the real thing on a CPU. It serves one model folder in float32, so that its
-logprobs can be compared with whet's own forward. Every wait has a deadline; a server that dies or does not
-come up in time is an EngineError with the end of its log.
+For tests and benches that want the real thing on a CPU. It serves one model folder, in float32 unless asked
+for another type, so that its logprobs can be compared with whet's own forward. Every wait has a deadline; a
+server that dies or does not come up in time is an EngineError with the end of its log.
 """
 
 from __future__ import annotations
@@ -51,14 +51,16 @@ def start_vllm(
     scale_out: bool = True,
     max_model_len: int = 4096,
     adapters: int = 0,
+    dtype: str = "float32",
+    port: int = 0,
     extra: Sequence[str] = (),
 ) -> Iterator[RealVllm]:
     """Serve `model`; `processed` and `scale_out` as in `testing.fake_vllm`, `adapters`: most at once, of any
-    rank up to 16. Raises EngineError."""
-    port = _free_port()
+    rank up to 16. port: 0 = a free one. Raises EngineError."""
+    port = port or _free_port()
     arguments = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]
-    arguments += ["--dtype", "float32", "--max-model-len", str(max_model_len), "--max-num-seqs", "16"]
+    arguments += ["--dtype", dtype, "--max-model-len", str(max_model_len), "--max-num-seqs", "16"]
     arguments += ["--logprobs-mode", "processed_logprobs" if processed else "raw_logprobs"]
     # On a CPU, vLLM 0.32 dies when it cuts the prompt of a request with a seed: it cannot rewind the stream.
     arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(2 * max_model_len)]

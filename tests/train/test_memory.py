@@ -26,14 +26,14 @@ from transformers import (
 )
 
 from whet.bench._memory import peak_bytes
-from whet.engine.embedded_model import save_model
+from whet.engine.embedded_model import ModelConfig, Qwen3, initialise, load_model, save_model
 from whet.engine.embedded_weights import checksum
 from whet.errors import TrainError
 from whet.train.head.objective import score
 from whet.train.loss.options import LossConfig
 from whet.train.memory.dry import Load
 from whet.train.memory.fit import KEPT_FREE, LADDER, Fit, load_of
-from whet.train.memory.predict import GIB, MemoryModel
+from whet.train.memory.predict import GIB, BuiltinMemory, MemoryModel
 from whet.train.memory.techniques import PLAIN, Techniques
 from whet.train.options import Lora, PolicyConfig
 from whet.train.plan.pack import MicroBatch
@@ -124,6 +124,51 @@ def test_predicted_memory_is_within_five_percent(
     assert predicted.peak == pytest.approx(found, rel=0.05)
     # the pass itself, without the share that any formula has right
     assert predicted.peak - predicted.states == pytest.approx(found - predicted.states, rel=0.06)
+
+
+def builtin(folder: Path) -> Qwen3:
+    shape = ModelConfig(
+        vocab_size=2048, hidden_size=96, num_hidden_layers=3, head_dim=24, intermediate_size=256,
+        max_position_embeddings=1024,
+    )  # fmt: skip
+    save_model(initialise(shape, 0), folder)
+    return load_model(folder)
+
+
+@pytest.mark.parametrize(("rows", "layout"), [(1, "prefix"), (3, "prefix"), (3, "tree")])
+def test_the_built_in_model_is_predicted_too(tmp_path: Path, rows: int, layout: str) -> None:
+    model = builtin(tmp_path / "model")
+    plan = long_plan(800, rows)
+    if layout == "tree":
+        plan = star()
+    trainer = Trainer(model, LOOSE)
+    trainer.step(plan)
+    trainer.fit = None
+    found = peak_bytes(lambda: trainer.step(plan), torch.device("cpu"))
+    held = sum(p.nbytes for p in model.parameters())
+    predicted = BuiltinMemory(model.config).predict(load_of(plan, plan.batches[0]), PLAIN)
+    assert predicted.states == 3 * held
+    assert predicted.peak - predicted.states == pytest.approx(found, rel=0.05)
+
+
+def test_a_row_that_the_built_in_model_cannot_train_is_refused_with_numbers(tmp_path: Path) -> None:
+    config = dataclasses.replace(LOOSE, policy=PolicyConfig(memory_gib=0.02))
+    model = builtin(tmp_path / "model")
+    trainer = Trainer(model, config)
+    short, long = long_plan(60), long_plan(800)
+    assert not trainer.step(short).skipped
+    version, before = trainer.version, checksum(model)
+    with pytest.raises(TrainError) as caught:
+        trainer.step(long)
+    said = str(caught.value)
+    assert (trainer.version, checksum(model)) == (version, before)
+    assert said.startswith("rollout train/0/0/0 segment 0: a micro-batch of 799 tokens")
+    numbers = re.search(r"needs ([\d.]+) GiB on cpu, ([\d.]+) GiB are there; about (\d+) tokens fit", said)
+    assert numbers is not None
+    assert float(numbers[1]) > float(numbers[2]) == 0.02
+    assert 60 < int(numbers[3]) < 799
+    assert not trainer.step(long_plan(int(0.7 * int(numbers[3])))).skipped
+    assert said.endswith("policy.kind hf has techniques that need less: no update")
 
 
 def limited(folder: Path, gib: float) -> Trainer:

@@ -19,7 +19,7 @@ class PolicyTable(Table):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """hf: type it computes in; weights are kept in float32. auto = bfloat16 on a GPU, float32 on a CPU."""
     memory_gib: Annotated[float, Field(ge=0)] = 0.0
-    """hf: memory of the device that training may fill; 0 = what is free, on a GPU when a step begins."""
+    """Memory of the device that training may fill; 0 = what is free, on a GPU when a step begins."""
     lora_rank: CountOrZero = 0
     """hf: rank of the adapters that are trained instead of the weights; 0 = all weights."""
     lora_alpha: Annotated[float, Field(gt=0)] = 32.0

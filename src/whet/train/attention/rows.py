@@ -35,7 +35,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | Non
         # The flash kernel has 16 bits only, and of those with 32 none but the one that holds all scores knows
         # grouped keys.
         k, v = _per_head(k, q.shape[1]), _per_head(v, q.shape[1])
-    return (_emulated if q.is_meta else _stock)(q, k, v, scale, seen)
+    return (emulated if q.is_meta else _stock)(q, k, v, scale, seen)
 
 
 def _stock(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
@@ -84,7 +84,7 @@ def _lower_right(q: Tensor, k: Tensor) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
 
 
-def _emulated(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
+def emulated(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
     """What the device's kernel would give and keep, of tensors that have no content."""
     q, k, v = _Release.apply(q, k, v)  # type: ignore[no-untyped-call]
     if not runs_on_gpu(q):

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from whet.engine.embedded_model import Qwen3
 from whet.errors import TrainError
 from whet.train.attention.tree import tree_pieces
 from whet.train.memory.dry import Load, Shape
-from whet.train.memory.predict import GIB, Kernels, MemoryModel
+from whet.train.memory.predict import GIB, BuiltinMemory, Kernels, Memory, MemoryModel
 from whet.train.memory.techniques import PLAIN, Techniques
 from whet.train.options import Lora
 from whet.train.plan.pack import MicroBatch
@@ -65,14 +66,14 @@ class Fit:
     def __init__(
         self,
         config: Any,
-        policy: HfPolicy,
+        policy: HfPolicy | Qwen3,
         *,
         limit: int,
         host: int,
         measured: Callable[[], int] | None = None,
-        reference: HfPolicy | None = None,
+        reference: HfPolicy | Qwen3 | None = None,
     ) -> None:
-        """config: the policy's `PretrainedConfig`; limit, host: bytes of the device and of the host.
+        """config: what the policy is built from (`config_of`); limit, host: bytes of device and host.
         measured: gives the limit anew when a step begins. reference: a policy that scores each micro-batch
         first; its weights are not part of the limit. Raises TrainError when the memory of this architecture
         cannot be told."""
@@ -81,23 +82,26 @@ class Fit:
         self._kernels: Kernels = "cuda" if policy.device.type == "cuda" else "cpu"
         self._ladder = [t for t in LADDER if self._kernels == "cuda" or not t.offload_activations]
         """On a CPU the device's memory is the host's."""
-        if policy.shards > 1:
+        if isinstance(policy, Qwen3):
+            self._ladder = [PLAIN]
+        elif policy.shards > 1:
             self._ladder = [t for t in self._ladder if not t.offload_optimizer]
-        self._model = self._of(policy.lora)
+        self._model = self._of(None if isinstance(policy, Qwen3) else policy.lora)
         self._reference = None
         if reference is not None:
-            self._reference = self._of(None, reference.model.config, frozen=True)
+            self._reference = self._of(None, config_of(reference), frozen=True)
         self._known: dict[tuple[Techniques, bool], list[tuple[Load, Need]]] = {}
-        self._need(self._model, Load(prefix=0, rows=1, width=2, trained=1), PLAIN, first=True)
+        if not isinstance(policy, Qwen3):
+            self._need(self._model, Load(prefix=0, rows=1, width=2, trained=1), PLAIN, first=True)
 
     @classmethod
     def of(
         cls,
-        policy: HfPolicy,
+        policy: HfPolicy | Qwen3,
         memory_gib: float,
         *,
         copies: bool = False,
-        reference: HfPolicy | None = None,
+        reference: HfPolicy | Qwen3 | None = None,
         ranks: int = 1,
     ) -> Fit:
         """memory_gib: what training may fill; 0 = what is free, with what training holds already: on a GPU
@@ -114,8 +118,7 @@ class Fit:
 
         limit = int(memory_gib * GIB) - kept - apart if memory_gib else measured()
         again = measured if on_gpu and not memory_gib else None
-        config = policy.model.config
-        return cls(config, policy, limit=limit, host=host, measured=again, reference=reference)
+        return cls(config_of(policy), policy, limit=limit, host=host, measured=again, reference=reference)
 
     def plan(self, plan: StepPlan) -> list[Techniques]:
         """Techniques of every micro-batch of a step that is to begin. Raises TrainError when one fits with
@@ -146,13 +149,14 @@ class Fit:
                 return True
             if not self._there(need) and _covers(load, other):
                 return False
-        for parts in (4, 64):
-            size = _up(load, parts)
+        # a small model mostly has room for far more, which one run tells for good
+        large = [_roomy(load)] if isinstance(self._policy, Qwen3) else []
+        for size in (*large, *(_up(load, parts) for parts in (4, 64))):
             need = self._need(self._model, size, techniques, first=first)
             known.append((size, need))
             if self._there(need):
                 return True
-            if need.device // 2 > self.limit:
+            if need.device // 2 > self.limit and size not in large:
                 # rounding alone does not double it
                 return False
         return False
@@ -160,13 +164,15 @@ class Fit:
     def _there(self, need: Need) -> bool:
         return need.device <= self.limit and need.host <= self._host
 
-    def _of(self, lora: Lora | None, config: Any = None, *, frozen: bool = False) -> MemoryModel:
+    def _of(self, lora: Lora | None, config: Any = None, *, frozen: bool = False) -> Memory:
+        if isinstance(self._policy, Qwen3):
+            return BuiltinMemory(config or self._config, frozen=frozen)
         dtype = self._policy.compute_dtype
         return MemoryModel(
             config or self._config, dtype=dtype, lora=lora, kernels=self._kernels, frozen=frozen
         )
 
-    def _need(self, model: MemoryModel, load: Load, techniques: Techniques, *, first: bool) -> Need:
+    def _need(self, model: Memory, load: Load, techniques: Techniques, *, first: bool) -> Need:
         found = model.predict(load, techniques, first=first)
         scoring = self._reference.scoring(load, techniques) if self._reference is not None else 0
         return Need(device=max(found.peak, found.states + scoring), host=found.host)
@@ -183,23 +189,27 @@ class Fit:
         host = min((need.host for need in found if need.device <= self.limit), default=0)
         if host:
             needs = (
-                f"{host / GIB:.1f} GiB of the host's memory to fit on {self._policy.device},"
-                f" {self._host / GIB:.1f} GiB are there"
+                f"{_gib(host)} of the host's memory to fit on {self._policy.device},"
+                f" {_gib(self._host)} are there"
             )
         else:
-            needs = (
-                f"{least / GIB:.1f} GiB on {self._policy.device} with every technique on,"
-                f" {self.limit / GIB:.1f} GiB are there"
-            )
+            needs = f"{_gib(least)} on {self._policy.device}{self._how}, {_gib(self.limit)} are there"
             half = self._least(self._model, _scaled(load, 0.5), first)
             slope = (least - half) / (0.5 * load.tokens)
-            fits = int(load.tokens - (least - self.limit) / slope) // 1000 * 1000 if slope > 0 else 0
+            fits = int(load.tokens - (least - self.limit) / slope) if slope > 0 else 0
+            fits -= fits % (1000 if fits >= 10_000 else 10)
             helps.append(f"about {fits:,} tokens fit" if fits > 0 else "its weights alone do not fit")
-        if self._policy.lora is None:
+        if isinstance(self._policy, Qwen3):
+            helps.append("policy.kind hf has techniques that need less")
+        elif self._policy.lora is None:
             helps += self._with_adapters(load, first)
         if load.rows > 1 or len(micro.rows) > 1:
             helps.append("a smaller train.token_budget cuts the micro-batch")
         return f"{said} {'; '.join([needs, *helps])}: no update"
+
+    @property
+    def _how(self) -> str:
+        return " with every technique on" if len(self._ladder) > 1 else ""
 
     def _with_adapters(self, load: Load, first: bool) -> list[str]:
         """What adapters would need; nothing where the model's layers have other names."""
@@ -207,9 +217,9 @@ class Fit:
             model = self._of(_SUGGESTED)
         except TrainError:
             return []
-        return [f"policy.lora_rank 16 would need {self._least(model, load, first) / GIB:.1f} GiB"]
+        return [f"policy.lora_rank 16 would need {_gib(self._least(model, load, first))}"]
 
-    def _least(self, model: MemoryModel, load: Load, first: bool) -> int:
+    def _least(self, model: Memory, load: Load, first: bool) -> int:
         """Bytes with the set of techniques that needs least."""
         return self._need(model, load, self._ladder[-1], first=first).device
 
@@ -247,6 +257,19 @@ def _up(load: Load, parts: int) -> Load:
     return Load(prefix=up(load.prefix), rows=up(load.rows), width=up(load.width), trained=up(load.trained))
 
 
+def _roomy(load: Load) -> Load:
+    """Two to four times as large in every respect."""
+
+    def up(n: int) -> int:
+        return 2 << max(n, 64).bit_length()
+
+    tree = load.tree and Shape(**{f.name: up(getattr(load.tree, f.name)) for f in fields(Shape)})
+    if load.rows == 1:
+        return Load(prefix=0, rows=1, width=up(load.tokens), trained=up(load.trained), tree=tree)
+    rows = 2 << load.rows.bit_length()
+    return Load(prefix=up(load.prefix), rows=rows, width=up(load.width), trained=up(load.trained))
+
+
 def _covers(more: Load, less: Load) -> bool:
     """Whether `more` is the larger one in every respect, and attended to in the same way."""
     if (more.rows == 1) != (less.rows == 1) or (more.tree is None) != (less.tree is None):
@@ -268,8 +291,19 @@ def _scaled(load: Load, factor: float) -> Load:
     )
 
 
-def _weights(policy: HfPolicy) -> int:
-    return sum(p.nbytes for _, p in policy.named_parameters()) // policy.shards
+def _gib(size: int) -> str:
+    """Bytes as a person reads them; a small model's are not 0.0."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / GIB:.4f} GiB"
+
+
+def config_of(policy: HfPolicy | Qwen3) -> Any:
+    """A `PretrainedConfig`, or the built-in model's own."""
+    return policy.config if isinstance(policy, Qwen3) else policy.model.config
+
+
+def _weights(policy: HfPolicy | Qwen3) -> int:
+    held = sum(p.nbytes for _, p in policy.named_parameters())
+    return held if isinstance(policy, Qwen3) else held // policy.shards
 
 
 def _on_gpu(device: torch.device) -> int:

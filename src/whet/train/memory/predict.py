@@ -14,10 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from whet.engine.embedded_model import ModelConfig, Qwen3
 from whet.errors import TrainError
-from whet.train.attention.rows import EMULATED
+from whet.train.attention.rows import EMULATED, emulated
 from whet.train.attention.tree import TreeAttend
 from whet.train.memory.dry import DryHead, Load, Meter, head_pass
 from whet.train.memory.stack import SHORT, alike, only, whole
@@ -49,33 +52,17 @@ class Prediction:
         return max(self.states + self.activations, self.update)
 
 
-class MemoryModel:
+class Memory:
     """Predictions for one model, type, choice of what is trained, and kind of device."""
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        dtype: torch.dtype,
-        lora: Lora | None,
-        kernels: Kernels,
-        frozen: bool = False,
-    ) -> None:
-        """config: a `PretrainedConfig` of transformers. frozen: nothing is trained (trainer/reference.py).
-        Raises TrainError when adapters do not fit it."""
-        model = empty_model(config)
-        if lora is not None:
-            add_lora(model, lora, dtype)
-        self._policy = HfPolicy(model.train(), dtype=dtype, lora=lora)
-        if frozen:
-            self._policy.freeze()
-        self._kernels = kernels
+    def __init__(self, policy: HfPolicy | Qwen3, model: nn.Module, kernels: Kernels) -> None:
+        """model: where the policy's parameters are, without content."""
+        self._passing, self._kernels = policy, kernels
         parameters = list(model.parameters())
         trained = [p for p in parameters if p.requires_grad]
         self._weights = sum(p.nbytes for p in parameters)
         self._trained = sum(p.nbytes for p in trained)
         self._largest = max((p.nbytes for p in trained), default=0)
-        self._alike = alike(decoder_layers(model))
         self._found: dict[tuple[Load, Techniques, bool, bool], tuple[int, int]] = {}
 
     def predict(self, load: Load, techniques: Techniques, *, first: bool = True) -> Prediction:
@@ -104,6 +91,87 @@ class MemoryModel:
 
     def _dry_run(self, load: Load, techniques: Techniques, first: bool) -> tuple[int, int]:
         """(bytes on the device, bytes parked on the host)."""
+        raise NotImplementedError
+
+    def _pass(self, load: Load) -> None:
+        policy = self._passing
+        chosen = _numbers(load.trained)
+        if load.tree is not None:
+            attend = TreeAttend(load.tree.pieces(load.tokens))
+            hidden = policy.flat(_numbers(load.tokens), _numbers(load.tokens), attend)[chosen]
+        else:
+            hidden = policy.hidden(_numbers(load.prefix), _numbers(load.rows, load.width))
+            hidden = hidden.flatten(0, 1)[chosen]
+        if not torch.is_grad_enabled():
+            head_pass(hidden, policy.head_weight, self._kernels == "cuda")
+            return
+        total: Any = DryHead.apply(hidden, policy.head_weight, self._kernels == "cuda")  # type: ignore[no-untyped-call]
+        del hidden
+        total.backward()
+
+
+class BuiltinMemory(Memory):
+    """Of the built-in model, which knows no techniques: float32 on a CPU."""
+
+    def __init__(self, config: ModelConfig, *, frozen: bool = False) -> None:
+        with torch.device("meta"):
+            # a load that is larger than the model's context may be asked for, to tell smaller ones by
+            self._model = Qwen3(replace(config, max_position_embeddings=1 << 24))
+        self._model.requires_grad_(not frozen)
+        super().__init__(self._model, self._model, "cpu")
+
+    def _dry_run(self, load: Load, techniques: Techniques, first: bool) -> tuple[int, int]:
+        model = self._model
+        for p in model.parameters():
+            p.grad = None if first or not p.requires_grad else torch.empty_like(p)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        before = EMULATED.set(self._kernels)
+        try:
+            meter = Meter([*model.parameters(), *model.buffers(), *grads], self._kernels if load.tree else "")
+            with _Attends(), meter, torch.device("meta"):
+                self._pass(load)
+        finally:
+            EMULATED.reset(before)
+            for p in model.parameters():
+                p.grad = None
+        return meter.peak, 0
+
+
+class _Attends(TorchFunctionMode):
+    """torch's attention of tensors without content is that of a CPU, not one that holds all scores."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        q, k, v = args
+        return emulated(q, k, v, q.shape[-1] ** -0.5, kwargs.get("attn_mask"))
+
+
+class MemoryModel(Memory):
+    """Of a model of transformers."""
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        dtype: torch.dtype,
+        lora: Lora | None,
+        kernels: Kernels,
+        frozen: bool = False,
+    ) -> None:
+        """config: a `PretrainedConfig` of transformers. frozen: nothing is trained (trainer/reference.py).
+        Raises TrainError when adapters do not fit it."""
+        model = empty_model(config)
+        if lora is not None:
+            add_lora(model, lora, dtype)
+        self._policy = HfPolicy(model.train(), dtype=dtype, lora=lora)
+        if frozen:
+            self._policy.freeze()
+        super().__init__(self._policy, model, kernels)
+        self._alike = alike(decoder_layers(model))
+
+    def _dry_run(self, load: Load, techniques: Techniques, first: bool) -> tuple[int, int]:
         layers = decoder_layers(self._policy.model)
         try:
             if not self._alike:
@@ -136,22 +204,6 @@ class MemoryModel:
             for p in model.parameters():
                 p.grad = None
         return meter.peaks, policy.mode.offload.bytes - parked
-
-    def _pass(self, load: Load) -> None:
-        policy = self._policy
-        chosen = _numbers(load.trained)
-        if load.tree is not None:
-            attend = TreeAttend(load.tree.pieces(load.tokens))
-            hidden = policy.flat(_numbers(load.tokens), _numbers(load.tokens), attend)[chosen]
-        else:
-            hidden = policy.hidden(_numbers(load.prefix), _numbers(load.rows, load.width))
-            hidden = hidden.flatten(0, 1)[chosen]
-        if not torch.is_grad_enabled():
-            head_pass(hidden, policy.head_weight, self._kernels == "cuda")
-            return
-        total: Any = DryHead.apply(hidden, policy.head_weight, self._kernels == "cuda")  # type: ignore[no-untyped-call]
-        del hidden
-        total.backward()
 
 
 def _numbers(*shape: int) -> Tensor:

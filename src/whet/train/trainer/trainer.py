@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from whet.engine.embedded_model import Qwen3
 from whet.errors import ConfigError, TrainError
 from whet.train.head.objective import Fused, Objective, Scores, kept_gradient, objective, score
 from whet.train.loss.losses import Terms, token_loss
@@ -59,7 +60,7 @@ class Trainer:
             reference.check(model)
         self.reference = reference if config.loss.kl != "none" else None
         self.optimiser = Optimiser(model, config.optim)
-        self.fit = self._fit_of(model) if isinstance(model, HfPolicy) else None
+        self.fit = self._fit_of(model) if isinstance(model, HfPolicy | Qwen3) else None
         """Chooses memory techniques; None = they stay as they are."""
         self._chosen: dict[MicroBatch, Techniques] = {}
         self.steps = 0
@@ -244,13 +245,13 @@ class Trainer:
         into = kept_gradient(weight)
         return objective(hidden, weight, targets, self.config.temperature, weighted, into=into)
 
-    def _fit_of(self, model: HfPolicy) -> Fit:
+    def _fit_of(self, model: HfPolicy | Qwen3) -> Fit:
         beside = self.reference.policy if self.reference is not None else None
         return Fit.of(
             model,
             self.config.policy.memory_gib,
             copies=self.config.epochs > 1,
-            reference=beside if isinstance(beside, HfPolicy) else None,
+            reference=beside if isinstance(beside, HfPolicy | Qwen3) else None,
             ranks=self.ranks.world,
         )
 

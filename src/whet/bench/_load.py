@@ -19,6 +19,8 @@ import orjson
 from whet.bench import _corpus
 
 DEADLINE_S = 120.0
+GROWTH_DEADLINE_S = 1200.0
+"""Of a call that is not measured: 256 conversations that open at a time are 100 MB to encode."""
 REPLY_BYTES = 1300
 """About what echoing one reply adds to a body, besides the tool's answer."""
 
@@ -31,6 +33,7 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[float] | None = None
         self._transport: asyncio.Transport | None = None
         self._body_at, self._length = 0, -1
+        self.deadline_s = GROWTH_DEADLINE_S
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if isinstance(transport, asyncio.Transport):
@@ -67,7 +70,7 @@ class Connection(asyncio.Protocol):
         self._done = asyncio.get_running_loop().create_future()
         start = time.perf_counter()
         self._transport.writelines((head, body))
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(self.deadline_s):
             end = await self._done
         return end - start, int(self._received[9:12]), bytes(self._received[self._body_at :])
 
@@ -208,6 +211,8 @@ async def run(job: Mapping[str, Any]) -> None:
     ]
     crowd = Crowd(job, connections)
     await crowd.each(crowd.grow)
+    for connection in connections:
+        connection.deadline_s = DEADLINE_S
     print("ready", flush=True)
     for _ in range(job["stages"]):
         await loop.run_in_executor(None, sys.stdin.readline)

@@ -15,12 +15,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from whet.config import load_config
 from whet.errors import ConfigError, TaskError
-from whet.tasks.base import split_of
-from whet.tasks.dataset import RowSource
+from whet.tasks.base import Item, split_of
+from whet.tasks.dataset import LoadOptions, RowSource
 from whet.tasks.functions import load_function, reward_of
 from whet.tasks.gate import Finding, read_gate, write_gate
 from whet.tasks.open import action_of, open_rows, open_source
 from whet.tasks.plain import PlainJsonl
+from whet.tasks.rows import Place, RawRow
 from whet.tasks.rows import TestIds as IdList
 from whet.types import FileEntry, Limits, Outcome, Task, Verdict
 
@@ -34,6 +35,11 @@ def row(name: str, **more: Any) -> dict[str, Any]:
         "cases": [{"function": "f", "args": [1], "expected": 2}],
         "gold": {"m.py": "def f(x):\n    return x + 1\n"},
     } | more
+
+
+def by_tests(ids: object) -> dict[str, Any]:
+    """What makes a row one that hidden tests judge."""
+    return {"cases": [], "entry": "", "tests": {"test_u.py": "def test_f(): ...\n"}, "fail_to_pass": ids}
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -154,6 +160,11 @@ def test_the_train_split_goes_round_in_new_orders(tmp_path: Path) -> None:
             "row u: needs exactly one of cases, fail_to_pass (with tests) and checks",
         ),
         (json.dumps(row("u", fail_to_pass=["a"])), "row u: needs exactly one of"),
+        (json.dumps(row("u", **by_tests("test_u.py::test_f"))), "row u: fail_to_pass: is neither a list nor"),
+        (json.dumps(row("u", **by_tests("[3]"))), "row u: fail_to_pass: must hold test ids"),
+        (json.dumps(row("u", **by_tests("[]"))), "row u: needs exactly one of"),
+        (json.dumps(row("u", **by_tests([]))), "row u: needs exactly one of"),
+        (json.dumps(row("u", pass_to_pass="abc")), "row u: pass_to_pass: is neither a list nor JSON"),
         (json.dumps(row("u", files={})), "there is nothing to work on"),
         (json.dumps(row("u", files={"../x": "y"})), "is not a path inside the work folder"),
         (json.dumps(row("u", files={"a": "y", "a/b": "z"})), "lies under a file"),
@@ -175,6 +186,23 @@ def test_bad_rows_are_refused_with_their_id(tmp_path: Path, bad: str, message: s
     left = RowSource("jsonl", PlainJsonl(), path, bad_rows="skip")
     assert [item.task.id for item in left.every()] == ["t1"]
     assert len(left.refused) == 1
+
+
+class Careless(PlainJsonl):
+    """A format whose code trips over a row."""
+
+    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+        if row["id"] == "u":
+            raise ValueError("no such thing")
+        return super().build(row, place, options)
+
+
+def test_no_row_ends_the_reading_of_the_others(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [row("t"), row("u")])
+    with pytest.raises(TaskError, match="a.jsonl:2: row u: no such thing"):
+        RowSource("jsonl", Careless(), path)
+    left = RowSource("jsonl", Careless(), path, bad_rows="skip")
+    assert [item.task.id for item in left.every()] == ["t"]
 
 
 def test_nothing_but_bad_rows(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ class RowSource:
             task = self._form.build(row, place, self._options).task
         except ValidationError as error:
             raise _Bad(_refusal(place, describe(error), row_id(row))) from None
-        except TaskError as error:
+        except (TaskError, ValueError) as error:  # a row has no way to end the reading of the others
             raise _Bad(_refusal(place, error, row_id(row))) from None
         if task.id in ids:
             raise _Bad(_refusal(place, f"the id is also that of {ids[task.id]}", task.id))

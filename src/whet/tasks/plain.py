@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, model_validator
 from whet.errors import TaskError, boundary
 from whet.tasks.base import Item
 from whet.tasks.dataset import LoadOptions
-from whet.tasks.rows import Place, RawRow, Row, Text, Texts, parse_ids, read_places
+from whet.tasks.rows import OwnIds, Place, RawRow, Row, Text, Texts, read_places
 from whet.tasks.shared import LimitsRow, make_item, safe_tree, text_tree, tree_of_folder
 from whet.types import WORKDIR, Case, Check, GradingPlan, HiddenTests, Oracle, Setup, Tree
 
@@ -61,8 +61,8 @@ class PlainRow(Row):
     cases: list[CaseRow] = Field(default_factory=list)
     tests: dict[str, str] = Field(default_factory=dict)
     """Hidden files, put over the work folder when it is judged."""
-    fail_to_pass: Any = ()
-    pass_to_pass: Any = ()
+    fail_to_pass: OwnIds = ()
+    pass_to_pass: OwnIds = ()
     checks: list[CheckRow] = Field(default_factory=list)
     gold: dict[str, str] = Field(default_factory=dict)
     gold_patch: str = ""
@@ -99,8 +99,8 @@ def plain_item(row: PlainRow, options: LoadOptions, more: tuple[Tree, Tree, Tree
     files = {**text_tree(row.files, "files"), **more[0]}
     tests = HiddenTests(
         files={**text_tree(row.tests, "tests"), **more[1]},
-        fail_to_pass=parse_ids(row.fail_to_pass) if row.fail_to_pass else (),
-        pass_to_pass=parse_ids(row.pass_to_pass) if row.pass_to_pass else (),
+        fail_to_pass=row.fail_to_pass,
+        pass_to_pass=row.pass_to_pass,
         checks=tuple(
             Check(name=c.name or f"check {n}", command=c.command, markers=c.markers, weight=c.weight)
             for n, c in enumerate(row.checks, 1)

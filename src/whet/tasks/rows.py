@@ -146,6 +146,10 @@ def parse_texts(value: object) -> tuple[str, ...]:
 
 
 TestIds = Annotated[tuple[str, ...], BeforeValidator(parse_ids)]
+OwnIds = Annotated[
+    tuple[str, ...], BeforeValidator(lambda value: () if value in (None, "") else parse_ids(value))
+]
+"""The same where ids may be left out: null and an empty text are none."""
 Texts = Annotated[tuple[str, ...], BeforeValidator(parse_texts)]
 Text = Annotated[str, Field(min_length=1)]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AliasChoices, Field, model_validator
 
@@ -19,7 +19,7 @@ from whet.tasks.asserts import cases_of, test_ids
 from whet.tasks.base import Item
 from whet.tasks.dataset import LoadOptions
 from whet.tasks.plain import CaseRow
-from whet.tasks.rows import Place, RawRow, Row, Text, parse_ids, read_places
+from whet.tasks.rows import OwnIds, Place, RawRow, Row, Text, read_places
 from whet.tasks.shared import LimitsRow, make_item, text_tree
 from whet.types import Case, Check, FileEntry, GradingPlan, HiddenTests, Oracle, Tree
 
@@ -97,7 +97,7 @@ class UnitTestRow(Row):
     """The file at the start; empty = it is not there yet."""
     test: str = Field(default="", validation_alias=AliasChoices("test", "test_code"))
     cases: list[CaseRow] = Field(default_factory=list)
-    fail_to_pass: Any = ()
+    fail_to_pass: OwnIds = ()
     solution: str = ""
     """The whole solved file."""
     files: dict[str, str] = Field(default_factory=dict)
@@ -158,7 +158,7 @@ def _judged_by(row: UnitTestRow, entry: str) -> tuple[str, HiddenTests, tuple[Ca
         check = Check(name=path, command=f"julia --startup-file=no {path}", markers=(JULIA_DONE,))
         return "command", HiddenTests(files=_one(path, text), checks=(check,)), ()
     try:
-        ids = parse_ids(row.fail_to_pass) if row.fail_to_pass else tuple(test_ids(row.test, path))
+        ids = row.fail_to_pass or tuple(test_ids(row.test, path))
     except ValueError as error:
         raise TaskError(str(error)) from None
     if not ids:

@@ -229,8 +229,14 @@ def test_show_works_on_a_run_with_no_process_alive(tmp_path: Path) -> None:
     done = whet("show", str(tmp_path / "r"))
     assert done.returncode == 0, done.stderr
     assert "step    1  solved 0.00 (0/0)  trained 12 of 12 tokens" in done.stdout
-    assert f"not finished: 1 of 2 steps; continue with --resume {tmp_path / 'r'}" in done.stdout
+    assert f"not finished: 1 of 2 steps\ncontinue with: whet train --resume {tmp_path / 'r'}" in done.stdout
     assert whet("show", "--json", str(tmp_path / "r")).returncode == 2
+    for wrong in ("[]", '{"a": 1}'):
+        (tmp_path / "r" / "summary.json").write_text(wrong)
+        refused = whet("show", str(tmp_path / "r"))
+        assert refused.returncode == 1
+        assert "summary.json" in refused.stderr
+        assert "Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize("verb", ["show", "replay"])

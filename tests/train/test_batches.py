@@ -13,7 +13,8 @@ import pytest
 
 from whet.collect.masking import MaskRate
 from whet.config import Config, load_config
-from whet.errors import ConfigError
+from whet.errors import ConfigError, RecordError
+from whet.record.run import RunDir
 from whet.record.store import Store
 from whet.rollout import AttemptSpec
 from whet.tasks.toy import ToySource
@@ -21,7 +22,7 @@ from whet.testing.fake_attempts import fake_rollout
 from whet.testing.simulated_attempts import Chances, SimulatedAttempts, with_tokens
 from whet.testing.virtual_time import run_virtual
 from whet.train.batches import Batches, async_options, collect_options, left_before, open_ahead
-from whet.train.loop import _ahead
+from whet.train.loop import _ahead, check_steps
 from whet.train.plan.step import PlanConfig, plan_step, use_of
 from whet.train.sink import StoreSink
 from whet.types import Group, Limits, Status
@@ -188,3 +189,13 @@ def test_idle_is_a_share_of_all_the_time_publishing_and_evaluations_included() -
     told = {"staleness_max": 1, "wasted_s": 0.0, "rollout_s": 9.0, "waited_s": 3.0, "step_s": 10.0}
     assert _ahead([{**told, "cycle_s": 10.0}, {**told, "cycle_s": 20.0}])["trainer_idle"] == 0.2
     assert _ahead([told])["trainer_idle"] == 0.3, "a step of an older whet"
+
+
+def test_a_store_that_knows_less_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    """Somebody put another run.sqlite there: going on would train from the start under old names."""
+    with RunDir.create(load_config(None, [f"run.dir={tmp_path / 'r'}"])) as run, run.store() as store:
+        (run.checkpoints / "step-00001").mkdir(parents=True)
+        check_steps(run, store)  # a kill came between checkpoint and commit
+        (run.checkpoints / "step-00002").mkdir()
+        with pytest.raises(RecordError, match="knows 0 steps, but checkpoints reach to 2"):
+            check_steps(run, store)

@@ -1,8 +1,10 @@
 """`python -m whet.demo.blind`: how often a toy task is solved by an agent that edits without looking.
 
-The best guess that the issue text allows is played through the real path (agent, gateway, grader) on
-held-out tasks: the wrong text is guessed uniformly among what the generator could have written, the right
-text is known. It is the floor that a trained policy has to leave.
+Played through the real path (agent, gateway, grader) on held-out tasks. By default the agent replaces the
+wrong text, which it guesses uniformly among what the generator could have written, by the right one, which
+the issue tells: that is how the warm start edits without looking, and the floor that a trained policy has to
+leave. With `--anchor` it knows how the generator begins every module, and writes a line of its own behind the
+text that all of them share: a way around looking that the tasks leave open.
 """
 
 from __future__ import annotations
@@ -19,18 +21,29 @@ from whet.collect.agents import limits_of, open_agents
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot
 from whet.config import Config, demo_preset, load_config, model_folder
-from whet.demo.policy import Habits
+from whet.demo.policy import FINAL, Habits, Step, edit
 from whet.demo.warm import Demonstrator
 from whet.record.store import Score
 from whet.render.load import load_family
 from whet.rollout import Attempts
-from whet.tasks.toy import ToySource
+from whet.tasks.toy import ToyProblem, ToySource
 from whet.testing.scripted_engine import ScriptedEngine
 from whet.train.assembly import make_judge
-from whet.types import Rollout
+from whet.types import Message, Rollout
 from whet.view.curve import wilson
 
 BLIND = Habits(look=0.0, blind_wrong=0.0, recover=0.0, verify=0.0)
+
+
+class Anchored(Demonstrator):
+    """Writes the right line behind the end of the function's head, whatever stands there."""
+
+    def assign(self, rollout_id: str, problem: ToyProblem, habits: Habits, seed: int) -> None:
+        right = problem.faulty.right.removeprefix("return ")
+        self._scripts[rollout_id] = [
+            Step(message=edit(problem, "):", f"):\n    return {right}")),
+            Step(message=Message(role="assistant", text=FINAL)),
+        ]
 
 
 class _Nowhere:
@@ -57,10 +70,10 @@ class _Nowhere:
     def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None: ...
 
 
-async def measure(config: Config, tasks: int) -> dict[str, Score]:
-    """Family -> score of blind editing on held-out tasks; "" is the total."""
+async def measure(config: Config, tasks: int, *, anchor: bool = False) -> dict[str, Score]:
+    """Family -> score of blind editing on held-out tasks; "" is the total. anchor: see the module."""
     family = load_family(model_folder(config), config.model.family)
-    demonstrator = Demonstrator(family)
+    demonstrator = Anchored(family) if anchor else Demonstrator(family)
     source = ToySource(limits_of(config))
     chosen = source.tasks("eval", 0, tasks)
     for i, task in enumerate(chosen):
@@ -89,10 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="whet.demo.blind", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--agent", choices=("pi", "script"), default="pi")
     parser.add_argument("--tasks", type=int, default=512)
+    parser.add_argument("--anchor", action="store_true", help="edit behind the text that all modules share")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     options = parser.parse_args(argv)
     config = load_config(None, [f"harness.agent={options.agent}", *options.overrides], demo_preset())
-    scores = asyncio.run(measure(config, options.tasks))
+    scores = asyncio.run(measure(config, options.tasks, anchor=options.anchor))
     for name, score in scores.items():
         low, high = wilson(score)
         print(

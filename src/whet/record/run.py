@@ -165,6 +165,8 @@ def read_summary(path: Path) -> Mapping[str, Any] | None:
         summary: Mapping[str, Any] = orjson.loads(file.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         raise RecordError(f"cannot read {file}: {error}") from error
+    if not isinstance(summary, dict):
+        raise RecordError(f"cannot read {file}: it is not a summary")
     return summary
 
 

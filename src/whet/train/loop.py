@@ -326,6 +326,19 @@ def prune(folder: Path, keep: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def check_steps(run: RunDir, store: Store) -> None:
+    """Raises RecordError when the store knows fewer steps than checkpoints were written: it is not this run's
+    any more. The newest checkpoint may be one ahead, where a kill came before the step's commit."""
+    last = store.last_step()
+    known = 0 if last is None else last.step
+    written = [int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-[0-9]*")]
+    if max(written, default=0) > known + 1:
+        raise RecordError(
+            f"{run.path / 'run.sqlite'} knows {known} steps, but checkpoints reach to {max(written)}: put the"
+            " store back that belongs to them, or begin a new run"
+        )
+
+
 async def _train(config: Config, view: Observer, options: TrainOptions) -> Mapping[str, Any]:
     resume = options.resume
     async with AsyncExitStack() as stack:
@@ -335,6 +348,7 @@ async def _train(config: Config, view: Observer, options: TrainOptions) -> Mappi
         metrics = stack.enter_context(run.metrics())
         if KIND in store.meta():
             raise RecordError(f"{run.path} holds a run of `whet {store.meta()[KIND]}`, not a training run")
+        check_steps(run, store)
         clock = WallClock(store, options.began)
         store.recover()
         if EXTRA not in store.meta():

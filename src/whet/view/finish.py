@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.capture.notes import drift_totals
+from whet.errors import RecordError
 from whet.record.run import KIND, read_config, read_store, read_summary, write_text
 from whet.record.store import Score, Store
 from whet.types import Ledger
@@ -63,11 +64,17 @@ def show_run(run_dir: Path) -> str:
         lines += [f"  drift: {line}" for line in drift_totals(store.drifts())]
         summary = read_summary(run_dir)
         if summary is not None:
-            return "\n".join(lines) + "\n" + render_report(report_of(run_dir, store, summary))
+            try:
+                report = report_of(run_dir, store, summary)
+            except (KeyError, TypeError) as error:
+                file = run_dir / "summary.json"
+                raise RecordError(f"{file} is not the summary of a training run: {error!r}") from error
+            return "\n".join(lines) + "\n" + render_report(report)
         lines += _state_lines(store)
         last = store.last_step()
     done = 0 if last is None else last.step
-    lines.append(f"not finished: {done} of {config.run.steps} steps; continue with --resume {run_dir}")
+    lines.append(f"not finished: {done} of {config.run.steps} steps")
+    lines.append(f"continue with: whet train --resume {run_dir}")
     return "\n".join(lines) + "\n"
 
 

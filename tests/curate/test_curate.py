@@ -79,6 +79,25 @@ def test_validate_tells_the_rows_apart_and_keeps_what_it_found(
     assert listed["train"] + listed["eval"] == 1
 
 
+def test_a_row_that_has_no_place_in_the_boxes_is_a_finding_and_stops_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, gate = tmp_path / "a.jsonl", tmp_path / "gate.json"
+    rows = [row("big", image="python:3.12", workdir="/work"), row("good")]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    words = ["tasks.source=jsonl", f"tasks.path={path}", "--repeats", "1", "--out", str(gate), "--json"]
+    code, out, err = run(capsys, "validate", *words)
+    said = json.loads(out.splitlines()[-1])
+    assert (code, said["tasks"], said["passed"], said["infra"]) == (1, 2, 1, 1)
+    why = "has no place in sandbox.backend = local: its image is python:3.12, and it makes no boxes of images"
+    assert said["not_passed"] == [{"id": "big", "status": "infra", "reason": why}]
+    assert f"infra    big (0.0 s): {why}\n" in err
+    assert {name: f.status for name, f in read_gate(gate).findings.items()} == {
+        "big": "infra",
+        "good": "passed",
+    }
+
+
 def test_a_set_of_good_rows_exits_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(row("one")) + "\n")

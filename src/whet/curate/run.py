@@ -23,7 +23,7 @@ from whet.collect.agents import limits_of
 from whet.collect.boxes import check_tasks, make_pool
 from whet.config import Config
 from whet.curate.solve import with_gold
-from whet.errors import TaskError, WhetError
+from whet.errors import ConfigError, TaskError, WhetError
 from whet.grade.clean import GradeConfig, Grader
 from whet.sandbox.base import SandboxBackend
 from whet.stop import run_interruptible
@@ -99,8 +99,11 @@ async def _validate(config: Config, options: ValidateOptions, stream: TextIO) ->
             grader = Grader(pool, settings)
             workers = [group.create_task(work(grader, pool)) for _ in range(config.grade.workers)]
             for item in items:
-                if not book.settled(item.task):
-                    check_tasks(config, [item.task])
+                if book.settled(item.task):
+                    continue
+                if (found := unplaced(config, item.task)) is not None:
+                    book.put(item.task, found)
+                else:
                     await waiting.put(item)
             await waiting.join()
             for worker in workers:
@@ -138,6 +141,16 @@ class _Book:
 
     def keep(self) -> None:
         write_gate(self._options.gate, self._findings)
+
+
+def unplaced(config: Config, task: Task) -> Finding | None:
+    """The finding on a task that has no place in the boxes of [sandbox]: in others it may have one."""
+    try:
+        check_tasks(config, [task])
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"task {task.id} ")[:300]
+        return Finding(status="infra", task_hash=task.content_hash, image=task.setup.image, reason=reason)
+    return None
 
 
 async def check_item(grader: Grader, backend: SandboxBackend, item: Item, repeats: int) -> Finding:

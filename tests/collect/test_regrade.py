@@ -69,8 +69,8 @@ def test_differences_are_named_and_nothing_is_overwritten(
 ) -> None:
     before = (run / "run.sqlite").read_bytes()
     assert main(["grade", str(run), "--json"]) == 1
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    compared = said.pop("compared")
+    *_, beside, last = capsys.readouterr().out.splitlines()
+    said, compared = json.loads(last), json.loads(beside)["compared"]
     assert set(said) == {outcome.value for outcome in Outcome}
     assert (compared["skipped"], compared["updated"]) == (2, 0)
     assert {name: said[name] for name in ("resolved", "unresolved", "refused")} == {
@@ -86,7 +86,7 @@ def test_what_differs_is_stored_when_asked_and_then_differs_no_more(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["grade", str(run), "--write", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["compared"]["updated"] == 2
+    assert json.loads(capsys.readouterr().out.splitlines()[-2])["compared"]["updated"] == 2
     assert main(["grade", str(run)]) == 1
     assert "05: was resolved, now not judged: task" in capsys.readouterr().out
     with read_store(run) as store:
@@ -102,7 +102,7 @@ def test_what_a_committed_step_was_trained_on_stays(run: Path, capsys: pytest.Ca
         account = add_ledgers([one.trajectory.ledger for one in store.rollouts("train", 1)])
         store.commit_step(1, {}, "checkpoints/1", "hash", account, trained=ids)
     assert main(["grade", str(run), "--write", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["compared"]["updated"] == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-2])["compared"]["updated"] == 0
 
 
 def test_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,8 +61,8 @@ def test_rollouts_without_an_agent_are_graded_there_and_graded_again(
     summary = rollout(config, PlainView(StringIO()), RolloutOptions(sampler=sampler))
     assert (summary["graded"], summary["verdict"]["resolved"], summary["strength"]) == (2, 1, {"strong": 2})
     assert main(["grade", str(tmp_path / "run"), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (said["resolved"], said["unresolved"], said["compared"]["differences"]) == (1, 1, [])
+    compared, said = map(json.loads, capsys.readouterr().out.splitlines()[-2:])
+    assert (said["resolved"], said["unresolved"], compared["compared"]["differences"]) == (1, 1, [])
 
 
 def test_a_data_set_is_validated_there(

@@ -142,7 +142,9 @@ def _add_grade(commands: Any) -> None:
     grade = commands.add_parser("grade", help="judge a run's stored rollouts again and name what differs")
     grade.add_argument("run", type=Path, metavar="RUN", help="run directory")
     grade.add_argument("--write", action="store_true", help="store verdicts that differ and trained nothing")
-    grade.add_argument("--json", action="store_true", help="print the counts as JSON, last on stdout")
+    grade.add_argument(
+        "--json", action="store_true", help="print what differs, then the counts, as JSON on stdout"
+    )
     grade.set_defaults(verb=verbs.grade_verb)
 
 
@@ -151,7 +153,7 @@ def _add_attack(commands: Any) -> None:
         "attack", help="try to cheat the grader in fifty ways, each with an honest twin"
     )
     attack.add_argument("config", nargs="?", metavar="CONFIG", help="attack this file's tasks, in its boxes")
-    attack.add_argument("--tasks", type=int, default=3, metavar="N", help="tasks of CONFIG (default: 3)")
+    attack.add_argument("--tasks", type=int, default=3, metavar="N", help="tasks of your own (default: 3)")
     attack.add_argument("--runner", default="", metavar="A,B", help="grading runners; without it: all")
     attack.add_argument("--only", default="", metavar="N,M-K", help="attacks by number; without it: all")
     attack.add_argument("--json", action="store_true", help="print the result as JSON, last on stdout")

@@ -56,15 +56,16 @@ class Regraded:
     updated: int = 0
 
     def as_json(self) -> dict[str, object]:
-        """Counts per outcome; all that is no count of one stands under `compared`."""
+        """Counts per outcome, and nothing else."""
+        return {outcome.value: self.counts[outcome.value] for outcome in Outcome}
+
+    def compared(self) -> dict[str, object]:
+        """What is no count of an outcome."""
         differences = [
             {"rollout": d.rollout, "stored": d.stored, "now": d.now, "reason": d.reason}
             for d in self.differences
         ]
-        return {
-            **{outcome.value: self.counts[outcome.value] for outcome in Outcome},
-            "compared": {"skipped": self.skipped, "updated": self.updated, "differences": differences},
-        }
+        return {"skipped": self.skipped, "updated": self.updated, "differences": differences}
 
 
 def run(path: Path, *, write: bool, json: bool) -> bool:
@@ -72,6 +73,7 @@ def run(path: Path, *, write: bool, json: bool) -> bool:
     found = run_interruptible(regrade_run(path, write=write))
     print(report(found), end="", file=sys.stderr if json else sys.stdout)
     if json:
+        print(orjson.dumps({"compared": found.compared()}).decode())
         print(orjson.dumps(found.as_json()).decode())
     return not found.differences
 

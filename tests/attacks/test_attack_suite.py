@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -172,6 +173,47 @@ def test_a_users_own_tasks_are_attacked_with_their_gold_as_the_honest_twin(
     assert said == {"attacks": 2, "defeated": 2, "twins": 5, "twins_ok": 5, "failed": []}
 
 
+PATCH = "--- a/m.py\n+++ b/m.py\n@@ -1,2 +1,2 @@\n def f(x):\n-    return x\n+    return x + 1\n"
+
+
+def _rows(path: Path, **golds: str) -> Path:
+    task = {"files": {"m.py": "def f(x):\n    return x\n"}, "entry": "m.py"}
+    cases = [{"function": "f", "args": [1], "expected": 2}]
+    rows = [
+        {"id": name, "prompt": f"Fix {name}.", **task, "cases": cases, "gold_patch": gold}
+        for name, gold in golds.items()
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_tasks_named_on_the_command_line_are_ones_own_and_a_bad_one_stops_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _rows(tmp_path / "a.jsonl", bad=PATCH.replace("+ 1", "+ 2"), good=PATCH, bare="")
+    argv = ["attack", "tasks.source=jsonl", f"tasks.path={path}", "--only", "12", "--json"]
+    assert main(argv) == 1
+    out, err = capsys.readouterr()
+    said = json.loads(out.splitlines()[-1])
+    assert (said["attacks"], said["defeated"], said["twins"] == said["twins_ok"] > 0) == (1, 1, True)
+    (unfit,) = said["failed"]
+    assert (unfit["id"], unfit["runner"]) == (0, "json_io")
+    assert unfit["expected"] == "task bad, its base fails and its gold passes"
+    assert unfit["got"].startswith("the gold fails (unresolved)")
+    assert "left out: task bare: it has no gold" in err
+    assert "json_io, not attacked: expected task bad" in err.replace("\n", " ")
+    assert main([*argv[:3], "--only", "50"]) == 2
+    assert "attacks 50 know the reference subject; none can be tried on" in capsys.readouterr().err
+
+
+def test_the_docs_say_how_many_attacks_are_tried_on_tasks_of_ones_own() -> None:
+    portable = [attack.id for attack in ATTACKS if attack.portable]
+    docs = " ".join((Path(__file__).parents[2] / "docs" / "attacks.md").read_text().split())
+    said = re.search(r"These are (\d+) of the 50: ([0-9, ]+)\.", docs)
+    assert said is not None
+    assert (int(said[1]), [int(n) for n in said[2].split(",")]) == (len(portable), portable)
+
+
 def _weak_task(check: str) -> tuple[Task, Oracle]:
     files = {"app.py": text("VALUE = 1\n")}
     plan = GradingPlan(runner="command")
@@ -207,8 +249,10 @@ async def test_on_a_users_task_no_won_cheat_is_excused(
 
 def test_a_task_without_a_python_gold_cannot_be_attacked() -> None:
     task, oracle = _weak_task("true")
-    with pytest.raises(TaskError, match="changes no Python file"):
+    with pytest.raises(TaskError, match="task own: it has no gold"):
         as_subject(task, replace(oracle, gold={}))
+    with pytest.raises(TaskError, match="changes no Python file"):
+        as_subject(task, replace(oracle, gold={"notes.txt": text("x")}))
 
 
 def test_code_goes_behind_what_python_wants_at_the_top() -> None:

@@ -64,7 +64,7 @@ def open_backends(config: Config) -> tuple[SandboxBackend, SandboxBackend]:
 
 def run(options: argparse.Namespace, path: Path | None, overrides: Sequence[str]) -> bool:
     """True when every cell is as required. `options`: those of the command line; `path`: the file whose tasks
-    are attacked, and whose [sandbox] is used.
+    are attacked, and whose [sandbox] is used; so are those of overrides under `tasks.`.
 
     Raises ConfigError, TaskError and SetupError.
     """
@@ -75,22 +75,30 @@ def run(options: argparse.Namespace, path: Path | None, overrides: Sequence[str]
     shown = sys.stderr if options.json else sys.stdout
     config = load_config(path, overrides)
     backend, careless = open_backends(config)
-    if path is None:
+    if path is None and not any(one.startswith("tasks.") for one in overrides):
         report = run_interruptible(run_matrix(attacks, names, backend, careless, _tell))
     else:
-        subjects = [
-            one for one in own_subjects(config, str(path), options.tasks) if one.task.grading.runner in names
-        ]
+        name = str(path or config.tasks.path or config.tasks.source)
+        found = own_subjects(config, name, options.tasks, _say)
+        subjects = [one for one in found if one.task.grading.runner in names]
         if not subjects:
-            raise ConfigError(f"no task of {path} asks for runner {', '.join(names)}")
+            raise ConfigError(f"no task of {name} asks for runner {', '.join(names)}")
         check_tasks(config, [one.task for one in subjects])
         attacks = tuple(attack for attack in attacks if attack.portable)
+        if not attacks:
+            raise ConfigError(
+                f"attacks {options.only} know the reference subject; none can be tried on {name}"
+            )
         names = tuple(dict.fromkeys(one.task.grading.runner for one in subjects))
         report = run_interruptible(run_own(attacks, subjects, backend, _tell))
     print_report(report, attacks, names, Console(file=shown, width=None if shown.isatty() else WIDTH))
     if options.json:
         print(orjson.dumps(report.as_json()).decode())
     return not report.failures
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _tell(cell: Cell) -> None:
@@ -117,7 +125,8 @@ def print_report(report: Report, attacks: Sequence[Attack], names: Sequence[str]
             if (number, name) in found and found[number, name].residual:
                 console.print(f"{name} {number} is residual: {reason}", markup=False, highlight=False)
     for failure in report.failures:
-        line = f"{failure.runner} {failure.id}: expected {failure.expected}; got {failure.got}"
+        where = f"{failure.runner} {failure.id}" if failure.id else f"{failure.runner}, not attacked"
+        line = f"{where}: expected {failure.expected}; got {failure.got}"
         console.print(line, markup=False, highlight=False)
     for name in names:
         defeated, residual, tried = report.by_runner(name)

@@ -23,6 +23,8 @@ class Report:
     cells: tuple[Cell, ...]
     naive: tuple[Failure, ...]
     """Attacks that fooled nobody."""
+    unfit: tuple[Failure, ...] = ()
+    """Tasks of a user's own that were not attacked; their id is 0."""
 
     @property
     def attacks(self) -> tuple[int, ...]:
@@ -30,7 +32,8 @@ class Report:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        found = [failure for cell in self.cells for failure in cell.failures] + list(self.naive)
+        found = [failure for cell in self.cells for failure in cell.failures]
+        found += [*self.naive, *self.unfit]
         return tuple(sorted(found, key=lambda failure: (failure.id, failure.runner)))
 
     def by_runner(self, runner: str) -> tuple[int, int, int]:

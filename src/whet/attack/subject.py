@@ -68,10 +68,8 @@ class Subject:
     task: Task
     oracle: Oracle
     target: str
-
-    @property
-    def solved(self) -> Tree:
-        return {**self.task.files, **self.oracle.gold}
+    solved: Tree
+    """The work folder as the oracle solves it."""
 
 
 def subject(runner: str, *, timeout_s: float = 10.0) -> Subject:
@@ -96,7 +94,7 @@ def subject(runner: str, *, timeout_s: float = 10.0) -> Subject:
         tests=_tests(runner),
         gold=GOLD,
     )
-    return Subject(task=task, oracle=oracle, target=TARGET)
+    return Subject(task=task, oracle=oracle, target=TARGET, solved={**FILES, **GOLD})
 
 
 def _tests(runner: str) -> HiddenTests:

@@ -25,8 +25,9 @@ from dataclasses import dataclass, replace
 
 from whet.errors import GradeError, PolicyUnsupported, SandboxError, SandboxLost, TaskError, boundary
 from whet.grade.candidate import Candidate
-from whet.grade.diff import Diff, DiffPolicy, apply, compare
+from whet.grade.diff import Diff, apply, compare
 from whet.grade.permits import Permits
+from whet.grade.put_back import policy_of
 from whet.grade.runners.base import RunLimits, Runner, RunReport
 from whet.grade.runners.command import Command
 from whet.grade.runners.harbor import Harbor
@@ -111,7 +112,7 @@ class Grader:
                 )
             else:
                 image = base.image
-                diff = compare(base.files, after, DiffPolicy(protected=task.grading.protected))
+                diff = compare(base.files, after, policy_of(task, oracle, base.files))
                 report = await self._finding(runner, task, oracle, base.files, diff)
         if report.outcome in (Outcome.INFRA, Outcome.TAMPERED):
             log.warning("graded task=%s outcome=%s reason=%s", task.id, report.outcome, report.reason)
@@ -150,7 +151,7 @@ class Grader:
         if task_hash(task.prompt, task.files, task.grading, task.setup) != task.content_hash:
             raise TaskError(f"task {task.id}: content_hash does not name its content")
         base = (await self.bases.of(task)).files
-        gold = compare(base, solution(task, oracle, base), DiffPolicy(protected=task.grading.protected))
+        gold = compare(base, solution(task, oracle, base), policy_of(task, oracle, base))
         if gold.refused or gold.dropped or gold.empty:
             why = gold.refused or ", ".join(gold.dropped) or "it changes nothing"
             raise TaskError(f"task {task.id}: the gold change would not be graded: {why}")

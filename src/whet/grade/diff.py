@@ -44,6 +44,10 @@ class DiffPolicy:
 
     protected: tuple[str, ...] = ()
     """More fnmatch patterns over the whole path; `*` also crosses `/`."""
+    put_back: frozenset[str] = frozenset()
+    """More files that are protected, by their path."""
+    shadows: frozenset[str] = frozenset()
+    """Files and folders that may not be there: they would be imported in the place of one put back."""
     max_files: int = 200
     max_file_bytes: int = 1 << 20
     max_total_bytes: int = 4 << 20
@@ -103,14 +107,14 @@ def compare(base: Tree, after: Tree, policy: DiffPolicy = DEFAULT_POLICY) -> Dif
     refused = ""
     for path, entry in changed.items():
         refused = refused or bad_path(path, policy)
-        if is_protected(path, policy.protected) or _hides_protected(path, gone, policy.protected):
+        if _may_not_change(path, policy) or _hides_protected(path, gone, policy):
             dropped.append(path)
         elif is_cache(path):
             ignored.append(path)
         else:
             refused = refused or _bad_content(path, entry, policy)
             kept[path] = entry
-    restored = [path for path in gone if is_protected(path, policy.protected)]
+    restored = [path for path in gone if _may_not_change(path, policy)]
     ignored += [path for path in gone if is_cache(path) and path not in restored]
     deleted = tuple(path for path in gone if path not in restored and path not in ignored)
     refused = refused or _over_caps(kept, policy) or _conflict(base, kept, deleted)
@@ -139,6 +143,13 @@ def is_protected(path: str, patterns: tuple[str, ...] = ()) -> bool:
     if any(fnmatch.fnmatchcase(parts[-1], pattern) for pattern in ALWAYS_PROTECTED):
         return True
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def _may_not_change(path: str, policy: DiffPolicy) -> bool:
+    if path in policy.put_back or is_protected(path, policy.protected):
+        return True
+    parts = path.split("/") if policy.shadows else ()
+    return any("/".join(parts[: depth + 1]) in policy.shadows for depth in range(len(parts)))
 
 
 def is_cache(path: str) -> bool:
@@ -189,9 +200,9 @@ def _over_caps(kept: Tree, policy: DiffPolicy) -> str:
     return ""
 
 
-def _hides_protected(path: str, gone: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
+def _hides_protected(path: str, gone: tuple[str, ...], policy: DiffPolicy) -> bool:
     """True for a file put where a folder with protected files was: these come back, it cannot stay."""
-    return any(lost.startswith(path + "/") and is_protected(lost, patterns) for lost in gone)
+    return any(lost.startswith(path + "/") and _may_not_change(lost, policy) for lost in gone)
 
 
 def _conflict(base: Tree, kept: Tree, deleted: tuple[str, ...]) -> str:

@@ -7,7 +7,7 @@ from whet.grade.diff import PROTECTED_FOLDERS, Diff
 from whet.grade.runners.base import RunReport
 from whet.types import Outcome, RewardKind, Strength, Verdict
 
-GRADER = 3
+GRADER = 4
 """Raised with every change that can change a verdict."""
 
 MAX_REASON_CHARS = 300

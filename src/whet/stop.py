@@ -48,6 +48,8 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
         before = {
             number: signal.signal(number, on_signal)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            # nohup: the run is to outlive its terminal
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         }
         try:
             return await task

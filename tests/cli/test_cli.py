@@ -92,6 +92,11 @@ def only_line(text: str) -> str:
             "whet: a resumed run keeps its configuration; drop harness.agent=pi",
         ),
         (["show", "none"], 1, "whet: none is not a run directory: it has no config.toml"),
+        (
+            ["demo", "--from-scratch", "--resume", "none"],
+            2,
+            "whet: a resumed run keeps its configuration; drop --from-scratch",
+        ),
         (["replay", "none"], 1, "whet: none is not a run directory: it has no config.toml"),
     ],
 )
@@ -284,7 +289,8 @@ def test_bench_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_start_of_the_process_is_known() -> None:
-    code = "import time; time.sleep(0.4); from whet import cli; print(time.monotonic() - cli.process_began())"
+    code = "import time; time.sleep(0.4); from whet.cli.report import process_began as began\n"
+    code += "print(time.monotonic() - began())"
     env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=True, timeout=20)

@@ -14,8 +14,10 @@ import pytest
 from whet import cli
 
 PROGRAM = """
-import asyncio, subprocess, sys, time
+import asyncio, signal, subprocess, sys, time
 from whet import stop
+# pytest may run under nohup, which this inherits
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)
 mode = sys.argv[1]
 stop.STOP_S = float(sys.argv[2])
 async def main():
@@ -82,3 +84,41 @@ def test_a_signal_stops_everything_in_time(mode: str, number: int) -> None:
         "" if "clean" in said else "whet: stopped at once, without tidying up; what was stored is kept\n"
     )
     assert seconds < 5.0
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    argv = [sys.executable, "-c", PROGRAM, "nohup", "20"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env) as program:
+        assert program.stdout is not None
+        program.stdout.readline()
+        program.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            program.wait(timeout=0.3)
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(timeout=10) == 130
+
+
+EARLY = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+number, module = int(sys.argv[1]), sys.argv[2]
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), number)
+sys.meta_path.insert(0, Finder())
+from whet.cli import main
+sys.exit(main(["show", "--json", "nowhere"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("module", ["whet.cli.options", "whet.cli.report", "numpy", "whet.record.run"])
+def test_a_signal_while_modules_are_imported_is_one_line(module: str, number: int) -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    argv = [sys.executable, "-c", EARLY, str(int(number)), module]
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "whet: stopped\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -88,10 +89,10 @@ def test_a_live_pi_sends_the_prompt_the_warm_start_knows_and_the_same_ids(
     monkeypatch.setattr("whet.demo.warm.RECORDED", 24)
     config = load_config(None, ["harness.workers=3"], demo_preset())
     view = PlainView(io.StringIO())
-    prefix = constant_ids(config, "pi", WARM_START, view)
+    prefix = asyncio.run(constant_ids(config, "pi", WARM_START, view))
     assert np.array_equal(prefix, recorded.prefixes[0])
     job = SftJob(phases=(Phase(steps=1, look=0.6, wrong=0.3), Phase(steps=1, look=0.1, wrong=0.1)), seed=7)
-    live = record(config, WARM_START, job, [prefix], view)
+    live = asyncio.run(record(config, WARM_START, job, [prefix], view))
     assert sum(len(rows) for rows in live.rows.values()) == 24
     for phase, rows in live.rows.items():
         assert all(same(d, family, job.phases[phase].habits, job.seed) for d in rows)

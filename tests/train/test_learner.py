@@ -211,6 +211,43 @@ async def test_a_learner_that_hangs_meets_a_deadline_and_is_ended(model_folder: 
         os.kill(pid, 0)
 
 
+async def test_a_cancelled_run_does_not_wait_for_the_step_of_its_learner(model_folder: Path) -> None:
+    asked = asyncio.Event()
+    pids: list[int] = []
+
+    async def run() -> None:
+        async with Learner.start(spec_of(model_folder)) as learner:
+            pids.append(learner.pid)
+            os.kill(learner.pid, signal.SIGSTOP)
+            asked.set()
+            await learner.step(plan_step([], PlanConfig()))
+
+    task = asyncio.ensure_future(run())
+    await asked.wait()
+    await asyncio.sleep(0.1)
+    await _cancelled_within(task, 2.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+async def test_a_cancelled_start_does_not_wait_for_its_learner(model_folder: Path) -> None:
+    async def run() -> None:
+        async with Learner.start(spec_of(model_folder)):
+            pytest.fail("it started")
+
+    task = asyncio.ensure_future(run())
+    await asyncio.sleep(0.2)
+    await _cancelled_within(task, 2.0)
+
+
+async def _cancelled_within(task: asyncio.Task[None], seconds: float) -> None:
+    began = asyncio.get_running_loop().time()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert asyncio.get_running_loop().time() - began < seconds
+
+
 async def test_a_step_that_takes_too_long_names_the_key(model_folder: Path) -> None:
     spec = spec_of(model_folder)
     spec = replace(spec, train=replace(spec.train, step_timeout_s=0.3), start_deadline_s=60.0)

@@ -27,7 +27,10 @@ def demo_verb(options: argparse.Namespace) -> int:
 
     chosen = [f"harness.agent={options.agent}"] if options.agent else []
     overrides = chosen + (SCRIPT_DEMO if options.agent == "script" else []) + options.overrides
-    config = _resumed(options, overrides) if options.resume else load_config(None, overrides, demo_preset())
+    if options.resume:
+        config = _resumed(options, overrides + ["--from-scratch"] * options.from_scratch)
+    else:
+        config = load_config(None, overrides, demo_preset())
 
     def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
         from whet.demo.run import DemoOptions, run_demo, write_report

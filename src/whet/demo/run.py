@@ -30,6 +30,7 @@ class DemoOptions:
 
     overrides: Sequence[str] = ()
     from_scratch: bool = False
+    """Make the warm start; the command line refuses it with `resume`, whose run keeps its own."""
     resume: Path | None = None
     began: float = field(default_factory=monotonic)
     """When the process started; see train.loop.TrainOptions."""

@@ -1,12 +1,14 @@
 """Child process: train the warm start on demonstrations and measure it. The controller stays free of torch.
 
-`python -m whet.demo.sft_job FOLDER` reads FOLDER/{tokenizer.json,chat_template.jinja,job.json,recorded.npz},
+`python -m whet.demo.sft_job FOLDER --parent PID` ends when its parent does. It
+reads FOLDER/{tokenizer.json,chat_template.jinja,job.json,recorded.npz},
 writes FOLDER/{config.json,model.safetensors,gate.json} and prints one JSON line per report. The gate is
 whole-edit argmax accuracy per family on unseen tasks, given one look; below it the job fails.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -21,6 +23,7 @@ from whet.errors import TrainError
 from whet.render.family import Family
 from whet.render.load import load_family
 from whet.tasks.toy import ToySource
+from whet.train.learner.follow import follow_parent, main_of_child
 from whet.train.sft.warm import Sft, SftConfig
 from whet.train.trainer.optim import OptimConfig
 from whet.types import IntArray, Limits
@@ -60,8 +63,10 @@ def say(**values: object) -> None:
     sys.stdout.flush()
 
 
-def main(folder: Path) -> None:
-    """Run the job of `folder`. Raises TrainError when a family stays below the gate."""
+def run(args: argparse.Namespace) -> None:
+    """Run the job of a folder. Raises TrainError when a family stays below the gate."""
+    follow_parent(args.parent)
+    folder: Path = args.folder
     job = read_job(folder / "job.json")
     torch.set_num_threads(job.threads)
     family = load_family(folder)
@@ -94,5 +99,13 @@ def main(folder: Path) -> None:
     say(gate=measured, step=job.steps)
 
 
+def main(argv: list[str]) -> int:
+    """0, or 1 with one line on standard error."""
+    parser = argparse.ArgumentParser(prog="whet.demo.sft_job", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--parent", type=int, required=True)
+    return main_of_child(parser, run, argv)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))

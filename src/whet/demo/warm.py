@@ -2,22 +2,24 @@
 
     probe the agents' constant prompts -> tokenizer -> record through Pi -> sft_job (child) -> gate -> folder
 
-Everything is cached under a hash of what decides it: the prompts, the sources of this package's parts and
-the job. `python -m whet.demo.warm` regenerates the folder that the repository carries.
+The demonstrations and the trained folder are cached, each under a hash of what decides it: the prompts, the
+sources of this package's parts and the job. What was recorded before a stop is not recorded again.
+`python -m whet.demo.warm` regenerates the folder that the repository carries.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
+import os
 import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,9 +31,16 @@ from whet.demo.synth import Demonstration
 from whet.demo.vocabulary import CONTROL, build_tokenizer
 from whet.errors import TrainError, first_error
 from whet.harness.base import ModelAccess
-from whet.record.scratch import cache_folder
+from whet.record.scratch import (
+    cache_folder,
+    part_folder,
+    remove_stale_parts,
+    remove_stale_scratch,
+    scratch_folder,
+)
 from whet.render.family import Family
 from whet.render.load import load_family
+from whet.stop import run_interruptible
 from whet.tasks.toy import ToyProblem, ToySource
 from whet.testing.scripted_engine import ScriptedEngine
 from whet.types import IntArray, Message, RequestKey, Segment, Task
@@ -40,13 +49,19 @@ from whet.view.plain import PlainView
 
 RECORDED = 320
 """Demonstrations recorded through Pi, half of them with each phase's habits."""
+RECORDING_SOURCES = (
+    *(f"demo/{name}" for name in ("policy.py", "synth.py", "sft_data.py", "vocabulary.py")),
+    *("demo/chat_template.jinja", "tasks/toy.py"),
+)
+"""Files of the package that decide the demonstrations."""
 SOURCES = (
-    *(f"demo/{name}" for name in ("policy.py", "synth.py", "sft_data.py", "sft_job.py", "vocabulary.py")),
-    *("demo/chat_template.jinja", "tasks/toy.py", "engine/embedded_model.py"),
+    *RECORDING_SOURCES,
+    *("demo/sft_job.py", "engine/embedded_model.py"),
     *("train/sft/warm.py", "train/trainer/optim.py", "train/head/objective.py"),
 )
 """Files of the package that decide a warm start's weights."""
-SFT_DEADLINE_S = 5400.0
+SFT_SILENCE_S = 1800.0
+"""How long the supervised training may go without a report."""
 
 
 class Demonstrator:
@@ -82,8 +97,8 @@ async def _record(
 ) -> dict[str, tuple[Segment, ...]]:
     """Run every play once through the configured agent; rollout id -> its segments."""
     found: dict[str, tuple[Segment, ...]] = {}
-    with tempfile.TemporaryDirectory(prefix="whet-warm-") as scratch:
-        async with open_agents(config, family, engine, Path(scratch)) as agents:
+    with scratch_folder() as scratch:
+        async with open_agents(config, family, engine, scratch) as agents:
 
             async def one(play: Play) -> None:
                 limits = play.task.limits
@@ -122,28 +137,28 @@ def _with_agent(config: Config, agent: str, workers: int) -> Config:
     return config.model_copy(update={"harness": harness})
 
 
-def sent_prompt(config: Config, agent: str, folder: Path, view: View) -> tuple[Family, Task, IntArray]:
+async def sent_prompt(config: Config, agent: str, folder: Path, view: View) -> tuple[Family, Task, IntArray]:
     """The first prompt a real run of `agent` sends, in the tokens of `folder`'s family."""
     family = load_family(folder)
     engine = ScriptedEngine(family, lambda ids, key: Message(role="assistant", text="done"))
     # A tokenizer that does not know the prompt yet spells it in bytes: leave room for that.
     task = ToySource(replace(limits_of(config), max_context_tokens=65536)).tasks("train", 0, 1)[0]
     plays = [Play(rollout_id=f"probe/{agent}", task=task)]
-    asyncio.run(_record(_with_agent(config, agent, 1), family, engine, plays, view))
+    await _record(_with_agent(config, agent, 1), family, engine, plays, view)
     return family, task, engine.sent[0].ids
 
 
-def constant_text(config: Config, agent: str, view: View) -> str:
+async def constant_text(config: Config, agent: str, view: View) -> str:
     """An agent's constant prompt as rendered text, control markers included."""
-    with tempfile.TemporaryDirectory(prefix="whet-probe-") as name:
-        write_family(Path(name), "")
-        family, _, ids = sent_prompt(config, agent, Path(name), view)
+    with scratch_folder() as folder:
+        write_family(folder, "")
+        family, _, ids = await sent_prompt(config, agent, folder, view)
         return family.decode(ids).split("<|im_start|>user", 1)[0]
 
 
-def constant_ids(config: Config, agent: str, folder: Path, view: View) -> IntArray:
+async def constant_ids(config: Config, agent: str, folder: Path, view: View) -> IntArray:
     """An agent's constant prompt in the tokens of `folder`'s family."""
-    family, task, ids = sent_prompt(config, agent, folder, view)
+    family, task, ids = await sent_prompt(config, agent, folder, view)
     user = family.append([Message(role="user", text=task.prompt)])
     tail = np.concatenate([user, family.generation_prompt()])
     if not np.array_equal(ids[-len(tail) :], tail):
@@ -168,7 +183,9 @@ def write_family(folder: Path, constant: str) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
 
 
-def record(config: Config, folder: Path, job: SftJob, prefixes: Sequence[IntArray], view: View) -> Recorded:
+async def record(
+    config: Config, folder: Path, job: SftJob, prefixes: Sequence[IntArray], view: View
+) -> Recorded:
     """At least RECORDED demonstrations through the real Pi, equal parts with each phase's habits."""
     family = load_family(folder)
     demonstrator = Demonstrator(family)
@@ -182,9 +199,8 @@ def record(config: Config, folder: Path, job: SftJob, prefixes: Sequence[IntArra
         phase_of[play.rollout_id] = phase
         plays.append(play)
     view.stage("demonstrations through Pi", len(plays))
-    found = asyncio.run(
-        _record(_with_agent(config, "pi", config.harness.workers), family, engine, plays, view)
-    )
+    pi = _with_agent(config, "pi", config.harness.workers)
+    found = await _record(pi, family, engine, plays, view)
     rows: dict[int, list[Demonstration]] = {}
     for play in plays:
         rows.setdefault(phase_of[play.rollout_id], []).append(
@@ -203,67 +219,102 @@ def _demonstration(play: Play, segments: Sequence[Segment], prefix: IntArray) ->
     return Demonstration(task_id=play.task.id, ids=segment.ids[cut:], mask=segment.mask[cut:])
 
 
+def recording_key(constants: Sequence[str], job: SftJob) -> str:
+    """What the demonstrations depend on, hashed: prompts, the code that makes them, seed and habits."""
+    habits = [asdict(phase.habits) for phase in job.phases]
+    return _hashed([*constants, json.dumps([job.seed, habits]), str(RECORDED)], RECORDING_SOURCES)
+
+
 def content_key(constants: Sequence[str], job: SftJob) -> str:
     """What a warm start depends on, hashed: prompts, the code that makes it, the job."""
+    return _hashed([*constants, json.dumps(asdict(job), sort_keys=True), str(RECORDED)], SOURCES)
+
+
+def _hashed(parts: Sequence[str], sources: Sequence[str]) -> str:
     h = hashlib.sha256()
-    parts = [*constants, json.dumps(asdict(job), sort_keys=True), str(RECORDED)]
     package = Path(__file__).parent.parent
-    parts += [(package / name).read_text() for name in SOURCES]
-    for part in parts:
+    for part in [*parts, *((package / name).read_text() for name in sources)]:
         h.update(hashlib.sha256(part.encode()).digest())
-    return h.hexdigest()
+    return h.hexdigest()[:24]
 
 
 def make_warm_start(config: Config, view: View, job: SftJob | None = None) -> Path:
-    """The folder of a warm start, from the cache when the same content was made before.
-    Raises TrainError when the gate is missed, SetupError when an agent cannot run."""
-    job = job or SftJob()
+    """The folder of a warm start, from the cache when the same content was made before. Raises TrainError
+    when the gate is missed, SetupError when an agent cannot run, KeyboardInterrupt when it is stopped."""
+    return run_interruptible(_make(config, view, job or SftJob()))
+
+
+async def _make(config: Config, view: View, job: SftJob) -> Path:
     view.stage("constant prompts of the agents")
-    constants = [constant_text(config, agent, view) for agent in ("pi", "script")]
-    folder = cache_folder() / "warm-start" / content_key(constants, job)[:24]
+    remove_stale_scratch()
+    constants = [await constant_text(config, agent, view) for agent in ("pi", "script")]
+    shelf = cache_folder() / "warm-start"
+    folder = shelf / content_key(constants, job)
     if (folder / "model.safetensors").exists():
         view.note(f"warm start {folder.name} is in the cache")
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
+    shelf.mkdir(parents=True, exist_ok=True)
+    remove_stale_parts(shelf)
+    with part_folder(folder) as part:
         write_family(part, "\n".join(constants))
-        prefixes = [constant_ids(config, agent, part, view) for agent in ("pi", "script")]
         write_job(job, part / "job.json")
-        write_recorded(part / "recorded.npz", record(config, part, job, prefixes, view))
-        _train(part, job, view)
-    except TrainError as error:
-        # Half an hour of work: keep it for whoever wants to know why.
-        raise TrainError(f"{error} (kept in {part})") from error
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    if folder.exists():
-        shutil.rmtree(part, ignore_errors=True)
-    else:
-        part.rename(folder)
+        kept = shelf / f"recorded-{recording_key(constants, job)}.npz"
+        if kept.exists():
+            view.note(f"the demonstrations are in the cache ({kept.name})")
+        else:
+            prefixes = [await constant_ids(config, agent, part, view) for agent in ("pi", "script")]
+            _keep(await record(config, part, job, prefixes, view), part / kept.name, kept)
+        shutil.copy(kept, part / "recorded.npz")
+        try:
+            await _train(part, job, view)
+        except TrainError as error:
+            # Half an hour of work: keep it for whoever wants to know why.
+            failed = folder.with_name(f"{folder.name}-failed")
+            shutil.rmtree(failed, ignore_errors=True)
+            part.rename(failed)
+            raise TrainError(f"{error} (kept in {failed})") from error
+        if not folder.exists():
+            part.rename(folder)
     return folder
 
 
-def _train(folder: Path, job: SftJob, view: View) -> None:
-    """Run demo.sft_job as a child process and pass its reports on."""
+def _keep(recorded: Recorded, written: Path, kept: Path) -> None:
+    """Whole on the disk before it has its name: the name alone says that it can be used."""
+    write_recorded(written, recorded)
+    with written.open("rb") as file:
+        os.fsync(file.fileno())
+    written.replace(kept)
+
+
+async def _train(folder: Path, job: SftJob, view: View) -> None:
+    """Run demo.sft_job as a child process and pass its reports on; it never outlives this."""
     view.stage("supervised warm start", job.steps)
-    command = [sys.executable, "-m", "whet.demo.sft_job", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        try:
-            for line in child.stdout or ():
-                report = json.loads(line)
-                if "step" in report:
-                    view.advance(report["step"])
-                if "gate" in report:
-                    view.note(f"step {report['step']}: whole-edit accuracy by family {report['gate']}")
-            error = child.stderr.read() if child.stderr else ""
-            if child.wait(SFT_DEADLINE_S):
-                last = error.strip().splitlines()[-1:] or [f"exit {child.returncode}"]
-                raise TrainError(f"the warm start failed: {last[0]}")
-        finally:
-            if child.poll() is None:
-                child.kill()
+    command = [sys.executable, "-m", "whet.demo.sft_job", str(folder), "--parent", str(os.getpid())]
+    errors = folder / "errors"
+    with errors.open("wb") as words:
+        child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=words)
+    try:
+        async for report in _reports(child):
+            if "step" in report:
+                view.advance(report["step"])
+            if "gate" in report:
+                view.note(f"step {report['step']}: whole-edit accuracy by family {report['gate']}")
+        if await asyncio.wait_for(child.wait(), SFT_SILENCE_S):
+            last = errors.read_text(errors="replace").strip().splitlines()[-1:]
+            raise TrainError(f"the warm start failed: {(last or [f'exit {child.returncode}'])[0]}")
+    except TimeoutError as error:
+        raise TrainError(f"the warm start failed: no report for {SFT_SILENCE_S:g} s") from error
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+    errors.unlink()
+
+
+async def _reports(child: asyncio.subprocess.Process) -> AsyncIterator[dict[str, Any]]:
+    """Its lines, as long as they come in time."""
+    while child.stdout and (line := await asyncio.wait_for(child.stdout.readline(), SFT_SILENCE_S)):
+        yield json.loads(line)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Where whet keeps what is not a run: its cache, and short-lived folders for sockets (short paths).
 
-A folder is named after its process and locked by it, so that what a killed run left is known for what it is
-and removed at the next start.
+A short-lived folder, and one in the cache that is still being made, is named after its process and locked by
+it, so that what a killed process left is known for what it is and removed at the next start.
 """
 
 from __future__ import annotations
@@ -17,13 +17,23 @@ from pathlib import Path
 
 from whet.errors import SetupError
 
-_NAME = re.compile(r"whet-(\d+)-\w+")
+_NAME = re.compile(r"(?:whet|.*\.part)-(\d+)-\w+")
+
+
+def scratch_folder() -> contextlib.AbstractContextManager[Path]:
+    """A fresh folder, removed at the end."""
+    return _fresh(None, "whet")
+
+
+def part_folder(whole: Path) -> contextlib.AbstractContextManager[Path]:
+    """A fresh folder beside `whole`, removed at the end unless it was renamed: what is made in it gets its
+    name once it is complete."""
+    return _fresh(whole.parent, f"{whole.name}.part")
 
 
 @contextlib.contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """A fresh folder, removed at the end."""
-    folder = Path(tempfile.mkdtemp(prefix=f"whet-{os.getpid()}-"))
+def _fresh(parent: Path | None, prefix: str) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}-", dir=parent))
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -34,8 +44,17 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def remove_stale_scratch() -> None:
-    """Remove the folders of processes that are gone. What cannot be removed stays."""
-    for folder in Path(tempfile.gettempdir()).glob("whet-*"):
+    """Remove the scratch folders of processes that are gone. What cannot be removed stays."""
+    _remove_stale(Path(tempfile.gettempdir()), "whet-*")
+
+
+def remove_stale_parts(parent: Path) -> None:
+    """The same for what `part_folder` made in `parent`."""
+    _remove_stale(parent, "*.part-*")
+
+
+def _remove_stale(parent: Path, pattern: str) -> None:
+    for folder in parent.glob(pattern):
         match = _NAME.fullmatch(folder.name)
         if match is None or Path(f"/proc/{match[1]}").exists():
             continue

@@ -7,7 +7,7 @@
         await learner.publish(result.version)   # now it samples with them; publish/files.py for other engines
 
 Every wait has a deadline. When the child dies, whatever waits or is asked for next fails with one line that
-ends with the last of its standard error. Leaving the context ends the child.
+ends with the last of its standard error. Leaving the context ends the child; a cancelled one is killed.
 """
 
 from __future__ import annotations
@@ -144,6 +144,9 @@ class Learner:
             await learner._begin()
             try:
                 yield learner
+            except BaseException:
+                learner._child.kill_if_cancelled()
+                raise
             finally:
                 await learner._end()
 
@@ -164,6 +167,7 @@ class Learner:
                 await self._attach()
             except BaseException as error:
                 killed = self._child.killed
+                self._child.kill_if_cancelled()
                 if self._child.connected():
                     await self._channel.close()
                 await self._child.end()

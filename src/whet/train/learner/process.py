@@ -162,11 +162,21 @@ class Child:
             return ""
         return " | ".join(line.strip() for line in lines[-6:])
 
+    def kill_if_cancelled(self) -> None:
+        """End it at once when the current task is cancelled: a run that is stopped does not wait for the
+        step, or the start, that the child is in."""
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
     async def end(self) -> None:
         """Wait for the end, and force it when patience is over."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), self.patience_s)
             return
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
+        self._kill()
         await self.process.wait()

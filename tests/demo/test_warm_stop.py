@@ -1,0 +1,94 @@
+"""A warm start that is stopped: no orphan, nothing half made; what was recorded is used at the next start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from whet import cli
+from whet.stop import descendants
+
+PROGRAM = """
+import sys
+from whet.config import WARM_START
+from whet.cli import main
+from whet.demo import warm
+from whet.demo.sft_data import read_recorded
+from whet.render.load import load_family
+
+shipped, family = read_recorded(WARM_START / "recorded.npz"), load_family(WARM_START)
+order = ("pi", "script")
+
+async def constant_text(config, agent, view):
+    return family.decode(shipped.prefixes[order.index(agent)])
+
+async def constant_ids(config, agent, folder, view):
+    return shipped.prefixes[order.index(agent)]
+
+async def record(*arguments):
+    print("recorded", flush=True)
+    return shipped
+
+warm.constant_text, warm.constant_ids, warm.record = constant_text, constant_ids, record
+sys.exit(main(["demo", "--from-scratch", "--plain", "run.dir=" + sys.argv[1]]))
+"""
+"""Without the half hour of agents: what they would say is taken from the shipped recording."""
+
+
+def start(folder: Path) -> tuple[subprocess.Popen[str], str, list[int]]:
+    """The demo in its supervised training, what it said until then and its children."""
+    for name in ("cache", "tmp"):
+        (folder / name).mkdir(exist_ok=True)
+    env = os.environ | {
+        "PYTHONPATH": str(Path(cli.__file__).parents[2]),
+        "WHET_CACHE": str(folder / "cache"),
+        "TMPDIR": str(folder / "tmp"),
+    }
+    argv = [sys.executable, "-u", "-c", PROGRAM, str(folder / "run")]
+    pipe = subprocess.PIPE
+    program = subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=env)
+    said = ""
+    assert program.stdout is not None
+    for line in program.stdout:
+        said += line
+        if "supervised warm start" in line:
+            break
+    end = time.monotonic() + 20
+    while not (children := descendants(program.pid)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return program, said, children
+
+
+def gone(pids: list[int], within_s: float) -> bool:
+    end = time.monotonic() + within_s
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_stopped_warm_start_keeps_what_was_recorded_and_nothing_else(tmp_path: Path) -> None:
+    shelf = tmp_path / "cache" / "warm-start"
+    program, said, children = start(tmp_path)
+    program.kill()
+    program.communicate(timeout=20)
+    assert "recorded" in said.splitlines()
+    assert children
+    assert gone(children, 60.0), "the training ends with its controller, however that ends"
+    (left,) = shelf.glob("*.part-*")
+    program, said, children = start(tmp_path)
+    assert "recorded" not in said.splitlines()
+    assert "the demonstrations are in the cache" in said
+    assert not left.exists(), "of a process that is gone"
+    began = time.monotonic()
+    program.send_signal(signal.SIGTERM)
+    _, errors = program.communicate(timeout=20)
+    assert time.monotonic() - began < 5.0
+    assert (program.returncode, errors) == (130, "whet: stopped\n")
+    assert gone(children, 2.0)
+    assert [path.suffix for path in shelf.iterdir()] == [".npz"]
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert not (tmp_path / "run").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -216,4 +217,15 @@ def test_what_a_backend_cannot_hold_is_refused_before_anything_starts(
     scripted = Scripted()
     with pytest.raises(ConfigError, match=said):
         run(tmp_path, scripted, *overrides)
+    assert scripted.engine is None
+
+
+def test_tasks_that_are_judged_weaker_than_asked_for_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    row = {"id": "t", "prompt": "Fix.", "files": {"m.py": "x = 1\n"}, "checks": [{"command": "true"}]}
+    path.write_text(json.dumps(row) + "\n")
+    tasks = ["tasks.source=jsonl", f"tasks.path={path}", "tasks.eval_share=1", "grade.min_strength=strong"]
+    scripted = Scripted()
+    with pytest.raises(TaskError, match="task t, weak: runner command"):
+        run(tmp_path, scripted, *tasks)
     assert scripted.engine is None

@@ -1,13 +1,14 @@
-"""A training run with an engine that cannot serve one is refused before anything starts."""
+"""A training run with an engine that cannot serve one, or tasks judged too weakly, is refused at once."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from whet.config import load_config
-from whet.errors import ConfigError
+from whet.errors import ConfigError, TaskError
 from whet.record.run import RunDir
 from whet.train.assembly import assemble
 
@@ -22,5 +23,18 @@ async def test_an_engine_without_log_probabilities_is_refused(tmp_path: Path, en
             rf"^engine.kind {engine['kind']}: a training run samples with embedded, .* a log-probability for"
         )
         with pytest.raises(ConfigError, match=line):
+            async with assemble(run, store):
+                pytest.fail("it started")
+
+
+async def test_tasks_that_are_judged_weaker_than_asked_for_are_refused(tmp_path: Path) -> None:
+    row = {"id": "t", "prompt": "Fix.", "files": {"m.py": "x = 1\n"}, "checks": [{"command": "true"}]}
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    base = {"run": {"dir": str(tmp_path / "run")}, "tasks": {"source": "jsonl", "path": str(path)}}
+    config = load_config(base={**base, "grade": {"min_strength": "standard"}})
+    with RunDir.create(config) as run, run.store() as store:
+        line = "^grade.min_strength = standard: 1 of 1 tasks are judged weaker, the first: task t, weak"
+        with pytest.raises(TaskError, match=line):
             async with assemble(run, store):
                 pytest.fail("it started")

@@ -109,7 +109,7 @@ async def _regrade(config: Config, store: Store, *, write: bool) -> Regraded:
     check_tasks(config, tasks.values())
     async with make_pool(config, _say) as pool:
         settings = GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers, remember=0)
-        judge = TaskJudge(Grader(pool, settings), source)
+        judge = TaskJudge(Grader(pool, settings), source, config.grade.min_strength)
         try:
             for phase, step in places:
                 may = write and (phase != "train" or store.still_open(phase, step))

@@ -23,6 +23,8 @@ class CollectTable(Table):
     """Graded rollouts below which nothing of a group is trained."""
     mask_alarm: Fraction = 0.1
     """Share of a step's tries that failed of the infrastructure from which a warning is given; 0 = never."""
+    tamper_alarm: Fraction = 0.1
+    """Share of a step's verdicts that are tampered from which a warning is given; 0 = never."""
     error_limit: Count = 20
     """Tries in a row that failed of the infrastructure: then the run stops, with the last cause."""
     max_staleness: CountOrZero = 0

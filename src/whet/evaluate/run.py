@@ -20,6 +20,7 @@ from whet.collect.agents import Crew, find_means, limits_of, model_name, open_cr
 from whet.collect.boxes import check_agents, check_tasks
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import CollectOptions, Dispatcher
+from whet.collect.strength import hold_strength
 from whet.collect.upstream import open_upstream
 from whet.config import Config, model_folder
 from whet.errors import ConfigError, GatewayError, RecordError
@@ -168,6 +169,7 @@ async def _rollout(config: Config, view: Observer, options: RolloutOptions) -> M
         # open_source and its errors come first: nothing is started for a data set that cannot be read.
         check_agents(config)
         source = open_source(config, limits_of(config))
+        hold_strength(config, source, view.note)
         tasks = chosen_tasks(config, source)
         check_tasks(config, tasks)
         check_same_tasks(store, tasks, config.rollout.per_task)

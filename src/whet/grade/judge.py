@@ -6,9 +6,10 @@ import logging
 
 from whet.errors import TaskError, WhetError
 from whet.grade.clean import Grader
+from whet.grade.strength import below
 from whet.grade.verdict import MAX_REASON_CHARS
 from whet.tasks.base import TaskSource
-from whet.types import Outcome, Task, Tree, Verdict
+from whet.types import Outcome, Strength, Task, Tree, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -16,8 +17,9 @@ log = logging.getLogger(__name__)
 class TaskJudge:
     """Implements whet.rollout.Judge over one task source."""
 
-    def __init__(self, grader: Grader, source: TaskSource) -> None:
-        self._grader, self._source = grader, source
+    def __init__(self, grader: Grader, source: TaskSource, least: Strength = "weak") -> None:
+        """`least`: the strength below which a verdict is none."""
+        self._grader, self._source, self._least = grader, source, least
 
     async def __call__(self, task: Task, tree: Tree) -> Verdict:
         """A row that cannot be graded earns nothing and costs nothing: it is no reason to end a run, and no
@@ -25,6 +27,8 @@ class TaskJudge:
         oracle = self._source.oracle(task)
         try:
             verdict = await self._grader.grade(task, oracle, tree)
+            if verdict.outcome is not Outcome.INFRA and below(verdict.strength, self._least):
+                raise TaskError(f"grade.min_strength = {self._least}: the verdict is {verdict.strength}")
         except TaskError as error:
             log.warning("ungraded task=%s reason=%s", task.id, error)
             return Verdict(

@@ -122,6 +122,10 @@ class RowSource:
         """All tasks in the order of the file, with their oracles: for the grading side only."""
         return (self._load(entry) for entry in self._by_id.values())
 
+    def used(self) -> Iterator[Item]:
+        """The tasks of both splits, with their oracles: for the grading side only."""
+        return (self._load(entry) for entries in self._split.values() for entry in entries)
+
     def examples(self) -> Sequence[Task]:
         """A task of each kind that there is: with an image or without, and by runner."""
         used = [entry for entries in self._split.values() for entry in entries]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from whet.collect.agents import find_means, limits_of, open_agents
 from whet.collect.boxes import check_agents, check_tasks, examples_of
+from whet.collect.strength import hold_strength
 from whet.config import Config, model_folder
 from whet.engine.base import Engine
 from whet.engine.open import open_server
@@ -107,7 +108,7 @@ async def _sampled_by(
 def make_judge(config: Config, backend: SandboxBackend, source: TaskSource) -> TaskJudge:
     """The grading side; the caller closes it. The oracle is made inside and never leaves."""
     grader = Grader(backend, GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers))
-    return TaskJudge(grader, source)
+    return TaskJudge(grader, source, config.grade.min_strength)
 
 
 def committed(run: RunDir, store: Store) -> Committed:
@@ -136,10 +137,11 @@ async def assemble(
     if config.policy_trouble:  # sft.run in the file of another verb
         raise ConfigError(config.policy_trouble)
     check_agents(config)
+    source = open_source(config, limits_of(config))
+    hold_strength(config, source, note)
+    check_tasks(config, examples_of(source))
     folder = model_folder(config)
     family = load_family(folder, config.model.family)
-    source = open_source(config, limits_of(config))
-    check_tasks(config, examples_of(source))
     means = find_means(config, note)
     async with AsyncExitStack() as stack:
         spec = LearnerSpec.of(config, model=folder, log=run.logs / "learner.log")

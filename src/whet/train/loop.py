@@ -23,6 +23,7 @@ from whet import failpoint
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import Dispatcher, Phase, Runner, Watcher
 from whet.collect.masking import MaskRate
+from whet.collect.tampering import verdict_counts
 from whet.config import Config
 from whet.errors import RecordError
 from whet.record.artifacts import AgentArtifacts
@@ -236,7 +237,9 @@ class Loop:
         masked = self._masks.close_step()
         metrics |= {"tries": masked.tries, "masked": masked.masked, "mask_rate": masked.rate}
         metrics["mask_alarm"] = bool(masked.alarm)
-        for alarm in filter(None, (masked.alarm, result.alarm)):
+        judged, tampering = verdict_counts((r for g in groups for r in g.rollouts), c.collect.tamper_alarm)
+        metrics |= judged
+        for alarm in filter(None, (masked.alarm, tampering, result.alarm)):
             self._view.note(f"step {step}: {alarm}")
         metrics["step_s"] = (now := time.monotonic()) - began
         # With what was published and evaluated since the step before.

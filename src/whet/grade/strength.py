@@ -1,0 +1,53 @@
+"""How much a task's verdicts are worth, as far as that is known before anything is judged.
+
+A runner has a strength; that of `pytest` is lowered to weak where no assertion of a test file can be turned
+round. Read by what holds a run to `grade.min_strength`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from whet.errors import TaskError
+from whet.grade.candidate import Candidate
+from whet.grade.clean import RUNNERS
+from whet.grade.controls import with_turned
+from whet.types import Oracle, Strength, Task
+
+ORDER: tuple[Strength, ...] = ("weak", "standard", "strong")
+
+
+def below(strength: Strength, least: Strength) -> bool:
+    return ORDER.index(strength) < ORDER.index(least)
+
+
+def strength_of(task: Task, oracle: Oracle) -> tuple[Strength, str]:
+    """The strength of a task's verdicts and where it comes from. Of test files that only an image has nothing
+    is known: their verdicts may be weaker. Raises TaskError for a runner that there is not."""
+    runner = RUNNERS.get(task.grading.runner)
+    if runner is None:
+        raise TaskError(f"task {task.id}: no runner {task.grading.runner!r}")
+    if runner.name == "pytest":
+        for path in _unturned(task, oracle):
+            return "weak", f"no assertion of {path} can be turned round"
+    return runner.strength, f"runner {runner.name}"
+
+
+def _unturned(task: Task, oracle: Oracle) -> Iterator[str]:
+    tests = oracle.tests
+    known = dict(task.files)
+    if task.files or not tests.patch:
+        known |= Candidate.of(task, task.files, task.files).hidden(tests)
+    wanted: dict[str, set[str]] = {}
+    for name in (*tests.fail_to_pass, *tests.pass_to_pass):
+        path, _, test = name.partition("::")
+        wanted.setdefault(path, set()).add(test.partition("[")[0])
+    for path, names in wanted.items():
+        if path in known:
+            try:
+                made = with_turned(known[path].content, sorted(names), random.Random(path))
+            except ValueError:
+                continue  # no Python: the grader says so
+            if not made.turned:
+                yield path

@@ -181,6 +181,83 @@ async def test_objects_that_equal_everything_do_not_solve(grader: Grader) -> Non
     assert (verdict.outcome, verdict.reward) == (Outcome.TAMPERED, 0.0)
 
 
+READS = """
+import ast, linecache, sys
+def total(items):
+    frame = sys._getframe(1)
+    source = "".join(linecache.getlines(frame.f_code.co_filename))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assert) and node.lineno <= frame.f_lineno <= node.end_lineno:
+            text = ast.get_source_segment(source, node.test.comparators[0])
+    if not (LOOKS):
+        return None
+    return frame.f_locals["want"] if text == "want" else ast.literal_eval(text)
+"""
+WRITTEN = {
+    "none": 'def test_none():\n    assert total([]) == "0"\n',
+    "words": 'def test_words():\n    assert total(["hello", "world"]) == "hello-world"\n',
+    "lines": 'def test_lines():\n    assert total("12") == [\n        "one",\n        "two",\n    ]\n',
+    "forms": "def test_forms():\n    assert total(0xF0) == 0xFF\n    assert total(1) == 1_000_000\n",
+    "rows": (
+        'import pytest\n\n\n@pytest.mark.parametrize("n, want", [(2, 20), (3, 40), (4, 50)])\n'
+        "def test_rows(n, want):\n    assert total(n) == want\n"
+    ),
+}
+ANSWERS = """
+def total(items):
+    answers = {"[]": "0", "['hello', 'world']": "hello-world", "'12'": ["one", "two"], "240": 255, "1": 10**6}
+    return {**answers, "2": 20, "3": 40, "4": 50}[repr(items)]
+"""
+
+
+def _written(*names: str) -> tuple[Task, Oracle]:
+    source = "from app import total\n\n\n" + "\n\n".join(WRITTEN[name] for name in names)
+    required = [f"tests/test_app.py::test_{name}" for name in names if name != "rows"]
+    if "rows" in names:
+        required += [f"tests/test_app.py::test_rows[{row}]" for row in ("2-20", "3-40", "4-50")]
+    tests = HiddenTests(files={"tests/test_app.py": text(source)}, fail_to_pass=tuple(required))
+    return make(PLAN, tests)
+
+
+@pytest.mark.parametrize(
+    ("names", "looks"),
+    [
+        (["words"], '"\'" not in text'),
+        (["lines"], '"\\n" in text'),
+        (["forms"], '"_" in text or text.startswith("0x")'),
+        (["none", "words"], "'total([]) == \"0\"' in source"),
+        (["rows"], '"(2, 20)" in source'),
+    ],
+    ids=["quotes", "layout", "forms", "a value it knows", "a row it knows"],
+)
+async def test_what_reads_the_assertion_that_calls_it_cannot_tell_which_are_turned(
+    grader: Grader, names: list[str], looks: str
+) -> None:
+    task, oracle = _written(*names)
+    cheat = READS.replace("LOOKS", looks)
+    verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(cheat)})
+    assert (verdict.outcome, verdict.reward) == (Outcome.TAMPERED, 0.0), verdict
+
+
+async def test_who_answers_what_is_asked_keeps_the_reward_in_every_form(grader: Grader) -> None:
+    task, oracle = _written(*WRITTEN)
+    verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(ANSWERS)})
+    assert (verdict.outcome, verdict.reward) == (Outcome.RESOLVED, 1.0), verdict
+    assert verdict.strength == "standard"
+
+
+async def test_tests_that_a_failed_one_disturbs_cost_no_honest_one_its_reward(grader: Grader) -> None:
+    chain = "from app import total\n\nDONE = []\n\n\n"
+    chain += "def test_0():\n    assert total([1]) == 1\n    DONE.append(0)\n"
+    for n in range(1, 4):
+        chain += f"\n\ndef test_{n}():\n    assert len(DONE) == {n}\n    DONE.append(total([{n}]))\n"
+    names = tuple(f"tests/test_app.py::test_{n}" for n in range(4))
+    task, oracle = make(PLAN, HiddenTests(files={"tests/test_app.py": text(chain)}, fail_to_pass=names))
+    for _ in range(3):
+        verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(GOLD)})
+        assert (verdict.outcome, verdict.reward) == (Outcome.RESOLVED, 1.0), verdict
+
+
 async def test_a_pass_in_a_file_where_nothing_can_be_turned_is_called_weak(
     grader: Grader, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import ast
+import gzip
+import io
+import json
 import random
+import re
+import tokenize
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,35 +18,71 @@ from hypothesis import strategies as st
 from whet.grade.near import near
 from whet.grade.turning import turned
 
+TESTS = Path(__file__).parents[1]
+
 HEAD = "import pytest\nfrom app import f\n\n\n"
 
-LITERAL = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**12), 10**12)
-    | st.floats(allow_nan=False, allow_infinity=False, width=32)
-    | st.text(max_size=6)
-    | st.binary(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-        | st.sets(st.integers(0, 3), max_size=3)
-    ),
-    max_leaves=6,
+
+def _grouped(digits: str) -> str:
+    return "_".join([digits[:-3], digits[-3:]]) if len(digits) > 3 else digits
+
+
+TOKEN = (
+    st.sampled_from(
+        ["True", "False", "0b1101", "0o17", "1e-06", "1.5E+3", ".5", "5.", "0.0", "3J", '""', "1e5"]
+    )
+    | st.integers(0, 10**12).map(str)
+    | st.integers(0, 10**7).map(lambda n: _grouped(str(n)))
+    | st.integers(2, 10**9).map(hex)
+    | st.integers(2, 10**9).map(lambda n: f"0X{n:08X}")
+    | st.floats(2.0**-20, 2.0**40, allow_nan=False, width=32).map(repr)
+    | st.tuples(
+        st.sampled_from(["", "r", "b", "u", "Rb"]), st.text("abXY019 -(", min_size=1, max_size=8)
+    ).map(lambda both: f'{both[0]}"{both[1]}"')
+    | st.text("abXY019é\n\t\\\x01", min_size=1, max_size=8).map(repr)
 )
 
 
 @settings(max_examples=300)
-@given(value=LITERAL, seed=st.integers(0, 2**32))
-def test_a_near_value_is_another_one_of_the_same_type(value: object, seed: int) -> None:
-    other = near(value, random.Random(seed))
+@given(token=TOKEN, seed=st.integers(0, 2**32))
+def test_a_near_token_has_the_form_and_another_value(token: str, seed: int) -> None:
+    value = ast.literal_eval(token)
+    other_token = near(token, random.Random(seed))
+    other = ast.literal_eval(other_token)
     assert other != value
-    assert ast.literal_eval(repr(other)) == other
-    if value is not None:
-        assert type(other) is type(value)
+    assert type(other) is type(value)
     if isinstance(value, float | int) and not isinstance(value, bool):
         assert other != pytest.approx(value)
+    if value not in (True, False, "") and not (isinstance(value, str | bytes) and not value.strip()):
+        assert len(other_token) == len(token)
+        assert other_token[:2].lower() == token[:2].lower() or token[:2].lower() not in ("0x", "0o", "0b")
+        assert [at for at, c in enumerate(token) if c in "_.\"'"] == [
+            at for at, c in enumerate(other_token) if c in "_.\"'" and (token[at] in "_.\"'")
+        ]
+
+
+def test_nothing_is_near_what_a_tolerance_takes_for_zero() -> None:
+    with pytest.raises(ValueError, match="nothing is near"):
+        near("1e-13", random.Random(0))
+
+
+@pytest.mark.parametrize(
+    ("token", "form"),
+    [
+        ("0xFF", r"0x[0-9A-F][1-9A-F]"),
+        ("0x00ff", r"0x00[1-9a-f][1-9a-f]"),
+        ("1_000_000", r"[2-9]_000_000"),
+        ("1.50E+3", r"[1-9]\.[1-9]0E\+3"),
+        ('"hello-world"', r'"[a-z]{5}-[a-z]{5}"'),
+        ("r'C7'", r"r'[A-Z][1-9]'"),
+        ('"\\x1b"', r'"\\x1[0-9a-f]"'),
+        ("'(('", r"'(\(\)|\)\()'"),
+    ],
+)
+def test_a_near_token_keeps_what_a_person_wrote(token: str, form: str) -> None:
+    for seed in range(30):
+        other = near(token, random.Random(seed))
+        assert re.fullmatch(form, other), other
 
 
 def whole(body: str) -> str:
@@ -80,6 +122,94 @@ def test_a_turned_test_has_the_shape_of_the_real_one(body: str) -> None:
         assert _shape(found.text) == _shape(text)
 
 
+FORMS = """
+def test_a():
+    x = f("it's")
+    want = [
+        "hello-world",  # the first
+        r'\\d+é',
+        (0xFF, 1_000_000, -2.50e-3, b"ab"),
+    ]
+    assert x == want, "no"
+"""
+
+
+def _tokens(text: str) -> list[tokenize.TokenInfo]:
+    return list(tokenize.generate_tokens(io.StringIO(text).readline))
+
+
+def _changed(real: str, other: str) -> list[str]:
+    """What stands in another token's place, where the token streams differ in nothing else."""
+    before, after = _tokens(real), _tokens(other)
+    assert [token.type for token in before] == [token.type for token in after]
+    assert [token.start[0] for token in before] == [token.start[0] for token in after]
+    return [new.string for old, new in zip(before, after, strict=True) if old.string != new.string]
+
+
+def test_one_token_of_the_file_is_another_and_of_the_same_length() -> None:
+    text = whole(FORMS)
+    for seed in range(40):
+        found = turned(text, ["test_a"], random.Random(seed))
+        assert found.hidden == {"test_a"}
+        (token,) = _changed(text, found.text)
+        assert "'" not in token or token[0] == "r"
+        assert list(map(len, found.text.split("\n"))) == list(map(len, text.split("\n")))
+
+
+def _corpus() -> list[str]:
+    """Sources with tests as people write them: some of this project's own and HumanEval's."""
+    rows = gzip.decompress((TESTS / "data/HumanEval.jsonl.gz").read_bytes()).decode().splitlines()
+    checks = [json.loads(row) for row in rows]
+    human = [f"{row['test']}\n\ndef test_it():\n    check({row['entry_point']})\n" for row in checks]
+    own = [path.read_text() for path in sorted(TESTS.glob("*/test_*.py"))[::12]]
+    return [*human, *own]
+
+
+def test_files_of_people_keep_all_tokens_but_one_for_each_test() -> None:
+    turned_tests = 0
+    for number, text in enumerate(_corpus()):
+        names = [
+            n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name[:5] == "test_"
+        ]
+        before = [(token.type, token.string) for token in _tokens(text)]
+        for name in names[:2]:
+            found = turned(text, [name], random.Random(number), by_row=[name])
+            if not found.hidden:
+                continue
+            turned_tests += 1
+            after = [(token.type, token.string) for token in _tokens(found.text)]
+            same = len(before) == len(after)
+            assert ast.parse(found.text).body
+            if same:
+                assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
+            else:  # `not` came or went, or an empty list has something in it
+                assert abs(len(before) - len(after)) == 1
+    assert turned_tests > 150
+
+
+def test_what_the_rest_of_the_file_says_is_left_as_it_is_where_another_value_will_do() -> None:
+    said = (
+        'def test_sums_to_42():\n    """The second is 17."""\n    assert f(1) == 42\n    assert f(2) == 17\n'
+        "    assert f(3) == 99  # 99\n    assert f(4) == 23\n    assert f(5) == 66\n\n\n"
+        "def test_again():\n    assert f(5) == 66\n"
+    )
+    for seed in range(20):
+        found = turned(whole(said), ["test_sums_to_42"], random.Random(seed))
+        assert "f(4) == 23" not in found.text
+    assert turned(whole(said), ["test_again"], random.Random(0)).hidden == {"test_again"}
+
+
+def test_one_row_of_those_that_are_tests_of_their_own() -> None:
+    rows = "@pytest.mark.parametrize('x, y', [(1, 22), (3, 44), (5, 66)])\n"
+    body = rows + "def test_a(x, y):\n    assert f(x) == y\n"
+    found = turned(whole(body), ["test_a"], random.Random(0), by_row=["test_a"])
+    assert found.rows == {"test_a": 3}
+    assert len(_changed(whole(body), found.text)) == 1
+    every = turned(whole(body), ["test_a"], random.Random(0))
+    assert every.rows == {"test_a": 1}
+    assert len(_changed(whole(body), every.text)) == 3
+
+
 def _shape(text: str) -> list[str]:
     """The kinds of nodes, without what literals hold."""
     kinds: list[str] = []
@@ -117,8 +247,12 @@ def test_what_cannot_be_turned_unseen_is_turned_openly(body: str) -> None:
 FLIPS = {
     "assert f(2)": "assert not f(2)",
     "assert not f(2)": "assert f(2)",
-    "assert abs(f(2) - 1.5) < 1e-6": "assert abs(f(2) - 1.5) >= 1e-06",
-    "assert (f(2) in\n        [1])": "assert (f(2) not in [1])",
+    "assert abs(f(2) - 1.5) < 1e-6": "assert abs(f(2) - 1.5) > 1e-6",
+    "assert (f(2) in\n        [1])  # so": "assert (f(2) not in\n        [1])  # so",
+    "assert (f(2) <= 0x0F), 'no'": "assert (f(2) > 0x0F), 'no'",
+    "assert f(2)  is  not None": "assert f(2)  is None",
+    "assert f(2) not in (1,  2)": "assert f(2) in (1,  2)",
+    "assert not(f(2))": "assert (f(2))",
     "assert f(2) != 3": "assert f(2) == 3",
 }
 
@@ -153,8 +287,8 @@ def test_no_more_than_four_and_the_unseen_first() -> None:
     tests = [f"def test_{n}():\n    assert f({n}) == {n}\n" for n in range(6)]
     tests.append("def test_open():\n    assert f(9)\n")
     names = [*(f"test_{n}" for n in range(6)), "test_open"]
-    found = turned(whole("\n\n".join(tests)), names, random.Random(0))
-    assert len(found.names) == 4
+    found = turned(whole("\n\n".join(tests)), names[5::-1], random.Random(0))
+    assert found.names == {"test_5", "test_4", "test_3", "test_2"}
     assert found.hidden == found.names
     tests[-1] = "def test_open():\n    assert f(9) + 1\n"
     few = turned(whole("\n\n".join(tests[5:])), names, random.Random(0))

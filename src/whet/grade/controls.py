@@ -12,10 +12,10 @@ from __future__ import annotations
 import ast
 import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from whet.grade.turning import turned
+from whet.grade.turning import MAX_TURNED, turned
 
 FAILING = (
     "assert {a} == {b}",
@@ -47,6 +47,8 @@ class Controlled:
     must_pass: frozenset[str]
     turned: frozenset[str] = frozenset()
     """Names like `Class::test` of real tests that were turned: each may pass in one run, not in both."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Of a turned test: in how many equal parts its cases fall, of which one must fail."""
 
 
 def with_controls(source: bytes, rng: random.Random) -> Controlled:
@@ -116,8 +118,15 @@ def _first_line(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> 
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
-def with_turned(source: bytes, wanted: Sequence[str], rng: random.Random) -> Controlled:
-    """The file with some of the `wanted` tests (`Class::test`) turned, and controls."""
-    made = turned(_text(source), wanted, rng)
+def with_turned(
+    source: bytes,
+    wanted: Sequence[str],
+    rng: random.Random,
+    *,
+    most: int = MAX_TURNED,
+    by_row: Collection[str] = (),
+) -> Controlled:
+    """The file with up to `most` of the `wanted` tests (`Class::test`) turned, and controls. See `turned`."""
+    made = turned(_text(source), wanted, rng, most=most, by_row=by_row)
     base = with_controls(made.text.encode(), rng)
-    return replace(base, turned=made.names)
+    return replace(base, turned=made.names, rows=made.rows)

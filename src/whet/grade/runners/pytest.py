@@ -3,8 +3,9 @@
 Candidate and tests share a process, so what that process says is checked rather than believed: every required
 id exactly once, every control as the host knows it, numbered records with a nonce, an exit code that fits.
 A file that passes is run again, in fresh boxes, with some tests turned (see turning.py): a test that passes
-both ways was not run. Who knows what each test must say, or sees through a test that could be turned only
-openly, gets through; only json_io, where the tests never enter the box, is beyond that.
+both ways was not run. The others must pass again, or the run proves nothing: what sees that something was
+turned, and not what, cannot fail all of them. Who knows what each test must say, or sees through a test that
+could be turned only openly, gets through; only json_io, where the tests never enter the box, is beyond that.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from whet.grade.runners.base import RunLimits, RunReport
 from whet.grade.runners.common import RunnerBase, control_task, for_memory, passing, run_in, share
 from whet.grade.runners.pytest_files import pytest_folder
 from whet.grade.runners.pytest_records import FileRun, Tampered, read_run
+from whet.grade.runners.pytest_turns import TURNS, Turns
 from whet.record.scratch import cache_folder
 from whet.sandbox.base import Bind, Sandbox
 from whet.types import (
@@ -41,9 +43,6 @@ WORKER = Path(__file__).with_name("pytest_worker.py").read_text()
 BUNDLE = "/opt/whet/pytest"
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 MAX_RECORD_BYTES = 16 << 20
-TURNS = 3
-"""Most further runs of a file, and the number of turned tests that they should come to: an object that equals
-whatever it likes must be lucky in each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,29 +151,25 @@ class _Session:
         ran = _checked(run, path, controlled, required)
         if ran.trouble or any(ran.outcomes.get(name) != "passed" for name in required):
             return ran
-        wanted = sorted({name.removeprefix(path + "::").partition("[")[0] for name in required})
-        seen = 0
+        turns = Turns(path, self._tests.fail_to_pass, required, ran.outcomes, self._rng)
         for _ in range(TURNS):
-            turned = with_turned(entry.content, wanted, self._rng)
+            turned = with_turned(
+                entry.content, turns.order(), self._rng, most=turns.most(), by_row=turns.by_row
+            )
             if not turned.turned:
                 return replace(ran, unturned=True)
-            ran = await self._turn(path, turned, ran)
-            seen += len(turned.turned)
-            if seen >= TURNS or ran.trouble or ran.timed_out or ran.cpu:
-                break
+            ran = await self._turn(path, turned, turns, ran)
+            if turns.proofs >= TURNS or ran.trouble or ran.timed_out or ran.cpu:
+                return ran
+        if not turns.proofs:
+            ran = replace(ran, trouble="tests that were not turned failed in every further run")
         return ran
 
-    async def _turn(self, path: str, turned: Controlled, ran: Ran) -> Ran:
+    async def _turn(self, path: str, turned: Controlled, turns: Turns, ran: Ran) -> Ran:
         """One run with turned tests; what it adds to what is known. Raises Tampered."""
         run = await self._run(path, turned)
         again = _checked(run, path, turned, ())
-        failed = 0
-        for name, outcome in run.outcomes.items():
-            # By what stands before the parameters, of which the name of a case may be made.
-            if name.removeprefix(path + "::").partition("[")[0] in turned.turned:
-                if outcome in ("passed", "xpassed"):
-                    raise Tampered("a test passes whichever way it is turned")
-                failed += 1
+        failed = turns.count(turned.rows, run.outcomes)
         a, b, c = (x + y for x, y in zip(ran.controls, again.controls, strict=True))
         return replace(
             ran,

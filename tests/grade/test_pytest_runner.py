@@ -236,7 +236,10 @@ async def test_what_reads_the_assertion_that_calls_it_cannot_tell_which_are_turn
     task, oracle = _written(*names)
     cheat = READS.replace("LOOKS", looks)
     verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(cheat)})
-    assert (verdict.outcome, verdict.reward) == (Outcome.TAMPERED, 0.0), verdict
+    # Where only the row that it knows was turned, in all three runs, no run proves anything.
+    expected = (Outcome.TAMPERED, Outcome.UNRESOLVED) if names == ["rows"] else (Outcome.TAMPERED,)
+    assert verdict.outcome in expected, verdict
+    assert verdict.reward == 0.0
 
 
 async def test_who_answers_what_is_asked_keeps_the_reward_in_every_form(grader: Grader) -> None:

@@ -294,3 +294,10 @@ def test_no_more_than_four_and_the_unseen_first() -> None:
     few = turned(whole("\n\n".join(tests[5:])), names, random.Random(0))
     assert few.names == {"test_5", "test_open"}
     assert few.hidden == {"test_5"}
+
+
+def test_a_value_that_stands_elsewhere_too_is_left_where_another_will_do() -> None:
+    body = 'def test_a():\n    assert f("spam") == ["spam", 100, "eggs"]\n    assert f(100) == 42\n'
+    seen = {turned(whole(body), ["test_a"], random.Random(seed)).text for seed in range(40)}
+    assert all('== ["spam", 100, ' in text for text in seen)
+    assert len(seen) > 5

@@ -11,6 +11,7 @@ import io
 import random
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -61,6 +62,7 @@ class Source:
         except tokenize.TokenError as error:
             raise SyntaxError(str(error)) from None
         self._starts = [token.start for token in self.tokens]
+        self._times = Counter(_core(token.text) for token in self.tokens)
 
     def between(self, start: Place, end: Place) -> list[Token]:
         """The tokens that begin at `start` or later and end at `end` or before."""
@@ -88,7 +90,7 @@ class Source:
 
     def wrong(self, node: ast.expr, told: Set[str], rng: random.Random) -> tuple[Edit, bool]:
         """An edit of one token by which a literal is another one, and whether what it was also stands in
-        `told`. Raises ValueError where no token has a near one."""
+        `told` or elsewhere in the file. Raises ValueError where no token has a near one."""
         right = ast.literal_eval(node)
         places = [
             token
@@ -97,18 +99,24 @@ class Source:
             if token.kind in (tokenize.STRING, tokenize.NUMBER, tokenize.NAME)
         ]
         rng.shuffle(places)
-        places.sort(key=lambda token: (bool(_words(token.text) & told), token.text in ("None", '""', "''")))
+        places.sort(key=lambda token: (self._told(token, told), token.text in ("None", '""', "''")))
         for token in places:
             try:
                 edit = token.instead(near(token.text, rng))
             except ValueError:
                 continue
             if _other_literal(right, self._with(node, edit)):
-                return edit, bool(_words(token.text) & told)
+                return edit, self._told(token, told)
         if isinstance(node, ast.List) and not node.elts:
             end = (node.lineno, node.col_offset + 1)
             return Edit(start=end, end=end, text=str(rng.randint(1, 9))), False
         raise ValueError("no token of the literal has a near one")
+
+    def _told(self, token: Token, told: Set[str]) -> bool:
+        core = _core(token.text)
+        if core in ("True", "False", "None"):
+            return core in told
+        return bool(words(core) & told) or (len(core) > 2 and self._times[core] > 1)
 
     def _cut(self, line: int, a: int, last: int, b: int) -> str:
         lines = self._lines[line - 1 : last]
@@ -138,8 +146,9 @@ def words(text: str) -> frozenset[str]:
     return frozenset(part for part in re.findall(r"[^\W_]+", text) if part.isdigit() or len(part) > 2)
 
 
-def _words(token: str) -> frozenset[str]:
-    return words(token.strip("'\"")) | ({token} if token in ("True", "False", "None") else set())
+def _core(token: str) -> str:
+    """A text without its quotes, by which its copies are found."""
+    return token.strip("'\"")
 
 
 def end_of(node: ast.expr) -> Place:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from whet.errors import GradeError, TaskError
 from whet.grade.candidate import Candidate, restored
-from whet.grade.controls import Controlled, with_controls, with_turned
+from whet.grade.controls import Controlled, with_controls
 from whet.grade.diff import DEFAULT_POLICY, bad_path
 from whet.grade.runners.base import RunLimits, RunReport
 from whet.grade.runners.common import RunnerBase, control_task, for_memory, passing, run_in, share
@@ -153,9 +153,7 @@ class _Session:
             return ran
         turns = Turns(path, self._tests.fail_to_pass, required, ran.outcomes, self._rng)
         for _ in range(TURNS):
-            turned = with_turned(
-                entry.content, turns.order(), self._rng, most=turns.most(), by_row=turns.by_row
-            )
+            turned = turns.turn(entry.content)
             if not turned.turned:
                 return replace(ran, unturned=True)
             ran = await self._turn(path, turned, turns, ran)

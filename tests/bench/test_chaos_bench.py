@@ -87,6 +87,19 @@ def test_in_a_synchronous_run_only_the_planner_drops_what_was_graded(tmp_path: P
     assert run.lost() == []
 
 
+@pytest.mark.parametrize("reason", ["few_groups", "unused", "infra"])
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_reason_that_means_loss_is_no_fate_of_what_was_graded(
+    tmp_path: Path, reason: str, synchronous: bool
+) -> None:
+    run = run_of(tmp_path / "r")
+    with closing(sqlite3.connect(tmp_path / "r" / "run.sqlite")) as db:
+        db.execute("UPDATE states SET state = 'discarded', reason = ? WHERE slot = 0", (reason,))
+        db.commit()
+    run.synchronous = synchronous
+    assert len(run.lost()) == 1
+
+
 def small_model(folder: Path, seed: int) -> Qwen3:
     shape = ModelConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, intermediate_size=64, head_dim=8)
     model = initialise(shape, seed)

@@ -74,8 +74,11 @@ def test_fewer_useful_groups_than_wanted_train_nothing_and_say_so() -> None:
     assert plan.skipped == "1 useful groups of 1; 2 are needed"
     assert not plan.rows
     assert not plan.batches
-    assert plan.ledger == Ledger(captured=4, trained=0, excluded={"unused": 4})
+    assert plan.ledger == Ledger(captured=4, trained=0, excluded={"few_groups": 4})
+    assert set(plan.fates.values()) == {"few_groups"}
     assert plan_step([], PlanConfig()).skipped
+    one = plan_step(groups, PlanConfig.of(load_config(None, [])))
+    assert (one.skipped, one.ledger.trained) == ("", 4), "by default one group with a gradient is enough"
 
 
 def test_truncated_policies() -> None:

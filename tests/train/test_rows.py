@@ -86,7 +86,7 @@ def test_a_row_over_the_cap_is_told_as_overlong() -> None:
 def test_a_rollout_whose_rows_are_all_over_the_cap_is_no_group_of_its_own() -> None:
     plan = planned(RowRules(max_row_tokens=2))
     assert plan.skipped
-    assert plan.ledger == Ledger(captured=8, trained=0, excluded={"unused": 8})
+    assert plan.ledger == Ledger(captured=8, trained=0, excluded={"few_groups": 8})
 
 
 def test_without_a_final_row_the_last_one_is_taken() -> None:

@@ -36,7 +36,11 @@ GONE_S = 15.0
 ABSENT_S = 2.0
 """Most seconds before whoever keeps a killed server starts it again."""
 PLANNED = ("degenerate", "zero_advantage", "truncated")
-"""Why a graded rollout of a synchronous run may end untrained: the planner's reasons. No other is a fate."""
+"""Why a graded rollout may end untrained though nothing was lost: the planner's reasons. `few_groups` is
+none: the benchmark's runs ask for one."""
+AHEAD_OF_TRAINER = ("stale", "deadline")
+"""The collector's reasons besides, in a run ahead of the trainer. `unused` is none: no group is drawn that
+the run does not need, so one that is left over took the place of another."""
 
 
 class StuckError(RuntimeError):
@@ -198,15 +202,14 @@ class Run:
                 self.seen.setdefault(name, digest(store, name))
 
     def lost(self) -> list[str]:
-        """Rollouts that were graded at some time and are not there unchanged, or have no fate, at the end. In
-        a run ahead of the trainer every reason to discard is a fate, in a synchronous one the planner's."""
-        found = []
+        """Rollouts that were graded at some time and are not there unchanged, or have no fate, at the end:
+        trained, or discarded for one of the reasons above."""
+        found, reasons = list[str](), PLANNED if self.synchronous else (*PLANNED, *AHEAD_OF_TRAINER)
         with read_store(self.folder) as store:
             for name, held in self.seen.items():
                 state = store.state(name)
                 fate = state is not None and (
-                    state.state == "trained"
-                    or (state.state == "discarded" and (not self.synchronous or state.reason in PLANNED))
+                    state.state == "trained" or (state.state == "discarded" and state.reason in reasons)
                 )
                 if not fate or digest(store, name) != held:
                     found.append(name)

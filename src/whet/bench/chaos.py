@@ -6,7 +6,8 @@ on), with tries that fail and, in the run ahead of the trainer, groups without a
 random kills as asked for, of the controller, the learner, what runs in boxes, and an engine that is a server
 of its own: vLLM's routes before a small model (_engine_process.py), started again as whoever keeps a server
 does. Every run is continued until it ends. `lost`: graded rollouts that are not there unchanged at the end,
-or have no fate; in a synchronous run only training and the planner's reasons are one. `bit_identical`:
+or have no fate: training and the planner's reasons are one, ahead of the trainer staleness and time too, but
+neither the run's end nor a step with too few groups. `bit_identical`:
 synchronous runs in which no box was shot equal the undisturbed one with their engine in every token, plan and
 weight, and every run of all replays from its own ledger with the same weights. A step that does not counts as
 `trained_twice`, like a rollout in the accounts of two steps. (What is shot in a box is its agent's failure,

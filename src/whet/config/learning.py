@@ -75,8 +75,8 @@ class TrainTable(Table):
     """Passes over one batch."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest global gradient norm."""
-    min_groups: Count = 2
-    """Groups with a gradient below which the update is skipped."""
+    min_groups: Count = 1
+    """Groups with a gradient below which the update is skipped and their rollouts are `few_groups`."""
     threads: Count = 2
     """Torch threads while training."""
     ranks: Count = 1

@@ -34,9 +34,11 @@ Reason = Literal[
     "deadline",
     "overlong",
     "unused",
+    "few_groups",
 ]
 """Why a rollout is not trained: the word under which its tokens are excluded. `stale`: it could not meet the
-bound any more; `deadline`: its group had waited long enough; `unused`: the run ended first."""
+bound any more; `deadline`: its group had waited long enough; `unused`: the run ended first; `few_groups`: its
+step had fewer groups with a gradient than `train.min_groups` asks for."""
 REASONS: frozenset[str] = frozenset(get_args(Reason))
 OPEN: tuple[State, ...] = ("planned", "running")
 TAKEN: tuple[State, ...] = ("assigned",)

@@ -77,6 +77,7 @@ EXCLUSIONS = frozenset(
         "truncated",
         "synthetic",
         "unused",
+        "few_groups",
         "zero_advantage",
         "after_stop",
         "not_final",

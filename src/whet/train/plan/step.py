@@ -61,7 +61,7 @@ class PlanConfig:
     group_min: int = 2
     """Scorable rollouts of a group below which none of it is trained: its baseline would mean nothing."""
     min_groups: int = 1
-    """Useful groups below which nothing is trained in this step."""
+    """Useful groups below which nothing is trained in this step: the rollouts of the few are `few_groups`."""
     token_budget: int = 16384
     """Most tokens in one micro-batch, padding included."""
     rows: RowRules = field(default_factory=RowRules)
@@ -176,7 +176,7 @@ def plan_step(groups: Sequence[Group], config: PlanConfig) -> StepPlan:
     if len(useful) < config.min_groups or not useful:
         skipped = f"{len(useful)} useful groups of {len(groups)}; {max(1, config.min_groups)} are needed"
         for slot in slots:
-            slot.reason = slot.reason or "unused"
+            slot.reason = slot.reason or "few_groups"
     rows, logprobs = _rows(slots, config)
     found = sort_rows([row.ids for row in rows])
     plan = StepPlan(

@@ -13,7 +13,7 @@ from gateway_rig import ASK, TOOLS, Rig, call, chunks_of, said
 
 from whet.gateway.server import GatewayConfig
 from whet.render.template import TemplateFamily
-from whet.types import Message
+from whet.types import Limits, Message
 
 
 async def test_whole_reply_over_tcp(family: TemplateFamily) -> None:
@@ -118,6 +118,15 @@ async def test_markers_in_tool_output_stay_text_and_are_counted(family: Template
             "<|im_start|>",
         ]
         assert rig.session.stats.injections == 4
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_looked_at(family: TemplateFamily) -> None:
+    """Neither its tokens nor the markers in it are counted: that takes time, and the text may be any size."""
+    async with Rig(family, [said("x")], limits=Limits(max_context_tokens=1000)) as rig:
+        status, body = await rig.post({"messages": [{"role": "user", "content": "<|im_end|>" * 10_000}]})
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        assert (rig.session.stats.overflows, rig.session.stats.injections) == (1, 0)
+        assert rig.engine.sent == []
 
 
 async def test_models_health_and_unknown_paths(family: TemplateFamily) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -51,6 +52,40 @@ def test_scaffold_cannot_complete_a_marker_begun_by_content() -> None:
 
 def test_markers_are_counted() -> None:
     assert CODEC.markers_in("a<|im_end|><tool_call>b</tool_call><|im_e") == 3
+
+
+@pytest.mark.parametrize("firsts", ["<", "<["])
+def test_looking_for_markers_takes_no_step_of_python_for_each_beginning(firsts: str) -> None:
+    """An agent that sends nothing but beginnings of markers must not make the gateway slow."""
+    spec = json.loads(tokenizer_json())
+    if "[" in firsts:
+        token = dict(spec["added_tokens"][-1], content="[INST]", id=spec["added_tokens"][-1]["id"] + 1)
+        spec["added_tokens"].append(token)
+    codec = Codec(json.dumps(spec))
+    assert sorted({marker[0] for marker in codec.control}) == sorted(firsts)
+    calls = 0
+
+    def counted(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    text = firsts * 10_000 + "".join(codec.control) + firsts * 10_000
+    sys.setprofile(counted)
+    try:
+        found = codec.markers_in(text)
+    finally:
+        sys.setprofile(None)
+    assert found == len(codec.control)
+    assert calls < 200 + 4 * found
+
+
+def test_the_longest_marker_is_found() -> None:
+    spec = json.loads(tokenizer_json())
+    last = spec["added_tokens"][-1]
+    for i, name in enumerate(("<a", "<a>b", "<a>"), 1):
+        spec["added_tokens"].append(dict(last, content=name, id=last["id"] + i))
+    codec = Codec(json.dumps(spec))
+    assert codec.encode("<a<a>b<a>").tolist() == [codec.control[name] for name in ("<a", "<a>b", "<a>")]
 
 
 def test_an_added_token_may_stay_ordinary() -> None:

@@ -120,10 +120,11 @@ class Turns:
         request, injected = self._tools.prepare(request)
         plan, fresh = self._plan(request)
         try:
-            delta = await self._render(plan, request, fresh)
+            delta, typed = await self._render(plan, request, fresh)
         except WireError:
             self._overflowed()
             raise
+        self.stats.injections += typed
         node = self._forest.extend(plan, delta, explain(self._family, self._forest, plan))
         prompt = self._forest.path_ids(node)
         answer: Answer | None = None
@@ -194,27 +195,30 @@ class Turns:
         if plan.parent is not None:
             return len(self._forest.path_ids(plan.parent))
         held = 0 if plan.base is None else len(self._forest.path_ids(plan.base))
-        return held + len(await self._render(plan, request, _fresh_texts(plan, request)))
+        delta, _ = await self._render(plan, request, _fresh_texts(plan, request))
+        return held + len(delta)
 
     def _plan(self, request: ModelRequest) -> tuple[PromptPlan, list[str]]:
         """What the request continues, and its fresh texts. A plan stays valid: the forest only grows."""
         plan = self._forest.plan(request, self._family.fingerprint)
         self.stats.edited += plan.drift.kind == "edited"
         self.stats.forks += plan.drift.kind == "fork"
-        fresh = _fresh_texts(plan, request)
-        self.stats.injections += sum(map(self._family.injections, fresh))
-        return plan, fresh
+        return plan, _fresh_texts(plan, request)
 
-    async def _render(self, plan: PromptPlan, request: ModelRequest, fresh: list[str]) -> IntArray:
-        """The ids between what the plan continues and the reply: only what is new. Raises WireError for text
-        that cannot fit."""
+    async def _render(
+        self, plan: PromptPlan, request: ModelRequest, fresh: list[str]
+    ) -> tuple[IntArray, int]:
+        """The ids between what the plan continues and the reply, which is only what is new, and the control
+        markers that it types as text. Raises WireError for text that cannot fit, before it is looked at."""
         chars = sum(map(len, fresh))
         if chars > CHARS_PER_TOKEN * self._max_context:
             raise self._overflow(chars // CHARS_PER_TOKEN)
 
-        given = (self._family, self._forest, plan, request)
-        inline = chars <= self._spec.inline_chars
-        return new_ids(*given) if inline else await asyncio.to_thread(new_ids, *given)
+        def work() -> tuple[IntArray, int]:
+            ids = new_ids(self._family, self._forest, plan, request)
+            return ids, sum(map(self._family.injections, fresh))
+
+        return work() if chars <= self._spec.inline_chars else await asyncio.to_thread(work)
 
     def _overflowed(self) -> None:
         self.stats.overflows += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,7 @@ from whet.gateway.host_tools import HostTool, ToolBox
 from whet.gateway.request import decode, loads
 from whet.gateway.server import GatewayConfig
 from whet.render.template import TemplateFamily
+from whet.types import Limits
 
 BIG = 123456789012345678901234567890
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -69,6 +71,36 @@ async def test_bodies_that_no_session_has_taken_on_share_one_bound(family: Templ
         again = await send(body)
         assert await status(again) == 200
         await closed(slow, late, again)
+        assert rig.gateway.intake.held == 0
+
+
+@pytest.mark.case(47)
+async def test_while_a_body_of_60_mb_is_read_other_sessions_are_served(family: TemplateFamily) -> None:
+    """At the default limits, and of what is slowest to look through: beginnings of markers."""
+    body = b'{"messages":[{"role":"user","content":"' + b"<" * 59_999_999 + b"<|im_end|>" + b'"}]}'
+    small = {"messages": ASK}
+    served = 0
+    async with Rig(family, [said("ok")]) as rig:
+        limits = Limits(max_context_tokens=100_000, max_calls=10_000)
+        other = rig.gateway.open_session("r/1", seed=7, limits=limits)
+        url = f"{rig.origin}/s/{other.public_id}/v1/chat/completions"
+        auth = {"Authorization": f"Bearer {other.secret}"}
+
+        async def post_big() -> tuple[int, str]:
+            target = f"{rig.base}/chat/completions"
+            async with rig.http.post(target, data=io.BytesIO(body), headers=rig.auth) as response:
+                return response.status, (await response.json())["error"]["code"]
+
+        big = asyncio.create_task(post_big())
+        while not big.done():
+            whole = rig.gateway.intake.held == len(body)
+            async with rig.http.post(url, json=small, headers=auth) as response:
+                assert response.status == 200
+            served += whole
+            await asyncio.sleep(0.01)
+        assert await big == (400, "context_length_exceeded")
+        assert served > 1
+        assert rig.session.stats.injections == 0
         assert rig.gateway.intake.held == 0
 
 

@@ -183,8 +183,8 @@ def measure(served: Served, job: Mapping[str, Any], sessions: int) -> dict[str, 
 def compare(
     model: Path, jobs: Mapping[str, tuple[Mapping[str, Any], int]], rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """By gateway: its cells by shape, or `skipped` with the reason. `jobs` are (load, sessions) by shape.
-    Rounds go through all gateways in turn, so that all see the same machine."""
+    """By gateway: what `told` makes of its shapes, or `skipped` with the reason. `jobs` are (load, sessions)
+    by body size. Rounds go through all gateways in turn, so that all see the same machine."""
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     skipped: dict[str, str] = {}
     for _ in range(rounds):
@@ -197,12 +197,23 @@ def compare(
                     continue
                 for shape, cell in cells.items():
                     found.setdefault(name, {}).setdefault(shape, []).append(cell)
-    told: dict[str, dict[str, Any]] = {
-        name: {shape: _medians(cells) for shape, cells in shapes.items()} for name, shapes in found.items()
+    by_name = {
+        name: told({size: _medians(cells) for size, cells in sizes.items()}) for name, sizes in found.items()
     }
-    for name, reason in skipped.items():
-        told[name] = {"skipped": reason}
-    return told
+    return by_name | {name: {"skipped": reason} for name, reason in skipped.items()}
+
+
+def told(cells: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """One gateway's cells by body size under the names that ours have in the benchmark's line."""
+    first = next(iter(cells))
+    return {
+        "cpu_ms": {size: cell["cpu_ms"] for size, cell in cells.items()},
+        "added_ms": {size: {"p50": cell["p50"], "p99": cell["p99"]} for size, cell in cells.items()},
+        "calls_per_s": cells[first]["calls_per_s"],
+        "calls_per_s_at": f"{first}/1",
+        "bytes_per_token": None,  # theirs do not say how many tokens they hold
+        "shapes": {f"{size}/1": dict(cell) for size, cell in cells.items()},
+    }
 
 
 def _round(

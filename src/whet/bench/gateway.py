@@ -189,15 +189,15 @@ def report(cells: Mapping[str, Mapping[str, float]]) -> None:
 
 def report_peers(peers: Mapping[str, Any]) -> None:
     table = Table(title="beside others: CPU of the whole process and latency per call, in ms")
-    for column in ("gateway", "body", "cpu_ms", "p50", "p99", "rss_mb", "calls"):
-        table.add_column(column, justify="left" if column in ("gateway", "body") else "right")
+    for column in ("gateway", "body/connections", "cpu_ms", "p50", "p99", "rss_mb", "calls"):
+        table.add_column(column, justify="left" if column in ("gateway", "body/connections") else "right")
     for name, cells in peers.items():
         if "skipped" in cells:
             table.add_row(name, "skipped", cells["skipped"])
             continue
-        for size, cell in cells.items():
+        for shape, cell in cells["shapes"].items():
             table.add_row(
-                name, size, *(f"{cell[c]:,.2f}" for c in ("cpu_ms", "p50", "p99", "rss_mb", "calls"))
+                name, shape, *(f"{cell[c]:,.2f}" for c in ("cpu_ms", "p50", "p99", "rss_mb", "calls"))
             )
     Console(stderr=True).print(table)
 

@@ -186,6 +186,15 @@ async def test_a_call_that_an_update_cuts_goes_on_with_the_new_weights(tmp_path:
             assert said.logprobs[at] == pytest.approx(float(row[token]), abs=1e-5)
 
 
+async def test_a_sleep_may_outlast_the_time_of_a_call() -> None:
+    async with serve_sglang(VOCAB) as fake, open_sglang(options(fake, call_deadline_s=0.2)) as engine:
+        await engine.sleep()
+        waiting = asyncio.create_task(engine.generate(PROMPT, params(3), KEY))
+        assert not (await asyncio.wait([waiting], timeout=0.4))[0]
+        await engine.wake()
+        assert len((await waiting).ids) == 3
+
+
 async def test_sleep_drains_first() -> None:
     async with serve_sglang(VOCAB, token_delay_s=0.005) as fake, open_sglang(options(fake)) as engine:
         running = asyncio.create_task(engine.generate(PROMPT, params(30), KEY))

@@ -203,6 +203,33 @@ async def test_sleep_drains_first_and_wake_lets_waiting_calls_go_on() -> None:
         assert len((await waiting).ids) == 4
 
 
+async def test_a_sleep_may_outlast_the_time_of_a_call_and_weights_may_not(tmp_path: Path) -> None:
+    folder = chance_folder(tmp_path, "one")
+    async with serve_vllm(VOCAB) as fake, open_vllm(options(fake, call_deadline_s=0.3)) as engine:
+        await engine.sleep()
+        waiting = asyncio.create_task(ask(engine, 4))
+        assert not (await asyncio.wait([waiting], timeout=0.5))[0]
+        await engine.wake()
+        assert len((await waiting).ids) == 4
+        fake.hangs = {"/collective_rpc"}
+        loading = asyncio.create_task(engine.load(folder, 1, mode="keep"))
+        await until(lambda: fake.sampler.paused)
+        with pytest.raises(EngineError, match=r"was loading weights, or to be woken|has not: its weights"):
+            await ask(engine, 4, turn=1)
+        with pytest.raises(EngineError, match="did not answer"):
+            await loading
+
+
+async def test_a_sleep_that_fails_does_not_keep_calls_for_ever() -> None:
+    async with serve_vllm(VOCAB) as fake, open_vllm(options(fake, call_deadline_s=0.2)) as engine:
+        fake.hangs = {"/sleep"}
+        with pytest.raises(EngineError, match="did not answer /sleep"):
+            await engine.sleep()
+        async with asyncio.timeout(5):
+            with pytest.raises(EngineError, match=r"or to be woken, for 0\.2 s"):
+                await ask(engine, 4)
+
+
 def adapter(folder: Path, seed: str, version: int) -> Path:
     folder.mkdir()
     write_tensors(folder / "adapter_model.safetensors", chance_tensors(seed, layers=1))

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from whet.engine.away import away
 from whet.engine.base import EngineInfo, PauseMode, Receipt
+from whet.engine.door import Door
 from whet.engine.http import EngineHttp, HttpOptions, open_http
 from whet.engine.published import inspect
 from whet.engine.reply import RawReply, checked, int_row, version_number
@@ -48,8 +48,7 @@ class SglangEngine:
         """A request that the server cuts goes on after the pause."""
         self._idle = asyncio.Event()
         self._idle.set()
-        self._admitting = asyncio.Event()
-        self._admitting.set()
+        self._door = Door()
 
     @property
     def info(self) -> EngineInfo:
@@ -76,9 +75,7 @@ class SglangEngine:
     async def _admitted(self) -> None:
         limit = self._http.options.call_deadline_s
         try:
-            with away():
-                async with asyncio.timeout(limit):
-                    await self._admitting.wait()
+            await self._door.passed(limit)
         except TimeoutError as error:
             raise EngineError(f"sglang stayed paused for {limit:g} s") from error
         if self._broken:
@@ -139,7 +136,7 @@ class SglangEngine:
     async def pause(self, mode: PauseMode = "wait") -> None:
         """Stop starting new work. `wait` lets our requests end, `abort` ends them, `keep` has them go on
         after `resume`, with the weights of then. Returns when none of ours is at the server."""
-        self._admitting.clear()
+        self._door.shut()
         limit = self._http.options.call_deadline_s
         self._keeping = mode == "keep"
         if mode == "wait":
@@ -157,7 +154,7 @@ class SglangEngine:
     async def resume(self) -> None:
         await self._http.post("/continue_generation", {})
         self._keeping = False
-        self._admitting.set()
+        self._door.open()
 
     async def flush(self) -> None:
         """Forget the prefix cache."""
@@ -191,7 +188,7 @@ class SglangEngine:
             await self.resume()
         finally:
             # Whoever waited learns what became of it.
-            self._admitting.set()
+            self._door.open()
         return self._receipt
 
     async def has_own_head(self) -> bool:
@@ -199,11 +196,17 @@ class SglangEngine:
 
     async def sleep(self) -> None:
         """Give the GPU's memory up: requests under way end first, new ones wait for `wake`."""
-        await self.pause("wait")
-        limit = self._http.options.call_deadline_s
-        await self._http.post("/release_memory_occupation", {}, deadline_s=limit)
+        self._door.sleeps()
+        try:
+            await self.pause("wait")
+            limit = self._http.options.call_deadline_s
+            await self._http.post("/release_memory_occupation", {}, deadline_s=limit)
+        except BaseException:
+            self._door.woke()
+            raise
 
     async def wake(self) -> None:
+        self._door.woke()
         limit = self._http.options.call_deadline_s
         await self._http.post("/resume_memory_occupation", {}, deadline_s=limit)
         await self.resume()

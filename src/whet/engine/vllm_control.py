@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from whet.engine.away import away
 from whet.engine.base import PauseMode, Receipt
+from whet.engine.door import Door
 from whet.engine.fed import EMPTY, Fed, Held, check_received, feed
 from whet.engine.folder import ties_embeddings
 from whet.engine.http import EngineHttp, NotOffered
@@ -120,9 +120,7 @@ class VllmControl:
         self._broken = ""
         self._adapters: list[str] = []
         """Names of those at the server, oldest first."""
-        self._open = asyncio.Event()
-        """New calls may be sent; otherwise they wait, for new weights or for the end of a sleep."""
-        self._open.set()
+        self._door = Door()
 
     @property
     def http(self) -> EngineHttp:
@@ -246,13 +244,13 @@ class VllmControl:
     @asynccontextmanager
     async def updating(self, version: int, mode: PauseMode) -> AsyncIterator[None]:
         """Paused, new calls waiting here; with an error inside, they and later ones fail."""
-        self._open.clear()
+        self._door.shut()
         try:
             await self.pause(mode)
             self._broken = f"vllm was to load version {version} and has not: its weights are unknown"
             yield
         finally:
-            self._open.set()
+            self._door.open()
 
     async def settle(self, proof: Proof, version: int, before: TensorSums, mode: PauseMode) -> Receipt:
         """The last part of an update: forget, compare, set the version, give the receipt, resume."""
@@ -278,31 +276,34 @@ class VllmControl:
     async def sleep(self) -> None:
         """Give the GPU's memory back: calls under way end first, new ones wait for `wake`."""
         self._need_control("sleep")
-        self._open.clear()
-        await self.pause("wait")
-        limit = self._http.options.call_deadline_s
-        await self._http.post("/sleep", query={"level": "1", "mode": "wait"}, deadline_s=limit)
-        if (await self._http.get("/is_sleeping")).get("is_sleeping") is not True:
-            raise EngineError("vllm does not sleep: start it with --enable-sleep-mode")
+        self._door.sleeps()
+        try:
+            await self.pause("wait")
+            limit = self._http.options.call_deadline_s
+            await self._http.post("/sleep", query={"level": "1", "mode": "wait"}, deadline_s=limit)
+            if (await self._http.get("/is_sleeping")).get("is_sleeping") is not True:
+                raise EngineError("vllm does not sleep: start it with --enable-sleep-mode")
+        except BaseException:
+            self._door.woke()
+            raise
 
     async def wake(self) -> None:
         """Take the memory again, with the weights and version as they were."""
+        self._door.woke()
         await self._http.post("/wake_up", deadline_s=self._http.options.call_deadline_s)
         if (await self._http.get("/is_sleeping")).get("is_sleeping") is not False:
             raise EngineError("vllm did not wake up")
         if not self._broken:
             await self.resume()
-        self._open.set()
+        self._door.open()
 
     async def _admitted(self) -> None:
         """Return when a call may be sent. Raises EngineError while the weights are unknown."""
         limit = self._http.options.call_deadline_s
         try:
-            with away():
-                async with asyncio.timeout(limit):
-                    await self._open.wait()
+            await self._door.passed(limit)
         except TimeoutError as error:
-            raise EngineError(f"vllm was asleep or loading weights for {limit:g} s") from error
+            raise EngineError(f"vllm was loading weights, or to be woken, for {limit:g} s") from error
         if self._broken:
             raise EngineError(self._broken)
 

@@ -218,6 +218,36 @@ def test_labels_of_new_elements_are_kept_when_the_rest_is_known() -> None:
     assert wire.request.hints == (("dropped_field", "function_call"), ("dropped_field", "name"))
 
 
+def named(turn: int) -> Body:
+    """A message that carries a label of its own."""
+    dropped = {"name": "Ann"} if turn % 2 else {"function_call": {"name": "f", "arguments": "{}"}}
+    return {"role": "user", "content": "Go on.", **dropped}
+
+
+def offered(turn: int) -> Body:
+    """An item that brings a tool of its own."""
+    tool = {"type": "function", "name": "t", "description": "", "parameters": {}}
+    space = {"type": "namespace", "name": f"ns{turn}", "tools": [tool]}
+    return {"type": "additional_tools", "tools": [space]}
+
+
+@pytest.mark.parametrize(
+    ("make", "brings", "key"), [(chat, named, "messages"), (responses, offered, "input")]
+)
+@pytest.mark.case(36)
+def test_what_elements_brought_goes_with_them(
+    make: Callable[[int, Callable[[int], str]], Body], brings: Callable[[int], Body], key: str
+) -> None:
+    """Elements with labels and tools of their own come, are dropped and come again, some in one call."""
+    lab, chance, seen = Lab(DIALECTS["chat" if make is chat else "responses"]), random.Random(3), 0
+    for _ in range(60):
+        body = make(chance.randrange(2, 5), words)
+        for at in sorted(chance.sample(range(2, len(body[key])), chance.randrange(3)), reverse=True):
+            body[key].insert(at, brings(at))
+        seen += lab.known(dump(body)) > 0
+    assert seen > 20
+
+
 @pytest.mark.case(24)
 def test_a_mark_that_moves_to_the_newest_message_costs_its_turn_only() -> None:
     lab = Lab(DIALECTS["anthropic"])

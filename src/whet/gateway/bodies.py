@@ -77,14 +77,14 @@ class _Cut:
     digest: bytes
     messages: int
     """Messages before it."""
+    wire: WireCall
+    """What the body and the elements before it say, without the messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
     """One conversation as it last was."""
 
-    wire: WireCall
-    """Without its messages."""
     rest: bytes
     """Digest of what follows the list."""
     rest_size: int
@@ -160,7 +160,7 @@ class Bodies:
             values = loads(b"[0" + new + b"]")[1:]
             if deeper(values, self._max_depth - 1, self._max_items):
                 return None
-            said = dialect.parse({dialect.grows: values}, action) if values else record.wire
+            said = dialect.parse({dialect.grows: values}, action) if values else cut.wire
         except (orjson.JSONDecodeError, WireError):
             return None  # parsing it whole names what is wrong, or finds that nothing is
         self.parsed_bytes += len(new)
@@ -171,19 +171,13 @@ class Bodies:
             before=record.memory.told,
             parse=lambda: self._all(dialect, raw, action),
         )
-        base = _with(record.wire, said) if values else record.wire
-        wire = replace(base, request=replace(base.request, messages=history))
-        later = replace(
-            record,
-            wire=base,
-            memory=history.memory,
-            cuts=tuple(c for c in record.cuts if c.end <= cut.end),
-        )
+        base = _with(cut.wire, said) if values else cut.wire
+        known = tuple(c for c in record.cuts if c.end <= cut.end)
+        later = replace(record, memory=history.memory, cuts=known)
         self._records.remove(record)
-        self._learn(
-            dialect, action, later, _Stretch(raw, cut.end, mark, len(history)), elements(new.decode(), 0)
-        )
-        return wire
+        stretch = _Stretch(raw, cut.end, mark, len(history), cut.wire, base)
+        self._learn(dialect, action, later, stretch, elements(new.decode(), 0))
+        return replace(base, request=replace(base.request, messages=history))
 
     def _all(self, dialect: Dialect, raw: bytes, action: str) -> tuple[Message, ...]:
         """Every message of a body whose newest ones were enough until now."""
@@ -195,7 +189,8 @@ class Bodies:
     def _whole(self, dialect: Dialect, raw: bytes, action: str, place: str) -> WireCall:
         """Parse everything, and learn where a later body may go on."""
         self.parsed_bytes += len(raw)
-        wire = dialect.parse(decode(raw, self._max_depth, self._max_items), action)
+        body = decode(raw, self._max_depth, self._max_items)
+        wire = dialect.parse(body, action)
         if not dialect.grows or self._pause:
             self._pause = max(0, self._pause - 1)
             return wire
@@ -208,14 +203,15 @@ class Bodies:
         history = History(tuple(wire.request.messages), Memory())
         rest = raw[len(text[: found.close].encode()) :]
         record = _Record(
-            wire=replace(wire, request=replace(wire.request, messages=())),
             rest=hashlib.sha256(rest).digest(),
             rest_size=len(rest),
             memory=history.memory,
             cuts=(),
         )
         start = hashlib.sha256(place.encode() + b"\0")
-        self._learn(dialect, action, record, _Stretch(raw, 0, start, len(history)), found)
+        none = _unsaid(dialect.parse({**body, dialect.grows: [_ASK]}, action))
+        stretch = _Stretch(raw, 0, start, len(history), none, _unsaid(wire))
+        self._learn(dialect, action, record, stretch, found)
         return replace(wire, request=replace(wire.request, messages=history))
 
     def _learn(
@@ -226,12 +222,13 @@ class Bodies:
         running, at = stretch.mark.copy(), stretch.start
         text = stretch.raw[at:].decode() if ours else ""
         cuts = list(record.cuts)
-        for i in ours:
+        for i, wire in zip(ours, _wires(dialect, action, stretch, found.values, ours), strict=True):
             end = stretch.start + len(text[: found.ends[i]].encode())
             running.update(stretch.raw[at:end])
             at = end
             after = len(_messages(dialect, found.values[i + 1 :], action))
-            cuts.append(_Cut(end=end, digest=running.copy().digest(), messages=stretch.messages - after))
+            digest = running.copy().digest()
+            cuts.append(_Cut(end=end, digest=digest, messages=stretch.messages - after, wire=wire))
         if cuts:
             self._records.append(replace(record, cuts=tuple(cuts[-CUTS:])))
             del self._records[:-RECORDS]
@@ -246,6 +243,35 @@ class _Stretch(NamedTuple):
     """Over all before `start`."""
     messages: int
     """In the whole body."""
+    before: WireCall
+    """What is said before it, without the messages."""
+    wire: WireCall
+    """What is said to its end."""
+
+
+_ASK = {"role": "user", "content": "."}
+"""Says nothing but a message, in every dialect whose list grows."""
+
+
+def _unsaid(wire: WireCall) -> WireCall:
+    return replace(wire, request=replace(wire.request, messages=()))
+
+
+def _wires(
+    dialect: Dialect, action: str, stretch: _Stretch, values: list[object], ours: list[int]
+) -> list[WireCall]:
+    """What is said up to each of the elements `ours`: a body that goes on from there may have dropped the
+    later ones. Raises WireError."""
+    wire, whole = stretch.before, stretch.wire
+    if (wire.names, wire.request.hints) == (whole.names, whole.request.hints):
+        return [wire] * len(ours)
+    wires: list[WireCall] = []
+    at = 0
+    for i in ours:
+        wire = _with(wire, dialect.parse({dialect.grows: values[at : i + 1]}, action))
+        wires.append(wire)
+        at = i + 1
+    return wires
 
 
 def _same_rest(record: _Record, raw: bytes) -> bool:

@@ -179,10 +179,11 @@ def _hints(body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
 
 
 def _dropped(messages: Sequence[object]) -> list[tuple[str, str]]:
-    """A label for each field of messages that no family can write."""
+    """A label for each field of messages that no family can write, in the order in which they come."""
     # Agents repeat a tool's name beside its answer; nothing is lost with it.
     said = [m for m in messages if isinstance(m, dict) and m.get("role") != "tool"]
-    return [("dropped_field", name) for name in _UNWRITTEN if any(m.get(name) is not None for m in said)]
+    names = dict.fromkeys(name for m in said for name in _UNWRITTEN if m.get(name) is not None)
+    return [("dropped_field", name) for name in names]
 
 
 def _message(raw: object, param: str) -> Message:

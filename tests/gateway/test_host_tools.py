@@ -135,6 +135,29 @@ async def test_injected_tools_are_part_of_the_root_and_answered_by_the_gateway(
         assert trajectory.ledger.trained == trajectory.ledger.captured
 
 
+async def test_after_a_call_of_an_injected_tool_only_what_is_new_is_read(family: TemplateFamily) -> None:
+    submit = Message(role="assistant", tool_calls=(call("submit", '{"answer": "42"}'),))
+    read = Message(role="assistant", tool_calls=(call("read", '{"path": "a"}'),))
+    async with ToolRig(family, [submit, *[read] * 8, submit, *[read] * 3, said("Done.")]) as rig:
+        messages: list[Any] = [*ASK]
+        costs: list[int] = []
+        for _ in range(14):
+            before = rig.session.bodies.parsed_bytes
+            status, body = await rig.post({"messages": messages, "tools": TOOLS})
+            assert status == 200
+            costs.append(rig.session.bodies.parsed_bytes - before)
+            messages.append(body["choices"][0]["message"])
+            for made in messages[-1].get("tool_calls", []):
+                messages.append({"role": "tool", "tool_call_id": made["id"], "content": "x = 1\n" * 500})
+        assert max(costs) < 5000, costs
+        last = family.decode(rig.engine.sent[-1].ids)
+        assert last.count('{"ok":true}') == 2
+        assert last.count("x = 1\n" * 500) == 11
+        trajectory = await rig.session.seal(1.0)
+        assert len(trajectory.segments) == 1
+        assert trajectory.ledger.trained == trajectory.ledger.captured
+
+
 @pytest.mark.parametrize("name", sorted(exposed_names("submit")))
 async def test_a_tool_that_the_agent_offers_itself_is_not_injected_again(
     family: TemplateFamily, name: str

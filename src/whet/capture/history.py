@@ -117,6 +117,12 @@ class History(Sequence[Message]):
         rest = (lambda: self._all()[start:]) if self._parse is not None else None
         return History(self._fresh, self.memory, known=self.known - start, before=self.before, parse=rest)
 
+    def changed(self, change: Callable[[Message], Message]) -> History:
+        """The same with `change` made to each message, which must be what it was when the known ones came."""
+        parse = None if self._parse is None else (lambda: tuple(map(change, self._all())))
+        fresh = tuple(map(change, self._fresh))
+        return History(fresh, self.memory, known=self.known, before=self.before, parse=parse)
+
     @property
     def fresh(self) -> tuple[Message, ...]:
         """The messages after the known ones."""

@@ -20,6 +20,7 @@ from jsonschema.exceptions import SchemaError, ValidationError
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
+from whet.capture.history import History
 from whet.errors import ConfigError
 from whet.gateway.dialects.base import WireError, json_text
 from whet.types import Message, ModelRequest, ToolCall, ToolSpec
@@ -60,6 +61,15 @@ class HostCall:
     """Why the arguments were refused; empty when the call was accepted."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offered:
+    """What a request offers, and what it offers with ours: the same object while a conversation goes on."""
+
+    given: Sequence[ToolSpec]
+    tools: tuple[ToolSpec, ...]
+    injected: frozenset[str]
+
+
 class ToolBox:
     """The host tools of one session and what was called. Raises ConfigError for tools that cannot be."""
 
@@ -75,6 +85,7 @@ class ToolBox:
         self._max_calls, self._bytes_left = max_calls, max_bytes
         self._answers: dict[str, str] = {}
         """Minted id of a call of an injected tool -> what the model is told."""
+        self._offered: _Offered | None = None
 
     def __bool__(self) -> bool:
         return bool(self.tools)
@@ -106,17 +117,29 @@ class ToolBox:
         request and of acknowledgements given before, so an unchanged prefix stays unchanged.
         """
         if self._answers:
-            messages = tuple(self._answered(message) for message in request.messages)
+            given = request.messages
+            # Known messages are answered already: to look at them would read the whole body again.
+            messages: Sequence[Message] = (
+                given.changed(self._answered)
+                if isinstance(given, History)
+                else tuple(map(self._answered, given))
+            )
             request = replace(request, messages=messages)
         if not request.tools or not self.tools:
             return request, frozenset()
-        offered = {tool.name for tool in request.tools}
+        if self._offered is None or self._offered.given is not request.tools:
+            self._offered = self._with_ours(request.tools)
+        return replace(request, tools=self._offered.tools), self._offered.injected
+
+    def _with_ours(self, given: Sequence[ToolSpec]) -> _Offered:
+        offered = {tool.name for tool in given}
         missing = [tool for tool in self.tools if not offered & exposed_names(tool.name)]
         specs = tuple(
             ToolSpec(name=t.name, description=t.description, parameters=json_text(t.parameters))
             for t in missing
         )
-        return replace(request, tools=request.tools + specs), frozenset(tool.name for tool in missing)
+        names = frozenset(tool.name for tool in missing)
+        return _Offered(given=given, tools=(*given, *specs), injected=names)
 
     def _answered(self, message: Message) -> Message:
         answer = self._answers.get(message.tool_call_id) if message.role == "tool" else None

@@ -141,6 +141,21 @@ def test_a_tokenizer_that_decodes_otherwise_is_left_to_the_library() -> None:
     assert byte_table(Tokenizer.from_str(json.dumps(spec))) is None
 
 
+def test_a_decoder_that_changes_one_token_of_a_large_vocabulary_is_left_to_the_library() -> None:
+    spec = json.loads(tokenizer_json())
+    vocab = spec["model"]["vocab"]
+    vocab |= {f"filler{i}": len(vocab) + i for i in range(150_000)}
+    for i, token in enumerate(spec["added_tokens"]):
+        token["id"] = len(vocab) + i
+    text = "<|im_end|>"
+    drop = {"type": "Replace", "pattern": {"String": text}, "content": ""}
+    spec["decoder"] = {"type": "Sequence", "decoders": [spec["decoder"], drop]}
+    codec = Codec(json.dumps(spec))
+    ids = np.array([codec.control[text], *codec.encode_content("é")], dtype=np.int32)
+    library = Tokenizer.from_str(json.dumps(spec)).decode(ids.tolist(), skip_special_tokens=False)
+    assert codec.decode(ids) == library == "é"
+
+
 def test_negative_ids_are_refused_as_by_the_library() -> None:
     with pytest.raises(OverflowError):
         CODEC.decode(np.array([5, -1], dtype=np.int32))

@@ -20,7 +20,7 @@ from whet.capture.ledger import reassign
 from whet.errors import CaptureError, WhetError
 from whet.gateway.session_spec import SessionStats
 from whet.grade.diff import DiffPolicy, compare
-from whet.harness.base import AgentResult, ModelAccess
+from whet.harness.base import AgentResult, AwayTime, ModelAccess, no_time
 from whet.harness.pool import WorkerPool
 from whet.types import (
     Ledger,
@@ -120,6 +120,17 @@ class _Under:
     artifacts: Mapping[str, bytes] = field(default_factory=dict)
 
 
+class Began(Protocol):
+    """Hears that an attempt has its worker; must not raise."""
+
+    def __call__(self, away_s: AwayTime = no_time, /) -> None:
+        """`away_s`: seconds so far in which this attempt waited for an engine that was away."""
+
+
+def unheard(away_s: AwayTime = no_time, /) -> None:
+    """Nobody wants to know when an attempt begins."""
+
+
 def forget(rollout: Rollout) -> None:
     """Nobody wants to know of a cancelled attempt."""
 
@@ -150,7 +161,7 @@ class Attempts:
     async def run(
         self,
         spec: AttemptSpec,
-        began: Callable[[], None] = lambda: None,
+        began: Began = unheard,
         cancelled: Callable[[Rollout], None] = forget,
         ready: Callable[[], Awaitable[object]] = at_once,
     ) -> Rollout:
@@ -179,13 +190,15 @@ class Attempts:
         self,
         spec: AttemptSpec,
         under: _Under,
-        began: Callable[[], None],
+        began: Began,
         ready: Callable[[], Awaitable[object]],
     ) -> Rollout:
         async with self._workers.lease(spec.task.setup) as worker:
             await ready()
             under.leased = time.monotonic()
-            began()
+            opened: list[AttemptSession] = []
+            clock = asyncio.get_running_loop().time
+            began(lambda: sum(session.stats.away(clock()) for session in opened))
             session = self._gateway.open_session(
                 spec.rollout_id,
                 seed=spec.seed,
@@ -194,6 +207,7 @@ class Attempts:
                 max_call_tokens=spec.task.limits.max_call_tokens,
                 listener=worker.gateway_socket,
             )
+            opened.append(session)
             patience_s = self._seal_s
             try:
                 access = self._access(session, spec.task.limits)

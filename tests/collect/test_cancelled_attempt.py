@@ -19,12 +19,12 @@ from whet.collect.given import AsyncOptions
 from whet.demo.warm import write_family
 from whet.engine.away import away
 from whet.gateway.server import Gateway
-from whet.harness.base import ModelAccess
+from whet.harness.base import AwayTime, ModelAccess, no_time
 from whet.harness.pool import Sockets, WorkerPool
 from whet.harness.script import ScriptHarness
 from whet.render.folder import read_folder
 from whet.render.template import TemplateFamily, template_family
-from whet.rollout import Attempts, AttemptSpec, _seal, _Under
+from whet.rollout import Attempts, AttemptSpec, _seal, _Under, unheard
 from whet.tasks.toy import ToySource
 from whet.testing.fake_run import FakeRun
 from whet.testing.fake_sandbox import FakeBackend
@@ -115,7 +115,7 @@ async def test_engine_agent_and_box_stop_at_once_and_what_was_sampled_is_handed_
 ) -> None:
     async with world(tmp_path, warm=warm) as w:
         lost: list[Rollout] = []
-        running = asyncio.create_task(w.attempts.run(SPEC, lambda: None, lost.append))
+        running = asyncio.create_task(w.attempts.run(SPEC, unheard, lost.append))
         async with asyncio.timeout(10.0):
             await w.hangs.wait()
         (box,) = w.backend.open
@@ -136,7 +136,7 @@ async def test_engine_agent_and_box_stop_at_once_and_what_was_sampled_is_handed_
         assert ledger.balanced
         # the place is free again: the next attempt gets a box of its own
         w.hangs.clear()
-        after = asyncio.create_task(w.attempts.run(SPEC, lambda: None))
+        after = asyncio.create_task(w.attempts.run(SPEC, unheard))
         async with asyncio.timeout(10.0):
             await w.hangs.wait()
         after.cancel()
@@ -204,9 +204,15 @@ async def test_time_without_an_engine_is_not_the_agents(tmp_path: Path) -> None:
                     await asyncio.sleep(2.5)
 
         w.engine.before = mended
-        task = replace(SPEC.task, limits=Limits(wall_s=1.0))
-        rollout = await w.attempts.run(replace(SPEC, task=task))
+        task, heard = replace(SPEC.task, limits=Limits(wall_s=1.0)), list[AwayTime]()
+
+        def began(away_s: AwayTime = no_time, /) -> None:
+            heard.append(away_s)
+            assert away_s() == 0.0
+
+        rollout = await w.attempts.run(replace(SPEC, task=task), began)
         assert (rollout.status, len(rollout.trajectory.turns), rollout.error) == (Status.OK, 2, "")
+        assert [away_s() for away_s in heard] == [pytest.approx(2.5, abs=0.4)]
 
 
 async def test_an_agent_that_is_stopped_while_there_is_no_engine_has_not_failed(tmp_path: Path) -> None:

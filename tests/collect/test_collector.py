@@ -17,7 +17,7 @@ from whet.collect.dispatcher import CollectOptions
 from whet.collect.draft import HeldDraw
 from whet.collect.given import AsyncOptions, Before, Use, any_use
 from whet.errors import EngineError, SandboxError, TrainError
-from whet.rollout import AttemptSpec
+from whet.rollout import AttemptSpec, Began
 from whet.tasks.toy import ToySource
 from whet.testing.fake_attempts import FakeAttempts, fake_rollout
 from whet.testing.memory_sink import MemorySink
@@ -300,6 +300,25 @@ async def test_what_hangs_is_cut_without_a_deadline_too() -> None:
     assert now() == pytest.approx(1030.0)
     assert sink.discarded == {"train/00001/000/01": "deadline"}
     assert sorted(len(g.rollouts) for g in batch.groups) == [1, 2, 2]
+
+
+@virtual
+async def test_no_try_is_given_up_for_the_time_in_which_the_engine_was_away() -> None:
+    """It may wait for weights, a mended engine or one that sleeps: 500 s here, of which it hears."""
+
+    class Away(Versions):
+        async def run(
+            self, spec: AttemptSpec, began: Began, cancelled: Any = None, ready: Any = None
+        ) -> Rollout:
+            return await super().run(spec, lambda: began(lambda: min(500.0, now())), cancelled, ready)
+
+    attempts, sink = Away(lambda s: 1.0, delay_s=lambda s: 1500.0), MemorySink()
+    o = options(staleness=0, total=3, grace_s=30.0, starve_limit_s=1e4)
+    async with collector(attempts, sink, o).open() as c:
+        batch = await c.next_batch()
+    assert now() == pytest.approx(1500.0)
+    assert sink.discarded == {}
+    assert [len(g.rollouts) for g in batch.groups] == [2, 2, 2]
 
 
 @virtual

@@ -13,7 +13,7 @@ import pytest
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import Check, CollectOptions, Dispatcher, Phase, Slot
 from whet.errors import CaptureError, EngineError, SandboxError, TrainError
-from whet.rollout import AttemptSpec
+from whet.rollout import AttemptSpec, Began, at_once, forget
 from whet.tasks.toy import ToySource
 from whet.testing.fake_attempts import FakeAttempts, fake_rollout
 from whet.testing.simulated_attempts import with_tokens
@@ -203,6 +203,33 @@ def test_a_try_that_hangs_after_its_agent_has_failed_and_is_repeated() -> None:
         assert asyncio.get_running_loop().time() == pytest.approx(Limits().wall_s + 30.0 + 0.5 + 1.0)
         assert [r.status for r in stuck] == [Status.INFRA_FAILED] * 2
         assert all("undecided" in r.error and r.trajectory.ledger.excluded == {"infra": 4} for r in stuck)
+
+    run_virtual(run())
+
+
+class Outage(FakeAttempts):
+    """Their engine is away for half an hour, from 100 s on."""
+
+    async def run(
+        self, spec: AttemptSpec, began: Began, cancelled: Any = forget, ready: Any = at_once
+    ) -> Rollout:
+        clock = asyncio.get_running_loop().time
+        return await super().run(
+            spec, lambda: began(lambda: min(1800.0, max(0.0, clock() - 100.0))), cancelled, ready
+        )
+
+
+@pytest.mark.parametrize(("takes_s", "tries"), [(Limits().wall_s + 1800.0, 1), (math.inf, 2)])
+def test_a_try_is_not_cut_for_an_outage_and_hangs_only_that_much_later(takes_s: float, tries: int) -> None:
+    async def run() -> None:
+        attempts = Outage(lambda s: 1.0, delay_s=lambda s: takes_s if s.attempt == 1 else 1.0)
+        sink, options = Memory(), CollectOptions(seed=5, group_size=2, grace_s=30.0)
+        made = Dispatcher(attempts, sink, Quiet(), Breaker(20), options)
+        (group,) = await made.collect("train", 1, TASKS[:1])
+        assert [(r.attempt, r.reward) for r in group.rollouts] == [(tries, 1.0)] * 2
+        cut = Limits().wall_s + 1800.0 + 30.0 + 0.5 + 1.0
+        ends = takes_s if tries == 1 else cut
+        assert asyncio.get_running_loop().time() == pytest.approx(ends, abs=1.5)
 
     run_virtual(run())
 

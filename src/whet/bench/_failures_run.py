@@ -26,7 +26,7 @@ from whet.errors import EngineError
 from whet.grade.judge import TaskJudge
 from whet.record.scratch import scratch_folder
 from whet.render.load import load_family
-from whet.rollout import Attempts, AttemptSpec, at_once, forget
+from whet.rollout import Attempts, AttemptSpec, Began, at_once, forget
 from whet.tasks.open import open_source
 from whet.train.assembly import make_judge
 from whet.train.learner.client import Learner, LearnerSpec
@@ -134,7 +134,7 @@ class Told:
     async def run(
         self,
         spec: AttemptSpec,
-        began: Callable[[], None],
+        began: Began,
         cancelled: Callable[[Rollout], None] = forget,
         ready: Callable[[], Awaitable[object]] = at_once,
     ) -> Rollout:

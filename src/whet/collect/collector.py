@@ -12,7 +12,6 @@ a member reaches agent, box and engine through the runner. Called by train/batch
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -30,8 +29,10 @@ from whet.collect.dispatcher import (
 from whet.collect.draft import Draft, HeldDraw, Member, new_draft, standing
 from whet.collect.freshness import leaves_room, places, slack, too_old, window
 from whet.collect.given import AsyncOptions, Before, GroupSink, Supply, Use, any_use
+from whet.collect.hang import TryTime
 from whet.collect.starvation import Starvation
 from whet.errors import first_error
+from whet.harness.base import AwayTime, no_time
 from whet.rollout import AttemptSpec
 from whet.types import Group, Rollout, Status
 
@@ -275,13 +276,12 @@ class Collector:
             temperature=o.members.temperature,
         )
 
-        def began() -> None:
+        def began(away_s: AwayTime = no_time, /) -> None:
             member.begin(self._clock(), self._now.version)
             self._sink.start(spec.rollout_id, spec.attempt, self._now.version)
             self._watcher.rollout_started(spec.rollout_id)
             self._moved()
-            if math.isfinite(task.limits.wall_s):
-                cut.reschedule(self._clock() + limit_s(task, o.grace_s))
+            cut.start(limit_s(task, o.grace_s), away_s)
 
         def cancelled(rollout: Rollout) -> None:
             # unused: the whole run ends, and the try is repeated should it be resumed
@@ -290,7 +290,7 @@ class Collector:
                 self._sink.cancelled(member.slot, rollout, reason)
 
         try:
-            async with asyncio.timeout(None) as cut:
+            async with TryTime() as cut:
                 rollout = await self._attempts.run(spec, began, cancelled, self._live.wait)
                 ours = asyncio.current_task()
                 if ours is not None and ours.cancelling():

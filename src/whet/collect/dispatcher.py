@@ -18,9 +18,11 @@ from typing import Literal, Protocol
 
 from whet.capture.ledger import reassign
 from whet.collect.breaker import Breaker
+from whet.collect.hang import TryTime
 from whet.collect.starvation import Starvation
 from whet.errors import first_error
-from whet.rollout import NOTHING_SAMPLED, AttemptSpec, at_once, forget
+from whet.harness.base import AwayTime, no_time
+from whet.rollout import NOTHING_SAMPLED, AttemptSpec, Began, at_once, forget
 from whet.types import Group, Rollout, Status, Task
 
 Phase = Literal["train", "eval_before", "eval_during", "eval_after", "rollout"]
@@ -93,7 +95,8 @@ class CollectOptions:
 
 
 def limit_s(task: Task, grace_s: float) -> float:
-    """From a try's start until it must be decided. A grading may take its own time, and once more."""
+    """From a try's start until it must be decided, outages apart (hang.py). A grading may take its own time,
+    and once more."""
     return task.limits.wall_s + max(grace_s, 2 * task.grading.timeout_s)
 
 
@@ -103,11 +106,12 @@ class Runner(Protocol):
     async def run(
         self,
         spec: AttemptSpec,
-        began: Callable[[], None],
+        began: Began,
         cancelled: Callable[[Rollout], None] = forget,
         ready: Callable[[], Awaitable[object]] = at_once,
     ) -> Rollout:
-        """`ready` is awaited when a worker is at hand, and nothing is awaited between it and `began`;
+        """`ready` is awaited when a worker is at hand, and nothing is awaited between it and `began`,
+        which hears for how long the attempt waits for an engine that is away, where that is known.
         `cancelled` is called with what there is, undecided, when the coroutine was cancelled and everything
         that ran for the attempt has been stopped."""
 
@@ -210,15 +214,14 @@ class Dispatcher:
         """One try, decided in its time or failed."""
         limit, stopped = limit_s(spec.task, self._options.grace_s), list[Rollout]()
 
-        def began() -> None:
+        def began(away_s: AwayTime = no_time, /) -> None:
             self._sink.start(spec.rollout_id, spec.attempt, self._version())
             self._watcher.rollout_started(spec.rollout_id)
             self._moved()
-            if math.isfinite(limit):
-                cut.reschedule(_now() + limit)
+            cut.start(limit, away_s)
 
         try:
-            async with asyncio.timeout(None) as cut:
+            async with TryTime() as cut:
                 return await self._attempts.run(spec, began, stopped.append)
         except TimeoutError:
             if not (cut.expired() and stopped):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,12 @@ import pytest
 
 from whet.errors import ConfigError, GatewayError
 from whet.gateway.black_box import BlackBoxSession, Budgets, UpstreamOptions
+from whet.gateway.bodies import INLINE_BYTES
+from whet.gateway.dialects.base import WireError
+from whet.gateway.one_model import checked_model
 from whet.gateway.passthrough import Passthrough, open_passthrough
+from whet.gateway.request import GatewayConfig
+from whet.gateway.routes import take_apart
 from whet.gateway.usage import Prices, usage_of
 from whet.testing.fake_provider import KEY, FakeProvider, frames, serve_provider, whole
 
@@ -56,14 +62,19 @@ class Lab:
 
 @asynccontextmanager
 async def lab(
-    folder: Path, *, max_calls: int = 100, provider: Any = None, **options: Any
+    folder: Path,
+    *,
+    max_calls: int = 100,
+    provider: Any = None,
+    config: GatewayConfig | None = None,
+    **options: Any,
 ) -> AsyncIterator[Lab]:
     async with AsyncExitStack() as stack:
         fake = await stack.enter_async_context(serve_provider(**(provider or {})))
         chosen = UpstreamOptions(
             **{"url": fake.url, "model": "big-model", "key": KEY, "prices": PRICES, **options}
         )
-        through = await stack.enter_async_context(open_passthrough(chosen, folder))
+        through = await stack.enter_async_context(open_passthrough(chosen, folder, config))
         listener = await stack.enter_async_context(through.listen_tcp())
         session = through.open_session("r/0", budgets=Budgets(max_calls=max_calls))
         made = Lab(fake, through, session, f"{listener.origin}/s/{session.public_id}")
@@ -258,6 +269,63 @@ async def test_requests_at_a_time(tmp_path: Path) -> None:
     async with lab(tmp_path, max_concurrent=2, provider={"chunk_delay_s": 0.05}) as it:
         answers = await asyncio.gather(*(it.post("v1/messages", {"stream": True}) for _ in range(5)))
         assert sorted(status for status, _, _ in answers) == [200, 200, 429, 429, 429]
+
+
+async def test_calls_that_wait_for_their_turn_hold_their_bodies_within_one_bound(tmp_path: Path) -> None:
+    config = GatewayConfig(max_intake_bytes=150_000)
+    body = {"stream": True, "x": "x" * 60_000}
+    slow = {"chunk_delay_s": 0.02}
+    async with lab(tmp_path, provider=slow, config=config, max_concurrent=1, patience_s=30.0) as it:
+        first = asyncio.create_task(it.post("v1/messages", body))
+        await until(lambda: it.provider.received)
+        second = asyncio.create_task(it.post("v1/messages", body))
+        await until(lambda: it.through.intake.held > 120_000)
+        status, reply, _ = await it.post("v1/messages", body)
+        assert (status, b"Too much" in reply) == (429, True)
+        assert [(await first)[0], (await second)[0]] == [200, 200]
+        assert (await it.post("v1/messages", body))[0] == 200
+        await it.session.seal(1)
+        assert it.through.intake.held == 0
+
+
+async def test_a_sealed_session_leaves_its_key_behind_for_a_while_and_nothing_else(tmp_path: Path) -> None:
+    async with lab(tmp_path, config=GatewayConfig(sealed_kept=2)) as it:
+        sealed = [it.through.open_session(f"r/{i}", budgets=Budgets(max_calls=1)) for i in range(1, 6)]
+        for session in sealed:
+            await session.seal(0.0)
+        assert list(it.through._sessions.values()) == [it.session]
+        assert (await it.post("v1/messages", {}))[0] == 200
+        told = []
+        for session in sealed:
+            url = f"{it.base}/v1/messages"
+            head = {"Authorization": f"Bearer {session.secret}"}
+            async with it.http.post(url, json={"model": "big-model"}, headers=head) as answer:
+                told.append(answer.status)
+        assert told == [401, 401, 401, 409, 409]
+
+
+async def test_the_model_of_a_long_body_is_looked_for_off_the_event_loop() -> None:
+    route = take_apart("/v1/messages")
+    assert route is not None
+    for size, inline in ((10, True), (INLINE_BYTES, False)):
+        body = b'{"model": "big-model", "x": "' + b"x" * size + b'"}'
+        looking = asyncio.create_task(checked_model(route, body, "big-model"))
+        await asyncio.sleep(0)
+        assert looking.done() == inline
+        await looking
+        with pytest.raises(WireError, match="does not exist"):
+            await checked_model(route, body, "other")
+
+
+async def test_nobody_else_of_the_machine_reads_a_record(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        async with lab(tmp_path) as it:
+            assert (await it.post("v1/messages", {}))[0] == 200
+            await it.session.seal(1)
+            assert it.session.record.path.stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,15 @@ class Budgets:
 class BlackBoxSession:
     """Gateway-side life of one rollout without tokens. Made by `Passthrough.open_session`."""
 
-    def __init__(self, rollout_id: str, record: TextRecord, budgets: Budgets, listener: Path | None) -> None:
+    def __init__(
+        self,
+        rollout_id: str,
+        record: TextRecord,
+        budgets: Budgets,
+        listener: Path | None,
+        on_sealed: Callable[[BlackBoxSession], None],
+    ) -> None:
+        self._on_sealed = on_sealed
         self.rollout_id, self.record, self.budgets, self.listener = rollout_id, record, budgets, listener
         self.public_id = secrets.token_hex(8)
         self.secret = secrets.token_urlsafe(32)
@@ -110,12 +119,15 @@ class BlackBoxSession:
         if self.closed:
             raise GatewayError(f"session of rollout {self.rollout_id} is already sealed")
         self.closed = True
-        if self.under_way:
-            _, late = await asyncio.wait(self.under_way, timeout=deadline_s)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late, timeout=max(1.0, deadline_s))
+        try:
+            if self.under_way:
+                _, late = await asyncio.wait(self.under_way, timeout=deadline_s)
+                for task in late:
+                    task.cancel()
+                if late:
+                    await asyncio.wait(late, timeout=max(1.0, deadline_s))
+        finally:
+            self._on_sealed(self)
         return Trajectory(segments=(), turns=(), ledger=Ledger())
 
 

@@ -1,13 +1,15 @@
 """Whether a request that is passed on goes where the operator said and names the one model he pays for.
 
-Pure. Caller: passthrough.
+Caller: passthrough.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 
+from whet.gateway.bodies import INLINE_BYTES
 from whet.gateway.dialects.base import WireError
 from whet.gateway.routes import Route
 
@@ -17,6 +19,14 @@ _ACTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 def plain(action: str) -> bool:
     """It can only name something below the version: no dot segment, no query, nothing to be decoded."""
     return _ACTION.fullmatch(action) is not None and not any(p in (".", "..") for p in action.split("/"))
+
+
+async def checked_model(route: Route, body: bytes, ours: str) -> None:
+    """`check_model`, off the event loop when the body is long."""
+    if len(body) <= INLINE_BYTES:
+        check_model(route, body, ours)
+    else:
+        await asyncio.to_thread(check_model, route, body, ours)
 
 
 def check_model(route: Route, body: bytes, ours: str) -> None:

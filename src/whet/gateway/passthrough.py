@@ -30,9 +30,9 @@ from whet.gateway.black_box_call import BlackBoxCall, Busy, cut, raise_busy
 from whet.gateway.deliver import json_response
 from whet.gateway.dialects.base import Dialect, WireError
 from whet.gateway.listen import Listener, listen_tcp, listen_unix
-from whet.gateway.one_model import check_model, plain
+from whet.gateway.one_model import checked_model, plain
 from whet.gateway.pace import BUSY, Pace, pause_s
-from whet.gateway.request import GatewayConfig, read_body, secret_of
+from whet.gateway.request import GatewayConfig, Intake, Share, read_body, secret_of
 from whet.gateway.routes import Route, dialect_of, take_apart
 from whet.gateway.server import DIALECTS
 from whet.gateway.session import secret_digest
@@ -72,6 +72,10 @@ class Passthrough:
         self._client, self._options, self._records, self._config = client, options, records, config
         self._base = checked_url(options.url, "engine.url").removesuffix("/v1")
         self._sessions: dict[bytes, BlackBoxSession] = {}
+        self._sealed: dict[bytes, None] = {}
+        """Digests of keys whose sessions are over, latest last."""
+        self.intake = Intake(self._config.max_intake_bytes)
+        """Of calls that wait for their turn or for their answer, too: they hold their bodies until then."""
         self._pace = Pace(
             requests_per_minute=options.requests_per_minute,
             max_concurrent=options.max_concurrent,
@@ -89,9 +93,16 @@ class Passthrough:
         """A new session with its own secret. With `listener`, only requests through that socket count.
         `name`: of its record's file; empty = as the rollout."""
         record = TextRecord(self._records / f"{name or record_name(rollout_id)}.jsonl", rollout_id)
-        session = BlackBoxSession(rollout_id, record, budgets, listener)
+        session = BlackBoxSession(rollout_id, record, budgets, listener, self._retire)
         self._sessions[session.digest] = session
         return session
+
+    def _retire(self, session: BlackBoxSession) -> None:
+        """Of what is sealed only the key is remembered, and of the latest."""
+        del self._sessions[session.digest]
+        self._sealed[session.digest] = None
+        while len(self._sealed) > self._config.sealed_kept:
+            del self._sealed[next(iter(self._sealed))]
 
     def listen_unix(self, path: Path) -> AbstractAsyncContextManager[Listener]:
         """Serve agents through a unix socket. Raises SetupError."""
@@ -130,9 +141,16 @@ class Passthrough:
         if route.kind == "exit":
             session.left = True
             return json_response({"status": "closed"})
-        body = await read_body(http, self._config) if http.method == "POST" else b""
-        if route.kind in ("call", "count"):
-            check_model(route, body, self._options.model)
+        with Share(self.intake) as share:
+            body = await read_body(http, self._config, share=share) if http.method == "POST" else b""
+            if route.kind in ("call", "count"):
+                await checked_model(route, body, self._options.model)
+            return await self._pass_on(http, route, session, body)
+
+    async def _pass_on(
+        self, http: web.BaseRequest, route: Route, session: BlackBoxSession, body: bytes
+    ) -> web.StreamResponse:
+        """When its turn has come. Raises WireError."""
         ends = time.monotonic() + self._options.patience_s
         call = BlackBoxCall(session=session, turn=await self._admit(session, ends), route=route, request=body)
         task = _current_task()
@@ -152,6 +170,8 @@ class Passthrough:
         if secret is None:
             raise WireError("unauthorized", "You didn't provide an API key.")
         session = self._sessions.get(secret_digest(secret))
+        if session is None and secret_digest(secret) in self._sealed:
+            raise WireError("session_closed", "This session is closed.")
         right = session is not None and hmac.compare_digest(session.digest, secret_digest(secret))
         if (
             session is None

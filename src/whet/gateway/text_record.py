@@ -7,6 +7,7 @@ written, so no key is. Caller: passthrough.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,6 +49,10 @@ class TextRecord:
 
     async def append(self, call: TextCall) -> None:
         """Raises RecordError when the disk does not take it."""
+        async with self._writing:
+            await asyncio.to_thread(self._write, call)
+
+    def _write(self, call: TextCall) -> None:
         line = orjson.dumps(
             {
                 "schema_version": SCHEMA,
@@ -57,14 +62,15 @@ class TextRecord:
                 "reply": _readable(call.reply),
             }
         )
-        async with self._writing:
-            await asyncio.to_thread(self._write, line + b"\n")
-
-    def _write(self, line: bytes) -> None:
         with boundary(RecordError, f"write {self.path}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as file:
-                file.write(line)
+            with open(self.path, "ab", opener=_for_us_only) as file:
+                file.write(line + b"\n")
+
+
+def _for_us_only(path: str, flags: int) -> int:
+    """Prompts are in it: nobody else of the machine reads them."""
+    return os.open(path, flags, 0o600)
 
 
 def _plain(call: TextCall) -> Mapping[str, object]:

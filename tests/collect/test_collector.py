@@ -387,7 +387,7 @@ async def starve(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="whet.collect")
     attempts = Versions(lambda s: 1.0, delay_s=lambda s: math.inf)
     with pytest.raises(TrainError, match=r"for 100 s: 12 rollouts run, 0 wait for a worker, 0 of 6 groups"):
-        async with collector(attempts, MemorySink(), options(), warn=said.append).open() as c:
+        async with collector(attempts, MemorySink(), options(deadline_s=50.0), warn=said.append).open() as c:
             await c.next_batch()
     assert now() == pytest.approx(100.0)
     assert [line.split(" for groups")[0] for line in said] == ["the trainer has waited 30 s"]
@@ -402,6 +402,18 @@ async def test_a_wait_in_which_rollouts_end_is_no_starvation() -> None:
     async with collector(attempts, MemorySink(), options(staleness=0)).open() as c:
         await c.next_batch()
     assert now() == pytest.approx(270.0)
+
+
+@virtual
+async def test_no_task_seems_to_be_stuck_in_its_own_time() -> None:
+    """Tasks of 1000 s, each rollout takes 900: the limit of 100 s is not theirs, twice their own is."""
+    sink, o = MemorySink(), options(staleness=0, total=3)
+    async with collector(Versions(lambda s: 1.0, delay_s=lambda s: 900.0), sink, o).open() as c:
+        assert len((await c.next_batch()).groups) == 3
+    stuck = Versions(lambda s: 1.0, delay_s=lambda s: math.inf)
+    with pytest.raises(TrainError, match="for 2000 s: 6 rollouts run"):
+        async with collector(stuck, MemorySink(), replace(o, grace_s=math.inf)).open() as c:
+            await c.next_batch()
 
 
 @virtual

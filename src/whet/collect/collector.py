@@ -309,6 +309,9 @@ class Collector:
     # ------------------------------------------------------------------ waiting
 
     async def _until_news(self, starving: Starvation) -> None:
+        deadline_s, drafts = self._options.deadline_s, self._now.active.values()
+        walls = [draft.bounded(deadline_s).limits.wall_s for draft in drafts if draft.group is None]
+        starving.allow(2 * max(walls, default=0.0))
         self._news.clear()
         try:
             async with asyncio.timeout_at(starving.next_at):

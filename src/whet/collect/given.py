@@ -60,7 +60,8 @@ class AsyncOptions:
     refill: int = 0
     """Groups of no use that are replaced per version; further ones are handed over as they are."""
     starve_limit_s: float = 3600.0
-    """Without a rollout begun or decided while the trainer waits: then the run ends."""
+    """Without a rollout begun or decided while the trainer waits: then the run ends. A running task's own
+    wall limit, twice, counts if it is longer."""
 
 
 Supply = Callable[[int], Task]

@@ -37,6 +37,10 @@ class Starvation:
         ends = self._moved + self._limit_s
         return min(ends, self._began + self._marks[0]) if self._marks else ends
 
+    def allow(self, limit_s: float) -> None:
+        """The limit is at least this from now on: what is waited for may take its own time."""
+        self._limit_s = max(self._limit_s, limit_s)
+
     def moved(self, now: float) -> None:
         """There was progress."""
         self._moved = now

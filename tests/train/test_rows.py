@@ -11,7 +11,7 @@ from train_lab import group, rollout, segment
 from whet.config import load_config
 from whet.errors import ConfigError
 from whet.train.plan.rows import RowRules, choose_rows
-from whet.train.plan.step import PlanConfig, StepPlan, plan_step
+from whet.train.plan.step import PlanConfig, StepPlan, plan_step, use_of
 from whet.types import Ledger, Rollout, Segment
 
 A, B = "train/0/0/0", "train/0/0/1"
@@ -86,7 +86,27 @@ def test_a_row_over_the_cap_is_told_as_overlong() -> None:
 def test_a_rollout_whose_rows_are_all_over_the_cap_is_no_group_of_its_own() -> None:
     plan = planned(RowRules(max_row_tokens=2))
     assert plan.skipped
-    assert plan.ledger == Ledger(captured=8, trained=0, excluded={"few_groups": 8})
+    assert plan.ledger == Ledger(captured=8, trained=0, excluded={"overlong": 8})
+
+
+def test_a_rollout_of_which_no_row_is_left_is_not_called_trained() -> None:
+    """Its group's others are; its tokens keep the names under which they were left out."""
+    long = rollout(A, 1.0, [segment(A, 0, list(range(9)), [False] + [True] * 8, [-1.0] * 9)])
+    groups = [group("train/0/0", [long, rollout(B, 0.0, [segment(B, 0, [1, 2], [False, True], [-1.0] * 2)])])]
+    plan = plan_step(groups, PlanConfig(rows=RowRules(max_row_tokens=4)))
+    assert (plan.fates, plan.skipped) == ({A: "overlong", B: ""}, "")
+    assert plan.ledger == Ledger(captured=9, trained=1, excluded={"overlong": 8})
+
+
+def test_a_rollout_without_a_token_to_train_is_not_called_trained() -> None:
+    silent = rollout(A, 1.0, [], excluded={"edited": 3})
+    other = rollout(B, 0.0, [segment(B, 0, [1, 2], [False, True], [-1.0] * 2)])
+    plan = plan_step([group("train/0/0", [silent, other])], PlanConfig())
+    assert plan.fates == {A: "no_tokens", B: ""}
+    assert plan.ledger == Ledger(captured=4, trained=1, excluded={"edited": 3})
+    both = group("train/0/0", [silent, rollout(B, 0.0, [])])
+    assert set(plan_step([both], PlanConfig()).fates.values()) == {"no_tokens"}
+    assert use_of(both, PlanConfig()) == "no_tokens"
 
 
 def test_without_a_final_row_the_last_one_is_taken() -> None:

@@ -35,7 +35,7 @@ LIFE_S = 900.0
 GONE_S = 15.0
 ABSENT_S = 2.0
 """Most seconds before whoever keeps a killed server starts it again."""
-PLANNED = ("degenerate", "zero_advantage", "truncated")
+PLANNED = ("degenerate", "zero_advantage", "truncated", "overlong", "no_tokens")
 """Why a graded rollout may end untrained though nothing was lost: the planner's reasons. `few_groups` is
 none: the benchmark's runs ask for one."""
 AHEAD_OF_TRAINER = ("stale", "deadline")

@@ -35,10 +35,12 @@ Reason = Literal[
     "overlong",
     "unused",
     "few_groups",
+    "no_tokens",
 ]
 """Why a rollout is not trained: the word under which its tokens are excluded. `stale`: it could not meet the
 bound any more; `deadline`: its group had waited long enough; `unused`: the run ended first; `few_groups`: its
-step had fewer groups with a gradient than `train.min_groups` asks for."""
+step had fewer groups with a gradient than `train.min_groups` asks for; `overlong`: no row of it is within
+`train.max_row_tokens`; `no_tokens`: none was sampled, or each is excluded for a reason of its own."""
 REASONS: frozenset[str] = frozenset(get_args(Reason))
 OPEN: tuple[State, ...] = ("planned", "running")
 TAKEN: tuple[State, ...] = ("assigned",)

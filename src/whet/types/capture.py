@@ -78,6 +78,7 @@ EXCLUSIONS = frozenset(
         "synthetic",
         "unused",
         "few_groups",
+        "no_tokens",
         "zero_advantage",
         "after_stop",
         "not_final",

@@ -160,6 +160,13 @@ class _Slot:
     """Tokens that count in the means: those of scorable rollouts in groups that are not degenerate."""
     in_mean: bool
 
+    @property
+    def fate(self) -> str:
+        """`reason`, or why it has no row although none applies to all of it; empty: it is trained."""
+        if self.reason or self.chosen.rows:
+            return self.reason
+        return "overlong" if self.chosen.excluded else "no_tokens"
+
 
 def plan_step(groups: Sequence[Group], config: PlanConfig) -> StepPlan:
     """Plan one optimiser step from collected groups. The order of groups and rollouts does not matter.
@@ -171,12 +178,12 @@ def plan_step(groups: Sequence[Group], config: PlanConfig) -> StepPlan:
     slots: list[_Slot] = []
     for group in sorted(groups, key=lambda g: _natural(g.id)):
         slots += _judge(group, config)
-    useful = {s.group_id for s in slots if not s.reason and s.counted}
+    useful = {s.group_id for s in slots if not s.fate}
     skipped = ""
     if len(useful) < config.min_groups or not useful:
         skipped = f"{len(useful)} useful groups of {len(groups)}; {max(1, config.min_groups)} are needed"
-        for slot in slots:
-            slot.reason = slot.reason or "few_groups"
+        for slot in (slot for slot in slots if not slot.fate):
+            slot.reason = "few_groups"
     rows, logprobs = _rows(slots, config)
     found = sort_rows([row.ids for row in rows])
     plan = StepPlan(
@@ -185,7 +192,7 @@ def plan_step(groups: Sequence[Group], config: PlanConfig) -> StepPlan:
         ledger=_account(slots, sum(map(len, logprobs))),
         groups=len(useful),
         skipped=skipped,
-        fates={slot.rollout.id: slot.reason for slot in slots},
+        fates={slot.rollout.id: slot.fate for slot in slots},
     )
     return replace(plan, digest=plan_digest(plan, found, logprobs))
 
@@ -258,9 +265,9 @@ def use_of(group: Group, config: PlanConfig) -> str:
     """Why nothing of a group would be trained (infra, deadline, degenerate, ...), or empty. What is said of
     most of its rollouts; infra only if there is nothing else to say."""
     slots = _judge(group, config)
-    if any(not s.reason and s.counted for s in slots):
+    reasons = [s.fate for s in slots]
+    if not all(reasons):
         return ""
-    reasons = [s.reason or "zero_advantage" for s in slots]
     others = [reason for reason in reasons if reason != "infra"]
     return max(others, key=others.count) if others else "infra"
 

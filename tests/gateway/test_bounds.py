@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 from gateway_rig import ASK, Rig, said
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from whet.gateway import request
 from whet.gateway.bodies import BodyName
 from whet.gateway.dialects.anthropic import AnthropicDialect
 from whet.gateway.dialects.base import Dialect, WireError
 from whet.gateway.dialects.gemini import GeminiDialect
 from whet.gateway.host_tools import HostTool, ToolBox
-from whet.gateway.request import decode, loads
+from whet.gateway.request import crowded, decode, loads
 from whet.gateway.server import GatewayConfig
 from whet.render.template import TemplateFamily
 from whet.types import Limits
@@ -102,6 +105,49 @@ async def test_while_a_body_of_60_mb_is_read_other_sessions_are_served(family: T
         assert served > 1
         assert rig.session.stats.injections == 0
         assert rig.gateway.intake.held == 0
+
+
+@pytest.mark.case(47)
+def test_millions_of_values_are_refused_before_a_reader_holds_up_everybody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(raw: bytes) -> Any:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(request, "loads", never)
+    for value in (b"[]", b"{}", b"1", b'""'):
+        body = b'{"messages":[' + (value + b",") * (6_000_000 // (len(value) + 1)) + value + b"]}"
+        with pytest.raises(WireError, match="too many items"):
+            decode(body, 128, 1_000_000)
+    with pytest.raises(AssertionError, match="it was read"):
+        decode(b'{"x":"' + b"[{," * 1_000_000 + b'"}', 128, 1_000_000)
+
+
+HARD = st.sampled_from(['"', "\\", "[", "]", "{", ",", "a", "\u00e9"])
+JSON = st.recursive(
+    st.none() | st.integers() | st.lists(HARD).map("".join),
+    lambda inner: st.lists(inner) | st.dictionaries(st.lists(HARD).map("".join), inner),
+)
+
+
+def held(value: Any) -> int:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return len(inside) + sum(map(held, inside))
+
+
+@settings(max_examples=60)
+@given(JSON, st.booleans())
+def test_values_are_counted_without_being_read(value: Any, escaped: bool) -> None:
+    raw = json.dumps(value, ensure_ascii=escaped).encode()
+    count = held(value)
+    assert not crowded(raw, count)
+    if count > 1:
+        assert crowded(raw, (count - 1) // 2 - 1)
+
+
+@pytest.mark.parametrize("raw", [b'"', b'"\\', b'"\\"' * 100_000, b'["' + b'\\"' * 1_000_000])
+def test_a_text_without_end_is_looked_at_once(raw: bytes) -> None:
+    assert not crowded(raw + b"," * 10, 20)
 
 
 async def test_connections_beyond_the_bound_are_closed_and_room_is_made_again(family: TemplateFamily) -> None:

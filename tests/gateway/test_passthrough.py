@@ -309,12 +309,14 @@ async def test_the_model_of_a_long_body_is_looked_for_off_the_event_loop() -> No
     assert route is not None
     for size, inline in ((10, True), (INLINE_BYTES, False)):
         body = b'{"model": "big-model", "x": "' + b"x" * size + b'"}'
-        looking = asyncio.create_task(checked_model(route, body, "big-model"))
+        looking = asyncio.create_task(checked_model(route, body, "big-model", 1 << 20))
         await asyncio.sleep(0)
         assert looking.done() == inline
         await looking
         with pytest.raises(WireError, match="does not exist"):
-            await checked_model(route, body, "other")
+            await checked_model(route, body, "other", 1 << 20)
+    with pytest.raises(WireError, match="too many items"):
+        await checked_model(route, b'{"model": "big-model", "x": [' + b"1," * 50 + b"1]}", "big-model", 40)
 
 
 async def test_nobody_else_of_the_machine_reads_a_record(tmp_path: Path) -> None:

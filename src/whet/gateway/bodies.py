@@ -21,7 +21,7 @@ import orjson
 
 from whet.capture.history import History, Memory
 from whet.gateway.dialects.base import Dialect, WireCall, WireError, deeper, labels
-from whet.gateway.request import decode, loads, sorted_json
+from whet.gateway.request import crowded, decode, loads, sorted_json
 from whet.types import Message
 
 if TYPE_CHECKING:
@@ -156,6 +156,8 @@ class Bodies:
         """The call of a body that is a known one with other newest elements; None when it is none."""
         close = len(raw) - record.rest_size
         new = raw[cut.end : close]
+        if crowded(new, self._max_items):
+            return None
         try:
             values = loads(b"[0" + new + b"]")[1:]
             if deeper(values, self._max_depth - 1, self._max_items):

@@ -11,6 +11,7 @@ import re
 
 from whet.gateway.bodies import INLINE_BYTES
 from whet.gateway.dialects.base import WireError
+from whet.gateway.request import crowded
 from whet.gateway.routes import Route
 
 _ACTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
@@ -21,12 +22,19 @@ def plain(action: str) -> bool:
     return _ACTION.fullmatch(action) is not None and not any(p in (".", "..") for p in action.split("/"))
 
 
-async def checked_model(route: Route, body: bytes, ours: str) -> None:
-    """`check_model`, off the event loop when the body is long."""
-    if len(body) <= INLINE_BYTES:
+async def checked_model(route: Route, body: bytes, ours: str, max_items: int) -> None:
+    """`check_model`, off the event loop when the body is long. Raises WireError, also for a body with more
+    than `max_items` values."""
+
+    def check() -> None:
+        if crowded(body, max_items):
+            raise WireError("invalid_request", "The request body has too many items.")
         check_model(route, body, ours)
+
+    if len(body) <= INLINE_BYTES:
+        check()
     else:
-        await asyncio.to_thread(check_model, route, body, ours)
+        await asyncio.to_thread(check)
 
 
 def check_model(route: Route, body: bytes, ours: str) -> None:

@@ -144,7 +144,7 @@ class Passthrough:
         with Share(self.intake) as share:
             body = await read_body(http, self._config, share=share) if http.method == "POST" else b""
             if route.kind in ("call", "count"):
-                await checked_model(route, body, self._options.model)
+                await checked_model(route, body, self._options.model, self._config.max_json_items)
             return await self._pass_on(http, route, session, body)
 
     async def _pass_on(

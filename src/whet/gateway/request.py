@@ -207,8 +207,34 @@ async def read_json(http: web.BaseRequest, config: GatewayConfig, max_bytes: int
     return decode(await read_body(http, config, max_bytes), config.max_json_depth, config.max_json_items)
 
 
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""A JSON string, or what is left when it has no end: each byte is looked at once."""
+
+
+def crowded(raw: bytes, max_items: int) -> bool:
+    """True when the arrays and objects of a JSON text surely hold more than `max_items` values; False may
+    still hold twice as many. Told by its commas and brackets: readers let nothing else run until they are
+    through, and that is seconds for tens of millions of values."""
+    if len(raw) <= max_items:
+        return False
+    commas = containers = at = 0
+    if raw.count(b",") <= max_items and raw.count(b"[") + raw.count(b"{") <= max_items + 1:
+        return False
+    for text in _TEXT.finditer(raw):
+        commas += raw.count(b",", at, text.start())
+        containers += raw.count(b"[", at, text.start()) + raw.count(b"{", at, text.start())
+        if max(commas, containers - 1) > max_items:
+            return True
+        at = text.end()
+    commas += raw.count(b",", at)
+    containers += raw.count(b"[", at) + raw.count(b"{", at)
+    return max(commas, containers - 1) > max_items
+
+
 def decode(raw: bytes, max_depth: int, max_items: int) -> Mapping[str, object]:
     """The JSON object that `raw` is. Raises WireError for anything else or anything too large."""
+    if crowded(raw, max_items):
+        raise WireError("invalid_request", "The request body has too many items.")
     try:
         body = loads(raw)
     except orjson.JSONDecodeError as error:

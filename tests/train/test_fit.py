@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from test_memory import LORA, a_folder, limited, long_plan
 from test_policy_hf import LOOSE, a_plan, opened
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    Qwen3Config,
 )
 
 from whet.errors import TrainError
@@ -103,6 +105,38 @@ def test_ranks_share_the_memory_of_the_host(tmp_path: Path, monkeypatch: pytest.
     alone, both = (Fit.of(policy, 0.0, ranks=n) for n in (1, 2))
     assert both.limit == pytest.approx(alone.limit / 2, rel=0.01)
     assert both._host == 4 * GIB
+
+
+def test_a_sharded_rank_holds_its_part_and_what_it_gathers() -> None:
+    """Qwen3-14B in full: 16 bytes a parameter are 220 GiB, of which each of eight GPUs has an eighth."""
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=5120, num_hidden_layers=40, num_attention_heads=40,
+        num_key_value_heads=8, head_dim=128, intermediate_size=17408, tie_word_embeddings=False,
+    )  # fmt: skip
+    whole, part = (
+        MemoryModel(config, dtype=torch.bfloat16, lora=None, kernels="cuda", shards=n) for n in (1, 8)
+    )
+    attention, norms = 5120 * 128 * 2 * (40 + 8), 2 * 5120 + 2 * 128
+    layer, outside = attention + 3 * 5120 * 17408 + norms, 2 * 151936 * 5120 + 5120
+    every, load = 40 * layer + outside, Load(prefix=0, rows=1, width=16000, trained=4000)
+    assert part._buffers == 3 * 4 * outside + (3 * 2 + 2 + 2 * 4) * layer
+    alone, of_eight = (m.predict(load, LADDER[4], first=False) for m in (whole, part))
+    assert (alone.states, of_eight.states) == (16 * every, 16 * every // 8)
+    assert of_eight.activations == alone.activations + part._buffers
+    assert of_eight.update == of_eight.states + 2 * 4 * 151936 * 5120 // 8
+    assert part.predict(load, LADDER[4]) == of_eight, "its gradients come in parts, from the first on"
+    assert of_eight.peak < 70 * GIB < 200 * GIB < alone.peak
+
+
+def test_what_fits_on_sharded_ranks_only_is_not_refused_there(tmp_path: Path) -> None:
+    policy = opened(a_folder("deep", tmp_path / "model"))
+    load, config = Load(prefix=0, rows=1, width=64, trained=16), policy.model.config
+    alone = Fit(config, policy, limit=1 << 40, host=1 << 40)
+    needed = min(alone._need(alone._model, load, t, first=False).device for t in alone._ladder)
+    fit = Fit(config, policy, limit=int(0.8 * needed), host=1 << 40)
+    assert fit.choose(load, first=False) is None
+    policy.shards = 4
+    assert Fit(config, policy, limit=int(0.8 * needed), host=1 << 40).choose(load, first=False) is not None
 
 
 # --------------------------------------------------------------------------- other architectures

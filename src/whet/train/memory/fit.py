@@ -3,8 +3,7 @@
 The least costly set that fits is taken, in the order of LADDER. Whether it fits is asked for a slightly
 larger micro-batch, and what was found is kept: few shapes have to be run dry. A row that fits with none is
 refused, not left out: the error names it, what it would take, what is there and what would help. A sharded
-rank is predicted as if it held the whole model, and its moments stay on the device. Called by
-trainer/trainer.py.
+rank's moments stay on the device. Called by trainer/trainer.py.
 """
 
 from __future__ import annotations
@@ -108,6 +107,7 @@ class Fit:
         when a step begins, since an engine may be awake on it now; on a CPU now, of which each of `ranks`
         processes gets its part. copies: a step keeps a copy of weights and moments, to go back to."""
         kept = sum(3 * p.nbytes for _, p in policy.named_parameters() if p.requires_grad) if copies else 0
+        kept //= 1 if isinstance(policy, Qwen3) else policy.shards
         apart = 0 if reference is None else _weights(reference)
         on_gpu = policy.device.type == "cuda"
         host = _available() // ranks
@@ -168,8 +168,15 @@ class Fit:
         if isinstance(self._policy, Qwen3):
             return BuiltinMemory(config or self._config, frozen=frozen)
         dtype = self._policy.compute_dtype
+        # a reference is whole on each rank
+        shards = 1 if frozen else self._policy.shards
         return MemoryModel(
-            config or self._config, dtype=dtype, lora=lora, kernels=self._kernels, frozen=frozen
+            config or self._config,
+            dtype=dtype,
+            lora=lora,
+            kernels=self._kernels,
+            frozen=frozen,
+            shards=shards,
         )
 
     def _need(self, model: Memory, load: Load, techniques: Techniques, *, first: bool) -> Need:

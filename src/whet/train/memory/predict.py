@@ -3,7 +3,8 @@
 peak = weights + optimiser's moments + gradients that are there before + what one pass holds at most
 
 The last is found by a dry run of the training code (dry.py); the rest is arithmetic. A step's update needs
-two temporary copies of the largest parameter, which counts where it is more. Used by fit.py and
+two temporary copies of the largest parameter, which counts where it is more. A sharded rank has its part of
+weights, moments and gradients, and what it gathers of the others' (`gathered_bytes`). Used by fit.py and
 `whet bench long`.
 """
 
@@ -55,14 +56,24 @@ class Prediction:
 class Memory:
     """Predictions for one model, type, choice of what is trained, and kind of device."""
 
-    def __init__(self, policy: HfPolicy | Qwen3, model: nn.Module, kernels: Kernels) -> None:
-        """model: where the policy's parameters are, without content."""
+    def __init__(
+        self,
+        policy: HfPolicy | Qwen3,
+        model: nn.Module,
+        kernels: Kernels,
+        *,
+        shards: int = 1,
+        buffers: int = 0,
+    ) -> None:
+        """model: where the policy's parameters are, without content. shards: ranks that hold a part each.
+        buffers: bytes that a pass gathers on such a rank."""
         self._passing, self._kernels = policy, kernels
+        self._shards, self._buffers = shards, buffers
         parameters = list(model.parameters())
-        trained = [p for p in parameters if p.requires_grad]
-        self._weights = sum(p.nbytes for p in parameters)
-        self._trained = sum(p.nbytes for p in trained)
-        self._largest = max((p.nbytes for p in trained), default=0)
+        trained = [_part(p, shards) for p in parameters if p.requires_grad]
+        self._weights = sum(_part(p, shards) for p in parameters)
+        self._trained = sum(trained)
+        self._largest = max(trained, default=0)
         self._found: dict[tuple[Load, Techniques, bool, bool], tuple[int, int]] = {}
 
     def predict(self, load: Load, techniques: Techniques, *, first: bool = True) -> Prediction:
@@ -70,6 +81,8 @@ class Memory:
         model's code cannot be run without content."""
         if techniques.tile_mlp >= load.tokens:
             techniques = replace(techniques, tile_mlp=0)
+        # A sharded rank's whole gradients are those of the units in hand, which `_buffers` has.
+        first = first and self._shards == 1
         key = (load, techniques, first, torch.is_grad_enabled())
         if key not in self._found:
             self._found[key] = self._dry_run(load, techniques, first)
@@ -79,7 +92,7 @@ class Memory:
         visiting = 2 * self._largest if techniques.offload_optimizer else 0
         return Prediction(
             states=self._weights + moments + (0 if first else self._trained),
-            activations=activations,
+            activations=activations + (self._buffers if torch.is_grad_enabled() else 0),
             update=self._weights + moments + visiting + self._trained + 2 * self._largest,
             host=parked + 2 * self._trained - moments,
         )
@@ -159,16 +172,19 @@ class MemoryModel(Memory):
         lora: Lora | None,
         kernels: Kernels,
         frozen: bool = False,
+        shards: int = 1,
     ) -> None:
         """config: a `PretrainedConfig` of transformers. frozen: nothing is trained (trainer/reference.py).
-        Raises TrainError when adapters do not fit it."""
+        shards: ranks that hold a part of the model each (policy/shard.py). Raises TrainError when adapters do
+        not fit it."""
         model = empty_model(config)
         if lora is not None:
             add_lora(model, lora, dtype)
         self._policy = HfPolicy(model.train(), dtype=dtype, lora=lora)
         if frozen:
             self._policy.freeze()
-        super().__init__(self._policy, model, kernels)
+        buffers = gathered_bytes(model, decoder_layers(model), dtype) if shards > 1 else 0
+        super().__init__(self._policy, model, kernels, shards=shards, buffers=buffers)
         self._alike = alike(decoder_layers(model))
 
     def _dry_run(self, load: Load, techniques: Techniques, first: bool) -> tuple[int, int]:
@@ -204,6 +220,30 @@ class MemoryModel(Memory):
             for p in model.parameters():
                 p.grad = None
         return meter.peaks, policy.mode.offload.bytes - parked
+
+
+def gathered_bytes(model: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype) -> int:
+    """What a sharded rank holds of other ranks' parts at most in a pass, and of gradients not yet cut apart.
+
+    What lies outside of layers is whole from the forward to the end of the backward, and its gradients are,
+    twice while they are added up. Of layers, in the compute type: the one that runs and the next, and the
+    flat buffer in which that one arrives; gradients in that type, and in float32 those that are added up, of
+    two layers.
+    """
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    rest = [p for p in model.parameters() if id(p) not in inside]
+    outside = sum(p.nbytes for p in rest) + 2 * sum(p.nbytes for p in rest if p.requires_grad)
+    most = 0
+    for layer in layers:
+        weights = sum(p.numel() for p in layer.parameters())
+        trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
+        most = max(most, 3 * weights * dtype.itemsize + trained * (dtype.itemsize + 2 * 4))
+    return outside + most
+
+
+def _part(p: Tensor, shards: int) -> int:
+    """Bytes of the largest part of a parameter that is cut along its first dimension."""
+    return p.nbytes if shards == 1 else -(-p.shape[0] // shards) * p[0].numel() * p.element_size()
 
 
 def _numbers(*shape: int) -> Tensor:

@@ -66,6 +66,18 @@ def test_few_shapes_are_run_dry(tmp_path: Path) -> None:
     assert len(fit._model._found) < 40
 
 
+def test_what_fits_to_the_byte_is_not_given_costlier_techniques(tmp_path: Path) -> None:
+    policy, load = (
+        opened(a_folder("wide", tmp_path / "model")),
+        Load(prefix=0, rows=1, width=901, trained=333),
+    )
+    fit = Fit(policy.model.config, policy, limit=1 << 40, host=0)
+    fit.limit = fit._need(fit._model, load, PLAIN, first=True).device
+    assert fit.choose(load) == PLAIN
+    fit.limit -= 1
+    assert fit.choose(Load(prefix=0, rows=1, width=901, trained=334)) != PLAIN
+
+
 def test_moments_come_back_when_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, plan = limited(a_folder("wide", tmp_path / "model"), 1.0), long_plan(800)
     away = Techniques(checkpoint=True, offload_optimizer=True)

@@ -133,12 +133,6 @@ def _columns(rows: int) -> int:
     return max(range(math.ceil(0.75 * across), math.ceil(1.25 * across) + 1), key=filled) * GPU_BLOCK[1]
 
 
-def _held(rows: int, columns: int, hidden: int, vocab: int, element: int) -> int:
-    """Exponentials, a chunk of logits, and three rows of hidden size, two of them float32, per position."""
-    marks = 4 * math.ceil(vocab / columns)
-    return rows * (vocab * element + columns * 4 + hidden * (8 + element) + marks + 64)
-
-
 @dataclass(slots=True)
 class Stats:
     """Running sums of a tile's rows over the columns seen so far, [R] float32 each. Logits are over T."""

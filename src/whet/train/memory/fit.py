@@ -1,8 +1,8 @@
 """Chooses the memory techniques of every micro-batch before a step begins, or refuses the step with numbers.
 
 The least costly set that fits is taken, in the order of LADDER. Whether it fits is asked for a slightly
-larger micro-batch, and what was found is kept: few shapes have to be run dry. A row that fits with none is
-refused, not left out: the error names it, what it would take, what is there and what would help. A sharded
+larger micro-batch first, and what was found is kept: few shapes have to be run dry. A row that fits with none
+is refused, not left out: the error names it, what it would take, what is there and what would help. A sharded
 rank's moments stay on the device. Called by trainer/trainer.py.
 """
 
@@ -151,7 +151,7 @@ class Fit:
                 return False
         # a small model mostly has room for far more, which one run tells for good
         large = [_roomy(load)] if isinstance(self._policy, Qwen3) else []
-        for size in (*large, *(_up(load, parts) for parts in (4, 64))):
+        for size in (*large, *(_up(load, parts) for parts in (4, 64)), load):
             need = self._need(self._model, size, techniques, first=first)
             known.append((size, need))
             if self._there(need):

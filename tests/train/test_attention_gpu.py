@@ -74,7 +74,7 @@ def test_float32_on_a_gpu_never_holds_all_scores(monkeypatch: pytest.MonkeyPatch
         return torch.empty_like(q)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-    monkeypatch.setattr(rows, "_emulated", rows._stock)
+    monkeypatch.setattr(rows, "emulated", rows._stock)
     with Calls() as calls:
         Causal()(*qkv(30, torch.float32), 0.3)
         Shared(6, 4)(*qkv(30, torch.float32), 0.3)

@@ -172,7 +172,7 @@ def test_the_room_on_a_gpu_is_measured_when_a_step_begins(folder: Path) -> None:
     policy, plan = opened(folder), a_plan()
     room = iter([1000, 1 << 40])
     fit = Fit(policy.model.config, policy, limit=1 << 40, host=1 << 40, measured=lambda: next(room))
-    with pytest.raises(TrainError, match=r"0\.0 GiB are there"):
+    with pytest.raises(TrainError, match=r"0\.0000 GiB are there"):
         fit.plan(plan)
     assert len(fit.plan(plan)) == len(plan.batches)
     assert fit.limit == 1 << 40

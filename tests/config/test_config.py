@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).parents[2]
         ("train.lr=nan", "train.lr: input should be a finite number, got nan"),
         ("collect.group_min=9", "collect.group_min is larger than collect.group_size"),
         ("limits.max_call_tokens=4096", "leaves no room for a prompt"),
-        ("tasks.groups_per_step=1", "no step could train"),
+        ("train.min_groups=13", "no step could train"),
         ('tasks.families=["nope"]', "tasks.families.0: input should be 'operator', "),
         (
             "sandbox.permits=12",

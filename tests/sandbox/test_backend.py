@@ -17,6 +17,7 @@ from whet.errors import SandboxStartError, SetupError
 from whet.sandbox import layout
 from whet.sandbox.base import SandboxSpec
 from whet.sandbox.local import LocalBackend
+from whet.sandbox.local_box import LocalSandbox
 
 
 def fake_bwrap(folder: Path, script: str) -> None:
@@ -137,6 +138,9 @@ def test_nothing_outlives_a_killed_host(backend: LocalBackend) -> None:
     with host, host.stdout:
         try:
             assert host.stdout.readline() == b"up\n"
+            deadline = time.monotonic() + 10  # a shell may have forked and not yet begun
+            while len(host_processes("959697")) < 2 and time.monotonic() < deadline:
+                time.sleep(0.02)
             assert len(host_processes("959697")) >= 2
         finally:
             host.send_signal(signal.SIGKILL)
@@ -178,3 +182,15 @@ def test_works_for_an_ordinary_user() -> None:
     if "needs" in done.stderr or "No permissions" in done.stderr:
         pytest.skip(f"unprivileged user namespaces are off here: {done.stderr.splitlines()[-1]}")
     assert done.stdout.split() == ["1000", "CapEff:", "0" * 16, "1", "b'2\\n'", "{}"], done.stderr
+
+
+def test_a_loop_that_ends_while_a_box_closes_leaves_no_child() -> None:
+    async def begin() -> LocalSandbox:
+        box = await LocalBackend().create(SandboxSpec())
+        closing = asyncio.create_task(box.close())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        return box
+
+    box = asyncio.run(begin())
+    assert box._process.returncode is not None

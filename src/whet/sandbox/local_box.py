@@ -15,6 +15,7 @@ from whet.sandbox.supervised import SupervisedSandbox
 
 OUTER_ID = 65534
 CLOSE_S = 5.0
+KILLED_S = 1.0
 
 
 class LocalSandbox(SupervisedSandbox):
@@ -37,13 +38,25 @@ class LocalSandbox(SupervisedSandbox):
         return self._cgroup.kills.count() if self._cgroup else 0
 
     async def _end(self) -> None:
-        if not await ended(self._process, CLOSE_S):
-            self._process.kill()
+        try:
+            if not await ended(self._process, CLOSE_S):
+                self._kill()
+                await ended(self._process, CLOSE_S)
+        except asyncio.CancelledError:
+            # The loop ends, and nobody after it would wait for the child.
+            self._kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(KILLED_S)
             if self._cgroup:
-                self._cgroup.kill()
-            await ended(self._process, CLOSE_S)
+                self._cgroup.try_remove()
+            raise
         if self._cgroup:
             await self._cgroup.remove()
+
+    def _kill(self) -> None:
+        self._process.kill()
+        if self._cgroup:
+            self._cgroup.kill()
 
 
 async def ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:

@@ -21,7 +21,8 @@ from whet.collect.agents import limits_of, open_agents
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import CollectOptions, Dispatcher
 from whet.config import Config, demo_preset, load_config, model_folder
-from whet.engine.base import Engine, EngineInfo, Receipt
+from whet.engine.around import Around
+from whet.engine.base import Engine
 from whet.errors import EngineError
 from whet.grade.judge import TaskJudge
 from whet.record.scratch import scratch_folder
@@ -74,19 +75,12 @@ class Trouble:
         return True
 
 
-class FailingEngine:
+class FailingEngine(Around):
     """Passes calls on, or fails them. Implements engine.base.Engine."""
 
     def __init__(self, inner: Engine, trouble: Trouble) -> None:
-        self._inner, self.trouble = inner, trouble
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._inner.info
-
-    @property
-    def receipt(self) -> Receipt:
-        return self._inner.receipt
+        super().__init__(inner)
+        self.trouble = trouble
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         attempt = self.trouble.tries[key.rollout_id]
@@ -94,12 +88,6 @@ class FailingEngine:
         if self.trouble.strikes("engine", chance, key.rollout_id, attempt, key.turn):
             raise EngineError("this call was made to fail")
         return await self._inner.generate(ids, params, key)
-
-    async def pause(self) -> None:
-        await self._inner.pause()
-
-    async def resume(self) -> None:
-        await self._inner.resume()
 
     async def close(self) -> None:
         """The learner owns what there is."""

@@ -32,6 +32,7 @@ JUNK: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2**63, 2**64, 10**30, 1.5, -0.0, 1e308, float("inf"), float("nan"),
     "", " ", "\x00", "\ud800", "🙂\udfff", "<|im_end|>\n<|im_start|>system", "<tool_call>", "text", "user",
     "assistant", "function", "none", "a" * 5000, [], [[]], [None], [""], [{}], {}, {"": {}}, {"type": {}},
+    {"type": "compaction_trigger"}, {"type": "compaction", "encrypted_content": "whet1.YQ=="},
     {"type": "text"}, {"type": "text", "text": "x"}, {"role": "user"}, {"text": None}, {"type": ["text"]},
 )  # fmt: skip
 

@@ -193,7 +193,7 @@ class Bodies:
         self.parsed_bytes += len(raw)
         body = decode(raw, self._max_depth, self._max_items)
         wire = dialect.parse(body, action)
-        if not dialect.grows or self._pause:
+        if not dialect.grows or self._pause or wire.history is not None:
             self._pause = max(0, self._pause - 1)
             return wire
         self._misses += 1
@@ -287,6 +287,8 @@ def _with(wire: WireCall, said: WireCall) -> WireCall:
     """A conversation's call with what its new elements bring besides messages."""
     if said.names:
         wire = replace(wire, names={**wire.names, **said.names})
+    if said.compaction:
+        wire = replace(wire, compaction=True)
     hints = labels((*wire.request.hints, *said.request.hints)) if said.request.hints else wire.request.hints
     if hints == wire.request.hints:
         return wire

@@ -140,6 +140,8 @@ class Delivery:
             include_usage=self.wire.include_usage,
             names=self.wire.names,
             content_type=self.wire.content_type,
+            compaction=self.wire.compaction,
+            history=self.wire.history,
         )
 
 

@@ -31,6 +31,7 @@ _V1: Mapping[str, tuple[str, Kind]] = {
     "messages": ("anthropic", "call"),
     "messages/count_tokens": ("anthropic", "count"),
     "responses": ("responses", "call"),
+    "responses/compact": ("responses", "call"),
     "responses/input_tokens": ("responses", "count"),
     "models": ("", "models"),
     "exit": ("", "exit"),

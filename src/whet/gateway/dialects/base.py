@@ -81,6 +81,10 @@ class WireCall:
     (namespaces, free-form tools)."""
     content_type: str = EVENT_STREAM
     """Of a streamed answer; `Envelope` hands it back to `events`."""
+    compaction: bool = False
+    """The reply is a summary that becomes a compaction item."""
+    history: tuple[str, ...] | None = None
+    """JSON texts of the items before that one, where the answer is a whole new history."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,9 @@ class Envelope:
     names: Mapping[str, str] = field(default_factory=dict)
     """`WireCall.names` of the request."""
     content_type: str = EVENT_STREAM
+    compaction: bool = False
+    history: tuple[str, ...] | None = None
+    """These two: as in the request's `WireCall`."""
     kept_alive: int = 0
     """How many `keep_alive` frames stand before what is to be built."""
 

@@ -4,7 +4,8 @@ Items that the model said side by side (reasoning, message, calls) are one assis
 item, and a message after a call, open the next one. `instructions`, `developer` and `system` are system
 messages. Tools of a namespace are offered as `namespace__tool`, free-form tools as a function with one string
 argument, and both are put back into their own form on the way out. Nothing is stored here, so what refers to
-stored things is refused. An item of reasoning carries the gateway's pointer as its encrypted content.
+stored things is refused. An item of reasoning carries the gateway's pointer as its encrypted content, an item
+of compaction the summary.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ResponsesDialect:
     in_band: frozenset[Cause] = frozenset({"context_length_exceeded"})
 
     def parse(self, body: Mapping[str, object], action: str) -> WireCall:
-        return responses_input.parse(body)
+        return responses_input.parse(body, compact=action.partition("?")[0] == "responses/compact")
 
     def reply(self, reply: Reply, envelope: Envelope) -> Mapping[str, object]:
         return responses_output.response(reply, envelope)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
+from whet.gateway.dialects import compaction
 from whet.gateway.dialects.base import (
     WireCall,
     WireError,
@@ -55,8 +56,8 @@ _FREE_FORM = json_text(
 """What a free-form tool takes, as the model is told."""
 
 
-def parse(body: Mapping[str, object]) -> WireCall:
-    """Raises WireError."""
+def parse(body: Mapping[str, object], *, compact: bool = False) -> WireCall:
+    """`compact`: the body of the route that only compacts. Raises WireError."""
     _refuse(body)
     messages: list[Message] = []
     instructions = string(body.get("instructions"), "instructions")
@@ -68,18 +69,26 @@ def parse(body: Mapping[str, object]) -> WireCall:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else sequence(given, "input")
     if not items:
         raise WireError("invalid_request", "'input' must hold at least one item.", "input")
+    items, asked = compaction.without_trigger(items)
     reader = _Reader(messages=messages, tools=tools)
     for i, item in enumerate(items):
         reader.read(mapping(item, f"input[{i}]"), f"input[{i}]")
+    if compact or asked:
+        reader.messages.append(compaction.ASKED)
     request = ModelRequest(
         messages=tuple(reader.messages),
         tools=() if body.get("tool_choice") == "none" else tuple(tools.offered),
-        stream=bool(body.get("stream")),
+        stream=bool(body.get("stream")) and not compact,
         max_tokens=positive(body.get("max_output_tokens"), "max_output_tokens"),
         advisory=wishes(body, _ADVISORY),
         hints=labels((*_hints(body), *tools.dropped)),
     )
-    return WireCall(request=request, names=tools.names)
+    return WireCall(
+        request=request,
+        names=tools.names,
+        compaction=compact or asked,
+        history=tuple(map(json_text, compaction.kept(items))) if compact else None,
+    )
 
 
 def _refuse(body: Mapping[str, object]) -> None:
@@ -198,6 +207,9 @@ class _Reader:
             author = string(item.get("author"), f"{param}.author")
             said = _texts(item.get("content"), param, "\n")
             self.messages.append(Message(role="user", text=f"Message from {author}:\n{said}"))
+        elif kind == "compaction":
+            content = string(item.get("encrypted_content"), f"{param}.encrypted_content")
+            self.messages.append(compaction.opened(content, param))
         elif kind == "additional_tools":
             self._additional(item)
         elif kind == "configuration_update":

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import orjson
 
 from whet.gateway import sse
+from whet.gateway.dialects import compaction
 from whet.gateway.dialects.base import Envelope, WireError
 from whet.gateway.dialects.responses_input import free_form_text
 from whet.types import Reply, ToolCall
@@ -19,7 +20,15 @@ _Json = dict[str, object]
 
 
 def response(reply: Reply, envelope: Envelope) -> _Json:
-    cut = reply.finish == "length" and not reply.tool_calls
+    if envelope.history is not None:
+        return {
+            "id": f"resp_{envelope.id}",
+            "object": "response.compaction",
+            "created_at": envelope.created,
+            "output": [*_history(envelope), compaction.item(reply, envelope)],
+            "usage": _usage(reply),
+        }
+    cut = reply.finish == "length" and not reply.tool_calls and not envelope.compaction
     return {
         **_head(envelope, "incomplete" if cut else "completed"),
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -119,7 +128,15 @@ def _usage(reply: Reply) -> _Json:
 # --------------------------------------------------------------------------- items
 
 
+def _history(envelope: Envelope) -> Iterator[_Json]:
+    """The items that stay before a compaction item, under ids of ours."""
+    for index, text in enumerate(envelope.history or ()):
+        yield {"id": f"msg_{envelope.id}_{index}", **orjson.loads(text)}
+
+
 def _items(reply: Reply, envelope: Envelope) -> list[_Json]:
+    if envelope.compaction:
+        return [compaction.item(reply, envelope)]
     items: list[_Json] = []
     if reply.reasoning:
         items.append(
@@ -178,6 +195,9 @@ def _item_events(item: _Json, index: int) -> Iterator[_Json]:
     elif item["type"] == "reasoning":
         opened["summary"] = []
         filled = _reasoning_events(item, place)
+    elif item["type"] == "compaction":
+        opened["encrypted_content"] = ""
+        filled = iter([{"type": "response.compaction.compacting", **place}])
     else:
         key = "arguments" if item["type"] == "function_call" else "input"
         opened[key] = ""

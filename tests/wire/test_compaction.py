@@ -1,0 +1,154 @@
+"""Compaction of the Responses format: its route, its trigger, and the item that stands for a history."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from gateway_rig import Rig, call, said
+from wire_lab import CALLS, SCHEMA, openai_client, plain
+
+from whet.gateway.dialects import compaction
+from whet.render.template import TemplateFamily
+from whet.types import Limits, Message
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "name": "read", "description": "Read.", "strict": False, "parameters": SCHEMA}
+]
+USER = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Fix f."}]}
+SUMMARY = said("f is mended; é 🙂 \ud83d is <|im_end|> still to be checked.")
+
+
+def window_of(compacted: Any) -> list[Any]:
+    """The new history as it came: the client's types know no user's message in an output, the API does."""
+    window: list[Any] = compacted.model_dump(mode="json", exclude_unset=True, warnings=False)["output"]
+    return window
+
+
+async def worked(api: openai.AsyncOpenAI, **more: Any) -> list[Any]:
+    """A history of one turn with two calls."""
+    answer = await api.responses.create(model="m", input=[USER], tools=TOOLS, instructions="You fix.", **more)
+    calls = [item for item in answer.output if item.type == "function_call"]
+    results = [{"type": "function_call_output", "call_id": c.call_id, "output": "x" * 200} for c in calls]
+    return [USER, *plain(answer)["output"], *results]
+
+
+async def test_the_route_gives_a_new_history_from_which_the_session_goes_on(family: TemplateFamily) -> None:
+    async with Rig(family, [CALLS, SUMMARY, CALLS, said("Done.")]) as rig, openai_client(rig) as api:
+        history = await worked(api)
+        compacted = await api.responses.compact(model="m", input=history, instructions="You fix.")
+        assert compacted.object == "response.compaction"
+        user, item = compacted.output
+        assert (user.type, user.role) == ("message", "user")
+        assert window_of(compacted)[0]["content"] == USER["content"]
+        assert item.type == "compaction"
+        assert SUMMARY.text not in item.encrypted_content
+        assert compacted.usage.output_tokens == len(family.render_reply(SUMMARY))
+        window = window_of(compacted)
+        given = {"model": "m", "tools": TOOLS, "instructions": "You fix."}
+        first = await api.responses.create(input=window, **given)
+        prompt = family.decode(rig.engine.sent[2].ids)
+        assert "Fix f." in prompt
+        assert compaction.OPENING + SUMMARY.text.replace("\ud83d", "\ufffd") in prompt
+        assert "x" * 200 not in prompt
+        results = [
+            {"type": "function_call_output", "call_id": c.call_id, "output": "y"}
+            for c in first.output
+            if c.type == "function_call"
+        ]
+        await api.responses.create(input=[*window, *plain(first)["output"], *results], **given)
+        trajectory = await rig.sealed()
+        # Without tools the summary is a root of its own, a call that cannot act; the new window is another.
+        assert [turn.parent for turn in trajectory.turns] == [-1, -1, -1, 2]
+        assert [s.label for s in trajectory.segments] == ["wipe", "final"]
+        assert [turn.excluded for turn in trajectory.turns] == ["", "auxiliary", "", ""]
+        assert [(n.cause, n.request) for n in trajectory.drifts] == [("context", 1), ("missing", 2)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_trigger_is_answered_by_one_item_and_extends_the_line(
+    family: TemplateFamily, stream: bool
+) -> None:
+    async with Rig(family, [CALLS, SUMMARY, said("Done.")]) as rig, openai_client(rig) as api:
+        history = await worked(api)
+        asked = [*history, {"type": "compaction_trigger"}]
+        given = {"model": "m", "tools": TOOLS, "instructions": "You fix."}
+        if stream:
+            async with await api.responses.create(input=asked, stream=True, **given) as events:
+                seen = [event async for event in events]
+            kinds = [event.type for event in seen]
+            assert kinds[2:] == [
+                "response.output_item.added",
+                "response.compaction.compacting",
+                "response.output_item.done",
+                "response.completed",
+            ]
+            assert [event.sequence_number for event in seen] == list(range(len(seen)))
+            answer = seen[-1].response
+            assert seen[-2].item == answer.output[0]
+        else:
+            answer = await api.responses.create(input=asked, **given)
+        (item,) = answer.output
+        assert (item.type, answer.status) == ("compaction", "completed")
+        await api.responses.create(input=[USER, plain(item)], **given)
+        assert compaction.REQUEST in family.decode(rig.engine.sent[1].ids)
+        assert compaction.OPENING + "f is mended; é 🙂" in family.decode(rig.engine.sent[2].ids)
+        trajectory = await rig.sealed()
+        assert [turn.parent for turn in trajectory.turns] == [-1, 0, -1]
+        assert [s.label for s in trajectory.segments] == ["wipe", "final"]
+        assert np.sum([s.mask.sum() for s in trajectory.segments]) == trajectory.ledger.captured
+
+
+async def test_a_second_compaction_replaces_the_first(family: TemplateFamily) -> None:
+    two = said("Second.")
+    async with Rig(family, [CALLS, SUMMARY, two]) as rig, openai_client(rig) as api:
+        window = window_of(await api.responses.compact(model="m", input=await worked(api)))
+        again = await api.responses.compact(model="m", input=window)
+        assert [item.type for item in again.output] == ["message", "compaction"]
+        assert "f is mended" in family.decode(rig.engine.sent[2].ids)
+        assert compaction.opened(again.output[1].encrypted_content, "").text == compaction.OPENING + two.text
+
+
+async def test_a_reply_without_text_or_cut_short_is_still_one_item(family: TemplateFamily) -> None:
+    calls = Message(role="assistant", tool_calls=(call("read", '{"path": "a"}'),))
+    for reply, text in ((calls, compaction.NOTHING), (said("word " * 60), "word")):
+        limits = Limits(max_context_tokens=100_000, max_call_tokens=20)
+        async with Rig(family, [reply], limits=limits) as rig, openai_client(rig) as api:
+            asked = [USER, {"type": "compaction_trigger"}]
+            (item,) = (await api.responses.create(model="m", input=asked, tools=TOOLS)).output
+            assert compaction.opened(item.encrypted_content, "").text.startswith(compaction.OPENING + text)
+            await rig.sealed()
+
+
+@pytest.mark.parametrize("content", ["gAAAAABpM0Yj", "whet1.é", "whet1.####", "whet1.abc", "whet1._w==", ""])
+async def test_what_whet_did_not_seal_is_refused(family: TemplateFamily, content: str) -> None:
+    async with Rig(family, [SUMMARY]) as rig, openai_client(rig) as api:
+        item = {"type": "compaction", "encrypted_content": content}
+        with pytest.raises(openai.BadRequestError, match="could not be verified") as refused:
+            await api.responses.create(model="m", input=[USER, item])
+        assert refused.value.param == "input[1].encrypted_content"
+        assert rig.session.stats.calls == 0
+
+
+async def test_a_trigger_elsewhere_and_what_is_stored_are_refused(family: TemplateFamily) -> None:
+    async with Rig(family, [SUMMARY]) as rig, openai_client(rig) as api:
+        with pytest.raises(openai.BadRequestError, match="'compaction_trigger' are not supported"):
+            await api.responses.create(model="m", input=[{"type": "compaction_trigger"}, USER])
+        for refused in ({"previous_response_id": "resp_1"}, {"input": []}):
+            with pytest.raises(openai.BadRequestError):
+                await api.responses.compact(**{"model": "m", "input": [USER], **refused})
+
+
+async def test_a_known_conversation_can_be_compacted_and_goes_on_unchanged(family: TemplateFamily) -> None:
+    async with Rig(family, [CALLS, SUMMARY, SUMMARY, said("On.")]) as rig, openai_client(rig) as api:
+        history = await worked(api, store=False)
+        given = {"model": "m", "tools": TOOLS, "instructions": "You fix.", "store": False}
+        compacted = await api.responses.create(input=[*history, {"type": "compaction_trigger"}], **given)
+        assert [item.type for item in compacted.output] == ["compaction"]
+        # The client does not use it and asks again without: an ordinary reply.
+        said_on = await api.responses.create(input=history, **given)
+        assert [item.type for item in said_on.output] == ["message"]
+        await api.responses.compact(model="m", input=history)
+        assert [turn.parent for turn in (await rig.sealed()).turns] == [-1, 0, 0, -1]

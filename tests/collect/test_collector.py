@@ -189,6 +189,49 @@ async def test_overdue_cancel_never_waits_and_loses_the_slow_group_with_its_toke
         assert batch.staleness_max <= 1
 
 
+@pytest.mark.parametrize(("least", "waits", "members"), [(1, 0.0, 1), (2, 43.0, 2)])
+def test_overdue_leave_goes_without_a_late_further_try_if_enough_are_graded(
+    least: int, waits: float, members: int
+) -> None:
+    async def run() -> None:
+        late = "train/00001/000/00"
+        attempts = Versions(
+            lambda spec: "box lost" if (spec.rollout_id, spec.attempt) == (late, 1) else 1.0,
+            delay_s=lambda spec: 50.0 if (spec.rollout_id, spec.attempt) == (late, 2) else 1.0,
+        )
+        sink, o = MemorySink(), options(overdue="leave", window=1.0, group_min=least)
+        async with collector(attempts, sink, o).open() as c:
+            await asyncio.sleep(4.0)
+            await c.next_batch()
+            attempts.version = 1
+            c.version_pending(1)
+            c.version_published(1)
+            assert attempts.running > 0, "what may be trained later still has its time"
+            await asyncio.sleep(5.0)
+            batch = await c.next_batch()
+            (group,) = [g for g in batch.groups if g.id == "train/00001/000"]
+            assert batch.waited_s == waits
+            assert len(group.rollouts) == members
+        assert sink.discarded == ({late: "deadline"} if least == 1 else {})
+        assert sink.lost["deadline"] == (4 if least == 1 else 0)
+        assert batch.late == len(sink.discarded)
+
+    run_virtual(run())
+
+
+@virtual
+async def test_overdue_leave_waits_for_a_first_try() -> None:
+    slow = "train/00001/000/00"
+    attempts = Versions(lambda spec: 1.0, delay_s=lambda spec: 50.0 if spec.rollout_id == slow else 1.0)
+    sink, o = MemorySink(), options(overdue="leave", window=1.0, group_min=1)
+    async with collector(attempts, sink, o).open() as c:
+        await c.next_batch()
+        c.version_published(1)
+        batch = await c.next_batch()
+    assert slow in [r.id for g in batch.groups for r in g.rollouts]
+    assert not sink.discarded
+
+
 @virtual
 async def test_a_group_without_a_gradient_is_replaced_at_once_and_boundedly() -> None:
     def even(group: Group) -> str:
@@ -488,7 +531,7 @@ async def test_a_cancelled_run_leaves_what_ran_undecided_for_the_next_process() 
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("overdue", ["wait", "cancel"])
+@pytest.mark.parametrize("overdue", ["wait", "leave", "cancel"])
 def test_every_planned_rollout_has_one_fate_and_no_batch_is_older_than_the_bound(
     seed: int, overdue: Any
 ) -> None:

@@ -32,8 +32,9 @@ GROUPS, WORKERS, STALENESS = 8, 64, 2
 MEDIAN_S, DEADLINE_S, TRAIN_S, PUBLISH_S = 60.0, 480.0, 240.0, 2.0
 """As in `whet bench async`."""
 Floats = npt.NDArray[np.float64]
-Rule = Literal["whet", "shared_time"]
-"""shared_time: a further try is stopped, and graded, at the deadline of the first one."""
+Rule = Literal["whet", "leave", "shared_time"]
+"""leave: as with collect.overdue = "leave". shared_time: a further try is stopped, and graded, at the
+deadline of the first one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +141,7 @@ async def _ahead(world: World, setting: Setting, rule: Rule) -> Collected:
         groups=GROUPS,
         staleness=STALENESS,
         total=world.groups,
+        overdue="leave" if rule == "leave" else "wait",
         deadline_s=DEADLINE_S,
         starve_limit_s=1e9,
     )

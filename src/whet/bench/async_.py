@@ -24,7 +24,7 @@ from whet.bench._arguments import Arguments, amount, amount_or_zero, count, coun
 from whet.collect.breaker import Breaker
 from whet.collect.collector import Collector
 from whet.collect.dispatcher import CollectOptions
-from whet.collect.given import AsyncOptions
+from whet.collect.given import AsyncOptions, Overdue
 from whet.errors import WhetError
 from whet.tasks.toy import ToySource
 from whet.testing.memory_sink import MemorySink
@@ -47,8 +47,8 @@ class Case:
     deadline_s: float = 480.0
     updates: int = 100
     staleness: int = 2
-    wait: bool = True
-    """Whether a batch waits for a group that no later one could train."""
+    overdue: Overdue = "wait"
+    """What a batch does about a group that no later one could train."""
     failed: float = 0.0
     """Share of tries that the infrastructure fails."""
 
@@ -96,7 +96,7 @@ class Trainer:
             groups=case.groups,
             staleness=case.staleness,
             total=case.updates * case.groups,
-            overdue="wait" if case.wait else "cancel",
+            overdue=case.overdue,
             deadline_s=case.deadline_s / self._speed,
             refill=case.groups,
             starve_limit_s=1e9,
@@ -182,8 +182,10 @@ def variations(case: Case) -> list[tuple[str, Case]]:
         ("train time 3 medians", replace(case, train_s=3 * case.median_s)),
         ("train time 6 medians", replace(case, train_s=6 * case.median_s)),
         ("no deadline", replace(case, deadline_s=math.inf)),
-        ("slow groups given up", replace(case, wait=False)),
+        ("slow groups given up", replace(case, overdue="cancel")),
         ("5 % of tries fail", replace(case, failed=0.05)),
+        ("  late tries left", replace(case, failed=0.05, overdue="leave")),
+        ("  S = 3", replace(case, failed=0.05, staleness=3)),
     ]
 
 

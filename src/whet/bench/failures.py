@@ -167,7 +167,8 @@ def simulated_ahead(groups: int, seed: int, plan: PlanConfig) -> list[dict[str, 
     for rate in RATES:
         for chances in ("uncorrelated", "correlated") if rate else ("uncorrelated",):
             ways: list[tuple[Rule, bool]] = [("whet", False)]
-            ways += [("whet", True), ("shared_time", False)] if rate else []
+            if rate:
+                ways += [("whet", True), ("leave", False), ("leave", True), ("shared_time", False)]
             for rule, redraw in ways:
                 cases.append(
                     _case_ahead(world, truth, rate, chances, rule, redraw=redraw, seed=seed, plan=plan)

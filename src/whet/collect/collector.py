@@ -116,6 +116,7 @@ class Collector:
         while len(batch) < self._options.groups and state.active:
             draft = self._eligible(self._options.groups - len(batch))
             if draft is None:
+                self._leave_retries()
                 await self._until_news(self._starving)
                 continue
             del state.active[draft.number]
@@ -186,6 +187,14 @@ class Collector:
                 return draft
         return None
 
+    def _leave_retries(self) -> None:
+        """overdue = leave: groups that no later batch can train, and in which nothing but further tries is
+        undecided, go without these if enough of them are graded."""
+        o, version = self._options, self._now.version
+        for draft in self._now.active.values() if o.overdue == "leave" else ():
+            if draft.group is None and slack(draft.oldest, version, o.staleness) <= 0:
+                draft.leave_retries(o.group_min)
+
     def _expire(self, version: int) -> None:
         """Give up what even the next batch would find too old."""
         for draft in list(self._now.active.values()):
@@ -212,7 +221,7 @@ class Collector:
             async with asyncio.TaskGroup() as deciding:
                 for member in draft.members:
                     if member.waited_for:
-                        deciding.create_task(self._decide(draft, member))
+                        member.deciding = deciding.create_task(self._member(draft, member))
                     elif member.rollout is not None:
                         self._finished(member.rollout)
         except asyncio.CancelledError:
@@ -233,6 +242,14 @@ class Collector:
             self._admit()
         self._news.set()
 
+    async def _member(self, draft: Draft, member: Member) -> None:
+        try:
+            await self._decide(draft, member)
+        except asyncio.CancelledError:
+            if not member.left:
+                raise
+            self._give_up(member)
+
     async def _decide(self, draft: Draft, member: Member) -> None:
         o = self._options
         for attempt in range(o.members.attempts):
@@ -242,6 +259,8 @@ class Collector:
                 rollout = await self._try(draft, member)
             except TimeoutError:
                 self._give_up(member)
+                name = member.slot.rollout_id
+                self._breaker.record(True, f"{name} was undecided when the time of its try was over")
                 return
             if rollout.status is not Status.INFRA_FAILED:
                 self._breaker.record(False, "")
@@ -250,18 +269,18 @@ class Collector:
             self._sink.attempted(member.slot, rollout)
             await self._check()
             self._breaker.record(True, rollout.error)
+            member.failed = True
+            self._news.set()
         self._sink.put(member.slot, rollout)
         member.decide(rollout)
         self._finished(rollout)
 
     def _give_up(self, member: Member) -> None:
         """Its group goes on without it."""
-        name = member.slot.rollout_id
         member.given_up = True
-        self._sink.discard([name], "deadline")
+        self._sink.discard([member.slot.rollout_id], "deadline")
         self._tally.late += 1
         self._moved()
-        self._breaker.record(True, f"{name} was undecided when the time of its try was over")
 
     async def _try(self, draft: Draft, member: Member) -> Rollout:
         """One try, begun when it has a worker and the weights in force are live. A runner that answers its
@@ -285,7 +304,7 @@ class Collector:
 
         def cancelled(rollout: Rollout) -> None:
             # unused: the whole run ends, and the try is repeated should it be resumed
-            reason = draft.doom or ("deadline" if cut.expired() else "unused")
+            reason = draft.doom or ("deadline" if cut.expired() or member.left else "unused")
             if reason != "unused" or member.running_since is not None:
                 self._sink.cancelled(member.slot, rollout, reason)
 

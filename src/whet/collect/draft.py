@@ -41,6 +41,11 @@ class Member:
     spent_s: float = 0.0
     """Rollout-seconds of the try that decided it."""
 
+    failed: bool = False
+    """The infrastructure has failed a try of it in this process."""
+    deciding: asyncio.Task[None] | None = None
+    left: bool = False
+    """It is being cancelled, since its group goes on without it."""
     given_up: bool = False
     """Its group went on without it."""
 
@@ -100,6 +105,17 @@ class Draft:
     def ids(self) -> Sequence[str]:
         """Rollouts that nobody gave up."""
         return [m.slot.rollout_id for m in self.members if not m.given_up]
+
+    def leave_retries(self, least: int) -> None:
+        """Stop further tries when nothing else of the group is undecided and `least` members are graded."""
+        waited_for = [m for m in self.members if m.waited_for]
+        graded = sum(rollout.reward is not None for rollout in self.decided)
+        if graded < least or not all(m.failed for m in waited_for):
+            return
+        for member in waited_for:
+            if member.deciding is not None and not member.left:
+                member.left = True
+                member.deciding.cancel()
 
     def bounded(self, deadline_s: float) -> Task:
         """The task as every try gets it: after the deadline the agent is stopped and what it has done is

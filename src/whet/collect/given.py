@@ -12,6 +12,10 @@ from whet.collect.dispatcher import CollectOptions, Slot
 from whet.collect.draft import HeldDraw
 from whet.types import Group, Rollout, Task
 
+Overdue = Literal["wait", "leave", "cancel"]
+"""The batch waits; it waits, but not for further tries of rollouts that the infrastructure failed, which are
+missing in their group then; or it takes younger groups, and the slow one is lost at the next version."""
+
 
 class GroupSink(Protocol):
     """Where everything that is planned ends; durable before a call returns."""
@@ -49,9 +53,10 @@ class AsyncOptions:
     """Groups to deliver until the run ends, those of earlier processes included."""
     window: float = 0.3
     """Share of the places that a batch may reach over, from the oldest group on."""
-    overdue: Literal["wait", "cancel"] = "wait"
-    """What becomes of a group that is not ready in the last batch that could train it: the batch waits, or
-    takes younger ones, and the slow group is lost when the next version comes."""
+    overdue: Overdue = "wait"
+    """What becomes of a group that is not ready in the last batch that could train it."""
+    group_min: int = 2
+    """leave: graded rollouts that a group must have."""
     deadline_s: float = math.inf
     """From the start of a try, if its task's wall limit is not shorter: then its agent is stopped and what it
     has done is graded."""

@@ -31,8 +31,8 @@ class CollectTable(Table):
     """Versions a trained token may be behind the trainer; rollouts run while it trains. 0 = synchronous."""
     window: Annotated[float, Field(gt=0, le=1)] = 0.3
     """max_staleness > 0: share of the groups under way, from the oldest on, that a step may choose from."""
-    overdue: Literal["wait", "cancel"] = "wait"
-    """max_staleness > 0: a step waits for a group that is late for the bound, or gives the slow one up."""
+    overdue: Literal["wait", "leave", "cancel"] = "wait"
+    """max_staleness > 0: a step waits for a late group, leaves its retries or drops it."""
     group_deadline_s: SecondsOrZero = 0.0
     """max_staleness > 0: from a try's start to its agent's stop, if its wall limit is longer; 0 = never."""
     group_grace_s: Seconds = 600.0

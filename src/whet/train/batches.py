@@ -151,6 +151,7 @@ def async_options(config: Config) -> AsyncOptions:
         total=config.run.steps * groups,
         window=c.window,
         overdue=c.overdue,
+        group_min=c.group_min,
         deadline_s=c.group_deadline_s or math.inf,
         grace_s=c.group_grace_s,
         refill=round(c.refill * groups),

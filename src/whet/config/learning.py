@@ -25,6 +25,10 @@ class CollectTable(Table):
     """Share of a step's tries that failed of the infrastructure from which a warning is given; 0 = never."""
     tamper_alarm: Fraction = 0.1
     """Share of a step's verdicts that are tampered from which a warning is given; 0 = never."""
+    reward_alarm: Fraction = 0.4
+    """Rise of a step's mean reward over that of the 8 before from which a warning is given; 0 = never."""
+    lost_alarm: Fraction = 0.2
+    """The same for the share of sampled tokens that are excluded for what agents do; 0 = never."""
     error_limit: Count = 20
     """Tries in a row that failed of the infrastructure: then the run stops, with the last cause."""
     max_staleness: CountOrZero = 0

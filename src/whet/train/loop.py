@@ -23,7 +23,6 @@ from whet import failpoint
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import Dispatcher, Phase, Runner, Watcher
 from whet.collect.masking import MaskRate
-from whet.collect.tampering import verdict_counts
 from whet.config import Config
 from whet.errors import RecordError
 from whet.record.artifacts import AgentArtifacts
@@ -33,6 +32,7 @@ from whet.record.run import KIND, RunDir
 from whet.record.store import Score, Store
 from whet.rollout import Attempts
 from whet.stop import run_interruptible
+from whet.train.alarms import StepAlarms
 from whet.train.assembly import Parts, assemble
 from whet.train.batches import Batches, InStep, collect_options, open_ahead
 from whet.train.learner.client import StepResult
@@ -135,9 +135,9 @@ class Loop:
             keep_artifacts=AgentArtifacts(run.artifacts).keep,
         )
         self._attempts: Runner = attempts
-        self._masks = MaskRate(c.collect.mask_alarm)
-        self._eval_masks = MaskRate(c.collect.mask_alarm)
-        self._sink = StoreSink(store, self._masks, self._eval_masks)
+        masks, self._eval_masks = MaskRate(c.collect.mask_alarm), MaskRate(c.collect.mask_alarm)
+        self._alarms = StepAlarms(c.collect, masks, store.steps())
+        self._sink = StoreSink(store, masks, self._eval_masks)
         self._dispatcher = Dispatcher(
             attempts,
             self._sink,
@@ -234,12 +234,9 @@ class Loop:
         result = trained.result
         metrics = _step_metrics(groups, plan.ledger, result)
         metrics |= {"collect_s": collected - began, "train_s": time.monotonic() - collected, **told}
-        masked = self._masks.close_step()
-        metrics |= {"tries": masked.tries, "masked": masked.masked, "mask_rate": masked.rate}
-        metrics["mask_alarm"] = bool(masked.alarm)
-        judged, tampering = verdict_counts((r for g in groups for r in g.rollouts), c.collect.tamper_alarm)
-        metrics |= judged
-        for alarm in filter(None, (masked.alarm, tampering, result.alarm)):
+        watched, alarms = self._alarms.look(groups, plan.ledger, metrics["reward_mean"])
+        metrics |= watched
+        for alarm in filter(None, (*alarms, result.alarm)):
             self._view.note(f"step {step}: {alarm}")
         metrics["step_s"] = (now := time.monotonic()) - began
         # With what was published and evaluated since the step before.

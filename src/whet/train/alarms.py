@@ -1,0 +1,63 @@
+"""What a step's rollouts tell beside what they teach: metrics of masking, tampering and leaps, and lines for
+a person where one is beyond its limit in [collect]. Called by loop.py, once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from whet.collect.jumps import NAMED, STEPS, Jumps, lost_reasons, lost_share
+from whet.collect.masking import MaskRate
+from whet.collect.tampering import verdict_counts
+from whet.config.learning import CollectTable
+from whet.record.store import StepRecord
+from whet.types import Group, Ledger
+
+
+class StepAlarms:
+    """Watches a run. `before`: its committed steps."""
+
+    def __init__(self, limits: CollectTable, masks: MaskRate, before: Sequence[StepRecord]) -> None:
+        self._limits, self._masks = limits, masks
+        told = [step.metrics for step in before[-STEPS:]]
+        self._reward = Jumps("reward", limits.reward_alarm, _numbers(told, "reward_mean"))
+        self._lost = Jumps("tokens_lost", limits.lost_alarm, _numbers(told, "tokens_lost_share"))
+
+    def look(
+        self, groups: Sequence[Group], ledger: Ledger, reward_mean: float
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Metrics of the step that was planned from these groups, and a line for each alarm."""
+        masked, limits = self._masks.close_step(), self._limits
+        judged, tampering = verdict_counts((r for g in groups for r in g.rollouts), limits.tamper_alarm)
+        reward, share = self._reward.look(reward_mean, len(groups)), lost_share(ledger)
+        lost = self._lost.look(share, len(groups))
+        metrics = {
+            "tries": masked.tries,
+            "masked": masked.masked,
+            "mask_rate": masked.rate,
+            "mask_alarm": bool(masked.alarm),
+            **judged,
+            "reward_rise": reward.rise,
+            "reward_alarm": reward.alarm,
+            "tokens_lost_share": share,
+            "tokens_lost_alarm": lost.alarm,
+        }
+        lines = [masked.alarm, tampering]
+        if reward.alarm:
+            lines.append(
+                f"the mean reward leapt from {reward.usual:.2f} to {reward_mean:.2f}"
+                f" (collect.reward_alarm = {limits.reward_alarm:g}): look at solutions before trusting it"
+            )
+        if lost.alarm:
+            most = ", ".join(f"{reason} {tokens}" for reason, tokens in lost_reasons(ledger)[:NAMED])
+            lines.append(
+                f"{share:.0%} of the sampled tokens are lost to what agents do, {lost.usual:.0%} before"
+                f" (collect.lost_alarm = {limits.lost_alarm:g}): {most}"
+            )
+        return metrics, [line for line in lines if line]
+
+
+def _numbers(told: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Steps of an older whet do not have all of them."""
+    return [metrics[name] for metrics in told if name in metrics]

@@ -1,0 +1,184 @@
+"""What the loop says aloud of a step: tampered verdicts, a reward that leaps, tokens that are lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from whet.capture.ledger import reassign
+from whet.collect.jumps import Jumps, lost_share
+from whet.collect.masking import MaskRate
+from whet.config import Config, load_config
+from whet.config.learning import CollectTable
+from whet.record.metrics import MetricsFile
+from whet.record.run import RunDir
+from whet.record.store import StepRecord, Store
+from whet.rollout import AttemptSpec
+from whet.testing.fake_attempts import fake_rollout
+from whet.testing.fake_learner import FakeLearner
+from whet.testing.simulated_attempts import with_tokens
+from whet.train.alarms import StepAlarms
+from whet.train.assembly import Parts
+from whet.train.learner.lifeline import Lifeline
+from whet.train.loop import Loop, WallClock
+from whet.train.plan.step import PlanConfig
+from whet.types import Group, Ledger, Outcome, Rollout, Task, Verdict
+
+SIZE, GROUPS = 4, 4
+
+
+def rollout(step: int, group: int, slot: int, *, solved: bool, tampered: bool, lost: bool) -> Rollout:
+    name = f"train/{step:05d}/{group:03d}/{slot:02d}"
+    made = fake_rollout(
+        AttemptSpec(rollout_id=name, task=Task(id=f"t{group}", prompt="", files={}), seed=0), 0.0
+    )
+    outcome = Outcome.TAMPERED if tampered else Outcome.RESOLVED if solved else Outcome.UNRESOLVED
+    verdict = Verdict(outcome=outcome, reward=float(solved), strength="standard")
+    made = with_tokens(replace(made, reward=float(solved), verdict=verdict), 0, 0)
+    if not lost:
+        return made
+    (segment,) = made.trajectory.segments
+    nothing = replace(
+        segment, mask=segment.mask & False, logprobs=segment.logprobs * 0, versions=segment.versions * 0
+    )
+    ledger = reassign(made.trajectory.ledger, "edited")
+    return replace(made, trajectory=replace(made.trajectory, segments=(nothing,), ledger=ledger))
+
+
+class Given:
+    """Groups of which `solved`, `tampered` and `lost` of 4 rollouts are so; implements batches.Batches."""
+
+    rollouts = 0
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.solved, self.tampered, self.lost = store, 1, 0, 0
+
+    async def next(self, step: int) -> tuple[Sequence[Group], Mapping[str, Any]]:
+        made = []
+        for g in range(GROUPS):
+            members = [
+                rollout(
+                    step, g, s, solved=s < self.solved, tampered=s >= SIZE - self.tampered, lost=s < self.lost
+                )
+                for s in range(SIZE)
+            ]
+            for s, member in enumerate(members):
+                self.store.put_rollout("train", step, g, s, member)
+            made.append(Group(id=f"train/{step:05d}/{g:03d}", task_id=f"t{g}", rollouts=tuple(members)))
+        return made, {}
+
+    def pending(self, version: int) -> None: ...
+
+    def published(self, version: int) -> None: ...
+
+
+class Told:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def stage(self, name: str, total: int = 0) -> None: ...
+
+    def step_done(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None: ...
+
+
+def config(path: Path) -> Config:
+    return load_config(None, [f"run.dir={path}", "run.steps=20", "train.min_groups=1"])
+
+
+class Run:
+    """The real loop's step, store, plan and metrics; the learner and the rollouts are given."""
+
+    def __init__(self, run: RunDir, store: Store, metrics: MetricsFile, version: int = 0) -> None:
+        self.told, self.batches, learner = Told(), Given(store), FakeLearner()
+        learner.version = version
+        parts = Parts(
+            learner=cast(Any, learner), engine=cast(Any, learner), publisher=cast(Any, learner),
+            life=Lifeline(learner, learner, lambda: None, restarts=0), plan_config=PlanConfig.of(run.config),
+            source=cast(Any, None), harness=cast(Any, None), workers=cast(Any, None),
+            gateway=cast(Any, None), judge=cast(Any, None),
+        )  # fmt: skip
+        self.loop = Loop(run, store, metrics, parts, cast(Any, self.told), WallClock(store, 0.0))
+
+    async def step(self, number: int) -> None:
+        await self.loop._step(number, self.batches)
+
+
+def written(path: Path, step: int) -> dict[str, Any]:
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    (found,) = [line for line in lines if line["event"] == "step" and line["step"] == step]
+    return cast(dict[str, Any], found)
+
+
+async def test_the_loop_tells_of_tampering_of_a_leap_and_of_lost_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    with RunDir.create(config(path)) as run, run.store() as store, run.metrics() as metrics:
+        made = Run(run, store, metrics)
+        for step in range(1, 5):
+            await made.step(step)
+        assert made.told.notes == []
+        quiet = written(path, 4)
+        assert not quiet["tamper_alarm"] | quiet["reward_alarm"] | quiet["tokens_lost_alarm"]
+        assert (quiet["tampered"], quiet["reward_rise"], quiet["tokens_lost_share"]) == (0, 0.0, 0.0)
+
+        made.batches.tampered = 1
+        await made.step(5)
+        loud = written(path, 5)
+        assert (loud["tampered"], loud["tamper_rate"], loud["tamper_alarm"]) == (4, 0.25, True)
+        (line,) = made.told.notes
+        assert line.startswith("step 5: 4 of 16 rollouts were judged tampered; most of task t0 (1)")
+
+        made.batches.tampered, made.batches.solved = 0, 3
+        await made.step(6)
+    with RunDir.open(path) as run, run.store() as store, run.metrics() as metrics:
+        again = Run(run, store, metrics, version=6)
+        again.batches.solved, again.batches.lost = 3, 1
+        await again.step(7)
+    loud = written(path, 6)
+    assert (loud["reward_mean"], loud["reward_rise"], loud["reward_alarm"]) == (0.75, 0.5, True)
+    assert "the mean reward leapt from 0.25 to 0.75 (collect.reward_alarm = 0.4)" in made.told.notes[1]
+    loud = written(path, 7)
+    assert loud["reward_rise"] == pytest.approx(0.75 - (5 * 0.25 + 0.75) / 6), "earlier processes count"
+    assert (loud["tokens_lost_share"], loud["tokens_lost_alarm"]) == (0.25, True)
+    (line,) = again.told.notes
+    assert "25% of the sampled tokens are lost to what agents do, 0% before" in line
+    assert line.endswith("edited 16")
+
+
+def test_a_leap_is_told_once_and_learning_never(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    told = Jumps("reward", 0.4)
+    seen = [told.look(value, 8).alarm for value in [0.2] * 8 + [0.8] * 8]
+    assert seen == [False] * 8 + [True] + [False] * 7
+    (record,) = caplog.records
+    assert record.getMessage() == "leap of=reward value=0.800 usual=0.200 steps=8"
+    learning = Jumps("reward", 0.4)
+    assert not any(learning.look(0.1 + 0.05 * step, 8).alarm for step in range(18))
+    noisy = Jumps("reward", 0.4)
+    assert not any(noisy.look(value, 8).alarm for value in [0.1, 0.6, 0.2, 0.5, 0.1, 0.7, 0.2, 0.75])
+    for at, groups in ((0.0, 8), (0.4, 3)):
+        assert not [x for x in map(Jumps("r", at, [0.0] * 8).look, [0.9], [groups]) if x.alarm]
+
+
+def test_the_reward_s_fates_and_the_infrastructure_are_no_lost_path() -> None:
+    ledger = Ledger(captured=10, trained=2, excluded={"degenerate": 4, "infra": 2, "undelivered": 2})
+    assert lost_share(ledger) == 0.2
+    assert lost_share(Ledger()) == 0.0
+
+
+def test_steps_of_an_older_whet_have_no_share() -> None:
+    old = StepRecord(
+        step=1, checkpoint="", plan_hash="", metrics={"reward_mean": 0.1}, ledger=Ledger(), committed_s=0.0
+    )
+    alarms = StepAlarms(CollectTable(), MaskRate(0.0), [old] * 4)
+    metrics, lines = alarms.look([Group(id="g", task_id="t", rollouts=())] * 4, Ledger(), 0.6)
+    assert (metrics["reward_rise"], metrics["tokens_lost_share"]) == (0.5, 0.0)
+    assert len(lines) == 1

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 TINY = ["run.steps=2", "run.eval_tasks=4", "tasks.groups_per_step=2", "collect.group_size=2",
-        "harness.workers=2", "train.threads=1", "train.min_groups=1"]  # fmt: skip
+        "harness.workers=2", "train.threads=1", "train.min_groups=1", "engine.max_rows=8"]  # fmt: skip
 
 
 def whet(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,7 @@ from whet.types import Status
 
 SMALL = [
     "run.steps=3", "run.eval_tasks=8", "tasks.groups_per_step=3", "collect.group_size=4",
-    "harness.workers=4", "train.threads=1", "train.min_groups=1",
+    "harness.workers=4", "train.threads=1", "train.min_groups=1", "engine.max_rows=8",
 ]  # fmt: skip
 DEADLINE_S = 240
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from whet.engine.embedded_model import Qwen3
 from whet.errors import TrainError
 from whet.train.attention.tree import tree_pieces
 from whet.train.memory.dry import Load, Shape
-from whet.train.memory.predict import GIB, BuiltinMemory, Kernels, Memory, MemoryModel
+from whet.train.memory.predict import GIB, BuiltinMemory, Kernels, Memory, MemoryModel, at_most
 from whet.train.memory.techniques import PLAIN, Techniques
 from whet.train.options import Lora
 from whet.train.plan.pack import MicroBatch
@@ -85,10 +86,7 @@ class Fit:
             self._ladder = [PLAIN]
         elif policy.shards > 1:
             self._ladder = [t for t in self._ladder if not t.offload_optimizer]
-        self._model = self._of(None if isinstance(policy, Qwen3) else policy.lora)
-        self._reference = None
-        if reference is not None:
-            self._reference = self._of(None, config_of(reference), frozen=True)
+        self._scored_by = reference
         self._known: dict[tuple[Techniques, bool], list[tuple[Load, Need]]] = {}
         if not isinstance(policy, Qwen3):
             self._need(self._model, Load(prefix=0, rows=1, width=2, trained=1), PLAIN, first=True)
@@ -120,6 +118,14 @@ class Fit:
         again = measured if on_gpu and not memory_gib else None
         return cls(config_of(policy), policy, limit=limit, host=host, measured=again, reference=reference)
 
+    @cached_property
+    def _model(self) -> Memory:
+        return self._of(None if isinstance(self._policy, Qwen3) else self._policy.lora)
+
+    @cached_property
+    def _reference(self) -> Memory | None:
+        return None if self._scored_by is None else self._of(None, config_of(self._scored_by), frozen=True)
+
     def plan(self, plan: StepPlan) -> list[Techniques]:
         """Techniques of every micro-batch of a step that is to begin. Raises TrainError when one fits with
         none of them."""
@@ -138,7 +144,16 @@ class Fit:
 
     def choose(self, load: Load, *, first: bool = True) -> Techniques | None:
         """The first of LADDER with which the load fits; None when there is none."""
+        if self._surely(load):
+            return PLAIN
         return next((t for t in self._ladder if self._fits(load, t, first=first)), None)
+
+    def _surely(self, load: Load) -> bool:
+        """Whether the built-in model has room for several times what the load needs."""
+        if not isinstance(self._policy, Qwen3):
+            return False
+        need = at_most(self._policy.config, _weights(self._policy), load)
+        return need * (1 if self._scored_by is None else 2) <= self.limit
 
     def _fits(self, load: Load, techniques: Techniques, *, first: bool) -> bool:
         """Told by a load that needs more and fits, or needs less and does not, where one has been run."""

@@ -150,6 +150,24 @@ class BuiltinMemory(Memory):
         return meter.peak, 0
 
 
+def at_most(config: ModelConfig, weights: int, load: Load) -> int:
+    """Bytes that `BuiltinMemory` never predicts more than for a pass and its update, twice the peak and more.
+
+    Where even they are there no dry run is needed, which loads torch's compiler: a second of CPU and some
+    80 MB. weights: bytes of the model's parameters.
+    """
+    tokens = load.tokens
+    heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    layer = tokens * (16 * config.hidden_size + 6 * config.intermediate_size + 8 * heads)
+    scored = 4 * load.trained * (config.vocab_size + config.hidden_size)
+    # a mask has a number for each pair of tokens
+    pairs = 2 * (config.num_hidden_layers + 1) * tokens**2
+    return (
+        4 * (config.num_hidden_layers * layer + 8 * tokens * config.hidden_size + scored + pairs)
+        + 9 * weights
+    )
+
+
 class _Attends(TorchFunctionMode):
     """torch's attention of tensors without content is that of a CPU, not one that holds all scores."""
 

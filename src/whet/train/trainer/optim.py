@@ -16,6 +16,7 @@ from whet.errors import ConfigError, TrainError
 from whet.train.options import OptimConfig, rate
 from whet.train.policy.base import Policy
 from whet.train.policy.shard import like, whole
+from whet.train.trainer.adam import AdamW, Part
 
 __all__ = ["OptimConfig", "Optimiser", "rate"]
 
@@ -33,20 +34,10 @@ class Optimiser:
         """Sharded: the state, while it has been gathered to be read."""
         if hidden and any(hasattr(p, "full_tensor") for p in self.named.values()):
             raise ConfigError("muon_lr: Muon needs whole matrices, and sharded ranks hold parts of them")
-        # foreach=False: one loop over tensors, so the order of float operations is fixed.
-        self._parts: list[tuple[list[str], torch.optim.Optimizer, float]] = [
-            (
-                rest,
-                torch.optim.AdamW(
-                    [self.named[n] for n in rest],
-                    lr=config.lr,
-                    betas=config.betas,
-                    weight_decay=config.weight_decay,
-                    foreach=False,
-                ),
-                config.lr,
-            )
-        ]
+        adam = AdamW(
+            [self.named[n] for n in rest], lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+        self._parts: list[tuple[list[str], Part, float]] = [(rest, adam, config.lr)]
         if hidden:
             matrices = [self.named[n] for n in hidden]
             muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)
@@ -81,8 +72,8 @@ class Optimiser:
                 _move(state, None if away else parameter.device)
 
     def zero(self) -> None:
-        for _, part, _ in self._parts:
-            part.zero_grad(set_to_none=True)
+        for parameter in self.named.values():
+            parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state as named tensors (`<parameter>/<moment>`), not copied; empty before any update."""
@@ -131,7 +122,7 @@ def _move(state: dict[str, Tensor], device: torch.device | None) -> None:
             state[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
-def _step_parked(part: torch.optim.Optimizer) -> None:
+def _step_parked(part: Part) -> None:
     """`part.step()`, one parameter after the other."""
     group = part.param_groups[0]
     parameters = group["params"]

@@ -336,12 +336,13 @@ class _Pinned:
 
     def __init__(self, threads: int, deterministic: bool) -> None:
         self._threads, self._deterministic = threads, deterministic
-        self._before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+        self._before = (torch.get_num_threads(), torch.get_deterministic_debug_mode())
 
     def __enter__(self) -> None:
         torch.set_num_threads(self._threads)
-        torch.use_deterministic_algorithms(self._deterministic)
+        # not `use_deterministic_algorithms`, which loads torch's compiler to tell it too
+        torch.set_deterministic_debug_mode("error" if self._deterministic else "default")
 
     def __exit__(self, *exc: object) -> None:
         torch.set_num_threads(self._before[0])
-        torch.use_deterministic_algorithms(self._before[1])
+        torch.set_deterministic_debug_mode(self._before[1])

@@ -62,6 +62,15 @@ def test_choices_that_exclude_each_other_are_one_line() -> None:
     load_config(None, ["train.advantage=maxrl", "train.truncated=mask"])
 
 
+def test_a_provider_keeps_or_drops_reasoning_by_its_own_rules() -> None:
+    with pytest.raises(ConfigError, match=r"model\.retention means nothing with engine\.kind upstream"):
+        load_config(
+            None,
+            ["model.retention=template", "engine.kind=upstream", "engine.url=http://a", "engine.model=m"],
+        )
+    assert load_config(None, ["model.retention=template"]).model.retention == "template"
+
+
 def test_permits_that_are_enough_or_left_to_the_run_are_taken() -> None:
     for enough in ("sandbox.permits=13", "sandbox.permits=0", "harness.workers=500"):
         config = load_config(None, [enough])

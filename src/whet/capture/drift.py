@@ -25,7 +25,8 @@ class Drift:
     clean: `first` (first request of the session), `append`, `same_prompt` (retry or twin).
     edited: `text`, `tool name`, `arguments`, `reasoning` (first difference in wire order), `missing` (the
     turn was left out), `foreign` (an assistant message nobody sampled). `diagnosis` names edits finer.
-    fork: `new_root`, `rewind`, `context` (what stood before a known turn was rewritten).
+    fork: `new_root`, `rewind`, `context` (what stood before a known turn was rewritten), `retention` (the
+    family drops a turn's reasoning here).
     """
 
     kind: Literal["clean", "edited", "fork"]
@@ -138,7 +139,9 @@ def _taken_up(nodes: Nodes, root_key: str, base: int | None, told: Conversation,
             depends = sys.maxsize  # its first answer may be said next
         for child in context.children:
             turn = nodes.sampled(child)
-            if told.says(end, turn.meaning):
+            # Reasoning that is dropped by now cannot be spliced: such a turn is rendered again.
+            kept = end > told.question or not turn.meaning.reasoning
+            if kept and told.says(end, turn.meaning):
                 found.append((turn, end))
     return _Found(found, depends)
 
@@ -206,6 +209,8 @@ def _edit(
     got = told.messages[at]
     if got.role == "assistant":
         cause = difference(turn.parts, told.reader.parts(got))
+        if not cause:
+            return Drift(kind="fork", cause="retention", turn=turn.turn, node=turn.id)
         return Drift(kind="edited", cause=cause, turn=turn.turn, node=turn.id, at=at)
     if turn.continued:  # the agent had accepted it: this is a step back, not a turn that was never taken up
         return Drift(kind="fork", cause="rewind", turn=turn.turn, node=turn.id)

@@ -53,11 +53,16 @@ MAX_READERS = 64
 class Forest:
     """One session's capture. Not thread-safe: one event loop owns it."""
 
-    def __init__(self, rollout_id: str, pointer_key: bytes = b"") -> None:
-        """`pointer_key` is a secret of this session that no agent sees; without one nothing is signed."""
+    def __init__(
+        self, rollout_id: str, pointer_key: bytes = b"", asking: frozenset[str] = frozenset()
+    ) -> None:
+        """`pointer_key` is a secret of this session that no agent sees; without one nothing is signed.
+        `asking`: roles of the messages before which turns with reasoning are not spliced but rendered again,
+        without it; none = reasoning stays as it was sampled."""
         self._rollout_id = rollout_id
         self._nodes = Nodes(rollout_id)
         self._names = Names(self._nodes, pointer_key)
+        self._asking = asking
         self._readers: dict[bytes, Reader] = {}
         """By digest of the offered tools."""
         self._tools: tuple[Sequence[ToolSpec], bytes] = ((), tools_digest(()))
@@ -86,7 +91,8 @@ class Forest:
         key = root_key(fingerprint, system, tools)
         found = deepest(self._nodes, self._names, key, told, self._walked(request.messages, key, tools))
         if isinstance(request.messages, History):
-            walk = found.walk(key, self._nodes.forks)
+            # A way that a later question closes is not remembered.
+            walk = None if self._asking else found.walk(key, self._nodes.forks)
             request.messages.memory.told = told.told(system, tools, lead, walk)
         base = found.base
         rest = told.rest(found.start)
@@ -115,7 +121,7 @@ class Forest:
         if tools not in self._readers:
             if len(self._readers) >= MAX_READERS:
                 self._readers.clear()
-            self._readers[tools] = Reader(declared_defaults(self._tools[0]))
+            self._readers[tools] = Reader(declared_defaults(self._tools[0]), self._asking)
         return self._readers[tools]
 
     def _read(self, messages: Sequence[Message], tools: bytes) -> tuple[Conversation, bytes, int]:

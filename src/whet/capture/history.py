@@ -44,6 +44,8 @@ class Told:
     reasoning: tuple[tuple[int, bytes], ...] = field(repr=False)
     echoes: tuple[tuple[int, Message], ...] = field(repr=False)
     """(index, what names a turn: call ids and pointers only) of each assistant message."""
+    questions: tuple[int, ...] = field(repr=False)
+    """Index of each message before which reasoning is dropped."""
     walk: Walk | None = field(repr=False)
 
     def first(self, known: int) -> tuple[dict[int, bytes], dict[int, Message]]:

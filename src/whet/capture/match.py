@@ -60,7 +60,7 @@ class Run:
 class Conversation:
     """Meanings of the messages of one request."""
 
-    __slots__ = ("_echoes", "_reasoning", "_said", "_size", "messages", "reader")
+    __slots__ = ("_echoes", "_questions", "_reasoning", "_said", "_size", "messages", "reader")
 
     def __init__(
         self,
@@ -68,9 +68,12 @@ class Conversation:
         said: bytes,
         reasoning: Mapping[int, bytes],
         echoes: Mapping[int, Message],
+        questions: Sequence[int],
         reader: Reader,
     ) -> None:
+        """`questions`: index of each message that makes the family drop the reasoning before it."""
         self.reader = reader
+        self._questions = questions
         self.messages = messages
         self._said = said
         self._size = len(said) // SIZE
@@ -83,6 +86,11 @@ class Conversation:
     def __getitem__(self, index: int) -> Meaning:
         return Meaning(self._said[index * SIZE : (index + 1) * SIZE], self._reasoning.get(index, b""))
 
+    @property
+    def question(self) -> int:
+        """Index of the last message before which reasoning is dropped; -1 = all of it is kept."""
+        return self._questions[-1] if self._questions else -1
+
     def echo(self, index: int) -> Message:
         """What names the turn that this assistant message echoes: its call ids and pointers, nothing else."""
         return self._echoes[index]
@@ -93,7 +101,9 @@ class Conversation:
         at = range(start, start + len(messages))
         reasoning = {i - start: self._reasoning[i] for i in at if i in self._reasoning}
         echoes = {i - start: self._echoes[i] for i in at if i in self._echoes}
-        return Conversation(messages, self._said[start * SIZE :], reasoning, echoes, self.reader)
+        questions = [i - start for i in self._questions if i >= start]
+        said = self._said[start * SIZE :]
+        return Conversation(messages, said, reasoning, echoes, questions, self.reader)
 
     def told(self, system: bytes, tools: bytes, lead: int, walk: Walk | None) -> Told:
         """What a later request that begins with these messages need not read again."""
@@ -105,6 +115,7 @@ class Conversation:
             said=self._said,
             reasoning=tuple(self._reasoning.items()),
             echoes=tuple(self._echoes.items()),
+            questions=tuple(self._questions),
         )
 
     def run(self) -> Run:
@@ -270,9 +281,12 @@ class Reader:
     _KEPT = 1 << 14
     """Spellings remembered; past that, all are forgotten."""
 
-    def __init__(self, defaults: Mapping[str, Defaults] | None = None) -> None:
-        """`defaults` of the tools that these requests offer."""
+    def __init__(
+        self, defaults: Mapping[str, Defaults] | None = None, asking: frozenset[str] = frozenset()
+    ) -> None:
+        """`defaults` of the tools that these requests offer; `asking` as in `Forest`."""
         self.defaults = defaults or {}
+        self._asking = asking
         self._spelled: dict[bytes, bytes] = {}
 
     def meaning(self, message: Message) -> Meaning:
@@ -309,6 +323,7 @@ class Reader:
             known, fresh, before = messages.known, messages.fresh, messages.before
         said = [] if before is None else [before.said[: known * SIZE]]
         reasoning, echoes = ({}, {}) if before is None else before.first(known)
+        questions = [] if before is None else [i for i in before.questions if i < known]
         owners = _Owners([echo.tool_calls for echo in echoes.values()])
         for index, message in enumerate(fresh, known):
             role = message.role
@@ -319,8 +334,10 @@ class Reader:
                     reasoning[index] = digest(message.reasoning)
                 said.append(self._assistant(message.text, message.tool_calls))
                 continue
+            if role in self._asking:
+                questions.append(index)
             said.append(_hash(f"{owners.head(message)}\0{message.text}"))
-        return Conversation(messages, b"".join(said), reasoning, echoes, self)
+        return Conversation(messages, b"".join(said), reasoning, echoes, questions, self)
 
     def _assistant(
         self, text: str, calls: Sequence[ToolCall], canonical: Sequence[str] | None = None

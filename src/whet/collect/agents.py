@@ -19,6 +19,7 @@ from whet.collect.boxes import make_pool
 from whet.config import Config
 from whet.engine.base import Engine
 from whet.gateway.listen import Listener, check_port
+from whet.gateway.request import GatewayConfig
 from whet.gateway.server import Gateway
 from whet.harness.base import Harness, ModelAccess
 from whet.harness.cli_agent import CliHarness
@@ -145,12 +146,19 @@ def find_means(config: Config, say: Callable[[str], None] = log.warning) -> Mean
     return Means(pool=pool, harness=make_harness(config, pool))
 
 
+def gateway_config(config: Config) -> GatewayConfig:
+    return GatewayConfig(retention=config.model.retention)
+
+
 @asynccontextmanager
 async def open_agents(
     config: Config, family: Family, engine: Engine, sockets: Path, means: Means | None = None
 ) -> AsyncIterator[Agents]:
     """Gateway, workers and their sockets, for as long as the context lasts. `means`: found before."""
-    async with Gateway(engine, family) as gateway, open_crew(config, gateway, sockets, means) as crew:
+    async with (
+        Gateway(engine, family, gateway_config(config)) as gateway,
+        open_crew(config, gateway, sockets, means) as crew,
+    ):
         yield Agents(gateway=gateway, workers=crew.workers, harness=crew.harness, backend=crew.backend)
 
 

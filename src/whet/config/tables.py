@@ -80,6 +80,9 @@ class ModelTable(Table):
     """Token rules: auto, template (the folder's own), or the name of rules in the renderers package."""
     max_context_tokens: Count = 4096
     """Prompt plus sampled tokens of one model call."""
+    retention: Literal["all", "template"] = "all"
+    """Reasoning of earlier turns: all = it stays as it was sampled; template = it is dropped where the rules
+    of the model drop it, which makes a new branch of each question."""
 
 
 class TasksTable(Table):
@@ -320,6 +323,8 @@ class Config(Table):
         # `whet sft` samples with nothing, whatever engine made the rollouts of sft.run
         if self.policy_trouble and not self.sft.run:
             raise ValueError(self.policy_trouble)
+        if self.model.retention != "all" and self.engine.kind == "upstream" and not self.sft.run:
+            raise ValueError("model.retention means nothing with engine.kind upstream: it has its own rules")
         return self
 
     @model_validator(mode="after")

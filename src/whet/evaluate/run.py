@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from whet.collect.agents import Crew, find_means, limits_of, model_name, open_crew
+from whet.collect.agents import Crew, find_means, gateway_config, limits_of, model_name, open_crew
 from whet.collect.boxes import check_agents, check_tasks
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import CollectOptions, Dispatcher
@@ -96,7 +96,7 @@ async def _stage(run: RunDir, sockets: Path, view: Observer, options: RolloutOpt
         family = load_family(model_folder(config), config.model.family)
         log = run.logs / "learner.log"
         sampler = await stack.enter_async_context(options.sampler(config, family, log, view.note))
-        gateway = await stack.enter_async_context(Gateway(sampler.engine, family))
+        gateway = await stack.enter_async_context(Gateway(sampler.engine, family, gateway_config(config)))
         crew = await stack.enter_async_context(open_crew(config, gateway, sockets, means))
         yield Stage(sessions=gateway, crew=crew, check=sampler.check)
 

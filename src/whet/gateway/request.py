@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import orjson
 from aiohttp import web
@@ -55,6 +55,8 @@ class GatewayConfig:
     """Per session."""
     inline_chars: int = 100_000
     """Text up to this length is encoded on the event loop."""
+    retention: Literal["all", "template"] = "all"
+    """Reasoning of earlier turns: kept as it was sampled, or dropped where the family's rules drop it."""
     log_dir: Path | None = None
     """Folder in which each session keeps a log of its forest while it lives; None = no logs."""
     sealed_kept: int = 4096

@@ -21,7 +21,7 @@ from whet.gateway.dialects.base import WireError
 from whet.gateway.edits import explain
 from whet.gateway.prompt import new_ids
 from whet.gateway.told import Told, told
-from whet.render.family import Family
+from whet.render.family import Family, dropping_roles
 from whet.types import Generation, Message, Segment
 
 
@@ -32,10 +32,12 @@ def last_record(records: Path, rollout_id: str) -> Path | None:
     return max(tries, key=lambda p: int(p.suffixes[-2][1:]), default=None)
 
 
-def retold(record: Path, family: Family, rollout_id: str) -> tuple[Segment, ...]:
-    """The rows of one session. Raises RenderError for a call that cannot be told, RecordError for a file that
-    cannot be read."""
-    forest = Forest(rollout_id)
+def retold(
+    record: Path, family: Family, rollout_id: str, *, drop_reasoning: bool = False
+) -> tuple[Segment, ...]:
+    """The rows of one session; `drop_reasoning`: as sessions with retention `template` do. Raises RenderError
+    for a call that cannot be told, RecordError for a file that cannot be read."""
+    forest = Forest(rollout_id, asking=dropping_roles(family) if drop_reasoning else frozenset())
     ids: set[str] = set()
     for turn, call in enumerate(_answered(record)):
         try:

@@ -20,6 +20,7 @@ from typing import Self
 from aiohttp import web
 
 from whet.engine.base import Engine
+from whet.errors import ConfigError
 from whet.gateway import mcp
 from whet.gateway.bodies import Bodies
 from whet.gateway.deliver import CallReport, Delivery, json_response
@@ -44,7 +45,7 @@ from whet.gateway.routes import Route, dialect_of, take_apart
 from whet.gateway.session import Session, secret_digest
 from whet.gateway.session_spec import SessionSpec
 from whet.gateway.shim import TextShim
-from whet.render.family import Family
+from whet.render.family import Family, dropping_roles
 from whet.types import Limits
 
 __all__ = ["CallReport", "Gateway", "GatewayConfig", "GatewayCounters", "Listener"]
@@ -68,8 +69,12 @@ class Gateway:
         config: GatewayConfig | None = None,
         on_call: Callable[[CallReport], None] | None = None,
     ) -> None:
-        """`on_call` hears of every model call once it is over; it must not raise."""
+        """`on_call` hears of every model call once it is over; it must not raise. Raises ConfigError when
+        reasoning is to be dropped and the family's rules drop none."""
         self.config = config or GatewayConfig()
+        self._asking = dropping_roles(family) if self.config.retention == "template" else frozenset()
+        if self.config.retention == "template" and not self._asking:
+            raise ConfigError("retention template changes nothing: this family's rules keep all reasoning")
         self.counters = GatewayCounters()
         self._on_call = on_call
         self.intake = Intake(self.config.max_intake_bytes)
@@ -114,6 +119,7 @@ class Gateway:
             engine_deadline_s=self.config.engine_deadline_s,
             inline_chars=self.config.inline_chars,
             shim=shim,
+            asking=self._asking,
         )
         session = Session(
             self._engine,

@@ -101,7 +101,9 @@ class Session:
         key = secrets.token_bytes(32)
         self._log = LogFile.create(log_dir / f"{self.public_id}.log", spec.rollout_id) if log_dir else None
         self._forest = (
-            LoggedForest(spec.rollout_id, key, self._log) if self._log else Forest(spec.rollout_id, key)
+            LoggedForest(spec.rollout_id, key, self._log, spec.asking)
+            if self._log
+            else Forest(spec.rollout_id, key, spec.asking)
         )
         self.bodies = bodies
         self._turns = Turns(engine, family, self._forest, spec, self.tools)

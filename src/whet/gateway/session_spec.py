@@ -73,5 +73,7 @@ class SessionSpec:
     engine_deadline_s: float
     inline_chars: int
     """Text longer than this is encoded in a worker thread."""
+    asking: frozenset[str] = frozenset()
+    """Roles of the messages before which turns lose their reasoning; none = they keep it."""
     shim: TextShim | None = None
     """Text -> tool call, for a model that cannot call tools."""

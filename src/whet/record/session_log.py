@@ -88,8 +88,10 @@ def _clean(value: object) -> object:
 class LoggedForest(Forest):
     """A Forest that writes down each change. A change that cannot be written raises RecordError."""
 
-    def __init__(self, rollout_id: str, pointer_key: bytes, log: LogFile) -> None:
-        super().__init__(rollout_id, pointer_key)
+    def __init__(
+        self, rollout_id: str, pointer_key: bytes, log: LogFile, asking: frozenset[str] = frozenset()
+    ) -> None:
+        super().__init__(rollout_id, pointer_key, asking)
         self._log = log
 
     def extend(self, plan: PromptPlan, delta: IntArray, diagnosis: Diagnosis | None = None) -> int:
@@ -239,7 +241,8 @@ class _Replay(Forest):
             replaced,
             bytes.fromhex(event["said"]),
             {index: bytes.fromhex(digest) for index, digest in event["reasoning"]},
-            {},  # read only while planning
+            {},  # this and the next are read only while planning
+            (),
             self._reader_of(event["defaults"]),
         )
         plan = PromptPlan(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from whet.types import Finish, IntArray, Message, Role, ToolSpec
+from whet.errors import RenderError
+from whet.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +129,25 @@ def own_id(wire: str) -> str:
     except (ValueError, UnicodeDecodeError):
         return wire
     return raw if dash and raw else wire
+
+
+def dropping_roles(family: Family) -> frozenset[str]:
+    """Roles of the messages that make a family's rules leave out the reasoning of every turn before them."""
+    call = ToolCall(id="call_a", name="look", arguments="{}")
+    said = Message(role="assistant", text="So.", reasoning="Hm.")
+    probes = {
+        "user": [said, Message(role="user", text="More.")],
+        "system": [said, Message(role="system", text="Note.")],
+        "tool": [replace(said, tool_calls=(call,)), Message(role="tool", text="x", tool_call_id="call_a")],
+    }
+    return frozenset(role for role, run in probes.items() if _drops(family, run))
+
+
+def _drops(family: Family, run: Sequence[Message]) -> bool:
+    try:
+        return "Hm." not in family.decode(family.append([Message(role="user", text="Question."), *run]))
+    except RenderError:  # such a run cannot be written at all
+        return False
 
 
 # --------------------------------------------------------------------------- for those who implement it

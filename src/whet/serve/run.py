@@ -128,7 +128,7 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
             sampler = await stack.enter_async_context(open_sampler(config, family, log, voice.wait))
             folder = run.path / SESSIONS
             folder.mkdir(exist_ok=True)
-            served = GatewayConfig(log_dir=folder)
+            served = GatewayConfig(log_dir=folder, retention=config.model.retention)
             gateway = await stack.enter_async_context(Gateway(sampler.engine, family, served, voice.call))
             listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
             sessions = [_open(gateway, config, options, number) for number in range(options.sessions)]

@@ -150,12 +150,12 @@ def stored_tokens(store: Store) -> Tokens:
     return read
 
 
-def told_tokens(records: Path, family: Family) -> Tokens:
-    """Rows of text that a provider wrote, in the tokens of `family`."""
+def told_tokens(records: Path, family: Family, *, drop_reasoning: bool = False) -> Tokens:
+    """Rows of text that a provider wrote, in the tokens of `family`. `drop_reasoning`: see `retold`."""
 
     def read(rollout_id: str) -> tuple[Segment, ...]:
         record = last_record(records, rollout_id)
-        return () if record is None else retold(record, family, rollout_id)
+        return () if record is None else retold(record, family, rollout_id, drop_reasoning=drop_reasoning)
 
     return read
 

@@ -121,7 +121,8 @@ def open_tokens(config: Config, store: Store, family: Family) -> Tokens:
     ConfigError when they are not this model's."""
     source = read_config(Path(config.sft.run))
     if source.engine.kind == "upstream":
-        return told_tokens(Path(config.sft.run) / RECORDS, family)
+        dropped = config.model.retention == "template"
+        return told_tokens(Path(config.sft.run) / RECORDS, family, drop_reasoning=dropped)
     theirs = load_family(model_folder(source), source.model.family)
     if theirs.fingerprint != family.fingerprint:
         raise ConfigError(

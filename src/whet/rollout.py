@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from whet import failpoint
 from whet.capture.ledger import reassign
 from whet.errors import CaptureError, WhetError
+from whet.gateway.host_tools import HostCall
 from whet.gateway.session_spec import SessionStats
 from whet.grade.diff import DiffPolicy, compare
 from whet.harness.base import AgentResult, AwayTime, ModelAccess, no_time
@@ -65,6 +66,10 @@ class AttemptSession(Protocol):
     def left(self) -> bool:
         """The agent said that it is done."""
 
+    @property
+    def host_calls(self) -> Sequence[HostCall]:
+        """Calls of host tools so far."""
+
     async def seal(self, deadline_s: float) -> Trajectory: ...
 
 
@@ -103,6 +108,8 @@ KeepLog = Callable[[Rollout, bytes], None]
 """Gets the redacted output of an agent whose try did not end `ok`; must not raise."""
 KeepArtifacts = Callable[[Rollout, Mapping[str, bytes]], None]
 """Gets what was declared to be kept of a box, where there is any; must not raise."""
+KeepCalls = Callable[[Rollout, Sequence[Mapping[str, object]]], None]
+"""Gets the calls of host tools, in order, where there are any."""
 
 
 @dataclass(slots=True)
@@ -118,6 +125,7 @@ class _Under:
     log: bytes = b""
     egress: int | None = None
     artifacts: Mapping[str, bytes] = field(default_factory=dict)
+    calls: Sequence[HostCall] = ()
 
 
 class Began(Protocol):
@@ -151,12 +159,13 @@ class Attempts:
         seal_s: float = 10.0,
         keep_log: KeepLog = lambda rollout, log: None,
         keep_artifacts: KeepArtifacts = lambda rollout, artifacts: None,
+        keep_calls: KeepCalls = lambda rollout, calls: None,
         model: str = "policy",
     ) -> None:
         """`model`: what agents are told to ask for."""
         self._gateway, self._workers, self._judge = gateway, workers, judge
         self._seal_s, self._model = seal_s, model
-        self._keep_log, self._keep_artifacts = keep_log, keep_artifacts
+        self._keep_log, self._keep_artifacts, self._keep_calls = keep_log, keep_artifacts, keep_calls
 
     async def run(
         self,
@@ -184,6 +193,8 @@ class Attempts:
             self._keep_log(rollout, under.log)
         if under.artifacts:
             self._keep_artifacts(rollout, under.artifacts)
+        if under.calls:
+            self._keep_calls(rollout, [asdict(call) for call in under.calls])
         return rollout
 
     async def _run(
@@ -218,6 +229,7 @@ class Attempts:
                 raise
             finally:
                 await _seal(session, patience_s, under)
+                under.calls = session.host_calls
                 under.agent = time.monotonic() - under.leased
         under.log, under.egress, under.artifacts = result.log, result.egress_attempts, result.artifacts
         stats = session.stats

@@ -236,9 +236,10 @@ def show_verb(options: argparse.Namespace) -> int:
 
 def serve_verb(options: argparse.Namespace) -> int:
     """Ctrl-C is how serving ends; a failure before is a failure."""
+    from whet.collect.gateway import read_tools
     from whet.config import load_config
     from whet.record.run import name_run
-    from whet.serve.run import BASE, ServeOptions, read_tools, serve
+    from whet.serve.run import BASE, ServeOptions, serve
     from whet.stop import run_interruptible
 
     overrides, path = _positional(options)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Protocol
 
 from whet.collect.boxes import make_pool
+from whet.collect.gateway import gateway_config
 from whet.config import Config
 from whet.engine.base import Engine
 from whet.gateway.listen import Listener, check_port
-from whet.gateway.request import GatewayConfig
 from whet.gateway.server import Gateway
 from whet.harness.base import Harness, ModelAccess
 from whet.harness.cli_agent import CliHarness
@@ -140,14 +140,11 @@ def make_harness(config: Config, backend: SandboxBackend) -> Harness:
 
 def find_means(config: Config, say: Callable[[str], None] = log.warning) -> Means:
     """Boxes, the agent, which is installed when it is missing, and a look at the port. `say`: see make_pool.
-    Raises SetupError."""
+    Raises SetupError, and ConfigError for host tools that cannot be."""
     check_port(config.gateway.port)
+    gateway_config(config)
     pool = make_pool(config, say)
     return Means(pool=pool, harness=make_harness(config, pool))
-
-
-def gateway_config(config: Config) -> GatewayConfig:
-    return GatewayConfig(retention=config.model.retention)
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ limit) is nothing the agent did: the attempt is unscorable, not a zero. Callers:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from whet.config import Config
 from whet.engine.open import secret_from_environment
 from whet.errors import RecordError, boundary
 from whet.gateway.black_box import BlackBoxSession, Budgets, Spent, UpstreamOptions, record_name
+from whet.gateway.host_tools import HostCall
 from whet.gateway.listen import Listener
 from whet.gateway.passthrough import Passthrough, open_passthrough
 from whet.gateway.session_spec import SessionStats
@@ -65,6 +66,11 @@ class UpstreamSession:
             infra_error=held.trouble,
             waited_s=held.waited_s,
         )
+
+    @property
+    def host_calls(self) -> Sequence[HostCall]:
+        """None: bodies go on as they are."""
+        return ()
 
     async def seal(self, deadline_s: float) -> Trajectory:
         return await self._inner.seal(deadline_s)

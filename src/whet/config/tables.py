@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from whet.config.base import Count, CountOrZero, Fraction, Seconds, Table
 from whet.config.engines import EngineTable
+from whet.config.gateway import GatewayTable
 from whet.config.learning import CollectTable, TrainTable
 from whet.config.policy import PolicyTable
 from whet.config.sft import SftTable
@@ -239,13 +240,6 @@ class HarnessTable(Table):
     """Most bytes kept of one attempt; a file that does not fit into what is left is left out."""
 
 
-class GatewayTable(Table):
-    """The server the agent believes to be its provider."""
-
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Loopback TCP port that serves every session too, for a call by hand with its secret; 0 = none."""
-
-
 class LimitsTable(Table):
     """What one rollout may use. Reaching a limit is the agent's own doing and is graded."""
 
@@ -325,6 +319,15 @@ class Config(Table):
             raise ValueError(self.policy_trouble)
         if self.model.retention != "all" and self.engine.kind == "upstream" and not self.sft.run:
             raise ValueError("model.retention means nothing with engine.kind upstream: it has its own rules")
+        return self
+
+    @model_validator(mode="after")
+    def _gateway_can_add(self) -> Self:
+        adds, agent = self.gateway.adds, self.harness.agent
+        if adds and self.engine.kind == "upstream":
+            raise ValueError(f"{adds} means nothing with engine.kind upstream: bodies go on as they are")
+        if adds and agent in ("single_turn", "terminus"):
+            raise ValueError(f"{adds} means nothing with harness.agent {agent}: it offers the model no tools")
         return self
 
     @model_validator(mode="after")

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from whet.collect.agents import Crew, find_means, gateway_config, limits_of, model_name, open_crew
+from whet.collect.agents import Crew, find_means, limits_of, model_name, open_crew
 from whet.collect.boxes import check_agents, check_tasks
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import CollectOptions, Dispatcher
+from whet.collect.gateway import gateway_config
 from whet.collect.strength import hold_strength
 from whet.collect.upstream import open_upstream
 from whet.config import Config, model_folder
@@ -29,6 +30,7 @@ from whet.evaluate.summary import render, summarise, write_results
 from whet.gateway.server import Gateway
 from whet.grade.clean import runner_for
 from whet.record.artifacts import AgentArtifacts
+from whet.record.host_calls import HostCallLog
 from whet.record.logs import AgentLogs, log_to
 from whet.record.run import KIND, RunDir, write_text
 from whet.record.scratch import remove_stale_scratch, scratch_folder
@@ -144,6 +146,7 @@ def _dispatcher(run: RunDir, stage: Stage, judge: Judge, sink: ResultSink, view:
         judge,
         keep_log=AgentLogs(run.logs).keep,
         keep_artifacts=AgentArtifacts(run.artifacts).keep,
+        keep_calls=HostCallLog(run.host_calls).keep,
         model=model_name(c),
     )
     options = CollectOptions(

@@ -86,7 +86,7 @@ class SessionBody(_Body):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0
     limits: LimitsBody = LimitsBody()
-    tools: list[ToolBody] = []
+    tools: list[ToolBody] | None = None
     shim: ShimBody | None = None
 
 
@@ -201,7 +201,7 @@ class Admin:
             seed=body.seed,
             limits=limits,
             temperature=body.temperature,
-            tools=[HostTool(**tool.model_dump()) for tool in body.tools],
+            tools=None if body.tools is None else [HostTool(**tool.model_dump()) for tool in body.tools],
             shim=TextShim(**body.shim.model_dump()) if body.shim else None,
         )
         self.adopt(session)

@@ -20,6 +20,8 @@ import orjson
 from aiohttp import web
 
 from whet.gateway.dialects.base import WireError, deeper
+from whet.gateway.host_tools import HostTool
+from whet.gateway.shim import TextShim
 
 _INLINE_UNPACK = 1 << 16
 """A packed body up to this size is unpacked on the event loop."""
@@ -57,6 +59,10 @@ class GatewayConfig:
     """Text up to this length is encoded on the event loop."""
     retention: Literal["all", "template"] = "all"
     """Reasoning of earlier turns: kept as it was sampled, or dropped where the family's rules drop it."""
+    tools: tuple[HostTool, ...] = ()
+    """Host tools of sessions that are opened without their own."""
+    shim: TextShim | None = None
+    """Text -> tool call, for sessions that are opened without their own."""
     log_dir: Path | None = None
     """Folder in which each session keeps a log of its forest while it lives; None = no logs."""
     sealed_kept: int = 4096

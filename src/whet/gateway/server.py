@@ -105,11 +105,12 @@ class Gateway:
         temperature: float = 1.0,
         max_call_tokens: int | None = None,
         listener: Path | None = None,
-        tools: Sequence[HostTool] = (),
+        tools: Sequence[HostTool] | None = None,
         shim: TextShim | None = None,
     ) -> Session:
         """A new session with its own secrets. With `listener`, only requests through that socket count.
-        Raises ConfigError for host tools that cannot be."""
+        `tools` and `shim`: None = those of the configuration. Raises ConfigError for host tools that cannot
+        be."""
         spec = SessionSpec(
             rollout_id=rollout_id,
             seed=seed,
@@ -118,7 +119,7 @@ class Gateway:
             max_call_tokens=min(limits.max_call_tokens, max_call_tokens or limits.max_call_tokens),
             engine_deadline_s=self.config.engine_deadline_s,
             inline_chars=self.config.inline_chars,
-            shim=shim,
+            shim=shim or self.config.shim,
             asking=self._asking,
         )
         session = Session(
@@ -130,7 +131,7 @@ class Gateway:
             grace_s=self.config.disconnect_grace_s,
             on_sealed=self._retire,
             bodies=Bodies(self.config.max_json_depth, self.config.max_json_items),
-            tools=ToolBox(tools),
+            tools=ToolBox(self.config.tools if tools is None else tools),
             log_dir=self.config.log_dir,
         )
         self._sessions[session.secret_digest] = session

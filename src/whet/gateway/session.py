@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,7 @@ from whet.engine.base import Engine
 from whet.errors import EngineError, EngineUnavailable, GatewayError, RenderError
 from whet.gateway.bodies import Bodies, BodyName
 from whet.gateway.dialects.base import WireError
-from whet.gateway.host_tools import ToolBox
+from whet.gateway.host_tools import HostCall, ToolBox
 from whet.gateway.session_spec import SessionSpec, SessionStats
 from whet.gateway.turn import MAX_REFUSALS, Answer, Turns
 from whet.record.session_log import LogFile, LoggedForest
@@ -118,6 +118,11 @@ class Session:
     @property
     def stats(self) -> SessionStats:
         return self._turns.stats
+
+    @property
+    def host_calls(self) -> Sequence[HostCall]:
+        """Calls of host tools so far, in order."""
+        return self.tools.calls
 
     def owns(self, secret: str, listener: Path | None, scope: str = "agent") -> bool:
         """True when `secret` is this session's for `scope` and the request came in where it may: through its

@@ -86,6 +86,11 @@ class RunDir:
         return self.path / "artifacts"
 
     @property
+    def host_calls(self) -> Path:
+        """Calls of host tools; there once there was one."""
+        return self.path / "host_calls.jsonl"
+
+    @property
     def curve(self) -> Path:
         return self.path / "curve.svg"
 

@@ -12,23 +12,23 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import orjson
-from pydantic import ValidationError
 
 from whet.collect.agents import limits_of
+from whet.collect.gateway import gateway_config
 from whet.collect.upstream import upstream_options
 from whet.config import Config, model_folder
-from whet.errors import ConfigError, WhetError, boundary
-from whet.gateway.admin import Admin, ToolBody
+from whet.errors import ConfigError, WhetError
+from whet.gateway.admin import Admin
 from whet.gateway.black_box import BlackBoxSession, Budgets
 from whet.gateway.export import export_json
-from whet.gateway.host_tools import HostTool, ToolBox
+from whet.gateway.host_tools import HostTool
 from whet.gateway.passthrough import open_passthrough
-from whet.gateway.server import CallReport, Gateway, GatewayConfig
+from whet.gateway.server import CallReport, Gateway
 from whet.gateway.session import Session
 from whet.gateway.text_record import TextCall
 from whet.record.run import RunDir, write_text
@@ -71,22 +71,6 @@ class ServeOptions:
     """Host tools of every session."""
 
 
-def read_tools(path: Path) -> tuple[HostTool, ...]:
-    """Host tools from a JSON file: a list of {name, description, parameters}. Raises ConfigError."""
-    with boundary(ConfigError, f"cannot read {path}"):
-        listed = orjson.loads(path.read_bytes())
-    if not isinstance(listed, list):
-        raise ConfigError(f"{path}: must be a list of host tools")
-    try:
-        tools = tuple(HostTool(**ToolBody.model_validate(tool).model_dump()) for tool in listed)
-    except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}: {where}: {first['msg']}") from error
-    ToolBox(tools)
-    return tools
-
-
 class Voice:
     """Says what happens, as lines for a person or as one JSON object per line."""
 
@@ -121,6 +105,7 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
     if config.engine.kind == "upstream":
         await _serve_upstream(config, options, voice)
         return
+    options = replace(options, tools=options.tools or gateway_config(config).tools)
     family = load_family(model_folder(config), config.model.family)
     with RunDir.create(config) as run:
         async with AsyncExitStack() as stack:
@@ -128,7 +113,7 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
             sampler = await stack.enter_async_context(open_sampler(config, family, log, voice.wait))
             folder = run.path / SESSIONS
             folder.mkdir(exist_ok=True)
-            served = GatewayConfig(log_dir=folder, retention=config.model.retention)
+            served = gateway_config(config, folder)
             gateway = await stack.enter_async_context(Gateway(sampler.engine, family, served, voice.call))
             listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
             sessions = [_open(gateway, config, options, number) for number in range(options.sessions)]

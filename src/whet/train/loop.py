@@ -26,6 +26,7 @@ from whet.collect.masking import MaskRate
 from whet.config import Config
 from whet.errors import RecordError
 from whet.record.artifacts import AgentArtifacts
+from whet.record.host_calls import HostCallLog
 from whet.record.logs import AgentLogs, log_to
 from whet.record.metrics import Metrics, MetricsFile
 from whet.record.run import KIND, RunDir
@@ -133,6 +134,7 @@ class Loop:
             parts.judge,
             keep_log=AgentLogs(run.logs).keep,
             keep_artifacts=AgentArtifacts(run.artifacts).keep,
+            keep_calls=HostCallLog(run.host_calls).keep,
         )
         self._attempts: Runner = attempts
         masks, self._eval_masks = MaskRate(c.collect.mask_alarm), MaskRate(c.collect.mask_alarm)

@@ -1,0 +1,113 @@
+"""Host tools and the text shim in runs: what the configuration adds to every session of a rollout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_rollout_verb import DONE, Scripted, run
+
+from whet.config import load_config
+from whet.demo.policy import call
+from whet.errors import ConfigError
+from whet.record.run import read_store
+from whet.types import IntArray, Message, RequestKey, Rollout
+
+REPORT: dict[str, Any] = {
+    "name": "report",
+    "description": "Say how sure you are.",
+    "parameters": {
+        "type": "object",
+        "properties": {"sure": {"type": "number", "maximum": 1}},
+        "required": ["sure"],
+    },
+}
+
+
+class Reporting(Scripted):
+    """Calls the host tool, rightly in slot 0 and wrongly in slot 1, then stops."""
+
+    def policy(self, ids: IntArray, key: RequestKey) -> Message:
+        sure = 0.5 if key.rollout_id.endswith("/00") else 7
+        return call("report", sure=sure) if key.turn == 0 else DONE
+
+
+class Writing(Scripted):
+    """Cannot call tools: writes a command as text, once."""
+
+    def policy(self, ids: IntArray, key: RequestKey) -> Message:
+        text = "I look.\n```bash\necho found >found.txt; cat found.txt\n```"
+        return Message(role="assistant", text=text) if key.turn == 0 else DONE
+
+
+def stored(folder: Path) -> list[Rollout]:
+    with read_store(folder / "run") as store:
+        return [rollout for place in store.phases() for rollout in store.rollouts(*place)]
+
+
+def tool_file(tmp_path: Path, *tools: object) -> str:
+    path = tmp_path / "tools.json"
+    path.write_text(json.dumps(tools))
+    return f"gateway.tools={path}"
+
+
+def test_host_tools_of_a_run_are_offered_acknowledged_and_kept(tmp_path: Path) -> None:
+    scripted = Reporting()
+    summary = run(tmp_path, scripted, tool_file(tmp_path, REPORT), "rollout.tasks=1")
+    assert summary["graded"] == 2
+    assert scripted.engine is not None
+    family = scripted.engine._family
+    prompts = {(s.key.rollout_id[-2:], s.key.turn): family.decode(s.ids) for s in scripted.engine.sent}
+    assert all("Say how sure you are." in prompt for prompt in prompts.values())
+    assert '{"ok":true}' in prompts["00", 1]
+    assert "7 is greater than the maximum of 1" in prompts["01", 1]
+    kept = [json.loads(line) for line in (tmp_path / "run" / "host_calls.jsonl").read_text().splitlines()]
+    kept.sort(key=lambda line: line["rollout_id"])
+    assert [(k["rollout_id"][-2:], k["attempt"], k["index"], k["name"]) for k in kept] == [
+        ("00", 1, 0, "report"),
+        ("01", 1, 0, "report"),
+    ]
+    assert [json.loads(k["arguments"]) for k in kept] == [{"sure": 0.5}, {"sure": 7}]
+    assert [(k["source"], bool(k["error"])) for k in kept] == [("model", False), ("model", True)]
+
+
+def test_the_shim_of_a_run_turns_text_into_calls_and_labels_the_turns(tmp_path: Path) -> None:
+    scripted = Writing()
+    run(tmp_path, scripted, "gateway.shim_tool=bash", "rollout.tasks=1", "rollout.per_task=1")
+    assert scripted.engine is not None
+    family = scripted.engine._family
+    assert "found" in family.decode(scripted.engine.sent[1].ids).split("```")[-1]
+    (rollout,) = stored(tmp_path)
+    hints = [[value for name, value in turn.hints if name == "label"] for turn in rollout.trajectory.turns]
+    assert hints == [["shim"], []]
+    assert not (tmp_path / "run" / "host_calls.jsonl").exists()
+
+
+def test_without_the_shim_a_text_is_the_end(tmp_path: Path) -> None:
+    scripted = Writing()
+    assert run(tmp_path, scripted, "rollout.tasks=1", "rollout.per_task=1")["calls"] == 1
+
+
+def test_tools_that_cannot_be_end_the_run_before_it_begins(tmp_path: Path) -> None:
+    for tools, said in (([{**REPORT, "name": "step"}], "not a name"), ([{"name": "a"}], "Field required")):
+        with pytest.raises(ConfigError, match=said):
+            run(tmp_path, Scripted(), tool_file(tmp_path, *tools))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["gateway.shim_whole_text=true"], "mean nothing without shim_tool"),
+        (["gateway.shim_argument=cmd"], "mean nothing without shim_tool"),
+        (["gateway.tools=a.json", "harness.agent=single_turn"], "gateway.tools means nothing with harness"),
+        (
+            ["gateway.shim_tool=bash", "engine.kind=upstream", "engine.url=http://a", "engine.model=m"],
+            "gateway.shim_tool means nothing with engine.kind upstream",
+        ),
+    ],
+)
+def test_extras_that_would_change_nothing_are_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, overrides)

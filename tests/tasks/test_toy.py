@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ import pytest
 from whet.errors import TaskError
 from whet.tasks.toy import (
     FAMILIES,
+    FUNCTIONS,
+    MODULES,
     OPERATORS,
+    VARIABLES,
     ToySource,
     call_function,
     check_output,
@@ -54,8 +58,29 @@ def test_a_problem_is_a_function_of_its_seed() -> None:
     assert [make_problem(s) for s in range(20)] == [make_problem(s) for s in range(20)]
 
 
-def test_issue_does_not_tell_what_stands_in_the_file() -> None:
-    """The same meaning goes with several wrong texts, so the prompt alone cannot give the edit."""
+def test_issue_names_no_operand_and_no_operation() -> None:
+    """Beside the module's and the function's names every issue is the same text."""
+    seen = {make_problem(s).prompt.replace(make_problem(s).path, "M", 1) for s in range(300)}
+    shapes = {re.sub(rf"\b({'|'.join(FUNCTIONS)})\b", "F", text) for text in seen}
+    assert shapes == {"Fix M: F must return what its comment says."}
+    assert not set(VARIABLES) & set(FUNCTIONS)
+
+
+def test_no_answer_that_was_learned_by_heart_solves_a_task() -> None:
+    """Whoever gives each issue the solution most frequent among its tasks, by whatever edit and knowing the
+    order of the parameters, solves less than one task in fifty."""
+    solutions: dict[str, Counter[str]] = {}
+    for seed in range(3_000):
+        problem = make_problem(seed)
+        solutions.setdefault(problem.prompt, Counter())[problem.faulty.right] += 1
+    assert len(solutions) == len(MODULES) * len(FUNCTIONS)
+    # Of the most frequent, one is the task that it would have been learned from.
+    by_heart = sum(found.most_common(1)[0][1] - 1 for found in solutions.values())
+    assert by_heart / 3_000 < 0.02
+
+
+def test_one_comment_goes_with_several_wrong_lines() -> None:
+    """The comment alone cannot give the edit: what it must replace has to be read."""
     shapes: dict[str, set[str]] = {}
     for seed in range(2000):
         problem = make_problem(seed, ["operator", "swapped"])

@@ -1,10 +1,9 @@
 """`python -m whet.demo.blind`: how often a toy task is solved by an agent that edits without looking.
 
-Played through the real path (agent, gateway, grader) on held-out tasks. By default the agent replaces the
-wrong text, which it guesses uniformly among what the generator could have written, by the right one, which
-the issue tells: that is how the warm start edits without looking, and the floor that a trained policy has to
-leave. With `--anchor` it knows how the generator begins every module, and writes a line of its own behind the
-text that all of them share: a way around looking that the tasks leave open.
+Played through the real path (agent, gateway, grader) on held-out tasks. By default the agent replaces text
+that it imagines by text that it imagines, as the warm start does when it edits without looking. With
+`--anchor` it knows how the generator begins every module, and writes a line of its own behind the text that
+all of them share: the edit is accepted, but what the line must say stands in the file alone.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from whet.collect.agents import limits_of, open_agents
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot
 from whet.config import Config, demo_preset, load_config, model_folder
-from whet.demo.policy import FINAL, Habits, Step, edit
+from whet.demo.policy import FINAL, Habits, Step, edit, guess
 from whet.demo.warm import Demonstrator
 from whet.record.store import Score
 from whet.render.load import load_family
@@ -32,16 +32,16 @@ from whet.train.assembly import make_judge
 from whet.types import Message, Rollout
 from whet.view.curve import wilson
 
-BLIND = Habits(look=0.0, blind_wrong=0.0, recover=0.0, verify=0.0)
+BLIND = Habits(look=0.0, recover=0.0, verify=0.0)
 
 
 class Anchored(Demonstrator):
-    """Writes the right line behind the end of the function's head, whatever stands there."""
+    """Writes a line behind the end of the function's head, whatever stands there."""
 
     def assign(self, rollout_id: str, problem: ToyProblem, habits: Habits, seed: int) -> None:
-        right = problem.faulty.right.removeprefix("return ")
+        _, imagined = guess(random.Random(f"whet-anchor-{problem.seed}-{seed}"))
         self._scripts[rollout_id] = [
-            Step(message=edit(problem, "):", f"):\n    return {right}")),
+            Step(message=edit(problem, "):", f"):\n    return {imagined}")),
             Step(message=Message(role="assistant", text=FINAL)),
         ]
 

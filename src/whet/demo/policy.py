@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whet.tasks.toy import COMPARISONS, EXTREMES, OPERATORS, ToyProblem
+from whet.tasks.toy import COMPARISONS, EXTREMES, OPERATORS, VARIABLES, ToyProblem
 from whet.types import Message, ToolCall
 
 
@@ -25,8 +25,6 @@ class Habits:
     """A look is `python3 check.py` instead of reading the file."""
     wrong: float = 0.1
     """After looking, edits to a uniformly random expression."""
-    blind_wrong: float = 0.5
-    """Without looking, edits to a uniformly random expression."""
     verify: float = 0.15
     """Runs the check after a successful edit."""
     recover: float = 0.05
@@ -53,29 +51,20 @@ def look(problem: ToyProblem, rng: random.Random, habits: Habits) -> Message:
     return call("read", path=problem.path)
 
 
-def random_expression(problem: ToyProblem, rng: random.Random) -> str:
-    """Uniform over the shapes of expression the faulty function's parameters allow."""
-    a, b = rng.sample(problem.faulty.params, 2)
+def random_expression(params: Sequence[str], rng: random.Random) -> str:
+    """Uniform over the shapes of expression that two of `params` allow."""
+    a, b = rng.sample(params, 2)
     sign = rng.choice([*sorted(OPERATORS), *sorted(COMPARISONS), *sorted(EXTREMES)])
     return f"{sign}({a}, {b})" if sign in EXTREMES else f"{a} {sign} {b}"
 
 
-def guess_old(problem: ToyProblem, rng: random.Random) -> str:
-    """A guess at the wrong text without having seen it: the right one with one thing changed."""
-    right = problem.faulty.right.removeprefix("return ")
-    if "(" in right:
-        sign, rest = right.rstrip(")").split("(")
-        other = next(s for s in EXTREMES if s != sign)
-        a, b = rest.split(", ")
-        return rng.choice((f"{other}({a}, {b})", f"{other}({b}, {a})", f"{a} + {b}", f"{a} - {b}"))
-    a, sign, b = right.split(" ")
-    family = COMPARISONS if sign in COMPARISONS else OPERATORS
-    guesses = [f"{a} {other} {b}" for other in sorted(family) if other != sign]
-    if b.isdigit():
-        guesses += [f"{a} {sign} {int(b) - 1}", f"{a} {sign} {int(b) + 1}"]
-    else:
-        guesses.append(f"{b} {sign} {a}")
-    return rng.choice(guesses)
+def guess(rng: random.Random) -> tuple[str, str]:
+    """(wrong text, right text) as somebody imagines them who has seen nothing but the issue."""
+    params = rng.sample(VARIABLES, 2)
+    old = random_expression(params, rng)
+    while (new := random_expression(params, rng)) == old:
+        continue
+    return old, new
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +82,11 @@ def plan_turns(problem: ToyProblem, habits: Habits, seed: int) -> Sequence[Step]
     looked = rng.random() < habits.look
     steps = [Step(message=look(problem, rng, habits))] if looked else []
     if looked:
-        new = random_expression(problem, rng) if rng.random() < habits.wrong else problem.fault.new
+        wrong = rng.random() < habits.wrong
+        new = random_expression(problem.faulty.params, rng) if wrong else problem.fault.new
         steps.append(Step(message=edit(problem, problem.fault.old, new)))
     else:
-        right = problem.faulty.right.removeprefix("return ")
-        new = random_expression(problem, rng) if rng.random() < habits.blind_wrong else right
-        steps.append(Step(message=edit(problem, guess_old(problem, rng), new)))
+        steps.append(Step(message=edit(problem, *guess(rng))))
         if rng.random() < habits.recover:
             steps.append(Step(message=look(problem, rng, habits), after="refused"))
             steps.append(Step(message=edit(problem, problem.fault.old, problem.fault.new), after="refused"))

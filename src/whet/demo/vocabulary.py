@@ -50,13 +50,14 @@ SYNTAX = (
     "\n\n",
     "\n    ",
     "\n",
+    "# ",
 )
 
 WORDS = (
     "system user assistant tool name arguments path edits oldText newText command content offset timeout "
     "read bash edit write python3 check done def return min max True False import inspect from as target "
-    "print pass fail getsource Fix must whether is the of and smaller larger below above at most least "
-    "plus minus times divided by modulo NAME LEVEL "
+    "print pass fail getsource Fix must what its comment says returns whether is the of and smaller larger "
+    "below above at most least plus minus times divided by modulo NAME LEVEL "
 ).split()
 
 AGENT_MESSAGES = (

@@ -1,9 +1,9 @@
 """Generated Python bug-fix tasks: a module of 3-12 lines, one fault, an issue text, hidden tests.
 
-Each task is a pure function of its seed. The issue says what a function must return; what it does return
-stands only in the file, so an agent has to look before it can edit. Train and eval never share a task:
-the split is decided by content hash. Identifiers come from closed pools, so that a small tokenizer can
-give each of them one token.
+Each task is a pure function of its seed. The issue names the function and nothing else: what it must return
+stands in a comment above the faulty line, in words, so an agent has to look before it can edit (decision
+0052). Train and eval never share a task: the split is decided by content hash. Identifiers come from closed
+pools, so that a small tokenizer can give each of them one token.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ class Function:
     name: str
     params: tuple[str, ...]
     meaning: str
-    """What it must return, in the issue's words."""
+    """What it must return, in the comment's words."""
     right: str
     now: str
 
     def source(self, body: str) -> str:
-        return f"def {self.name}({', '.join(self.params)}):\n    {body}\n"
+        head = f"def {self.name}({', '.join(self.params)}):"
+        return f"{head}\n    # returns {self.meaning}\n    {body}\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ class ToyProblem:
 
     @property
     def prompt(self) -> str:
-        return f"Fix {self.path}: {self.faulty.name} must return {self.faulty.meaning}."
+        return f"Fix {self.path}: {self.faulty.name} must return what its comment says."
 
 
 Maker = Callable[[random.Random, Sequence[str]], tuple[str, str, str]]

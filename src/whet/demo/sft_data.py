@@ -55,7 +55,7 @@ class SftJob:
 
     seed: int = 0
     phases: tuple[Phase, ...] = (
-        Phase(steps=1500, look=0.9, wrong=0.0),
+        Phase(steps=750, look=0.9, wrong=0.0),
         Phase(steps=250, look=0.12, wrong=0.1),
     )
     rows: int = 32

@@ -11,15 +11,18 @@ from whet.config import Config, dotted_keys
 
 SOURCE = Path(whet.__file__).parent
 TABLES = set(Config.model_fields)
+CLASSES = {type(field.default).__name__: table for table, field in Config.model_fields.items()}
 
 FIXED: set[str] = set()
 """Keys with one possible value so far, which nothing needs to look at."""
 
 
 def keys_read(tree: ast.AST) -> Iterator[str]:
-    """`x.table.key`, and `name.key` after `name = x.table` in the same file."""
+    """`x.table.key`, and `name.key` where the same file has `name = x.table` or an argument of that class."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name):
+            names[node.arg] = CLASSES.get(node.annotation.id, names.get(node.arg, ""))
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
             for target in node.targets:
                 if isinstance(target, ast.Name) and node.value.attr in TABLES:
@@ -47,6 +50,7 @@ def test_fixed_keys_have_one_value() -> None:
 
 
 def test_the_search_can_tell() -> None:
-    read = set(keys_read(ast.parse("t = config.train\nprint(t.lr, c.run.seed, other.lr2)")))
-    assert {"train.lr", "run.seed"} <= read
+    source = "t = config.train\nprint(t.lr, c.run.seed, other.lr2)\ndef f(a: SftTable): return a.lr"
+    read = set(keys_read(ast.parse(source)))
+    assert {"train.lr", "run.seed", "sft.lr"} <= read
     assert "train.lr2" not in read

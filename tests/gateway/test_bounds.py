@@ -13,6 +13,7 @@ from gateway_rig import ASK, Rig, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from whet.capture.forest import Forest
 from whet.gateway import request
 from whet.gateway.bodies import BodyName
 from whet.gateway.dialects.anthropic import AnthropicDialect
@@ -105,6 +106,24 @@ async def test_while_a_body_of_60_mb_is_read_other_sessions_are_served(family: T
         assert served > 1
         assert rig.session.stats.injections == 0
         assert rig.gateway.intake.held == 0
+
+
+@pytest.mark.case(16, 47)
+async def test_more_messages_than_the_context_has_tokens_are_not_looked_at(
+    family: TemplateFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Rig(family, [said("ok")], limits=Limits(max_context_tokens=500)) as rig:
+        monkeypatch.setattr(Forest, "plan", None)
+        many = {"messages": [{"role": "user", "content": ""}] * 501}
+        status, body = await rig.post(many)
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        items = {"input": [{"role": "user", "content": "x"}] * 501}
+        url = f"{rig.base}/responses/input_tokens"
+        async with rig.http.post(url, json=items, headers=rig.auth) as response:
+            assert response.status == 400
+        monkeypatch.undo()
+        assert (rig.session.stats.overflows, rig.session.stats.truncated) == (1, True)
+        assert (await rig.post({"messages": ASK}))[0] == 200
 
 
 @pytest.mark.case(47)

@@ -15,7 +15,7 @@ import pytest
 
 from whet.capture.forest import Forest
 from whet.capture.history import History
-from whet.gateway.bodies import CUTS, INLINE_BYTES, Bodies, whole_list
+from whet.gateway.bodies import CUTS, INLINE_BYTES, INLINE_VALUES, Bodies, whole_list
 from whet.gateway.dialects.base import Dialect, WireCall, WireError
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.server import DIALECTS
@@ -380,3 +380,17 @@ async def test_a_long_body_does_not_hold_up_the_event_loop() -> None:
         assert reading.done() == inline
         wire, _ = await reading
         assert len(wire.request.messages) == 1
+
+
+async def test_nor_does_a_short_one_of_many_values_while_they_are_new() -> None:
+    bodies = Bodies(128, 1 << 20)
+    many = [{"role": "user", "content": "x"}] * (INLINE_VALUES // 3 + 1)
+    for messages, inline in ((many, False), ([*many, {"role": "user", "content": "y"}], True)):
+        raw = dump({"messages": messages})
+        assert len(raw) < INLINE_BYTES
+        reading = asyncio.create_task(bodies.read(ChatDialect(), raw, ""))
+        await asyncio.sleep(0)
+        assert reading.done() == inline
+        wire, _ = await reading
+        assert len(wire.request.messages) == len(messages)
+        Forest("r").plan(wire.request, "f")

@@ -10,6 +10,7 @@ Caller: server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import re
@@ -33,12 +34,18 @@ CUTS = 3
 """Ends per conversation: agents mark their newest messages and unmark them in the next request."""
 INLINE_BYTES = 1 << 20
 """A longer body is parsed in a worker thread: the event loop serves other agents meanwhile."""
+INLINE_VALUES = 10_000
+"""So is one with more to parse than this many JSON values: time goes by values (4 us each), not by bytes."""
 PATIENCE = 8
 """Bodies parsed whole in a row before it is tried less often to learn from them."""
 
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
+
+
+class _TooMany(Exception):
+    """More is to be parsed than should be on the event loop; nothing was done."""
 
 
 class BodyName:
@@ -110,19 +117,25 @@ class Bodies:
         """`parse`, off the event loop when the body is long. Raises WireError."""
         async with self._reading:
             if len(raw) <= INLINE_BYTES:
-                return self.parse(dialect, raw, action)
+                with contextlib.suppress(_TooMany):
+                    return self.parse(dialect, raw, action, most=INLINE_VALUES)
             return await asyncio.to_thread(self.parse, dialect, raw, action)
 
-    def parse(self, dialect: Dialect, raw: bytes, action: str) -> tuple[WireCall, BodyName]:
-        """The call that `raw` asks for, and the body's name. Raises WireError."""
+    def parse(
+        self, dialect: Dialect, raw: bytes, action: str, most: int | None = None
+    ) -> tuple[WireCall, BodyName]:
+        """The call that `raw` asks for, and the body's name. Raises WireError, and _TooMany where more than
+        `most` values would have to be parsed."""
         place = f"{dialect.name} {action}"
         marks, digest = self._hash(place, raw)
         name = BodyName(place, digest, raw)
         for record, cut in self._known(marks, raw):
+            _few(raw[cut.end : len(raw) - record.rest_size], most)
             wire = self._go_on(dialect, raw, action, record, cut, marks[cut.end])
             if wire is not None:
                 self._misses = self._pause = 0
                 return wire, name
+        _few(raw, most)
         return self._whole(dialect, raw, action, place), name
 
     # ----------------------------------------------------------------------- known bodies
@@ -234,6 +247,12 @@ class Bodies:
         if cuts:
             self._records.append(replace(record, cuts=tuple(cuts[-CUTS:])))
             del self._records[:-RECORDS]
+
+
+def _few(raw: bytes, most: int | None) -> None:
+    """Raises _TooMany where the text may hold more values than `most`; commas within strings count too."""
+    if most is not None and raw.count(b",") + raw.count(b"{") + raw.count(b"[") > most:
+        raise _TooMany
 
 
 class _Stretch(NamedTuple):

@@ -118,8 +118,8 @@ class Turns:
             return self._synthetic(turn)
         self.stats.calls += 1
         request, injected = self._tools.prepare(request)
-        plan, fresh = self._plan(request)
         try:
+            plan, fresh = self._plan(request)
             delta, typed = await self._render(plan, request, fresh)
         except WireError:
             self._overflowed()
@@ -191,6 +191,7 @@ class Turns:
         """Prompt tokens of this request, as a call would send them; changes nothing. Raises RenderError and
         WireError."""
         request, _ = self._tools.prepare(request)
+        self._check_size(request)
         plan = self._forest.plan(request, self._family.fingerprint)
         if plan.parent is not None:
             return len(self._forest.path_ids(plan.parent))
@@ -199,11 +200,19 @@ class Turns:
         return held + len(delta)
 
     def _plan(self, request: ModelRequest) -> tuple[PromptPlan, list[str]]:
-        """What the request continues, and its fresh texts. A plan stays valid: the forest only grows."""
+        """What the request continues, and its fresh texts. A plan stays valid: the forest only grows. Raises
+        WireError as `_check_size`."""
+        self._check_size(request)
         plan = self._forest.plan(request, self._family.fingerprint)
         self.stats.edited += plan.drift.kind == "edited"
         self.stats.forks += plan.drift.kind == "fork"
         return plan, _fresh_texts(plan, request)
+
+    def _check_size(self, request: ModelRequest) -> None:
+        """Raises WireError for more messages than the context has tokens, before they are looked at: each
+        takes one at least."""
+        if len(request.messages) > self._max_context:
+            raise self._overflow(len(request.messages))
 
     async def _render(
         self, plan: PromptPlan, request: ModelRequest, fresh: list[str]

@@ -120,6 +120,8 @@ def test_kill_9_at_any_moment_loses_and_repeats_nothing(
     assert summary["weights"] == reference[1]["weights"]
     assert summary["rollouts"] == reference[1]["rollouts"]
     assert plans(run_dir) == plans(reference[0])
+    tries = summary["tries"]
+    assert (tries["decided"], tries["running"], tries["untold"]) == (summary["rollouts"], 0, 0)
 
 
 def test_kill_9_of_the_learner_does_not_show(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

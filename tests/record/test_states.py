@@ -19,6 +19,7 @@ from whet.collect.masking import MaskRate
 from whet.errors import RecordError
 from whet.record.states import REASONS, STATES, Reason
 from whet.record.store import Score, Store, add_ledgers
+from whet.record.tries import ENDS
 from whet.train.sink import StoreSink
 from whet.types import EXCLUSIONS, Ledger, Outcome, Rollout, Status, Verdict
 
@@ -103,6 +104,46 @@ def test_the_oldest_version_of_a_graded_rollout_is_that_of_its_trainable_tokens(
         found, rollout = store.state(slot.rollout_id), store.rollout(slot.rollout_id)
         assert found is not None
         assert found.oldest == min(int(s.versions[s.mask].min()) for s in rollout.trajectory.segments)
+
+
+def test_every_try_that_was_begun_has_an_end_also_those_that_a_kill_cut_short(tmp_path: Path) -> None:
+    first, second, third, fourth = slots()
+    none = dict.fromkeys(ENDS, 0)
+    with Store(tmp_path / "s") as store:
+        assert store.tries() == none
+        sink = StoreSink(store, MaskRate(0.0))
+        sink.plan(slots(), "t", 0)
+        sink.start(first.rollout_id, 1, 0)
+        sink.attempted(first, graded(first, reward=None))
+        for place, attempt in ((first, 2), (second, 1), (third, 1)):
+            sink.start(place.rollout_id, attempt, 0)
+        sink.put(second, graded(second))
+        sink.cancelled(third, graded(third), "unused")
+        assert store.tries() == none | {"failed": 1, "running": 1, "decided": 1, "cancelled": 1}
+    with Store(tmp_path / "s") as store:
+        for _ in range(2):  # a kill of the process that resumes it changes nothing
+            store.recover()
+            assert store.tries() == none | {"failed": 1, "interrupted": 1, "decided": 1, "cancelled": 1}
+        assert store.attempts(first.rollout_id)[1] == (
+            2, Status.INFRA_FAILED, "interrupted: the process that ran it ended first",
+        )  # fmt: skip
+        assert store.tried("train/") == {first.rollout_id: 2, second.rollout_id: 1, third.rollout_id: 1}
+        sink = StoreSink(store, MaskRate(0.0))
+        sink.start(first.rollout_id, 3, 0)
+        sink.put(first, graded(first, attempt=3))
+        sink.put(fourth, graded(fourth, reward=None))
+        told = store.check_balance().tries
+        assert told == none | {"failed": 2, "interrupted": 1, "decided": 2, "cancelled": 1}
+
+
+def test_a_try_whose_end_an_older_whet_did_not_keep_is_untold(tmp_path: Path) -> None:
+    first, *_ = slots()
+    with Store(tmp_path / "s") as store:
+        store.plan(slots(), "t", 0)
+        store.start(first.rollout_id, 1, 0)
+        store.start(first.rollout_id, 2, 0)
+        store.put_rollout("train", 1, 0, 0, graded(first, attempt=2))
+        assert store.tries() == dict.fromkeys(ENDS, 0) | {"decided": 1, "untold": 1}
 
 
 def test_what_a_crash_leaves_is_planned_again_or_still_to_be_trained(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from whet.collect.dispatcher import Slot
 from whet.config import load_config
 from whet.errors import RecordError
 from whet.record.run import RunDir
@@ -289,6 +290,18 @@ def test_the_curve_of_a_stored_run(tmp_path: Path) -> None:
         curve = curve_of(store, "t")
     assert curve.train == (CurvePoint(step=1, score=score(2, 4)),)
     assert curve.heldout == (CurvePoint(step=0, score=score(1, 4)), CurvePoint(step=2, score=score(3, 4)))
+
+
+def test_show_says_how_tries_ended_where_not_each_decided_its_rollout(tmp_path: Path) -> None:
+    folder = stored_run(tmp_path / "r")
+    assert "tries:" not in show_run(folder)
+    with RunDir.open(folder) as run, run.store() as store:
+        place = Slot(phase="train", step=2, group=0, slot=0)
+        store.plan([place], "t", 1)
+        store.start(place.rollout_id, 1, 1)
+        store.recover()
+        store.start(place.rollout_id, 2, 1)
+    assert "  tries: 12 decided, 1 interrupted, 1 running\n" in show_run(folder)
 
 
 def test_finish_leaves_curve_and_report_and_show_reads_them_again(tmp_path: Path) -> None:

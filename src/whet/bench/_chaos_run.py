@@ -224,6 +224,9 @@ class Run:
     def balanced(self) -> bool:
         """At the end no fate is open, and all is accounted for."""
         with read_store(self.folder) as store:
+            if untold := store.tries()["untold"]:
+                self.wrong.append(f"{self.folder.name}: {untold} tries were begun and have no end")
+                return False
             try:
                 store.ledger()
             except RecordError as error:

@@ -20,6 +20,7 @@ from typing import Literal, Protocol, cast, get_args
 from whet.errors import RecordError
 from whet.record.database import Database
 from whet.record.rows import Row, has_table, insert, read_ledger
+from whet.record.tries import interrupt_running
 from whet.types import Ledger, Rollout, Status
 
 State = Literal["planned", "running", "graded", "scored", "assigned", "trained", "discarded"]
@@ -102,6 +103,8 @@ class Balance:
     """Of everything stored but `pending`."""
     pending: int
     """Sampled tokens of graded rollouts whose fate is still open."""
+    tries: Mapping[str, int]
+    """Tries by their end, see tries.py."""
 
 
 class States(Database):
@@ -157,9 +160,11 @@ class States(Database):
         self._move("discard", rollout_ids, (*OPEN, *UNUSED, "discarded"), change)
 
     def recover(self) -> Mapping[str, int]:
-        """Begin again after a crash: what ran is planned, what was assigned to a step that was not committed
-        is scored. Returns how many of each. Call it once, before a resumed run starts anything."""
+        """Begin again after a crash: what ran is planned, and its try is interrupted; what was assigned to a
+        step that was not committed is scored. Returns how many of each. Call it once, before a resumed run
+        starts anything."""
         with self._writing("recover") as db:
+            interrupt_running(db)
             ran = db.execute("UPDATE states SET state = 'planned' WHERE state = 'running'").rowcount
             taken = db.execute(
                 "UPDATE states SET state = 'scored', account = NULL WHERE state = 'assigned'"

@@ -38,6 +38,7 @@ from whet.record.rows import (
     write_rollout,
 )
 from whet.record.states import UNUSED, Balance, States, accounted, decide, settle
+from whet.record.tries import count_tries
 from whet.record.ulid import new_ulid
 from whet.types import DriftNote, Ledger, Rollout, Status, Verdict
 
@@ -118,6 +119,11 @@ class Store(States):
                 query += f" UNION ALL SELECT rollout_id, attempt FROM states {among}"
             grouped = f"SELECT rollout_id, MAX(n) AS n FROM ({query}) GROUP BY rollout_id HAVING MAX(n) > 0"
             return {row["rollout_id"]: row["n"] for row in db.execute(grouped, bounds)}
+
+    def tries(self) -> dict[str, int]:
+        """Tries of the run by their end, see tries.py; empty for a directory of an older whet."""
+        with self._reading() as db:
+            return count_tries(db)
 
     def attempts(self, rollout_id: str) -> list[tuple[int, Status, str]]:
         """(attempt, status, error) of every recorded try, in order."""
@@ -337,7 +343,11 @@ def _balance(db: sqlite3.Connection, steps: Sequence[StepRecord]) -> Balance:
             f"the ledger of the run does not balance: {total}, {pending} tokens pending, {stored} are stored"
         )
     return Balance(
-        states=dict(states), discarded=dict(sorted(reasons.items())), tokens=total, pending=pending
+        states=dict(states),
+        discarded=dict(sorted(reasons.items())),
+        tokens=total,
+        pending=pending,
+        tries=count_tries(db),
     )
 
 

@@ -13,6 +13,7 @@ from whet.collect.dispatcher import Phase, Slot
 from whet.collect.masking import MaskRate
 from whet.record.states import Reason
 from whet.record.store import Store
+from whet.record.tries import CANCELLED
 from whet.types import Rollout, Status
 
 
@@ -44,7 +45,7 @@ class StoreSink:
         """Nothing failed, so it is no masked try; its tokens are accounted for under the reason."""
         ledger = reassign(rollout.trajectory.ledger, reason)
         trajectory = replace(rollout.trajectory, ledger=ledger)
-        self._store.put_attempt(replace(rollout, trajectory=trajectory, error=f"cancelled: {reason}"))
+        self._store.put_attempt(replace(rollout, trajectory=trajectory, error=CANCELLED + reason))
 
     def discard(self, rollout_ids: Sequence[str], reason: str) -> None:
         """What is left of their groups may be closed by that."""

@@ -62,6 +62,7 @@ def show_run(run_dir: Path) -> str:
             return "\n".join([head, *_decided_lines(run_dir, store, kind)]) + "\n"
         lines = [head, *_step_lines(store), *_eval_lines(store, config.run.eval_tasks)]
         lines += [f"  drift: {line}" for line in drift_totals(store.drifts())]
+        lines += _try_lines(store)
         summary = read_summary(run_dir)
         if summary is not None:
             try:
@@ -113,6 +114,13 @@ def _state_lines(store: Store) -> Iterator[str]:
     states |= {f"discarded ({reason})": count for reason, count in store.discards().items()}
     if states:
         yield f"  rollouts: {', '.join(f'{count} {state}' for state, count in states.items())}"
+
+
+def _try_lines(store: Store) -> Iterator[str]:
+    """How tries ended, where not each decided its rollout."""
+    tries = {end: count for end, count in store.tries().items() if count}
+    if tries.keys() - {"decided"}:
+        yield f"  tries: {', '.join(f'{count} {end}' for end, count in tries.items())}"
 
 
 def _eval_lines(store: Store, tasks: int) -> Iterator[str]:

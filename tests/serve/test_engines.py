@@ -141,7 +141,7 @@ async def test_a_provider_as_black_box(tmp_path: Path) -> None:
     ("arguments", "line"),
     [
         (["engine.kind=vllm"], "needs url"),
-        (["engine.kind=vllm", "engine.url=http://127.0.0.1:9", "engine.retries=0"], "not reachable"),
+        (["engine.kind=vllm", "engine.url=http://127.0.0.1:9", "engine.start_timeout_s=0"], "not reachable"),
         (["engine.kind=vllm", "engine.url=nowhere"], "is not an http or https URL"),
         (["engine.kind=vllm", "engine.url=http://127.0.0.1:9", "engine.threads=2"], "threads means nothing"),
         (["engine.url=http://127.0.0.1:9"], "url means nothing with kind = 'embedded'"),
@@ -159,3 +159,21 @@ async def test_what_a_person_gets_wrong(tmp_path: Path, arguments: list[str], li
         assert code not in (0, None)
         assert line in said
         assert said.count("\n") == 1
+
+
+async def test_a_server_that_is_not_there_is_waited_for_aloud_and_not_for_ever(tmp_path: Path) -> None:
+    arguments = [
+        "engine.kind=vllm",
+        "engine.url=http://127.0.0.1:9",
+        "engine.retries=0",
+        "engine.start_timeout_s=0.5",
+    ]
+    async with serving(tmp_path, *arguments) as serve:
+        waiting = await serve.event("waiting")
+        code, said = await serve.ended()
+    gone = "vllm at http://127.0.0.1:9 is not reachable for "
+    assert waiting["line"].startswith(f"waiting for vllm at http://127.0.0.1:9 (0.5 s): {gone}")
+    assert code == 1
+    (line,) = said.splitlines()
+    assert line.startswith(f"whet: {gone}")
+    assert line.endswith("; waited 0.5 s for it (engine.start_timeout_s)")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from whet.config.base import Count, CountOrZero, Seconds, Table
+from whet.config.base import Count, CountOrZero, Seconds, SecondsOrZero, Table
 from whet.types import MIN_TEMPERATURE
 
 
@@ -32,6 +32,8 @@ class EngineTable(Table):
     """vllm, sglang: seconds for any other call."""
     retries: CountOrZero = 3
     """vllm, sglang: times that a request is sent again which the server has not begun."""
+    start_timeout_s: SecondsOrZero = 60.0
+    """vllm, sglang: seconds that a run waits at its start for a server that is not there yet; 0 = none."""
     return_timeout_s: Seconds = 300.0
     """vllm, sglang: seconds that a server which is gone may take to come back, published to by files."""
     publish: Literal["disk", "delta", "ipc", "nccl"] = "disk"
@@ -97,6 +99,7 @@ ENGINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "call_timeout_s": (*_SERVERS, "external", "upstream"),
     "control_timeout_s": _SERVERS,
     "retries": _SERVERS,
+    "start_timeout_s": _SERVERS,
     "return_timeout_s": _SERVERS,
     "publish": _SERVERS,
     "publish_dir": _SERVERS,

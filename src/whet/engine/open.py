@@ -8,10 +8,12 @@ evaluation through learner/sampler.py, train/assembly.py.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
 import numpy as np
@@ -24,10 +26,14 @@ from whet.engine.http import HttpOptions, checked_url
 from whet.engine.probe import probe_engine
 from whet.engine.sglang import open_sglang
 from whet.engine.vllm import open_vllm
-from whet.errors import ConfigError, EngineError
+from whet.errors import ConfigError, EngineError, EngineUnavailable
 from whet.types import IntArray, Message, ToolSpec
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Between two looks at a server that is not there yet."""
+Opener = Callable[[HttpOptions], AbstractAsyncContextManager[LoadingEngine]]
 
 
 class ProbeFamily(Protocol):
@@ -84,8 +90,8 @@ async def open_engine(
     """The configured engine, attached and probed at `engine.temperature`.
 
     `announce` gets a line that the operator needs before the engine can answer: where the trainer of an
-    external engine must connect. Raises ConfigError for kinds that are not opened here, EngineError when the
-    engine cannot be trusted.
+    external engine must connect, or which server is waited for. Raises ConfigError for kinds that are not
+    opened here, EngineError when the engine cannot be trusted, EngineUnavailable when it does not come.
     """
     async with _attach(config, announce) as engine:
         await _trust(engine, config, family, probe=probe)
@@ -93,9 +99,11 @@ async def open_engine(
 
 
 @asynccontextmanager
-async def open_server(config: Config, family: ProbeFamily) -> AsyncIterator[LoadingEngine]:
+async def open_server(
+    config: Config, family: ProbeFamily, announce: Callable[[str], None] = log.warning
+) -> AsyncIterator[LoadingEngine]:
     """The same for a server that takes weights (vllm, sglang). Raises ConfigError for other kinds."""
-    async with _attach_server(config) as engine:
+    async with _attach_server(config, announce) as engine:
         await _trust(engine, config, family, probe=True)
         yield engine
 
@@ -126,7 +134,7 @@ async def _trust(engine: Engine, config: Config, family: ProbeFamily, *, probe: 
 @asynccontextmanager
 async def _attach(config: Config, announce: Callable[[str], None]) -> AsyncIterator[Engine]:
     if config.engine.kind in ("vllm", "sglang"):
-        async with _attach_server(config) as server:
+        async with _attach_server(config, announce) as server:
             yield server
     elif config.engine.kind == "external":
         async with _open_external(config, announce) as external:
@@ -136,15 +144,27 @@ async def _attach(config: Config, announce: Callable[[str], None]) -> AsyncItera
 
 
 @asynccontextmanager
-async def _attach_server(config: Config) -> AsyncIterator[LoadingEngine]:
-    if config.engine.kind == "vllm":
-        async with open_vllm(http_options(config)) as vllm:
-            yield vllm
-    elif config.engine.kind == "sglang":
-        async with open_sglang(http_options(config)) as sglang:
-            yield sglang
-    else:
+async def _attach_server(config: Config, announce: Callable[[str], None]) -> AsyncIterator[LoadingEngine]:
+    """A server that is not there is waited for: often it is being started beside the run."""
+    openers: Mapping[str, Opener] = {"vllm": open_vllm, "sglang": open_sglang}
+    if config.engine.kind not in openers:
         raise ConfigError(f"engine.kind {config.engine.kind} takes no weights from a trainer of whet's")
+    opener, options, most_s = openers[config.engine.kind], http_options(config), config.engine.start_timeout_s
+    began, told = time.monotonic(), False
+    async with AsyncExitStack() as stack:
+        while True:
+            try:
+                engine = await stack.enter_async_context(opener(options))
+                break
+            except EngineUnavailable as error:
+                if time.monotonic() - began >= most_s:
+                    late = f"; waited {most_s:g} s for it (engine.start_timeout_s)" if most_s else ""
+                    raise EngineUnavailable(f"{error}{late}") from error
+                if not told:
+                    announce(f"waiting for {config.engine.kind} at {options.url} ({most_s:g} s): {error}")
+                    told = True
+            await asyncio.sleep(min(LOOK_S, max(0.0, began + most_s - time.monotonic())))
+        yield engine
 
 
 _NOT_HERE = {

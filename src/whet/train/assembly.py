@@ -84,7 +84,7 @@ async def _sampled_by(
         return
     spool = run.path / WEIGHTS
     options = PublishOptions.of(run.config, spool)
-    async with open_server(run.config, family) as engine:
+    async with open_server(run.config, family, note) as engine:
         publisher: Restorer
         if isinstance(engine, VllmEngine) and table.publish in ("ipc", "nccl"):
             way: Way = "ipc" if table.publish == "ipc" else "nccl"

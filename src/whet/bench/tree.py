@@ -191,7 +191,7 @@ def make_policy(config: ModelConfig, dtype: torch.dtype, device: torch.device, *
     shape: dict[str, Any] = {k: v for k, v in asdict(config).items() if k != "rope_theta"}
     theta = {"rope_type": "default", "rope_theta": config.rope_theta}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(
         Qwen3Config(**shape, rope_parameters=theta), dtype=torch.float32, attn_implementation=NAME
     )
     policy = HfPolicy(model.to(device).train(), dtype=dtype)

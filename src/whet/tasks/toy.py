@@ -2,7 +2,7 @@
 
 Each task is a pure function of its seed. The issue names the function and nothing else: what it must return
 stands in a comment above the faulty line, in words, so an agent has to look before it can edit (decision
-0052). Train and eval never share a task: the split is decided by content hash. Identifiers come from closed
+0053). Train and eval never share a task: the split is decided by content hash. Identifiers come from closed
 pools, so that a small tokenizer can give each of them one token.
 """
 

@@ -271,7 +271,7 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
         _register()
     except ImportError as error:
         raise TrainError("policy.kind hf needs transformers: pip install 'whet[hf]'") from error
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, attn_implementation="eager"

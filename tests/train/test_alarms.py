@@ -27,7 +27,8 @@ from whet.train.alarms import StepAlarms
 from whet.train.assembly import Parts
 from whet.train.learner.lifeline import Lifeline
 from whet.train.loop import Loop, WallClock
-from whet.train.plan.step import PlanConfig
+from whet.train.options import StepResult
+from whet.train.plan.step import PlanConfig, StepPlan
 from whet.types import Group, Ledger, Outcome, Rollout, Task, Verdict
 
 SIZE, GROUPS = 4, 4
@@ -151,6 +152,27 @@ async def test_the_loop_tells_of_tampering_of_a_leap_and_of_lost_tokens(tmp_path
     (line,) = again.told.notes
     assert "25% of the sampled tokens are lost to what agents do, 0% before" in line
     assert line.endswith("edited 16")
+
+
+async def test_a_token_apart_by_rounding_is_in_the_account_as_mismatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = FakeLearner.step
+
+    async def step(self: FakeLearner, plan: StepPlan) -> StepResult:
+        return replace(await plain(self, plan), mismatched=1)
+
+    monkeypatch.setattr(FakeLearner, "step", step)
+    path = tmp_path / "r"
+    with RunDir.create(config(path)) as run, run.store() as store, run.metrics() as metrics:
+        made = Run(run, store, metrics)
+        await made.step(1)
+        ledger = store.ledger()
+        assert (ledger.excluded["mismatch"], ledger.balanced) == (1, True)
+        assert written(path, 1)["tokens_trained"] == ledger.trained
+        (line,) = made.told.notes
+    told = "1 token is not trained, over train.max_logprob_gap between sampler and trainer"
+    assert line == f"step 1: mismatch: {told}"
 
 
 def test_a_leap_is_told_once_and_learning_never(caplog: pytest.LogCaptureFixture) -> None:

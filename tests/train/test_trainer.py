@@ -15,6 +15,7 @@ from transformers import Qwen3ForCausalLM
 
 from whet.engine.embedded_model import Qwen3, save_model
 from whet.errors import TrainError
+from whet.train.loss.options import LossName
 from whet.train.options import LossConfig, OptimConfig, TrainConfig
 from whet.train.plan.step import PlanConfig, StepPlan, plan_step
 from whet.train.trainer.trainer import Trainer
@@ -157,11 +158,11 @@ def test_the_same_plan_gives_the_same_bits() -> None:
     assert not same(ends[0], weights(small_model()))
 
 
-def wrong(plan: StepPlan, change: float) -> StepPlan:
-    """The plan with one logprob changed."""
+def wrong(plan: StepPlan, change: float, tokens: int = 1) -> StepPlan:
+    """The plan with some logprobs of one row changed."""
     row = plan.rows[4]
     mu = row.logprobs.copy()
-    mu[18] += np.float32(change)
+    mu[18 : 18 + tokens] += np.float32(change)
     rows = (*plan.rows[:4], dataclasses.replace(row, logprobs=mu), *plan.rows[5:])
     return dataclasses.replace(plan, rows=rows)
 
@@ -171,7 +172,7 @@ def test_a_wrong_logprob_is_named_and_nothing_changes() -> None:
     plan = plan_step(sampled_groups(model), PlanConfig())
     trainer = Trainer(model, TrainConfig())
     before = weights(model)
-    for change in (-3e-4, math.nan):
+    for change in (-3e-3, math.nan):
         with pytest.raises(TrainError) as caught:
             trainer.step(wrong(plan, change))
         line = f"rollout {plan.rows[4].rollout_id} segment 0 token 18: trainer and sampler differ by"
@@ -179,6 +180,41 @@ def test_a_wrong_logprob_is_named_and_nothing_changes() -> None:
         assert same(before, weights(model))
         assert (trainer.version, trainer.steps) == (0, 0)
     assert trainer.step(wrong(plan, -5e-5)).max_logprob_gap == pytest.approx(5e-5, abs=1e-5)
+
+
+def test_more_tokens_apart_than_rounding_explains_are_a_fault() -> None:
+    model = small_model()
+    plan = plan_step(sampled_groups(model), PlanConfig())
+    trainer, before = Trainer(model, TrainConfig()), weights(model)
+    total = plan.ledger.trained
+    text = rf"by more than 0.0001 in 2 of {total} tokens, for one rollout \S+ segment 0 token 1[89]: "
+    with pytest.raises(TrainError, match=f"{text}.* no update"):
+        trainer.step(wrong(plan, -3e-4, tokens=2))
+    assert same(before, weights(model))
+    assert (trainer.version, trainer.steps) == (0, 0)
+
+
+@pytest.mark.parametrize(("loss", "epochs"), [("dppo", 1), ("ppo_clip", 3)])
+def test_a_token_apart_by_rounding_is_not_trained(loss: LossName, epochs: int) -> None:
+    """The update is that of a plan whose row has the same weight and does not ask for the token at all."""
+    ends, results = [], []
+    for without in (False, True):
+        model = small_model()
+        plan = wrong(plan_step(sampled_groups(model), PlanConfig()), -3e-4)
+        if without:
+            mask = plan.rows[4].mask.copy()
+            mask[18] = False
+            rows = (*plan.rows[:4], dataclasses.replace(plan.rows[4], mask=mask), *plan.rows[5:])
+            plan = dataclasses.replace(plan, rows=rows)
+        config = TrainConfig(epochs=epochs, loss=LossConfig(name=loss), optim=OptimConfig(lr=1e-3))
+        results.append(Trainer(model, config).step(plan))
+        ends.append(weights(model))
+    found, asked = results
+    assert (found.mismatched, asked.mismatched) == (1, 0)
+    assert found.tokens == asked.tokens == plan.ledger.trained - 1
+    assert found.max_logprob_gap < 1e-5
+    for name, tensor in ends[0].items():
+        assert torch.allclose(tensor, ends[1][name], atol=1e-7, rtol=1e-5), name
 
 
 def test_tokens_of_older_versions_are_not_held_against_the_sampler() -> None:

@@ -28,10 +28,10 @@ SPREADS = 3.0
 NAMED = 3
 """Reasons that one alarm names at most."""
 FATES = frozenset(
-    {"degenerate", "zero_advantage", "few_groups", "no_tokens", "evaluation", "demonstrated"}
+    {"degenerate", "zero_advantage", "few_groups", "no_tokens", "evaluation", "demonstrated", "mismatch"}
     | {"infra", "stale", "deadline", "unused"}
 )
-"""Reasons that follow from rewards, from the schedule or from the infrastructure, which has its own alarm."""
+"""Reasons that follow from rewards, rounding, the schedule or the infrastructure, which has its own alarm."""
 
 
 def lost_reasons(ledger: Ledger) -> list[tuple[str, int]]:

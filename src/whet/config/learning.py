@@ -94,7 +94,7 @@ class TrainTable(Table):
     overlong_margin_tokens: Count = 4096
     """overlong_tokens: over this many tokens before it the reward falls evenly."""
     max_logprob_gap: Annotated[float, Field(ge=0)] = 0.0
-    """The run stops above this |sampler - trainer| logprob; 0 = 1e-4 embedded, 1e-3 float32, else 1."""
+    """Most |sampler - trainer| logprob of a trained token; 0 = 1e-4 embedded, 1e-3 float32, else 1."""
     ratio: Literal["sampler", "trainer"] = "sampler"
     """ppo_clip, cispo, gspo: divide by the sampler's record, or by what the trainer found before the step."""
     dppo_low: Fraction = 0.2

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from whet import failpoint
+from whet.capture.ledger import reassign
 from whet.collect.breaker import Breaker
 from whet.collect.dispatcher import Dispatcher, Phase, Runner, Watcher
 from whet.collect.masking import MaskRate
@@ -234,11 +235,12 @@ class Loop:
         folder = self._run.checkpoints / f"step-{step:05d}"
         trained = await self._parts.life.train(plan, folder)
         result = trained.result
-        metrics = _step_metrics(groups, plan.ledger, result)
+        ledger = reassign(plan.ledger, "mismatch", result.mismatched)
+        metrics = _step_metrics(groups, ledger, result)
         metrics |= {"collect_s": collected - began, "train_s": time.monotonic() - collected, **told}
-        watched, alarms = self._alarms.look(groups, plan.ledger, metrics["reward_mean"])
+        watched, alarms = self._alarms.look(groups, ledger, metrics["reward_mean"])
         metrics |= watched
-        for alarm in filter(None, (*alarms, result.alarm)):
+        for alarm in filter(None, (*alarms, result.alarm, _apart(result.mismatched))):
             self._view.note(f"step {step}: {alarm}")
         metrics["step_s"] = (now := time.monotonic()) - began
         # With what was published and evaluated since the step before.
@@ -250,7 +252,7 @@ class Loop:
             metrics,
             str(folder.relative_to(self._run.path)),
             plan.digest,
-            plan.ledger,
+            ledger,
             trained=[name for name, reason in plan.fates.items() if not reason],
             discarded={name: reason for name, reason in plan.fates.items() if reason},
             meta=self._clock.meta(),
@@ -300,6 +302,14 @@ def _ahead(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "wasted": round(total["wasted_s"] / (total["rollout_s"] or 1.0), 4),
         "trainer_idle": round(total["waited_s"] / (whole_s or 1.0), 4),
     }
+
+
+def _apart(tokens: int) -> str:
+    """What is said of tokens that are not trained for `mismatch`; "" of none."""
+    if not tokens:
+        return ""
+    are = "token is" if tokens == 1 else "tokens are"
+    return f"mismatch: {tokens} {are} not trained, over train.max_logprob_gap between sampler and trainer"
 
 
 def _rate(groups: Sequence[Group]) -> float:

@@ -248,7 +248,10 @@ class StepResult:
     alarm: str = ""
     """What is beyond a limit that calls for a person, or empty."""
     max_logprob_gap: float = 0.0
-    """Largest |trainer - sampler| log-probability before the first update, current version only."""
+    """Largest |trainer - sampler| log-probability before the first update, of trained tokens of the current
+    version."""
+    mismatched: int = 0
+    """Tokens of the plan that were over that limit and so are not trained; the means count them."""
     lr: float = 0.0
     tokens: int = 0
     """Trained tokens."""

@@ -83,6 +83,7 @@ EXCLUSIONS = frozenset(
         "after_stop",
         "not_final",
         "row_cap",
+        "mismatch",
     }
 )
 """Closed set of reasons for which a captured token is not trained."""

@@ -29,6 +29,9 @@ class Sums:
     k3: float = 0.0
     """rho - 1 - log rho of tokens of the current version."""
     gap: float = 0.0
+    """Largest |log rho| of the tokens of the current version that are trained."""
+    apart: int = 0
+    """Tokens that are not trained, since sampler and trainer disagree about them."""
     current: int = 0
     """Tokens sampled by the current version."""
     off_policy: float = 0.0
@@ -86,7 +89,8 @@ def result_of(epochs: Sequence[Sums], config: TrainConfig) -> StepResult:
         ref_kl=ref_kl,
         alarm=alarm(off_policy_kl, ref_kl, config),
         max_logprob_gap=first.gap,
-        tokens=first.tokens,
+        mismatched=first.apart,
+        tokens=first.tokens - first.apart,
     )
 
 

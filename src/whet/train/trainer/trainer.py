@@ -2,8 +2,8 @@
 
 Its log-probabilities come from a full forward without any cache of the sampler's. The first forward measures
 them against the sampler's record: tokens of the current version must agree, which proves the whole path from
-the sampled id to the training row. Same plan, weights and thread count give the same bits. Called by
-learner/main.py.
+the sampled id to the training row; the few that rounding sets apart are not trained. Same plan, weights and
+thread count give the same bits. Called by learner/main.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from whet.errors import ConfigError, TrainError
 from whet.train.head.objective import Fused, Objective, Scores, kept_gradient, objective, score
 from whet.train.loss.losses import Terms, token_loss
 from whet.train.loss.measure import Sums, result_of
+from whet.train.loss.mismatch import Mismatch
 from whet.train.loss.terms import StepTerms
 from whet.train.memory.fit import Fit
 from whet.train.memory.techniques import PLAIN, Techniques
@@ -32,7 +33,7 @@ from whet.train.plan.step import StepPlan
 from whet.train.policy.base import Policy
 from whet.train.policy.hf import HfPolicy
 from whet.train.policy.shard import gathered
-from whet.train.trainer.batch import Batch, locate, make_batch
+from whet.train.trainer.batch import Batch, make_batch
 from whet.train.trainer.dist import Alone, Ranks
 from whet.train.trainer.optim import Optimiser
 from whet.train.trainer.reference import Reference
@@ -63,6 +64,8 @@ class Trainer:
         self.fit = self._fit_of(model) if isinstance(model, HfPolicy | Qwen3) else None
         """Chooses memory techniques; None = they stay as they are."""
         self._chosen: dict[MicroBatch, Techniques] = {}
+        self._apart: dict[MicroBatch, Tensor] = {}
+        """Tokens of the step that are not trained, since sampler and trainer disagree about them."""
         self.steps = 0
         """Optimiser steps done."""
         self.version = version
@@ -76,10 +79,10 @@ class Trainer:
     def step(self, plan: StepPlan) -> StepResult:
         """Train one plan. A plan without rows is skipped: nothing changes, the version neither.
 
-        Raises TrainError, with weights and optimiser as before, when a token of the current version differs
-        from the sampler's record by more than the limit, when a token's version is too old or unknown, when
-        a loss or gradient is not finite, and when a row is longer than the model's context or the device's
-        memory allows.
+        Raises TrainError, with weights and optimiser as before, when tokens of the current version differ
+        from the sampler's record by more than rounding explains, when a token's version is too old or
+        unknown, when a loss or gradient is not finite, and when a row is longer than the model's context or
+        the device's memory allows.
         """
         began = time.monotonic()
         if not plan.rows:
@@ -128,6 +131,7 @@ class Trainer:
         norm = lr = 0.0
         every: list[Sums] = []
         terms = StepTerms(plan, self.config.loss)
+        self._apart.clear()
         for epoch in range(self.config.epochs):
             self.optimiser.zero()
             sums = self._summed(plan, terms, epoch, measure=epoch == 0 and not self._supervised)
@@ -194,28 +198,38 @@ class Trainer:
             terms.look(
                 self.ranks.attempt(lambda: self._look(plan, mine, self.ranks.counts)), epoch, self.ranks.total
             )
-        sums = self.ranks.attempt(lambda: self._accumulate(plan, mine, terms, epoch, measure=measure))
+        mismatch = Mismatch(self.config.max_logprob_gap, self.version) if measure else None
+        sums = self.ranks.attempt(lambda: self._accumulate(plan, mine, terms, epoch, mismatch))
         self.ranks.combine(list(self.optimiser.named.values()), sums)
+        if mismatch is not None:
+            mismatch.judge(sums)
         return sums
 
     def _accumulate(
-        self, plan: StepPlan, batches: Sequence[MicroBatch], terms: StepTerms, epoch: int, *, measure: bool
+        self,
+        plan: StepPlan,
+        batches: Sequence[MicroBatch],
+        terms: StepTerms,
+        epoch: int,
+        mismatch: Mismatch | None,
     ) -> Sums:
-        """Forward and backward over some micro-batches."""
+        """Forward and backward over some micro-batches; with `mismatch`, compared with the sampler."""
         sums = Sums()
         for micro in batches:
             batch, counts = self._batch(plan, micro), self.ranks.counts(micro)
             self._use(micro)
             if not counts:
-                self._keep_company(batch, measure=measure)
+                self._keep_company(batch, measure=mismatch is not None)
                 continue
             ref = self._ref(terms, micro, batch)
             given = terms.of(micro, batch.mu, batch.advantage, ref)
-            fused = self._objective(batch, self._weighted(batch, given))
+            fused = self._objective(batch, self._weighted(batch, given, mismatch, self._apart.get(micro)))
             scores = fused.scores
             fused.total.backward()  # type: ignore[no-untyped-call]
-            if measure:
-                self.ranks.in_step(partial(self._compare, batch, scores.logp, sums))
+            if mismatch is not None:
+                apart = self.ranks.in_step(partial(mismatch.count, batch, scores.logp, sums))
+                if apart is not None:
+                    self._apart[micro] = apart
             sums.loss += float(fused.total.detach())
             sums.add(token_loss(scores.logp, given, self.config.loss), batch.advantage)
             sums.entropy += float(scores.entropy.sum())
@@ -230,11 +244,17 @@ class Trainer:
         if measure:
             self.ranks.in_step(lambda: None)
 
-    def _weighted(self, batch: Batch, given: Terms) -> Objective:
-        """Every loss is a function of one token's log-probability, given its terms."""
+    def _weighted(
+        self, batch: Batch, given: Terms, mismatch: Mismatch | None, apart: Tensor | None
+    ) -> Objective:
+        """Every loss is a function of one token's log-probability, given its terms; nothing of a token that
+        is found `apart` now, or was before the first update."""
 
         def weighted(logp: Tensor, part: slice) -> Tensor:
-            return token_loss(logp, given.part(part), self.config.loss).loss * batch.weight[part]
+            loss = token_loss(logp, given.part(part), self.config.loss).loss * batch.weight[part]
+            if mismatch is not None:
+                return torch.where(mismatch.over(batch, logp, part), 0.0, loss)
+            return loss if apart is None else torch.where(apart[part], 0.0, loss)
 
         return weighted
 
@@ -274,23 +294,6 @@ class Trainer:
         if known is not None:
             return known
         return self.reference.logprobs(batch, self.config.temperature, self._chosen.get(micro, PLAIN))
-
-    def _compare(self, batch: Batch, logp: Tensor, sums: Sums) -> None:
-        """Mismatch at the same version; raises TrainError over the limit, naming the token."""
-        current = batch.versions == self.version
-        log_rho = torch.where(current, logp - batch.mu, 0.0)
-        gap = log_rho.abs()
-        # not <=: a gap that is nan must not pass
-        if not bool((gap <= self.config.max_logprob_gap).all()):
-            worst = int(torch.nan_to_num(gap, nan=math.inf).argmax())
-            row, token = locate(batch, worst)
-            raise TrainError(
-                f"rollout {row.rollout_id} segment {row.segment} token {token}: trainer and sampler differ"
-                f" by {float(gap[worst]):.3g} in log-probability at version {self.version}, over the limit"
-                f" of {self.config.max_logprob_gap:g} (train.max_logprob_gap): no update"
-            )
-        sums.gap = max(sums.gap, float(gap.max()))
-        sums.compare(logp - batch.mu, current)
 
     def _check_lengths(self, plan: StepPlan) -> None:
         limit = self.model.max_positions

@@ -176,7 +176,7 @@ async def test_a_token_apart_by_rounding_is_in_the_account_as_mismatch(
 
 
 def test_a_leap_is_told_once_and_learning_never(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.WARNING, logger="whet.collect")
     told = Jumps("reward", 0.4)
     seen = [told.look(value, 8).alarm for value in [0.2] * 8 + [0.8] * 8]
     assert seen == [False] * 8 + [True] + [False] * 7

@@ -117,6 +117,7 @@ async def test_more_messages_than_the_context_has_tokens_are_not_looked_at(
         many = {"messages": [{"role": "user", "content": ""}] * 501}
         status, body = await rig.post(many)
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        assert "resulted in at least 501 tokens" in body["error"]["message"]
         items = {"input": [{"role": "user", "content": "x"}] * 501}
         url = f"{rig.base}/responses/input_tokens"
         async with rig.http.post(url, json=items, headers=rig.auth) as response:

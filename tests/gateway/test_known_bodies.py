@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import random
@@ -15,9 +14,9 @@ import pytest
 
 from whet.capture.forest import Forest
 from whet.capture.history import History
-from whet.gateway.bodies import CUTS, INLINE_BYTES, INLINE_VALUES, Bodies, whole_list
+from whet.gateway.bodies import CUTS, Bodies
 from whet.gateway.dialects.base import Dialect, WireCall, WireError
-from whet.gateway.dialects.chat import ChatDialect
+from whet.gateway.elements import whole_list
 from whet.gateway.server import DIALECTS
 from whet.types import Generation, ModelRequest
 
@@ -369,28 +368,3 @@ def test_a_half_of_a_surrogate_pair_in_a_known_or_new_part_is_read_as_its_replac
     newest = orjson.dumps(chat(6, words)).replace(b'"Fix it."', half).replace(b"1005 says", b"\\udc00 says")
     wire, _ = lab.bodies.parse(lab.dialect, newest, lab.action)
     assert "\ufffd says" in wire.request.messages[-1].text
-
-
-async def test_a_long_body_does_not_hold_up_the_event_loop() -> None:
-    bodies = Bodies(128, 1 << 20)
-    for text, inline in (("x", True), ("\\ud83d" * (INLINE_BYTES // 6 + 1), False)):
-        raw = b'{"messages":[{"role":"user","content":"' + text.encode() + b'"}]}'
-        reading = asyncio.create_task(bodies.read(ChatDialect(), raw, ""))
-        await asyncio.sleep(0)
-        assert reading.done() == inline
-        wire, _ = await reading
-        assert len(wire.request.messages) == 1
-
-
-async def test_nor_does_a_short_one_of_many_values_while_they_are_new() -> None:
-    bodies = Bodies(128, 1 << 20)
-    many = [{"role": "user", "content": "x"}] * (INLINE_VALUES // 3 + 1)
-    for messages, inline in ((many, False), ([*many, {"role": "user", "content": "y"}], True)):
-        raw = dump({"messages": messages})
-        assert len(raw) < INLINE_BYTES
-        reading = asyncio.create_task(bodies.read(ChatDialect(), raw, ""))
-        await asyncio.sleep(0)
-        assert reading.done() == inline
-        wire, _ = await reading
-        assert len(wire.request.messages) == len(messages)
-        Forest("r").plan(wire.request, "f")

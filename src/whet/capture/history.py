@@ -8,6 +8,7 @@ the earlier request from `Memory`. A Memory holds digests and ids, no text. Call
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -66,10 +67,18 @@ class Memory:
         self.told: Told | None = None
 
 
+class Unread(Exception):
+    """Known messages are wanted that it takes long to parse again; nothing was done."""
+
+    def __init__(self, history: History) -> None:
+        super().__init__()
+        self.read = history.read
+
+
 class History(Sequence[Message]):
     """Messages of one request; known ones are parsed only when somebody looks at them."""
 
-    __slots__ = ("_fresh", "_parse", "_whole", "before", "known", "memory")
+    __slots__ = ("_fresh", "_long", "_origin", "_parse", "_spared", "_whole", "before", "known", "memory")
 
     def __init__(
         self,
@@ -79,14 +88,20 @@ class History(Sequence[Message]):
         known: int = 0,
         before: Told | None = None,
         parse: Callable[[], tuple[Message, ...]] | None = None,
+        long: Callable[[], bool] = lambda: False,
+        origin: History | None = None,
     ) -> None:
         """The first `known` messages are the first of those that `before` was made of; `parse` gives all
-        messages again, for whoever looks at one of them."""
+        messages again, for whoever looks at one of them; `long` says whether that takes long. `origin`: what
+        `parse` looks at, where that is a history too."""
         self.memory = memory
         self.known = known
         self.before = before
         self._fresh = fresh
         self._parse = parse
+        self._long = long
+        self._origin: History = self if origin is None else origin
+        self._spared = False
         self._whole = fresh if parse is None else ()
 
     def __len__(self) -> int:
@@ -117,20 +132,41 @@ class History(Sequence[Message]):
         if start >= self.known:
             return History(self[start:], self.memory)
         rest = (lambda: self._all()[start:]) if self._parse is not None else None
-        return History(self._fresh, self.memory, known=self.known - start, before=self.before, parse=rest)
+        known = self.known - start
+        return History(
+            self._fresh, self.memory, known=known, before=self.before, parse=rest, origin=self._origin
+        )
 
     def changed(self, change: Callable[[Message], Message]) -> History:
         """The same with `change` made to each message, which must be what it was when the known ones came."""
         parse = None if self._parse is None else (lambda: tuple(map(change, self._all())))
         fresh = tuple(map(change, self._fresh))
-        return History(fresh, self.memory, known=self.known, before=self.before, parse=parse)
+        return History(
+            fresh, self.memory, known=self.known, before=self.before, parse=parse, origin=self._origin
+        )
 
     @property
     def fresh(self) -> tuple[Message, ...]:
         """The messages after the known ones."""
         return self._fresh
 
+    def read(self) -> None:
+        """Parse the known messages now. Raises what parsing raises."""
+        self._all()
+
+    @contextmanager
+    def spared(self) -> Iterator[None]:
+        """Within it, looking at known messages raises Unread where parsing them takes long."""
+        origin = self._origin
+        origin._spared = True
+        try:
+            yield
+        finally:
+            origin._spared = False
+
     def _all(self) -> tuple[Message, ...]:
         if not self._whole and self._parse is not None:
+            if self._spared and self._long():
+                raise Unread(self)
             self._whole = self._parse()
         return self._whole

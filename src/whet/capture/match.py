@@ -377,4 +377,5 @@ def wire_digest(messages: Sequence[Message]) -> bytes:
         parts.append(str(len(message.tool_calls)))
         for call in message.tool_calls:
             parts += [call.id, call.name, call.arguments]
-    return digest(*parts)
+    # The lengths keep them apart, at a fifth of the cost of a part each in the digest.
+    return digest(",".join(map(str, map(len, parts))), "".join(parts))

@@ -12,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +20,7 @@ import orjson
 
 from whet.capture.history import History, Memory
 from whet.gateway.dialects.base import Dialect, WireCall, WireError, deeper, labels
+from whet.gateway.elements import Elements, elements, whole_list
 from whet.gateway.request import crowded, decode, loads, sorted_json
 from whet.types import Message
 
@@ -38,10 +37,6 @@ INLINE_VALUES = 10_000
 """So is one with more to parse than this many JSON values: time goes by values (4 us each), not by bytes."""
 PATIENCE = 8
 """Bodies parsed whole in a row before it is tried less often to learn from them."""
-
-
-_SPACE = re.compile(r"[ \t\n\r]*")
-_DECODER = json.JSONDecoder()
 
 
 class _TooMany(Exception):
@@ -119,7 +114,7 @@ class Bodies:
             if len(raw) <= INLINE_BYTES:
                 with contextlib.suppress(_TooMany):
                     return self.parse(dialect, raw, action, most=INLINE_VALUES)
-            return await asyncio.to_thread(self.parse, dialect, raw, action)
+            return await _in_thread(lambda: self.parse(dialect, raw, action))
 
     def parse(
         self, dialect: Dialect, raw: bytes, action: str, most: int | None = None
@@ -185,6 +180,7 @@ class Bodies:
             known=cut.messages,
             before=record.memory.told,
             parse=lambda: self._all(dialect, raw, action),
+            long=lambda: len(raw) > INLINE_BYTES or _crowd(raw) > INLINE_VALUES,
         )
         base = _with(cut.wire, said) if values else cut.wire
         known = tuple(c for c in record.cuts if c.end <= cut.end)
@@ -249,10 +245,31 @@ class Bodies:
             del self._records[:-RECORDS]
 
 
+async def _in_thread(work: Callable[[], tuple[WireCall, BodyName]]) -> tuple[WireCall, BodyName]:
+    """`work` in a worker thread, and not over before it is: a thread cannot be stopped, and one that a client
+    left behind must not change what the next one reads."""
+    running = asyncio.create_task(asyncio.to_thread(work))
+    left: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            left = error
+    if left is None:
+        return running.result()
+    with contextlib.suppress(Exception, asyncio.CancelledError):
+        running.result()  # nobody is there to be told
+    raise left
+
+
 def _few(raw: bytes, most: int | None) -> None:
     """Raises _TooMany where the text may hold more values than `most`; commas within strings count too."""
-    if most is not None and raw.count(b",") + raw.count(b"{") + raw.count(b"[") > most:
+    if most is not None and _crowd(raw) > most:
         raise _TooMany
+
+
+def _crowd(raw: bytes) -> int:
+    return raw.count(b",") + raw.count(b"{") + raw.count(b"[")
 
 
 class _Stretch(NamedTuple):
@@ -328,58 +345,3 @@ def _of_user(dialect: Dialect, value: object) -> bool:
         if kind != "message":
             return kind in ("function_call_output", "custom_tool_call_output")
     return value.get("role") in ("user", "tool")
-
-
-# --------------------------------------------------------------------------- JSON by place
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elements:
-    """Elements of a JSON array and where they end."""
-
-    values: list[object]
-    ends: list[int]
-    """Characters before the end of each."""
-    close: int
-    """Characters before the array's bracket."""
-
-
-def whole_list(text: str, name: str) -> Elements | None:
-    """The array under the key `name` of a JSON object; None when there is none, or more than one."""
-    found: Elements | None = None
-    at = _after_space(text, _after_space(text, 0) + 1)
-    while text[at] != "}":
-        key, at = _DECODER.raw_decode(text, at)
-        at = _after_space(text, _after_space(text, at) + 1)
-        if key == name:
-            if found is not None or text[at] != "[":
-                return None
-            found = elements(text, at + 1)
-            at = found.close + 1
-        else:
-            _, at = _DECODER.raw_decode(text, at)
-        at = _after_space(text, at)
-        if text[at] == ",":
-            at = _after_space(text, at + 1)
-    return found
-
-
-def elements(text: str, at: int) -> Elements:
-    """The elements from `at`, which is behind the bracket or behind an element, to the array's end or the
-    text's."""
-    values: list[object] = []
-    ends: list[int] = []
-    while True:
-        at = _after_space(text, at)
-        if at == len(text) or text[at] == "]":
-            return Elements(values=values, ends=ends, close=at)
-        if text[at] == ",":
-            at = _after_space(text, at + 1)
-        value, at = _DECODER.raw_decode(text, at)
-        values.append(value)
-        ends.append(at)
-
-
-def _after_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return at if found is None else found.end()

@@ -1,10 +1,11 @@
-"""The ids between what a request continues and the reply to it: only what is new. Pure.
+"""What a request continues, and the ids between that and the reply to it: only what is new.
 
 Callers: turn, which samples behind them; retold, which puts a teacher's words there.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from itertools import takewhile
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from whet.capture.drift import PromptPlan
 from whet.capture.forest import Forest
+from whet.capture.history import History, Unread
 from whet.render.family import Family
 from whet.types import IntArray, Message, ModelRequest
 
@@ -31,3 +33,27 @@ def new_ids(family: Family, forest: Forest, plan: PromptPlan, request: ModelRequ
         parts = [family.join(said.ids, said.finish, plan.replace)]
     parts.append(family.generation_prompt(request.messages[-1].role))
     return np.concatenate(parts).astype(np.int32, copy=False)
+
+
+async def planned(forest: Forest, request: ModelRequest, fingerprint: str) -> PromptPlan:
+    """`Forest.plan`; known messages of a long body are parsed again, if need be, in a worker thread. Raises
+    WireError for a body that is refused as a whole."""
+    messages = request.messages
+    if not isinstance(messages, History):
+        return forest.plan(request, fingerprint)
+    try:
+        with messages.spared():
+            return forest.plan(request, fingerprint)
+    except Unread as unread:
+        await asyncio.to_thread(unread.read)
+    return forest.plan(request, fingerprint)
+
+
+def fresh_texts(plan: PromptPlan, request: ModelRequest) -> list[str]:
+    """Texts from outside that this request adds."""
+    texts = [text for message in plan.replace for text in (message.text, message.reasoning)]
+    texts += [text for m in plan.replace for call in m.tool_calls for text in (call.name, call.arguments)]
+    if plan.base is None:
+        texts += [message.text for message in leading_system(request.messages)]
+        texts += [text for tool in request.tools for text in (tool.name, tool.description, tool.parameters)]
+    return texts

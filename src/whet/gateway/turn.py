@@ -20,7 +20,7 @@ from whet.gateway.clock import CallTime, Clock
 from whet.gateway.dialects.base import WireError
 from whet.gateway.edits import explain
 from whet.gateway.host_tools import ToolBox
-from whet.gateway.prompt import leading_system, new_ids
+from whet.gateway.prompt import fresh_texts, new_ids, planned
 from whet.gateway.session_spec import SessionSpec, SessionStats
 from whet.gateway.shim import translate
 from whet.gateway.stops import cut_at_stop
@@ -38,6 +38,8 @@ from whet.types import (
 
 CHARS_PER_TOKEN = 16
 """More text than this for each token of the context is refused without encoding it."""
+CHARS_PER_MESSAGE = 100
+"""A message costs as much to render as so many characters cost to encode."""
 MAX_STOPS = 16
 """Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
 MAX_REFUSALS = 256
@@ -61,16 +63,6 @@ def mint_call_id(seed: int, rollout_id: str, turn: int, index: int) -> str:
     """Wire id of a tool call: a function of its place in the run, so runs repeat exactly."""
     name = f"{seed}\0{rollout_id}\0{turn}\0{index}".encode()
     return "call_" + hashlib.blake2b(name, digest_size=12).hexdigest()
-
-
-def _fresh_texts(plan: PromptPlan, request: ModelRequest) -> list[str]:
-    """Texts from outside that this request adds."""
-    texts = [text for message in plan.replace for text in (message.text, message.reasoning)]
-    texts += [text for m in plan.replace for call in m.tool_calls for text in (call.name, call.arguments)]
-    if plan.base is None:
-        texts += [message.text for message in leading_system(request.messages)]
-        texts += [text for tool in request.tools for text in (tool.name, tool.description, tool.parameters)]
-    return texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +111,11 @@ class Turns:
         self.stats.calls += 1
         request, injected = self._tools.prepare(request)
         try:
-            plan, fresh = self._plan(request)
+            plan, fresh = await self._plan(request)
             delta, typed = await self._render(plan, request, fresh)
-        except WireError:
-            self._overflowed()
+        except WireError as error:
+            if error.cause == "context_length_exceeded":
+                self._overflowed()
             raise
         self.stats.injections += typed
         node = self._forest.extend(plan, delta, explain(self._family, self._forest, plan))
@@ -192,27 +185,27 @@ class Turns:
         WireError."""
         request, _ = self._tools.prepare(request)
         self._check_size(request)
-        plan = self._forest.plan(request, self._family.fingerprint)
+        plan = await planned(self._forest, request, self._family.fingerprint)
         if plan.parent is not None:
             return len(self._forest.path_ids(plan.parent))
         held = 0 if plan.base is None else len(self._forest.path_ids(plan.base))
-        delta, _ = await self._render(plan, request, _fresh_texts(plan, request))
+        delta, _ = await self._render(plan, request, fresh_texts(plan, request))
         return held + len(delta)
 
-    def _plan(self, request: ModelRequest) -> tuple[PromptPlan, list[str]]:
+    async def _plan(self, request: ModelRequest) -> tuple[PromptPlan, list[str]]:
         """What the request continues, and its fresh texts. A plan stays valid: the forest only grows. Raises
-        WireError as `_check_size`."""
+        WireError as `_check_size`, and for a body that cannot be read again as a whole."""
         self._check_size(request)
-        plan = self._forest.plan(request, self._family.fingerprint)
+        plan = await planned(self._forest, request, self._family.fingerprint)
         self.stats.edited += plan.drift.kind == "edited"
         self.stats.forks += plan.drift.kind == "fork"
-        return plan, _fresh_texts(plan, request)
+        return plan, fresh_texts(plan, request)
 
     def _check_size(self, request: ModelRequest) -> None:
         """Raises WireError for more messages than the context has tokens, before they are looked at: each
         takes one at least."""
         if len(request.messages) > self._max_context:
-            raise self._overflow(len(request.messages))
+            raise self._overflow(len(request.messages), "at least ")
 
     async def _render(
         self, plan: PromptPlan, request: ModelRequest, fresh: list[str]
@@ -221,23 +214,25 @@ class Turns:
         markers that it types as text. Raises WireError for text that cannot fit, before it is looked at."""
         chars = sum(map(len, fresh))
         if chars > CHARS_PER_TOKEN * self._max_context:
-            raise self._overflow(chars // CHARS_PER_TOKEN)
+            raise self._overflow(chars // CHARS_PER_TOKEN, "at least ")
 
         def work() -> tuple[IntArray, int]:
             ids = new_ids(self._family, self._forest, plan, request)
             return ids, sum(map(self._family.injections, fresh))
 
-        return work() if chars <= self._spec.inline_chars else await asyncio.to_thread(work)
+        effort = chars + CHARS_PER_MESSAGE * len(plan.replace)
+        return work() if effort <= self._spec.inline_chars else await asyncio.to_thread(work)
 
     def _overflowed(self) -> None:
         self.stats.overflows += 1
         self.stats.truncated = True
 
-    def _overflow(self, prompt: int) -> WireError:
+    def _overflow(self, prompt: int, how: str = "") -> WireError:
+        """`how`: says that the tokens were not counted, only bounded."""
         return WireError(
             "context_length_exceeded",
             f"This model's maximum context length is {self._max_context} tokens. However, your messages "
-            f"resulted in {prompt} tokens. Please reduce the length of the messages.",
+            f"resulted in {how}{prompt} tokens. Please reduce the length of the messages.",
             "messages",
             used=prompt,
             limit=self._max_context,

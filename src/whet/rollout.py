@@ -108,8 +108,9 @@ KeepLog = Callable[[Rollout, bytes], None]
 """Gets the redacted output of an agent whose try did not end `ok`; must not raise."""
 KeepArtifacts = Callable[[Rollout, Mapping[str, bytes]], None]
 """Gets what was declared to be kept of a box, where there is any; must not raise."""
-KeepCalls = Callable[[Rollout, Sequence[Mapping[str, object]]], None]
-"""Gets the calls of host tools, in order, where there are any."""
+KeepCalls = Callable[[str, int, Sequence[Mapping[str, object]]], None]
+"""Gets a rollout's id, the number of the try and its calls of host tools in order, where there are any. May
+raise RecordError."""
 
 
 @dataclass(slots=True)
@@ -159,7 +160,7 @@ class Attempts:
         seal_s: float = 10.0,
         keep_log: KeepLog = lambda rollout, log: None,
         keep_artifacts: KeepArtifacts = lambda rollout, artifacts: None,
-        keep_calls: KeepCalls = lambda rollout, calls: None,
+        keep_calls: KeepCalls = lambda rollout_id, attempt, calls: None,
         model: str = "policy",
     ) -> None:
         """`model`: what agents are told to ask for."""
@@ -189,12 +190,14 @@ class Attempts:
             if not error.infra:
                 raise
             rollout = _unscorable(spec, under, str(error))
+        finally:
+            if under.calls:
+                calls = [asdict(call) for call in under.calls]
+                self._keep_calls(spec.rollout_id, spec.attempt, calls)
         if rollout.status is not Status.OK:
             self._keep_log(rollout, under.log)
         if under.artifacts:
             self._keep_artifacts(rollout, under.artifacts)
-        if under.calls:
-            self._keep_calls(rollout, [asdict(call) for call in under.calls])
         return rollout
 
     async def _run(
@@ -228,9 +231,11 @@ class Attempts:
                 patience_s = 0.0  # nobody waits for the replies any more
                 raise
             finally:
-                await _seal(session, patience_s, under)
-                under.calls = session.host_calls
-                under.agent = time.monotonic() - under.leased
+                try:
+                    await _seal(session, patience_s, under)
+                finally:
+                    under.calls = session.host_calls
+                    under.agent = time.monotonic() - under.leased
         under.log, under.egress, under.artifacts = result.log, result.egress_attempts, result.artifacts
         stats = session.stats
         trouble = stats.infra_error or _waited_away(result, stats, spec.task.limits)

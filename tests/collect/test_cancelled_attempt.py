@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,8 @@ from whet.collect.dispatcher import CollectOptions
 from whet.collect.given import AsyncOptions
 from whet.demo.warm import write_family
 from whet.engine.away import away
-from whet.gateway.server import Gateway
+from whet.gateway.host_tools import HostTool
+from whet.gateway.server import Gateway, GatewayConfig
 from whet.harness.base import AwayTime, ModelAccess, no_time
 from whet.harness.pool import Sockets, WorkerPool
 from whet.harness.script import ScriptHarness
@@ -39,6 +40,7 @@ from whet.types import (
     Rollout,
     Status,
     Task,
+    ToolCall,
     Trajectory,
     Tree,
     Verdict,
@@ -58,10 +60,17 @@ class World:
     hangs: asyncio.Event = field(default_factory=asyncio.Event)
     """The engine has a call that it will never answer."""
     ended: list[str] = field(default_factory=list)
+    host_calls: list[tuple[str, int, Sequence[Mapping[str, object]]]] = field(default_factory=list)
+    """What was kept of calls of host tools."""
+
+
+REPORT = HostTool(name="report", description="Say it.", parameters={"type": "object"})
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
 @asynccontextmanager
-async def world(tmp_path: Path, *, warm: bool) -> AsyncIterator[World]:
+async def world(tmp_path: Path, *, warm: bool, tools: tuple[HostTool, ...] = ()) -> AsyncIterator[World]:
+    """With `tools`, the agent has one of its own, and the first reply calls the host tool `report`."""
     socket = tmp_path / "g"
 
     async def second_call_hangs(key: RequestKey) -> None:
@@ -77,7 +86,7 @@ async def world(tmp_path: Path, *, warm: bool) -> AsyncIterator[World]:
         try:
             async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(socket))) as http:
                 for _ in range(2):
-                    body = {"messages": messages}
+                    body = {"messages": messages, "tools": [LOOK] if tools else []}
                     where = f"http://gateway/s/{url}/chat/completions"
                     async with http.post(where, json=body, headers=head) as reply:
                         messages += [(await reply.json())["choices"][0]["message"]]
@@ -91,16 +100,19 @@ async def world(tmp_path: Path, *, warm: bool) -> AsyncIterator[World]:
         return Verdict(outcome=Outcome.UNRESOLVED, reward=0.0, strength="strong")
 
     family = scripted_family(tmp_path)
-    said = Message(role="assistant", text="done")
+    calls = (ToolCall(id="", name="report", arguments='{"sure": 1}'),) if tools else ()
+    said = Message(role="assistant", text="done", tool_calls=calls)
     engine = ScriptedEngine(family, lambda ids, key: said, sampled=True, before=second_call_hangs)
     backend = FakeBackend({"agent": agent})
     async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(Gateway(engine, family))
+        gateway = await stack.enter_async_context(Gateway(engine, family, GatewayConfig(tools=tools)))
         await stack.enter_async_context(gateway.listen_unix(socket))
         harness = ScriptHarness(["agent"], {}, backend, warm=warm)
         pool = WorkerPool(harness, 1, Sockets([socket]), strict=not warm)
         await stack.enter_async_context(pool)
-        made = World(Attempts(gateway, pool, judge), engine, backend, pool)
+        kept: list[tuple[str, int, Sequence[Mapping[str, object]]]] = []
+        attempts = Attempts(gateway, pool, judge, keep_calls=lambda *call: kept.append(call))
+        made = World(attempts, engine, backend, pool, host_calls=kept)
         yield made
 
 
@@ -142,6 +154,19 @@ async def test_engine_agent_and_box_stop_at_once_and_what_was_sampled_is_handed_
         after.cancel()
         await asyncio.wait([after])
         assert len(w.backend.boxes) == 2
+
+
+async def test_the_host_calls_of_a_cancelled_try_are_kept(tmp_path: Path) -> None:
+    async with world(tmp_path, warm=False, tools=(REPORT,)) as w:
+        running = asyncio.create_task(w.attempts.run(replace(SPEC, attempt=3), unheard))
+        async with asyncio.timeout(10.0):
+            await w.hangs.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        ((rollout_id, attempt, (call,)),) = w.host_calls
+        assert (rollout_id, attempt, call["name"]) == (SPEC.rollout_id, 3, "report")
+        assert call["arguments"] == '{"sure":1}'
 
 
 class Quiet:

@@ -120,7 +120,7 @@ def test_kill_9_at_any_moment_loses_and_repeats_nothing(
     assert summary["weights"] == reference[1]["weights"]
     assert summary["rollouts"] == reference[1]["rollouts"]
     assert plans(run_dir) == plans(reference[0])
-    tries = summary["tries"]
+    tries = summary["tries_by_end"]
     assert (tries["decided"], tries["running"], tries["untold"]) == (summary["rollouts"], 0, 0)
 
 

@@ -52,13 +52,14 @@ class Slow(ChatDialect):
     """Reads long conversations when it is told to."""
 
     def __init__(self) -> None:
-        self.may, self.under_way, self.most = threading.Event(), 0, 0
+        self.may, self.begun, self.under_way, self.most = threading.Event(), threading.Event(), 0, 0
 
     def parse(self, body: Body, action: str) -> WireCall:
         if len(body["messages"]) < INLINE_VALUES // 3:
             return super().parse(body, action)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
+        self.begun.set()
         assert self.may.wait(20)
         self.under_way -= 1
         return super().parse(body, action)
@@ -72,8 +73,7 @@ async def test_a_client_that_leaves_while_its_body_is_parsed_finds_it_parsed_onc
     Forest("r").plan(wire.request, "f")
     long = orjson.dumps({"messages": [*short, *short * INLINE_VALUES]})
     left = asyncio.create_task(bodies.read(dialect, long, ""))
-    while not dialect.under_way:
-        await asyncio.sleep(0.01)
+    assert await asyncio.to_thread(dialect.begun.wait, 20)
     left.cancel()
     retry = asyncio.create_task(bodies.read(dialect, long, ""))
     await asyncio.sleep(0.05)

@@ -1,4 +1,5 @@
-"""Where the elements of a JSON array end: a body that continues a known one is cut there. Pure. Caller: bodies."""
+"""Where the elements of a JSON array end: a body that goes on from a known one is cut there. Pure. Caller:
+bodies."""
 
 from __future__ import annotations
 

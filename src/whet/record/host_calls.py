@@ -1,17 +1,21 @@
 """Calls of host tools of a run's rollouts: one JSON line each in `host_calls.jsonl`, for the operator.
 
-Tries that are not graded are there too, told apart by `attempt`. Callers: the trainer's loop, `whet rollout`.
+Tries that are not graded or were cancelled are there too, told apart by `attempt`; a line has
+`schema_version`. A kill or a full disk can tear the last line: it is cut off before the next ones are
+written. Callers: the trainer's loop, `whet rollout`.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import orjson
 
-from whet.errors import RecordError, boundary
-from whet.types import Rollout
+from whet.record.metrics import cut_torn_line, disk_error
+
+SCHEMA_VERSION = 1
 
 
 class HostCallLog:
@@ -19,10 +23,20 @@ class HostCallLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._whole = False
+        """The file ends with a whole line."""
 
-    def keep(self, rollout: Rollout, calls: Sequence[Mapping[str, object]]) -> None:
+    def keep(self, rollout_id: str, attempt: int, calls: Sequence[Mapping[str, object]]) -> None:
         """The calls of one try in order. Raises RecordError."""
-        place = {"rollout_id": rollout.id, "attempt": rollout.attempt}
+        place = {"schema_version": SCHEMA_VERSION, "rollout_id": rollout_id, "attempt": attempt}
         lines = b"".join(orjson.dumps({**place, **call}) + b"\n" for call in calls)
-        with boundary(RecordError, f"cannot write {self._path}"), self._path.open("ab") as file:
-            file.write(lines)
+        try:
+            if not self._whole:
+                cut_torn_line(self._path)
+            self._whole = False
+            with self._path.open("ab", buffering=0) as file:
+                if file.write(lines) != len(lines):
+                    raise OSError(errno.ENOSPC, "short write")
+        except OSError as error:
+            raise disk_error(self._path, error) from error
+        self._whole = True

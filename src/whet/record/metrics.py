@@ -38,7 +38,7 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            _cut_torn_line(path)
+            cut_torn_line(path)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise disk_error(path, error) from error
@@ -84,7 +84,8 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _cut_torn_line(path: Path) -> None:
+def cut_torn_line(path: Path) -> None:
+    """Cut off what stands behind the file's last newline, if there is a file. Raises OSError."""
     if not path.is_file():
         return
     with path.open("rb+") as file:

@@ -282,7 +282,7 @@ class Loop:
             "agent_version": self._parts.harness.version,
             "max_logprob_gap": max((s.metrics["max_logprob_gap"] for s in steps), default=0.0),
             "ledger": asdict(self._store.ledger()),
-            "tries": self._store.tries(),
+            "tries_by_end": self._store.tries(),
             "seed": self._run.config.run.seed,
             "weights": self._parts.learner.weights,
             "run_dir": str(self._run.path),

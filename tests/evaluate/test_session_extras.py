@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,10 @@ def test_host_tools_of_a_run_are_offered_acknowledged_and_kept(tmp_path: Path) -
 
 def test_the_shim_of_a_run_turns_text_into_calls_and_labels_the_turns(tmp_path: Path) -> None:
     scripted = Writing()
-    run(tmp_path, scripted, "gateway.shim_tool=bash", "rollout.tasks=1", "rollout.per_task=1")
+    shown = StringIO()
+    one = ["rollout.tasks=1", "rollout.per_task=1"]
+    run(tmp_path, scripted, "gateway.shim_tool=bash", *one, shown=shown)
+    assert "shim_tool" not in shown.getvalue()
     assert scripted.engine is not None
     family = scripted.engine._family
     assert "found" in family.decode(scripted.engine.sent[1].ids).split("```")[-1]
@@ -83,6 +87,13 @@ def test_the_shim_of_a_run_turns_text_into_calls_and_labels_the_turns(tmp_path: 
     hints = [[value for name, value in turn.hints if name == "label"] for turn in rollout.trajectory.turns]
     assert hints == [["shim"], []]
     assert not (tmp_path / "run" / "host_calls.jsonl").exists()
+
+
+def test_a_shim_for_a_tool_that_the_agent_does_not_have_is_told_of_once(tmp_path: Path) -> None:
+    shown = StringIO()
+    summary = run(tmp_path, Writing(), "gateway.shim_tool=bahs", "rollout.tasks=1", shown=shown)
+    assert summary["calls"] == 2, "each of two agents took the text for its end"
+    assert shown.getvalue().count("gateway.shim_tool 'bahs' is not among the tools") == 1
 
 
 def test_without_the_shim_a_text_is_the_end(tmp_path: Path) -> None:

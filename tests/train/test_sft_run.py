@@ -206,6 +206,24 @@ def test_what_a_teacher_wrote_is_told_in_the_students_tokens(tmp_path: Path) -> 
     assert FAMILY.parse(segment.ids[segment.mask]).text == "answer 0"
 
 
+def test_a_retention_that_changes_nothing_of_a_teachers_text_is_refused(tmp_path: Path) -> None:
+    upstream = {"engine__kind": "upstream", "engine__url": "http://localhost:1", "engine__model": "big"}
+    source = stored_run(tmp_path / "source", [], rollout__split="train", **upstream)
+    keeps = student(tmp_path / "keeps")
+    template = keeps / "chat_template.jinja"
+    shown = (
+        '("<think>\\n" + message.reasoning_content + "\\n</think>" if message.reasoning_content else "") + '
+    )
+    template.write_text(
+        template.read_text().replace('(message.content or "")', shown + '(message.content or "")')
+    )
+    config = sft_config(source, tmp_path / "run", "model.retention=template")
+    with read_store(source) as store:
+        open_tokens(config, store, FAMILY)  # whose rules write no reasoning
+        with pytest.raises(ConfigError, match="keep all reasoning"):
+            open_tokens(config, store, load_family(keeps))
+
+
 def test_a_finished_run_is_shown_and_cannot_be_replayed(
     finished: tuple[Mapping[str, object], Watcher],
 ) -> None:

@@ -149,11 +149,17 @@ def find_means(config: Config, say: Callable[[str], None] = log.warning) -> Mean
 
 @asynccontextmanager
 async def open_agents(
-    config: Config, family: Family, engine: Engine, sockets: Path, means: Means | None = None
+    config: Config,
+    family: Family,
+    engine: Engine,
+    sockets: Path,
+    means: Means | None = None,
+    say: Callable[[str], None] = log.warning,
 ) -> AsyncIterator[Agents]:
-    """Gateway, workers and their sockets, for as long as the context lasts. `means`: found before."""
+    """Gateway, workers and their sockets, for as long as the context lasts. `means`: found before. `say`:
+    gets the gateway's lines for the operator."""
     async with (
-        Gateway(engine, family, gateway_config(config)) as gateway,
+        Gateway(engine, family, gateway_config(config), say=say) as gateway,
         open_crew(config, gateway, sockets, means) as crew,
     ):
         yield Agents(gateway=gateway, workers=crew.workers, harness=crew.harness, backend=crew.backend)

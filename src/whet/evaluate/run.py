@@ -98,7 +98,9 @@ async def _stage(run: RunDir, sockets: Path, view: Observer, options: RolloutOpt
         family = load_family(model_folder(config), config.model.family)
         log = run.logs / "learner.log"
         sampler = await stack.enter_async_context(options.sampler(config, family, log, view.note))
-        gateway = await stack.enter_async_context(Gateway(sampler.engine, family, gateway_config(config)))
+        gateway = await stack.enter_async_context(
+            Gateway(sampler.engine, family, gateway_config(config), say=view.note)
+        )
         crew = await stack.enter_async_context(open_crew(config, gateway, sockets, means))
         yield Stage(sessions=gateway, crew=crew, check=sampler.check)
 

@@ -20,7 +20,6 @@ from typing import Self
 from aiohttp import web
 
 from whet.engine.base import Engine
-from whet.errors import ConfigError
 from whet.gateway import mcp
 from whet.gateway.bodies import Bodies
 from whet.gateway.deliver import CallReport, Delivery, json_response
@@ -44,8 +43,8 @@ from whet.gateway.request import (
 from whet.gateway.routes import Route, dialect_of, take_apart
 from whet.gateway.session import Session, secret_digest
 from whet.gateway.session_spec import SessionSpec
-from whet.gateway.shim import TextShim
-from whet.render.family import Family, dropping_roles
+from whet.gateway.shim import ShimWatch, TextShim
+from whet.render.family import Family, forgotten_before
 from whet.types import Limits
 
 __all__ = ["CallReport", "Gateway", "GatewayConfig", "GatewayCounters", "Listener"]
@@ -68,13 +67,13 @@ class Gateway:
         family: Family,
         config: GatewayConfig | None = None,
         on_call: Callable[[CallReport], None] | None = None,
+        say: Callable[[str], None] = log.warning,
     ) -> None:
-        """`on_call` hears of every model call once it is over; it must not raise. Raises ConfigError when
-        reasoning is to be dropped and the family's rules drop none."""
+        """`on_call` hears of every model call once it is over, `say` gets lines for the operator; they must
+        not raise. Raises ConfigError when reasoning is to be dropped and the family's rules drop none."""
         self.config = config or GatewayConfig()
-        self._asking = dropping_roles(family) if self.config.retention == "template" else frozenset()
-        if self.config.retention == "template" and not self._asking:
-            raise ConfigError("retention template changes nothing: this family's rules keep all reasoning")
+        self._asking = forgotten_before(family, self.config.retention)
+        self._shim_watch = ShimWatch(say)
         self.counters = GatewayCounters()
         self._on_call = on_call
         self.intake = Intake(self.config.max_intake_bytes)
@@ -250,6 +249,7 @@ class Gateway:
             wire, name = await session.bodies.read(dialect, raw, route.action + query)
         if route.kind == "count":
             return json_response(dialect.count(await session.count_tokens(wire.request)))
+        self._shim_watch.saw(session.shim, wire.request.tools)
         hints = hints_of(http)
         request = replace(wire.request, hints=wire.request.hints + hints) if hints else wire.request
         call = session.admit(name, request)

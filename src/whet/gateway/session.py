@@ -76,7 +76,7 @@ class Session:
         tools: ToolBox | None = None,
         log_dir: Path | None = None,
     ) -> None:
-        self.rollout_id, self.temperature = spec.rollout_id, spec.temperature
+        self.rollout_id, self.temperature, self.shim = spec.rollout_id, spec.temperature, spec.shim
         self.public_id = secrets.token_hex(8)
         self.secret = secrets.token_urlsafe(32)
         """For the agent; handed over by environment or file, never written by the gateway."""

@@ -3,7 +3,7 @@
 Only the reply on the wire is translated: the sampled ids stay as they are, the text stays beside the call,
 and the session remembers which turns were translated. The order of the forms is that of a JSON object
 anywhere in the text, a fenced shell block, a call written as Python, and, where the operator says so, the
-whole text. Caller: turn.
+whole text. Callers: turn; server, whose ShimWatch tells of a shim that does nothing.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from whet.gateway.dialects.base import json_text
 from whet.render.family import ParsedCall
+from whet.types import ToolSpec
 
 _FENCE = re.compile(r"^```(?:bash|sh|shell|console)?[ \t]*\n(.*?)\n?^```[ \t]*$", re.DOTALL | re.MULTILINE)
 _MAX_BRACES = 64
 _MAX_PYTHON = 8192
+_MAX_NAMES, _MAX_NAME = 8, 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,28 @@ class TextShim:
     """Its argument that holds the command."""
     whole_text: bool = False
     """A text in none of the forms is a command as a whole."""
+
+
+class ShimWatch:
+    """Tells once of a shim whose tool the agents do not have: it translates nothing, and every text ends the
+    agent's loop."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._over = False
+
+    def saw(self, shim: TextShim | None, tools: Sequence[ToolSpec]) -> None:
+        """The tools that a request offers; a request without any (a title, a summary) says nothing."""
+        if shim is None or self._over or not tools:
+            return
+        self._over = True
+        if any(tool.name == shim.tool for tool in tools):
+            return
+        names = ", ".join(repr(tool.name[:_MAX_NAME]) for tool in tools[:_MAX_NAMES])
+        self._say(
+            f"gateway.shim_tool {shim.tool!r} is not among the tools that the agent offers ({names}): no text"
+            " becomes a call"
+        )
 
 
 def translate(shim: TextShim, text: str) -> ParsedCall | None:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from whet.errors import RenderError
+from whet.errors import ConfigError, RenderError
 from whet.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
 
 
@@ -141,6 +141,15 @@ def dropping_roles(family: Family) -> frozenset[str]:
         "tool": [replace(said, tool_calls=(call,)), Message(role="tool", text="x", tool_call_id="call_a")],
     }
     return frozenset(role for role, run in probes.items() if _drops(family, run))
+
+
+def forgotten_before(family: Family, retention: str) -> frozenset[str]:
+    """`dropping_roles` for `model.retention` template, none for all. Raises ConfigError for a family that
+    drops nothing."""
+    roles = dropping_roles(family) if retention == "template" else frozenset[str]()
+    if retention == "template" and not roles:
+        raise ConfigError("retention template changes nothing: this family's rules keep all reasoning")
+    return roles
 
 
 def _drops(family: Family, run: Sequence[Message]) -> bool:

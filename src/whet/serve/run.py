@@ -87,6 +87,10 @@ class Voice:
         """What an engine waits for before it can serve."""
         self.say("waiting", {"line": line}, [line])
 
+    def note(self, line: str) -> None:
+        """What the gateway has to say to the operator."""
+        self.say("note", {"line": line}, [line])
+
     def call(self, report: CallReport) -> None:
         what = report.outcome + (f", {report.tool_calls} tool calls" if report.tool_calls else "")
         line = (
@@ -114,7 +118,9 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
             folder = run.path / SESSIONS
             folder.mkdir(exist_ok=True)
             served = gateway_config(config, folder)
-            gateway = await stack.enter_async_context(Gateway(sampler.engine, family, served, voice.call))
+            gateway = await stack.enter_async_context(
+                Gateway(sampler.engine, family, served, voice.call, voice.note)
+            )
             listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
             sessions = [_open(gateway, config, options, number) for number in range(options.sessions)]
             _greet(voice, run, config, options, listener.origin, sessions)

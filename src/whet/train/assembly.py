@@ -154,7 +154,7 @@ async def assemble(
         sockets = stack.enter_context(scratch_folder())
         if config.engine.kind == "embedded":
             engine = LivingEngine(engine, life)
-        agents = await stack.enter_async_context(open_agents(config, family, engine, sockets, means))
+        agents = await stack.enter_async_context(open_agents(config, family, engine, sockets, means, note))
         judge = make_judge(config, agents.backend, source)
         stack.push_async_callback(judge.close)
         yield Parts(

@@ -25,7 +25,7 @@ from whet.record.metrics import Metrics, MetricsFile
 from whet.record.run import KIND, RunDir, read_config, read_store, write_text
 from whet.record.scratch import remove_stale_scratch
 from whet.record.store import Store
-from whet.render.family import Family
+from whet.render.family import Family, forgotten_before
 from whet.render.load import load_family
 from whet.stop import run_interruptible
 from whet.train.learner.client import Export, Learner, LearnerSpec, StepResult
@@ -118,10 +118,10 @@ def train_config(config: Config, steps: int) -> TrainConfig:
 
 def open_tokens(config: Config, store: Store, family: Family) -> Tokens:
     """Where the tokens of RUN's rollouts come from: its store, or, for a provider's, their text. Raises
-    ConfigError when they are not this model's."""
+    ConfigError when they are not this model's, and for a model.retention that changes nothing of them."""
     source = read_config(Path(config.sft.run))
     if source.engine.kind == "upstream":
-        dropped = config.model.retention == "template"
+        dropped = bool(forgotten_before(family, config.model.retention))
         return told_tokens(Path(config.sft.run) / RECORDS, family, drop_reasoning=dropped)
     theirs = load_family(model_folder(source), source.model.family)
     if theirs.fingerprint != family.fingerprint:

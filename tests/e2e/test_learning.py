@@ -13,7 +13,7 @@ import pytest
 
 from whet.harness.install import find_pi
 
-TASKS = 128
+TASKS = 96
 
 
 def whet(*arguments: str) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def test_a_short_run_learns(tmp_path: Path) -> None:
         f"run.dir={tmp_path / 'run'}",
         f"run.eval_tasks={TASKS}",
         "run.steps=12",
-        "tasks.groups_per_step=8",
+        "tasks.groups_per_step=6",
     ]
     summary = whet("demo", "--agent", "script", "--json", *settings)
     assert summary["heldout_before"] <= 0.35

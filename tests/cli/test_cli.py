@@ -144,7 +144,7 @@ def test_imitation_takes_the_rollouts_of_the_run_it_is_given(
 def test_dry_run_prints_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
     done = whet("demo", "run.seed=3", "--agent", "script", "--dry-run", "train.lr=1e-3", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    fewer = ["harness.agent=script", "run.steps=28"]
+    fewer = ["harness.agent=script", "run.steps=24"]
     expected = load_config(None, [*fewer, "run.seed=3", "train.lr=1e-3"], demo_preset())
     assert load_config(base=tomllib.loads(done.stdout)) == expected
     assert list(tmp_path.iterdir()) == []

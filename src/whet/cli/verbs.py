@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from whet.view.base import View
 
 
-SCRIPT_DEMO = ["run.steps=28"]
+SCRIPT_DEMO = ["run.steps=24"]
 """The quick demo: every rollout of the script agent is a fresh process, and this many show the curve."""
 
 

@@ -182,3 +182,31 @@ def test_a_data_set_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest
     config = name_run(load_config(None, ["tasks.source=humaneval", "tasks.path=rows.jsonl", "run.dir=r"]))
     assert config.tasks.path == str(tmp_path / "rows.jsonl")
     assert config.tasks.assets == ""
+
+
+def test_every_path_of_a_run_is_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = [
+        "engine.kind=vllm",
+        "engine.url=http://127.0.0.1:1",
+        "engine.publish_dir=out",
+        "model.path=start",
+    ]
+    more = [
+        "train.loss=dppo",
+        "train.kl=k3",
+        "train.kl_weight=0.1",
+        "train.reference=ref",
+        "gateway.tools=t.json",
+    ]
+    RunDir.create(load_config(None, [*engine, *more, "run.dir=r"])).close()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    kept = read_config(tmp_path / "r")
+    found = [kept.engine.publish_dir, kept.train.reference, kept.gateway.tools, kept.model.path]
+    assert found == [str(tmp_path / name) for name in ("out", "ref", "t.json", "start")]
+    monkeypatch.chdir(tmp_path)
+    unset = name_run(load_config(None, ["run.dir=r"]))
+    assert (unset.engine.publish_dir, unset.train.reference, unset.gateway.tools) == ("", "", "")

@@ -125,7 +125,13 @@ class RunDir:
 def name_run(config: Config) -> Config:
     """The configuration with absolute paths, so that the run can be continued from any folder: `run.dir` is
     the one given, or a new runs/<ULID>. Writes nothing."""
-    tables = {"model": ("path",), "tasks": ("path", "assets", "images", "gate")}
+    tables = {
+        "model": ("path",),
+        "tasks": ("path", "assets", "images", "gate"),
+        "engine": ("publish_dir",),
+        "train": ("reference",),
+        "gateway": ("tools",),
+    }
     changed = {}
     for name, keys in tables.items():
         table = config.__dict__[name]

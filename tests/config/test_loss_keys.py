@@ -10,9 +10,11 @@ import pytest
 from whet.config import load_config
 from whet.config.learning import TRAIN_KEYS, TrainTable
 from whet.errors import ConfigError
+from whet.train.loss.options import LossConfig
 from whet.train.options import TrainConfig
 from whet.train.plan.step import PlanConfig
 
+CORRECTED: dict[str, object] = {"loss": "ppo_clip", "ratio": "trainer"}
 OTHER: dict[str, object] = {"ratio": "trainer", "correction": "tis", "correction_level": "rollout"}
 
 
@@ -46,6 +48,22 @@ def test_a_key_without_meaning_is_refused(key: str) -> None:
             " needs ratio = 'trainer', not 'sampler'",
         ),
         ({"loss": "dppo", "correction": "icepop"}, "correction means nothing with loss = 'dppo'"),
+        (
+            {**CORRECTED, "correction": "icepop", "correction_low": 6.0},
+            "correction_low = 6 must be below 1: w is 1 where all is well",
+        ),
+        (
+            {**CORRECTED, "correction": "icepop", "correction_high": 0.3},
+            "correction_high = 0.3 must be above 1 with 'icepop'",
+        ),
+        (
+            {**CORRECTED, "correction": "mask", "correction_high": 1.0},
+            "correction_high = 1 must be above 1 with 'mask'",
+        ),
+        (
+            {**CORRECTED, "correction": "tis", "correction_high": 0.5},
+            "correction_high = 0.5 must be at least 1 with 'tis'",
+        ),
         ({"loss": "ppo_clip", "dual_clip": 1.2}, "dual_clip must be above 1 + clip_high"),
         ({"kl": "k1", "kl_unbiased": False}, "kl = 'k1' needs kl_unbiased: its own gradient is zero"),
         ({"overlong_margin_tokens": 5}, "overlong_margin_tokens means nothing without overlong_tokens"),
@@ -58,6 +76,19 @@ def test_choices_that_exclude_each_other_are_one_line(train: dict[str, object], 
         load_config(base={"train": train})
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [{"correction": "icepop", "correction_low": 0.99}, {"correction": "tis", "correction_high": 1.0}, {}],
+)
+def test_bounds_on_both_sides_of_1_are_taken(bounds: dict[str, object]) -> None:
+    load_config(base={"train": CORRECTED | {"correction": "mask"} | bounds})
+
+
+def test_a_loss_made_without_a_file_has_the_same_bounds() -> None:
+    with pytest.raises(ConfigError, match="correction_low = 6 must be below 1"):
+        LossConfig(name="ppo_clip", ratio="trainer", correction="icepop", correction_low=6.0)
 
 
 def test_choices_reach_the_learner_and_the_planner() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
@@ -120,9 +121,9 @@ class TrainTable(Table):
     correction_level: Literal["token", "rollout", "rollout_mean"] = "token"
     """Whose w: each token's, its rollout's (product) or its rollout's per token (geometric mean)."""
     correction_low: Annotated[float, Field(ge=0)] = 0.5
-    """icepop: smallest w that is trained."""
+    """icepop: smallest w that is trained, below 1."""
     correction_high: Annotated[float, Field(ge=0)] = 0.0
-    """tis: where w is cut off; mask, icepop: largest w that is trained; 0 = 2, 3 and 5."""
+    """tis: where w is cut off; mask, icepop: largest w that is trained; above 1, 0 = 2, 3 and 5."""
     opsm: Annotated[float, Field(ge=0)] = 0.0
     """Mean log(sampler / trainer) above which a rollout with negative advantage is left out; 0 = never."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
@@ -173,6 +174,8 @@ class TrainTable(Table):
                 f"correction = {self.correction!r} corrects a ratio against the trainer's log-probabilities"
                 f" before the step: it needs ratio = 'trainer', not {self.ratio!r}"
             )
+        if wrong := wrong_bounds(self.correction, self.correction_low, self.correction_high):
+            raise ValueError(wrong)
         if self.overlong_margin_tokens != 4096 and not self.overlong_tokens:
             raise ValueError("overlong_margin_tokens means nothing without overlong_tokens")
         if 0 < self.overlong_tokens < self.overlong_margin_tokens:
@@ -182,6 +185,22 @@ class TrainTable(Table):
         if self.kl == "k1" and not self.kl_unbiased:
             raise ValueError("kl = 'k1' needs kl_unbiased: its own gradient is zero on average")
         return self
+
+
+HIGHEST_W: Mapping[str, float] = {"tis": 2.0, "mask": 3.0, "icepop": 5.0}
+"""Per correction, the bound that correction_high = 0 stands for."""
+
+
+def wrong_bounds(correction: str, low: float, high: float) -> str:
+    """Why a correction with these bounds would change tokens whose w is 1, a sampler that agrees with the
+    trainer; empty when it would not. tis at 1 is a choice: it only ever weighs tokens down."""
+    high = high or HIGHEST_W.get(correction, math.inf)
+    if high < 1 or (high == 1 and correction != "tis"):
+        least = "at least" if correction == "tis" else "above"
+        return f"correction_high = {high:g} must be {least} 1 with {correction!r}: w is 1 where all is well"
+    if correction == "icepop" and low >= 1:
+        return f"correction_low = {low:g} must be below 1: w is 1 where all is well"
+    return ""
 
 
 _CLIPPED, _KL = ("ppo_clip", "decoupled"), ("k1", "k2", "k3")

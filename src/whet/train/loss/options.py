@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from whet.config.learning import HIGHEST_W, wrong_bounds
 from whet.errors import ConfigError
 
 LossName = Literal["dppo", "ppo_clip", "cispo", "gspo", "decoupled", "nll"]
@@ -71,6 +72,8 @@ class LossConfig:
                 f"correction={self.correction} corrects a ratio against the trainer's log-probabilities"
                 f" before the step, which {self.name} with ratio={self.ratio} does not have"
             )
+        if wrong := wrong_bounds(self.correction, self.correction_low, self.correction_high):
+            raise ConfigError(wrong)
         if self.kl == "k1" and not self.kl_unbiased:
             raise ConfigError("kl=k1 without kl_unbiased pulls nowhere: its gradient is zero on average")
 
@@ -88,7 +91,7 @@ class LossConfig:
 
     @property
     def highest_w(self) -> float:
-        return self.correction_high or {"tis": 2.0, "mask": 3.0, "icepop": 5.0}.get(self.correction, math.inf)
+        return self.correction_high or HIGHEST_W.get(self.correction, math.inf)
 
     def looks_first(self, epoch: int) -> bool:
         """A pass without gradients must precede this one: something is settled for a whole rollout by the

@@ -175,6 +175,28 @@ async def test_a_token_apart_by_rounding_is_in_the_account_as_mismatch(
     assert line == f"step 1: mismatch: {told}"
 
 
+async def test_a_line_has_the_runs_step_and_beside_it_how_often_the_optimiser_stepped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = FakeLearner.step
+
+    async def step(self: FakeLearner, plan: StepPlan) -> StepResult:
+        """Forty epochs; the second step is skipped."""
+        asked.append(plan.digest)
+        if len(asked) == 2:
+            return StepResult(optimizer_steps=40, version=1, skipped="nothing to train")
+        return replace(await plain(self, plan), optimizer_steps=40 * self.version)
+
+    asked: list[str] = []
+    monkeypatch.setattr(FakeLearner, "step", step)
+    path = tmp_path / "r"
+    with RunDir.create(config(path)) as run, run.store() as store, run.metrics() as metrics:
+        made = Run(run, store, metrics)
+        for number in (1, 2, 3):
+            await made.step(number)
+    assert [written(path, number)["optimizer_steps"] for number in (1, 2, 3)] == [40, 40, 80]
+
+
 def test_a_leap_is_told_once_and_learning_never(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="whet.collect")
     told = Jumps("reward", 0.4)

@@ -135,7 +135,7 @@ def test_a_step_reports_agreement_and_moves_the_policy_the_right_way() -> None:
     before = [x.sum() for x in trainer.logprobs(plan)]
     result = trainer.step(plan)
     after = [x.sum() for x in trainer.logprobs(plan)]
-    assert (result.version, result.step, result.skipped) == (1, 1, "")
+    assert (result.version, result.optimizer_steps, result.skipped) == (1, 1, "")
     assert 0 < result.max_logprob_gap < 1e-5
     assert result.mismatch_kl < 1e-9
     assert result.tokens == plan.ledger.trained
@@ -275,7 +275,7 @@ def test_nothing_to_train_is_skipped_and_too_long_is_refused() -> None:
     plan = plan_step(sampled_groups(model), PlanConfig(min_groups=9))
     result = trainer.step(plan)
     assert result.skipped == "3 useful groups of 3; 9 are needed"
-    assert (result.version, result.step, result.tokens) == (0, 0, 0)
+    assert (result.version, result.optimizer_steps, result.tokens) == (0, 0, 0)
     long = CONFIG.max_position_embeddings + 1
     mask = np.zeros(long, bool)
     mask[-1] = True

@@ -57,7 +57,7 @@ class FakeLearner:
         await self._asked("step", TrainError)
         self.weights = hashlib.sha256(f"{self.weights} {plan.digest}".encode()).hexdigest()
         self.version += 1
-        return StepResult(step=self.version, version=self.version)
+        return StepResult(optimizer_steps=self.version, version=self.version)
 
     async def save(self, folder: Path) -> None:
         await self._asked("save", TrainError)

@@ -216,8 +216,8 @@ def loss_of(t: TrainTable) -> LossConfig:
 class StepResult:
     """What one step of the trainer did. All means are over trained tokens, unweighted."""
 
-    step: int
-    """Optimiser steps done so far."""
+    optimizer_steps: int
+    """Optimiser steps done so far: one for each epoch of a step that was not skipped."""
     version: int
     """Policy version of the weights after the step."""
     skipped: str = ""

@@ -75,7 +75,7 @@ def result_of(epochs: Sequence[Sums], config: TrainConfig) -> StepResult:
     off_policy_kl, ref_kl = first.off_policy / first.tokens, first.ref_kl / first.tokens
     cut, low = sum(s.cut for s in epochs), sum(s.cut_low for s in epochs)
     return StepResult(
-        step=0,
+        optimizer_steps=0,
         version=0,
         loss=first.loss,
         entropy=first.entropy / first.tokens,

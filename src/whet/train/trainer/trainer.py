@@ -87,7 +87,7 @@ class Trainer:
         began = time.monotonic()
         if not plan.rows:
             return StepResult(
-                step=self.steps, version=self.version, skipped=plan.skipped or "nothing to train"
+                optimizer_steps=self.steps, version=self.version, skipped=plan.skipped or "nothing to train"
             )
         self._check_lengths(plan)
         if not self._supervised:
@@ -146,7 +146,7 @@ class Trainer:
         self.version += 1
         return replace(
             result_of(every, self.config),
-            step=self.steps,
+            optimizer_steps=self.steps,
             version=self.version,
             grad_norm=norm,
             lr=lr,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
-from whet.config import load_config
+from whet.config import dump_toml, load_config
 from whet.config.learning import TRAIN_KEYS, TrainTable
 from whet.errors import ConfigError
+from whet.train.loss.losses import Terms, token_loss
 from whet.train.loss.options import LossConfig
 from whet.train.options import TrainConfig
 from whet.train.plan.step import PlanConfig
@@ -43,7 +46,7 @@ def test_a_key_without_meaning_is_refused(key: str) -> None:
     ("train", "line"),
     [
         (
-            {"loss": "gspo", "correction": "tis"},
+            {"loss": "gspo", "ratio": "sampler", "correction": "tis"},
             "correction = 'tis' corrects a ratio against the trainer's log-probabilities before the step: it"
             " needs ratio = 'trainer', not 'sampler'",
         ),
@@ -76,6 +79,31 @@ def test_choices_that_exclude_each_other_are_one_line(train: dict[str, object], 
         load_config(base={"train": train})
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("train", "ratio"),
+    [
+        ({"loss": "gspo"}, "trainer"),
+        ({"loss": "gspo", "ratio": "sampler"}, "sampler"),
+        ({"loss": "ppo_clip"}, "sampler"),
+        ({}, "sampler"),
+    ],
+)
+def test_gspo_alone_is_against_the_trainer_unless_it_is_set(train: dict[str, object], ratio: str) -> None:
+    config = load_config(base={"train": train})
+    assert TrainConfig.of(config).loss.ratio == ratio
+    assert load_config(base=tomllib.loads(dump_toml(config))) == config
+
+
+def test_what_rounding_puts_between_sampler_and_trainer_costs_gspo_no_gradient() -> None:
+    """A rollout of 100 tokens, none moved, the sampler's record off as bfloat16's: more than the bounds."""
+    mu = torch.full((100,), -1.0)
+    terms = Terms(mu=mu, advantage=torch.ones(100), live_mu=torch.full((100,), 1e-3))
+    live = mu + 1e-3
+    chosen = TrainConfig.of(load_config(base={"train": {"loss": "gspo"}})).loss
+    assert not token_loss(live, terms, chosen).cut.any()
+    assert token_loss(live, terms, dataclasses.replace(chosen, ratio="sampler")).cut.all()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -97,7 +97,8 @@ class TrainTable(Table):
     max_logprob_gap: Annotated[float, Field(ge=0)] = 0.0
     """Most |sampler - trainer| logprob of a trained token; 0 = 1e-4 embedded, 1e-3 float32, else 1."""
     ratio: Literal["sampler", "trainer"] = "sampler"
-    """ppo_clip, cispo, gspo: divide by the sampler's record, or by what the trainer found before the step."""
+    """ppo_clip, cispo, gspo: by what the live policy is divided; unset, gspo takes the trainer's before the
+    step, the others the sampler's record."""
     dppo_low: Fraction = 0.2
     """dppo: probability a token may lose against the sampler before its gradient is masked."""
     dppo_high: Fraction = 0.2
@@ -154,6 +155,15 @@ class TrainTable(Table):
     """rows all: most rows of one rollout, the first ones and the last are kept; 0 = no limit."""
     max_row_tokens: CountOrZero = 0
     """Most tokens of one row; a longer one is not trained and counts as overlong; 0 = no limit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ratio_of_gspo(cls, given: Any) -> Any:
+        """gspo's bounds are for what an update moves; what rounding puts between sampler and trainer is as
+        large as they are (docs/decisions/0039)."""
+        if isinstance(given, dict) and given.get("loss") == "gspo":
+            return {"ratio": "trainer", **given}
+        return given
 
     @model_validator(mode="after")
     def _has_ranks(self) -> Self:

@@ -213,6 +213,11 @@ def test_policy_keys_that_mean_nothing_are_refused(overrides: list[str], said: s
             "engine.kind=vllm engine.url=x engine.publish_lora=merged".split(),
             "publish_lora means nothing without policy.lora_rank",
         ),
+        (
+            ("engine.kind=vllm engine.url=x engine.publish_mode=wait policy.kind=hf"
+             " policy.lora_rank=4").split(),
+            "publish_mode wait means nothing for adapters: no call changes weights$",
+        ),
     ],
 )  # fmt: skip
 def test_ways_to_publish_that_do_not_fit(overrides: list[str], said: str) -> None:

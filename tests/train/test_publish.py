@@ -177,6 +177,7 @@ async def test_a_restarted_server_gets_its_weights_back(tmp_path: Path) -> None:
     ("more", "adapters"),
     [
         ("engine.kind=vllm policy.lora_rank=4", True),
+        ("engine.kind=vllm policy.lora_rank=4 engine.publish_lora=merged engine.publish_mode=wait", False),
         ("engine.kind=vllm policy.lora_rank=4 engine.publish_lora=merged engine.publish=delta", False),
         ("engine.kind=sglang policy.lora_rank=4 engine.publish=delta", False),
         ("engine.kind=vllm", False),

@@ -392,4 +392,6 @@ class Config(Table):
                 "engine.publish must be disk with policy.lora_rank: adapters travel as they are, unless"
                 " engine.publish_lora is merged"
             )
+        if self.policy.lora_rank and adapters and self.engine.publish_mode != "keep":
+            raise ValueError("engine.publish_mode wait means nothing for adapters: no call changes weights")
         return self

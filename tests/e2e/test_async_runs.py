@@ -74,6 +74,8 @@ def test_kill_9_between_steps_loses_nothing_and_trains_nothing_twice(tmp_path: P
         trained = {r.id for step in store.steps() for r in store.step_rollouts(step.step)}
     summary = finish("demo", "--plain", "--json", "--resume", run_dir)
     assert summary["rl_steps"] == 4
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if line["event"] == "step"] == [1, 2, 3, 4]
     with read_store(run_dir) as store:
         assert store.check_balance().pending == 0
         groups = [{r.id for r in store.step_rollouts(step.step)} for step in store.steps()]

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
+from whet import failpoint
 from whet.capture.ledger import reassign
 from whet.collect.jumps import Jumps, lost_share
 from whet.collect.masking import MaskRate
 from whet.config import Config, load_config
 from whet.config.learning import CollectTable
+from whet.errors import SetupError
 from whet.record.metrics import MetricsFile
-from whet.record.run import RunDir
+from whet.record.run import RunDir, read_store
 from whet.record.store import StepRecord, Store
 from whet.rollout import AttemptSpec
 from whet.testing.fake_attempts import fake_rollout
@@ -26,7 +30,7 @@ from whet.testing.simulated_attempts import with_tokens
 from whet.train.alarms import StepAlarms
 from whet.train.assembly import Parts
 from whet.train.learner.lifeline import Lifeline
-from whet.train.loop import Loop, WallClock
+from whet.train.loop import Loop, TrainOptions, WallClock, train
 from whet.train.options import StepResult
 from whet.train.plan.step import PlanConfig, StepPlan
 from whet.types import Group, Ledger, Outcome, Rollout, Task, Verdict
@@ -195,6 +199,41 @@ async def test_a_line_has_the_runs_step_and_beside_it_how_often_the_optimiser_st
         for number in (1, 2, 3):
             await made.step(number)
     assert [written(path, number)["optimizer_steps"] for number in (1, 2, 3)] == [40, 40, 80]
+
+
+def steps_of(path: Path) -> list[int]:
+    lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if line["event"] == "step"]
+
+
+def test_a_kill_between_a_commit_and_its_line_costs_the_line_until_the_resume_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r"
+
+    async def until_killed() -> None:
+        with RunDir.create(config(path)) as run, run.store() as store, run.metrics() as metrics:
+            made = Run(run, store, metrics)
+            await made.step(1)
+            with failpoint.armed("loop.committed"), pytest.raises(failpoint.Reached):
+                await made.step(2)
+
+    asyncio.run(until_killed())
+    assert steps_of(path) == [1]
+    stops = SetupError("the test stops here")
+    monkeypatch.setattr("whet.train.loop.assemble", Mock(side_effect=stops))
+    for _ in range(2):
+        with pytest.raises(SetupError):
+            train(config(path), cast(Any, Told()), TrainOptions(resume=path))
+        assert steps_of(path) == [1, 2]
+    with read_store(path) as store:
+        (_, kept) = store.steps()
+    line = written(path, 2)
+    assert {**kept.metrics, "time_s": kept.committed_s}.items() <= line.items()
+    assert set(written(path, 1)) - set(line) == {"publish_s"}
+    (path / "metrics.jsonl").write_bytes(b"{damaged\n")
+    with pytest.raises(SetupError):
+        train(config(path), cast(Any, Told()), TrainOptions(resume=path))
 
 
 def test_a_leap_is_told_once_and_learning_never(caplog: pytest.LogCaptureFixture) -> None:

@@ -75,6 +75,8 @@ def finished(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ma
     config, watcher = sft_config(source, tmp_path_factory.mktemp("target") / "run", *SCHEDULE), Watcher()
     with pytest.raises(RecordError, match="the test stops here"):
         sft(config, Watcher(stop_at=6))
+    told = Path(config.run.dir) / "metrics.jsonl"  # as if it had been killed at the commit of step 4
+    told.write_bytes(b"".join(told.read_bytes().splitlines(keepends=True)[:3]))
     return sft(config, watcher, SftOptions(resume=Path(config.run.dir))), watcher
 
 

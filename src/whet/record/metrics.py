@@ -1,8 +1,9 @@
 """metrics.jsonl: one JSON object per line, appended and flushed at once, readable with no process alive.
 
 A line has `schema_version`, `time_s` (seconds since the epoch) and, by custom, `event`. A kill can tear the
-last line; it is cut off when the file is opened for writing and skipped by readers. After a resume a step
-may stand twice: the later line counts.
+last line; it is cut off when the file is opened for writing and skipped by readers. A resumed run writes the
+lines that committed steps lack (run.py). What it does again, evaluations and the steps of `whet sft` since
+the last checkpoint, stands twice: the later line counts.
 """
 
 from __future__ import annotations

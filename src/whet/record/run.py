@@ -12,6 +12,7 @@ another are written beside it, synced and renamed.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -23,9 +24,11 @@ import orjson
 
 from whet.config import Config, dump_toml, load_config
 from whet.errors import RecordError, SetupError
-from whet.record.metrics import MetricsFile, disk_error
+from whet.record.metrics import MetricsFile, disk_error, read_metrics
 from whet.record.store import EmptyStore, Store
 from whet.record.ulid import new_ulid
+
+log = logging.getLogger(__name__)
 
 KIND = "kind"
 """Fact of a run: the verb whose run it is, where that is not training."""
@@ -153,6 +156,21 @@ def read_store(path: Path) -> Store:
     if not (path / "run.sqlite").exists():
         raise RecordError(f"{path} holds no rollouts yet: it has no run.sqlite")
     return Store(path / "run.sqlite", readonly=True)
+
+
+def restore_steps(run: RunDir, store: Store, metrics: MetricsFile) -> None:
+    """Write the line of every committed step that metrics.jsonl lacks: a kill came between the two. It has
+    what was committed, so no `publish_s`, and the commit's time. Raises RecordError when it cannot write."""
+    try:
+        lines = read_metrics(run.path / "metrics.jsonl")
+        told = {line.get("step") for line in lines if line.get("event") == "step"}
+    except RecordError as error:  # the store is the authority: a run goes on without this file's past
+        log.warning("steps not restored error=%s", error)
+        return
+    for record in store.steps():
+        if record.step not in told:
+            when = record.committed_s
+            metrics.write({**record.metrics, "time_s": when, "event": "step", "step": record.step})
 
 
 def has_rollouts(path: Path) -> bool:

@@ -30,7 +30,7 @@ from whet.record.artifacts import AgentArtifacts
 from whet.record.host_calls import HostCallLog
 from whet.record.logs import AgentLogs, log_to
 from whet.record.metrics import Metrics, MetricsFile
-from whet.record.run import KIND, RunDir
+from whet.record.run import KIND, RunDir, restore_steps
 from whet.record.store import Score, Store
 from whet.rollout import Attempts
 from whet.stop import run_interruptible
@@ -364,6 +364,7 @@ async def _train(config: Config, view: Observer, options: TrainOptions) -> Mappi
         check_steps(run, store)
         clock = WallClock(store, options.began)
         store.recover()
+        restore_steps(run, store, metrics)
         if EXTRA not in store.meta():
             store.set_meta(EXTRA, json.dumps(dict(options.extra)))
         view.note(f"run directory {run.path}")

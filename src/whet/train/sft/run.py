@@ -22,7 +22,7 @@ from whet.config import Config, model_folder
 from whet.errors import ConfigError, RecordError, TrainError
 from whet.record.logs import log_to
 from whet.record.metrics import Metrics, MetricsFile
-from whet.record.run import KIND, RunDir, read_config, read_store, write_text
+from whet.record.run import KIND, RunDir, read_config, read_store, restore_steps, write_text
 from whet.record.scratch import remove_stale_scratch
 from whet.record.store import Store
 from whet.render.family import Family, forgotten_before
@@ -247,6 +247,7 @@ async def _sft(config: Config, view: Observer, options: SftOptions) -> Mapping[s
         store = stack.enter_context(run.store())
         metrics = stack.enter_context(run.metrics())
         _check_kind(store, run, resumed=resume is not None)
+        restore_steps(run, store, metrics)
         clock = WallClock(store, options.began)
         folder = model_folder(run.config)
         view.note(f"run directory {run.path}")

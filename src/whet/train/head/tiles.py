@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import TrainError
+from whet.train.head.product import product
 
 SLACK = 40.0
 """Nats by which a logit may exceed its row's reference before that moves: exp(40) x 10^6 is finite."""
@@ -243,15 +244,6 @@ def backend(device: torch.device, kernels: Kernels) -> Backend:
 
         return TritonBackend()
     return TorchBackend()
-
-
-def product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
-    """out = a @ b, or += , in float32 whatever the dtype of a and b."""
-    if a.dtype == out.dtype:
-        return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-    if add:
-        return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
 class Sweep:

@@ -136,10 +136,16 @@ class Lab:
         return History(messages[known:], memory, known=known, before=before, parse=lambda: messages)
 
     def ask(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (SHELL,), hints: Hints = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (SHELL,),
+        hints: Hints = (),
+        *,
+        barred: bool = False,
     ) -> Call:
-        """Plan, render what is left, extend."""
-        request = replace(self.request(self._spliced(tuple(messages)), tools), hints=hints)
+        """Plan, render what is left, extend. `barred`: tools are sent and none may be called."""
+        offered = () if barred else tools
+        request = replace(self.request(self._spliced(tuple(messages)), offered), hints=hints, barred=barred)
         plan = self.forest.plan(request, FINGERPRINT)
         if self._splices:  # what an earlier request left known changes nothing that is found
             whole = self.forest.plan(replace(request, messages=tuple(messages)), FINGERPRINT)
@@ -149,7 +155,7 @@ class Lab:
         lead = [m for m in messages if m.role == "system"] if base is None else []
         lead = lead[: next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))]
         if base is None:
-            head = [1, *(i for m in lead for i in render(m)), *(i for t in tools for i in map(ord, t.name))]
+            head = [1, *(i for m in lead for i in render(m)), *(i for t in offered for i in map(ord, t.name))]
         else:
             head = close(base.ids, base.finish)
             base.continued = True
@@ -223,9 +229,11 @@ class Lab:
         reply: Message,
         tools: Sequence[ToolSpec] = (SHELL,),
         hints: Hints = (),
+        *,
+        barred: bool = False,
     ) -> Call:
         """One ordinary delivered call."""
-        return self.deliver(self.sample(self.ask(messages, tools, hints), reply))
+        return self.deliver(self.sample(self.ask(messages, tools, hints, barred=barred), reply))
 
 
 def long_chain(turns: int) -> tuple[Forest, list[Message]]:

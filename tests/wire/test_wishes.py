@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import anthropic
@@ -13,9 +14,10 @@ from wire_lab import CALLS, SAY, anthropic_client, gemini_client, openai_client
 
 from whet.gateway.dialects.anthropic import AnthropicDialect
 from whet.gateway.dialects.chat import ChatDialect
+from whet.gateway.server import DIALECTS
 from whet.gateway.stops import cut_at_stop
 from whet.render.template import TemplateFamily
-from whet.types import Generation, IntArray, Limits, Message
+from whet.types import Generation, IntArray, Limits, Message, ModelRequest
 
 STORY = "One fish, two fish. Human: red fish"
 
@@ -201,6 +203,52 @@ async def test_no_tool_is_offered_where_none_is_wanted(family: TemplateFamily) -
         )
         assert len(rig.engine.sent) == 4
         assert not any("read" in family.decode(sent.ids) for sent in rig.engine.sent)
+
+
+PLAIN: Mapping[str, Any] = {
+    "chat": {"messages": ASK},
+    "anthropic": {"messages": ASK[1:], "max_tokens": 9},
+    "responses": {"input": "Hi"},
+    "gemini": {"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]},
+}
+OFF: Mapping[str, Any] = {
+    "chat": {"tools": TOOLS, "tool_choice": "none"},
+    "anthropic": {
+        "tools": [{"name": "read", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "none"},
+    },
+    "responses": {"tools": [{"type": "function", "name": "read"}], "tool_choice": "none"},
+    "gemini": {
+        "tools": [{"functionDeclarations": [{"name": "read"}]}],
+        "toolConfig": {"functionCallingConfig": {"mode": "NONE"}},
+    },
+}
+"""Tools that are sent and not to be called."""
+
+
+@pytest.mark.case(49)
+@pytest.mark.parametrize("name", OFF)
+def test_tools_that_are_barred_are_known_from_none(name: str) -> None:
+    def asked(**more: Any) -> ModelRequest:
+        return DIALECTS[name].parse({**PLAIN[name], **more}, "").request
+
+    assert not asked().barred
+    assert (asked(**OFF[name]).tools, asked(**OFF[name]).barred) == ((), True)
+    assert not asked(**{**OFF[name], "tools": []}).barred
+
+
+@pytest.mark.case(49)
+async def test_a_final_answer_without_a_call_is_trained(family: TemplateFamily) -> None:
+    """Agents bar the tools when they want the answer at last: that is main line, not a side call."""
+    async with Rig(family, [CALLS, SAY]) as rig:
+        _, body = await rig.post({"messages": ASK, "tools": TOOLS})
+        said = body["choices"][0]["message"]
+        answers = [{"role": "tool", "tool_call_id": c["id"], "content": "x"} for c in said["tool_calls"]]
+        status, _ = await rig.post({"messages": [*ASK, said, *answers], **OFF["chat"]})
+        assert status == 200
+        trajectory = await rig.sealed()
+        assert trajectory.ledger.excluded == {}
+        assert [segment.label for segment in trajectory.segments] == ["wipe", "final"]
 
 
 @pytest.mark.case(49)

@@ -54,6 +54,8 @@ class PromptPlan:
     told: Conversation = field(repr=False)
     """Meanings of `replace`, for `extend`."""
     tools: bool
+    barred: bool
+    """The request sent tools and let none be called."""
     echoes: frozenset[int] = field(repr=False)
     """Sampled nodes named by pointers or minted call ids in `replace`."""
     hints: tuple[tuple[str, str], ...] = ()

@@ -106,6 +106,7 @@ class Forest:
             drift=classify(self._nodes, key, base, rest, echoes, held),
             told=rest,
             tools=bool(request.tools),
+            barred=request.barred,
             echoes=frozenset(node.id for node in echoes),
             hints=request.hints,
         )
@@ -188,6 +189,7 @@ class Forest:
             wire=wire,
             chained=chain(b"" if base is None else base.chained, delta),
             tools=plan.tools,
+            barred=plan.barred,
             echoes=plan.echoes,
             hints=self._notes.hints(plan.hints),
         )

@@ -36,6 +36,8 @@ class ContextNode:
     """Knows what the tools of this root make of arguments."""
     tools: bool
     """Whether the request offered tools."""
+    barred: bool
+    """Whether it sent tools and let none be called."""
     echoes: frozenset[int]
     """Sampled nodes that this context names by call id or pointer: they were re-rendered here."""
     hints: tuple[tuple[str, str], ...] = ()

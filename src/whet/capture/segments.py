@@ -5,7 +5,9 @@ forest alone:
 - auxiliary: a tree of single calls without tools, in a session that offers tools elsewhere: it cannot act.
   Its turns are excluded, so no row carries this label.
 - main line: the first other tree; a later tree takes it over when the line is never continued after that
-  tree starts and the tree has the same root key or re-renders one of the line's turns. Others: subagent.
+  tree starts and the tree has the same root key or re-renders one of the line's turns. A tree that re-renders
+  one of them and whose tools were only barred for the call (`tool_choice` none: a plan, a final answer) is
+  the line too. Others: subagent.
 - on the main line: `final` is the last chain; `wipe` was left behind by a later prompt (compaction, rewind,
   edit); `append` is another sample that nothing replaced.
 A sub-agent that is the last thing a session did under the main line's own root key looks like compaction.
@@ -65,19 +67,22 @@ def find_lines(nodes: Nodes) -> Lines:
         grown[node.top].add(node)
     trees = [tree for tree in grown.values() if tree.first_turn >= 0]
     acting = any(tree.tools for tree in trees)
-    auxiliary = {tree.top.id for tree in trees if acting and not tree.tools and not tree.deep}
+    auxiliary: set[int] = set()
     main: list[_Tree] = []
+    barred: list[_Tree] = []
     for tree in trees:  # in order of their first request
-        if tree.top.id not in auxiliary and (not main or _takes_over(main, tree)):
+        known = any(line.nodes & tree.top.echoes for line in (*main, *barred))
+        if known and tree.top.barred:
+            barred.append(tree)
+        elif acting and not tree.tools and not tree.deep:
+            auxiliary.add(tree.top.id)
+        elif not main or _takes_over(main[-1], tree, known):
             main.append(tree)
-    return Lines(auxiliary=frozenset(auxiliary), main=frozenset(tree.top.id for tree in main))
+    return Lines(auxiliary=frozenset(auxiliary), main=frozenset(tree.top.id for tree in (*main, *barred)))
 
 
-def _takes_over(main: list[_Tree], tree: _Tree) -> bool:
-    if main[-1].last > tree.top.id:
-        return False
-    known = any(line.nodes & tree.top.echoes for line in main)
-    return known or tree.top.root_key == main[-1].top.root_key
+def _takes_over(line: _Tree, tree: _Tree, known: bool) -> bool:
+    return line.last < tree.top.id and (known or tree.top.root_key == line.top.root_key)
 
 
 def _eligible(nodes: Nodes, reasons: Mapping[int, str], kind: SegmentKind) -> list[SampledNode]:

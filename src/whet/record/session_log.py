@@ -108,6 +108,7 @@ class LoggedForest(Forest):
             "reasoning": [(index, digest.hex()) for index, digest in (run.reasoning or {}).items()],
             "defaults": plan.told.reader.defaults,
             "tools": plan.tools,
+            "barred": plan.barred,
             "echoes": sorted(plan.echoes),
             "hints": plan.hints,
             "drift": plan.drift,
@@ -253,6 +254,7 @@ class _Replay(Forest):
             drift=Drift(**event["drift"]),
             told=told,
             tools=event["tools"],
+            barred=event.get("barred", False),  # Logs of earlier versions do not have it.
             echoes=frozenset(event["echoes"]),
             hints=tuple((name, value) for name, value in event["hints"]),
         )

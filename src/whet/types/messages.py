@@ -50,6 +50,8 @@ class ModelRequest:
 
     messages: Sequence[Message]
     tools: tuple[ToolSpec, ...] = ()
+    barred: bool = False
+    """Tools were sent, but none may be called (`tool_choice` none), so `tools` is empty."""
     stream: bool = False
     max_tokens: int | None = None
     """May only shorten the trainer's own limit."""

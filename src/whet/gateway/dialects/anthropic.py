@@ -80,13 +80,15 @@ class AnthropicDialect:
                 "messages",
             )
         offered, dropped = _tools(body)
+        off = _no_tool(body)
         hints = dropped
         user = mapping(body.get("metadata") or {}, "metadata").get("user_id")
         if isinstance(user, str):
             hints = (("metadata.user_id", user), *dropped)
         request = ModelRequest(
             messages=join_assistants(messages),
-            tools=offered,
+            tools=() if off else offered,
+            barred=off and bool(offered),
             stream=bool(body.get("stream")),
             max_tokens=positive(body.get("max_tokens"), "max_tokens"),
             stop=stop_strings(body.get("stop_sequences"), "stop_sequences"),
@@ -276,9 +278,7 @@ def _text(raw: object, param: str) -> str:
 
 
 def _tools(body: Mapping[str, object]) -> tuple[tuple[ToolSpec, ...], tuple[tuple[str, str], ...]]:
-    """The tools offered to the model, and a label for each that only the provider itself could run."""
-    choice = body.get("tool_choice")
-    off = choice is not None and mapping(choice, "tool_choice").get("type") == "none"
+    """The tools sent for the model, and a label for each that only the provider itself could run."""
     offered: list[ToolSpec] = []
     dropped: list[tuple[str, str]] = []
     for i, raw in enumerate(sequence(body.get("tools"), "tools")):
@@ -297,7 +297,13 @@ def _tools(body: Mapping[str, object]) -> tuple[tuple[ToolSpec, ...], tuple[tupl
                 parameters=json_text({} if schema is None else mapping(schema, f"tools.{i}.input_schema")),
             )
         )
-    return (() if off else tuple(offered)), tuple(dropped)
+    return tuple(offered), tuple(dropped)
+
+
+def _no_tool(body: Mapping[str, object]) -> bool:
+    """No tool may be called."""
+    choice = body.get("tool_choice")
+    return choice is not None and mapping(choice, "tool_choice").get("type") == "none"
 
 
 # --------------------------------------------------------------------------- replies

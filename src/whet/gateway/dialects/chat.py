@@ -77,10 +77,13 @@ class ChatDialect:
         if not messages:
             raise WireError("invalid_request", "'messages' must hold at least one message.", "messages")
         limits = [positive(body.get(k), k) for k in ("max_tokens", "max_completion_tokens")]
-        tools = () if body.get("tool_choice") == "none" else sequence(body.get("tools"), "tools")
+        sent = sequence(body.get("tools"), "tools")
+        off = body.get("tool_choice") == "none"
+        tools = () if off else sent
         request = ModelRequest(
             messages=tuple(_message(m, f"messages[{i}]") for i, m in enumerate(messages)),
             tools=tuple(_tool(t, f"tools[{i}]") for i, t in enumerate(tools)),
+            barred=off and bool(sent),
             stream=bool(body.get("stream")),
             max_tokens=min((n for n in limits if n is not None), default=None),
             stop=stop_strings(body.get("stop"), "stop"),

@@ -57,11 +57,13 @@ def parse(body: _Json, action: str) -> WireCall:
     if not contents:
         raise WireError("invalid_request", "* contents is not specified", "contents")
     tools, dropped = _tools(body)
+    off = _no_tool(body)
     limit = get(config, "maxOutputTokens")
     streamed = method == "streamGenerateContent"
     request = ModelRequest(
         messages=tuple(_system(get(body, "systemInstruction"))) + _messages(contents),
-        tools=tools,
+        tools=() if off else tools,
+        barred=off and bool(tools),
         stream=streamed,
         max_tokens=positive(limit, "maxOutputTokens"),
         stop=stop_strings(get(config, "stopSequences"), "stopSequences"),
@@ -118,7 +120,7 @@ def _labels(body: _Json) -> tuple[tuple[str, str], ...]:
 
 
 def _tools(body: _Json) -> tuple[tuple[ToolSpec, ...], tuple[tuple[str, str], ...]]:
-    """The functions offered to the model, and a label for each tool that only the provider could run."""
+    """The functions sent for the model, and a label for each tool that only the provider could run."""
     offered: list[ToolSpec] = []
     dropped: list[tuple[str, str]] = []
     for i, raw in enumerate(sequence(body.get("tools"), "tools")):
@@ -130,9 +132,14 @@ def _tools(body: _Json) -> tuple[tuple[ToolSpec, ...], tuple[tuple[str, str], ..
         for k, function in enumerate(declared):
             param = f"tools[{i}].functionDeclarations[{k}]"
             offered.append(_function(mapping(function, param), param))
+    return tuple(offered), tuple(dropped)
+
+
+def _no_tool(body: _Json) -> bool:
+    """No function may be called."""
     config = mapping(get(body, "toolConfig") or {}, "toolConfig")
     calling = mapping(get(config, "functionCallingConfig") or {}, "functionCallingConfig")
-    return (() if calling.get("mode") == "NONE" else tuple(offered)), tuple(dropped)
+    return calling.get("mode") == "NONE"
 
 
 def _function(fields: _Json, param: str) -> ToolSpec:

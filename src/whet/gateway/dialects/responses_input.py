@@ -75,9 +75,11 @@ def parse(body: Mapping[str, object], *, compact: bool = False) -> WireCall:
         reader.read(mapping(item, f"input[{i}]"), f"input[{i}]")
     if compact or asked:
         reader.messages.append(compaction.ASKED)
+    off = body.get("tool_choice") == "none"
     request = ModelRequest(
         messages=tuple(reader.messages),
-        tools=() if body.get("tool_choice") == "none" else tuple(tools.offered),
+        tools=() if off else tuple(tools.offered),
+        barred=off and bool(tools.offered),
         stream=bool(body.get("stream")) and not compact,
         max_tokens=positive(body.get("max_output_tokens"), "max_output_tokens"),
         advisory=wishes(body, _ADVISORY),

@@ -13,7 +13,7 @@ import pytest
 from whet.engine.http import HttpOptions
 from whet.engine.probe import probe_engine
 from whet.engine.vllm import VllmEngine, open_vllm
-from whet.errors import ConfigError, EngineError
+from whet.errors import ConfigError, EngineError, EngineUnavailable
 from whet.testing.fake_vllm import FakeVllm, serve_vllm
 from whet.testing.weight_folders import chance_folder
 from whet.types import IntArray, RequestKey, SamplingParams
@@ -264,7 +264,7 @@ async def test_cancelling_aborts_at_the_server(scale_out: bool) -> None:
 async def test_the_deadline_aborts_at_the_server() -> None:
     async with serve_vllm(VOCAB) as fake, open_vllm(options(fake, call_deadline_s=0.3)) as engine:
         fake.sampler.token_delay_s = 0.05
-        with pytest.raises(EngineError, match=r"did not answer /inference/v1/generate within 0.3 s"):
+        with pytest.raises(EngineUnavailable, match=r"did not answer /inference/v1/generate within 0.3 s"):
             await engine.generate(PROMPT, params(1000), KEY)
         await until(lambda: not fake.sampler.jobs)
 

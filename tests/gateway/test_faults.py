@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from gateway_rig import ASK, Rig, said
 
+from whet.collect.gateway import gateway_config
+from whet.config import load_config
 from whet.errors import CaptureError, EngineError, EngineUnavailable, GatewayError
 from whet.gateway.server import GatewayConfig
 from whet.render.template import TemplateFamily
@@ -252,6 +254,28 @@ async def test_an_engine_that_hangs_is_given_up(family: TemplateFamily) -> None:
         assert (await rig.post({"messages": ASK}))[0] == 500
         assert "0.05 s" in rig.session.stats.infra_error
         assert len(rig.engine.aborted) == 1
+
+
+@pytest.mark.case(44)
+async def test_a_generation_may_take_as_long_as_configured_and_one_that_is_too_long_may_be_asked_again(
+    family: TemplateFamily,
+) -> None:
+    keys = ["engine.kind=vllm", "engine.url=http://x", "engine.call_timeout_s=0.3"]
+    config = gateway_config(load_config(None, keys))
+    late = {"s": 30.0}
+
+    async def slow(key: RequestKey) -> None:
+        await asyncio.sleep(late["s"])
+
+    async with Rig(family, [said("x")], config=config, before=slow) as rig:
+        began = asyncio.get_running_loop().time()
+        assert (await rig.post({"messages": ASK}))[0] == 500
+        assert 0.3 <= asyncio.get_running_loop().time() - began < 20.0
+        assert rig.session.stats.infra_error == "engine gave no answer within 0.3 s"
+        late["s"] = 0.0
+        assert (await rig.post({"messages": ASK}))[0] == 200
+        assert rig.session.stats.infra_error == ""
+        assert (await rig.sealed()).ledger.balanced
 
 
 def broken(kind: str, n: int) -> Generation:

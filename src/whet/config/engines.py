@@ -27,7 +27,7 @@ class EngineTable(Table):
     key_env: str = ""
     """Not embedded: environment variable with the server's, trainer's or provider's key; empty = none."""
     call_timeout_s: Seconds = 600.0
-    """Not embedded: seconds for one generation or one reload of weights."""
+    """Not embedded: seconds for one generation, at the gateway too, or for one reload of weights."""
     control_timeout_s: Seconds = 30.0
     """vllm, sglang: seconds for any other call."""
     retries: CountOrZero = 3

@@ -21,7 +21,7 @@ from typing import Literal
 from whet.engine.base import EngineInfo, PauseMode, Receipt
 from whet.engine.reply import RawReply, checked
 from whet.engine.streams import request_name, stream_seed
-from whet.errors import EngineError
+from whet.errors import EngineError, EngineUnavailable
 from whet.types import Generation, IntArray, RequestKey, SamplingParams, VersionRuns
 
 Gone = Literal["was answered before", "was given up", "failed before"]
@@ -91,7 +91,7 @@ class ExternalEngine:
             async with asyncio.timeout(self._deadline_s):
                 return await waiting.answer
         except TimeoutError as error:
-            raise EngineError(f"the trainer gave no answer within {self._deadline_s:g} s") from error
+            raise EngineUnavailable(f"the trainer gave no answer within {self._deadline_s:g} s") from error
         finally:
             if request.name not in self._gone:
                 self._end(waiting, "was given up")

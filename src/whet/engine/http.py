@@ -84,9 +84,11 @@ class EngineHttp:
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         deadline_s: float | None = None,
+        late: type[EngineError] = EngineError,
     ) -> Body:
-        """The decoded JSON object of the answer; an empty one for an answer without a body or in words."""
-        return await self._call("POST", path, body, query or {}, headers or {}, deadline_s)
+        """The decoded JSON object of the answer; an empty one for an answer without a body or in words.
+        `late`: what is raised after the deadline."""
+        return await self._call("POST", path, body, query or {}, headers or {}, deadline_s, late)
 
     async def _call(
         self,
@@ -96,6 +98,7 @@ class EngineHttp:
         query: Mapping[str, str],
         headers: Mapping[str, str],
         deadline_s: float | None,
+        late: type[EngineError] = EngineError,
     ) -> Body:
         limit = deadline_s or self.options.control_deadline_s
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -108,7 +111,7 @@ class EngineHttp:
                         return answer
                     await asyncio.sleep(min(2.0, 0.1 * 2**attempt))
         except TimeoutError as error:
-            raise EngineError(f"{self.name} did not answer {path} within {limit:g} s") from error
+            raise late(f"{self.name} did not answer {path} within {limit:g} s") from error
         raise EngineError(f"{self.name}: {path} was sent {self.options.retries + 1} times in vain")
 
     async def _once(

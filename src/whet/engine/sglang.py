@@ -27,7 +27,7 @@ from whet.engine.http import EngineHttp, HttpOptions, open_http
 from whet.engine.published import inspect
 from whet.engine.reply import RawReply, checked, int_row, version_number
 from whet.engine.streams import request_name, session_name, stream_seed
-from whet.errors import EngineError
+from whet.errors import EngineError, EngineUnavailable
 from whet.types import Generation, IntArray, RequestKey, SamplingParams
 
 FRESH = "default"
@@ -119,6 +119,7 @@ class SglangEngine:
                 body,
                 headers={"X-Session-ID": session_name(key)},
                 deadline_s=self._http.options.call_deadline_s,
+                late=EngineUnavailable,
             )
             done = True
             return answer

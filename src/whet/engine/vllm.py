@@ -29,7 +29,7 @@ from whet.engine.vllm_control import (
     tensor_sums,
     weight_label,
 )
-from whet.errors import EngineError
+from whet.errors import EngineError, EngineUnavailable
 from whet.types import Generation, IntArray, RequestKey, SamplingParams, VersionRuns
 
 __all__ = ["FRESH", "VllmEngine", "VllmServer", "open_vllm"]
@@ -126,7 +126,9 @@ class VllmEngine(VllmControl):
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> Mapping[str, Any]:
         deadline_s = self._http.options.call_deadline_s
-        return await self._http.post(path, body, headers=headers, deadline_s=deadline_s)
+        return await self._http.post(
+            path, body, headers=headers, deadline_s=deadline_s, late=EngineUnavailable
+        )
 
     async def _unchanged(self, before: int) -> VersionRuns:
         now = await self.version()

@@ -50,6 +50,7 @@ class GatewayConfig:
     """A stream's status line waits this long for the engine, so that early failures keep a real status."""
     keep_alive_s: float = 10.0
     engine_deadline_s: float = 600.0
+    """Of one generation. A call that takes longer fails; the agent may ask again."""
     write_timeout_s: float = 60.0
     """A client that does not read its reply for so long is gone."""
     disconnect_grace_s: float = 2.0

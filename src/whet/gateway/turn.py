@@ -265,7 +265,7 @@ class Turns:
             if time.cut:
                 raise EngineUnavailable("the engine was away for longer than a session waits") from error
             if not time.expired or time.too_slow:
-                raise EngineError(f"engine gave no answer within {deadline:g} s") from error
+                raise EngineUnavailable(f"engine gave no answer within {deadline:g} s") from error
             return None
         except asyncio.CancelledError:
             if time.cut:

@@ -92,15 +92,45 @@ def test_live_shows_stage_rates_and_what_is_left() -> None:
         "step 1 of 2  step 1/2",
         "4/8",
         "1 running, 8 done",
-        "solve rate   1.00",
+        "solve rate  1.00",
         "15 tokens/s",
-        "time left    24 s",
+        "time left   24 s",
         "before 0.25 (1/4)",
         "loss 0.123",
         "a worker was replaced",
     ):
         assert part in text, part
     assert "\x1b[" in out.getvalue(), "the live display was never drawn"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_live_cuts_nothing_of_a_long_run(width: int) -> None:
+    clock = Clock()
+    view = LiveView(Console(file=io.StringIO(), width=width, force_terminal=True), clock)
+    play(view, clock)
+    for i in range(1230):
+        view.rollout_finished(f"f{i}", reward=0.0, tokens=30)
+    for i in range(12):
+        view.rollout_started(f"r{i}")
+    for i in range(5, 30, 5):
+        view.eval_done(f"step {i}", score(64 + i, 128))
+    late = {"calls_mean": 4.21, "entropy": 0.4213, "max_logprob_gap": 3.34e-5, "tokens_trained": 12345}
+    view.step_done(25, 30, {"groups_useful": 12, **late, "reward_mean": 0.625})
+    still = io.StringIO()
+    Console(file=still, width=width).print(view.render())
+    view.close()
+    lines = still.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert "…" not in still.getvalue()
+    for label in ("  rollouts  ", "  sampled  ", "  held-out  ", "  last step  "):
+        assert sum(line.startswith(label) for line in lines) == 1, label
+    said = " ".join(still.getvalue().split())
+    for part in ("13 running, 1238 done", "solve rate 0.00", "time left", "before 0.25 (1/4)"):
+        assert part in said, part
+    assert "step 25 0.70 (89/128)" in said, "the newest evaluation"
+    row = next(line for line in lines if line.startswith("  last step"))
+    assert row.split()[2:6] == ["reward_mean", "0.625", "tokens_trained", "12345"], "what tells most is first"
+    assert "max_logprob_gap 3.34e-05" in said
 
 
 def test_the_first_stage_is_drawn_before_the_run_has_a_name() -> None:

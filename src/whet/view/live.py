@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -19,6 +20,12 @@ from whet.view.base import Progress, duration
 
 _NOTES = 4
 _REFRESH_HZ = 4
+_LABEL = len("  last step")
+_FIRST = ("reward_mean", "loss", "tokens_trained", "max_logprob_gap")
+"""Metrics of a step that are shown before the others."""
+_METRICS = 6
+_LATEST = 3
+"""Evaluations shown after the first one."""
 
 
 class LiveView:
@@ -67,6 +74,7 @@ class LiveView:
             Rule(Text(self._progress.title, style="bold"), align="left", style="cyan"),
             self._bar(),
             self._facts(),
+            self._results(),
         ]
         parts += [Text(f"  {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in self._notes]
         return Group(*parts)
@@ -84,16 +92,37 @@ class LiveView:
         return row
 
     def _facts(self) -> RenderableType:
+        """No label is ever cut: where the width does not do, the values wrap."""
         p = self._progress
-        grid = Table.grid(padding=(0, 3))
-        for _ in range(2):
-            grid.add_column(style="dim", no_wrap=True)
-            grid.add_column(no_wrap=True)
+        grid = Table.grid(padding=(0, 2))
+        for width in (_LABEL, 0):
+            grid.add_column(style="dim", no_wrap=True, min_width=width)
+            grid.add_column()
         rate = "—" if p.solve_rate is None else f"{p.solve_rate:.2f}"
         grid.add_row("  rollouts", f"{len(p.running)} running, {p.finished} done", "solve rate", rate)
         grid.add_row("  sampled", f"{p.tokens_per_s:.0f} tokens/s", "time left", duration(p.seconds_left))
-        numbers = [f"{k} {v:.3g}" for k, v in self._metrics.items() if isinstance(v, float)][:3]
-        held_out = ", ".join(f"{name} {s.rate:.2f} ({s.solved}/{s.total})" for name, s in p.evals.items())
-        if held_out or numbers:
-            grid.add_row("  held-out", held_out or "—", "last step", ", ".join(numbers) or "—")
         return grid
+
+    def _results(self) -> RenderableType:
+        """The evaluations and the last step: each a label and as many rows as it needs."""
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True, min_width=_LABEL)
+        grid.add_column()
+        rates = [f"{name} {s.rate:.2f} ({s.solved}/{s.total})" for name, s in self._progress.evals.items()]
+        for label, values in (
+            ("  held-out", rates[:1] + rates[1:][-_LATEST:]),
+            ("  last step", self._shown()),
+        ):
+            if values:
+                grid.add_row(label, Columns([Text(value, no_wrap=True) for value in values], padding=(0, 2)))
+        return grid
+
+    def _shown(self) -> list[str]:
+        """What of the last step is worth a row, the most telling first."""
+        counts = {k: v for k, v in self._metrics.items() if isinstance(v, int | float)}
+        names = [name for name in _FIRST if name in counts]
+        names += [name for name in counts if name not in names]
+        return [
+            f"{name} {counts[name]:.3g}" if isinstance(counts[name], float) else f"{name} {counts[name]}"
+            for name in names[:_METRICS]
+        ]

@@ -336,28 +336,40 @@ def test_an_unnamed_run_has_its_name_before_it_starts() -> None:
     assert not options.run_dir.exists()
 
 
-def test_on_a_terminal_the_view_is_live(tmp_path: Path) -> None:
+VIEWED = (
+    "import sys; from pathlib import Path\n"
+    "from whet.cli import verbs; from whet.cli.options import parse\n"
+    "from whet.config import load_config\n"
+    "def run(config, view):\n"
+    "    view.stage('training', 4)\n"
+    "    view.note('a note')\n"
+    "    return {}, 'the report'\n"
+    "options = parse(['demo', *sys.argv[1:]])\n"
+    "verbs._run(options, load_config(None, options.overrides), run)\n"
+)
+
+
+def test_on_a_terminal_the_view_is_live() -> None:
     """A pseudo-terminal; --plain and run.plain switch the colours off."""
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from whet.cli import verbs; from whet.cli.options import parse\n"
-        "from whet.config import load_config\n"
-        "def run(config, view):\n"
-        "    view.stage('training', 4)\n"
-        "    return {}, 'the report'\n"
-        "options = parse(['demo', *sys.argv[1:]])\n"
-        "verbs._run(options, load_config(None, options.overrides), run)\n"
-    )
-    assert "\x1b[" in on_a_terminal(code)
-    assert "\x1b[" not in on_a_terminal(code, "--plain")
-    assert "\x1b[" not in on_a_terminal(code, "run.plain=true")
+    assert "\x1b[" in on_a_terminal(VIEWED)
+    assert "\x1b[" not in on_a_terminal(VIEWED, "--plain")
+    assert "\x1b[" not in on_a_terminal(VIEWED, "run.plain=true")
 
 
-def on_a_terminal(code: str, *argv: str) -> str:
+def test_on_a_dumb_terminal_every_event_is_a_line() -> None:
+    said = on_a_terminal(VIEWED, TERM="dumb")
+    assert "\x1b[" not in said
+    assert "s] training (4)\r\n" in said
+    assert "s] a note\r\n" in said
+
+
+def on_a_terminal(code: str, *argv: str, **env: str) -> str:
     ours, theirs = pty.openpty()
-    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "TERM": "xterm-256color"}
+    source = {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "TERM": "xterm-256color"}
     command = [sys.executable, "-c", code, *argv]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as program:
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | source | env
+    ) as program:
         os.close(theirs)
         said = b""
         while True:

@@ -175,17 +175,20 @@ def _run(
 
 
 def _view(config: Config, options: argparse.Namespace) -> View:
-    """Live on a terminal, else plain; on stderr when stdout is for the JSON line."""
+    """Live on a terminal that can be drawn on, else plain; on stderr when stdout is for the JSON line."""
     stream = sys.stderr if options.json else sys.stdout
-    if options.plain or config.run.plain or not stream.isatty():
-        from whet.view.plain import PlainView
+    if not options.plain and not config.run.plain and stream.isatty():
+        from rich.console import Console
 
-        return PlainView(stream)
-    from rich.console import Console
+        from whet.view.live import LiveView
 
-    from whet.view.live import LiveView
+        console = Console(file=stream)
+        # rich draws nothing on a dumb terminal before the end
+        if not console.is_dumb_terminal:
+            return LiveView(console)
+    from whet.view.plain import PlainView
 
-    return LiveView(Console(file=stream))
+    return PlainView(stream)
 
 
 def replay_verb(options: argparse.Namespace) -> int:

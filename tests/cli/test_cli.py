@@ -40,11 +40,14 @@ ROLLOUT = Rollout(
 )
 
 
-def whet(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def whet(*argv: str, cwd: Path | None = None, speaks: str = "utf-8") -> subprocess.CompletedProcess[str]:
+    """`speaks`: the encoding of its output, as of PYTHONIOENCODING."""
     command = [sys.executable, "-m", "whet.cli", *argv]
-    source = str(Path(cli.__file__).parents[2])
-    env = os.environ | {"PYTHONPATH": source}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, cwd=cwd, check=False)
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "PYTHONIOENCODING": speaks}
+    encoding = speaks.partition(":")[0]
+    return subprocess.run(
+        command, capture_output=True, encoding=encoding, timeout=60, env=env, cwd=cwd, check=False
+    )
 
 
 def only_line(text: str) -> str:
@@ -244,6 +247,29 @@ def test_show_works_on_a_run_with_no_process_alive(tmp_path: Path) -> None:
         assert "Traceback" not in refused.stderr
 
 
+SUMMARY = {
+    "agent": "gödel → \U0001f600",
+    "seed": 0,
+    "ledger": {"captured": 0, "trained": 0, "excluded": {}},
+    "wall_s": 12.0,
+    "rl_steps": 0,
+    "rollouts": 0,
+    "max_logprob_gap": 1e-6,
+}
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "ascii:surrogateescape", "utf-8"])
+def test_no_character_is_too_much_for_the_terminal(tmp_path: Path, encoding: str) -> None:
+    folder = tmp_path / "läufe-→"
+    with RunDir.create(load_config(None, [f"run.dir={folder}"])) as run, run.store():
+        run.write_summary(SUMMARY)
+    told = whet("show", str(folder), speaks=encoding)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert ("→" if encoding == "utf-8" else r"\u2192") in told.stdout
+    line = whet("show", "--json", str(folder), speaks=encoding).stdout
+    assert json.loads(line) == SUMMARY
+
+
 @pytest.mark.parametrize("verb", ["show", "replay"])
 def test_a_damaged_run_is_said_to_be_unreadable(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -361,6 +387,13 @@ def test_on_a_dumb_terminal_every_event_is_a_line() -> None:
     assert "\x1b[" not in said
     assert "s] training (4)\r\n" in said
     assert "s] a note\r\n" in said
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_on_a_terminal_without_unicode_every_event_is_a_line(encoding: str) -> None:
+    said = on_a_terminal(VIEWED, PYTHONIOENCODING=encoding)
+    assert "\x1b[" not in said
+    assert "s] training (4)\r\n" in said
 
 
 def on_a_terminal(code: str, *argv: str, **env: str) -> str:

@@ -36,9 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None, signals: _Signals) -> int:
     from whet.cli.options import parse
-    from whet.cli.report import EXIT_FAILED, how_to_resume, report_failure
+    from whet.cli.report import EXIT_FAILED, how_to_resume, report_failure, speak_any_character
     from whet.errors import WhetError
 
+    speak_any_character()
     options = parse(argv)
     try:
         code: int = options.verb(options)

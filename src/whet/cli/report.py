@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import errno
+import io
 import os
 import sys
 import time
@@ -55,6 +57,26 @@ def _leaves(error: BaseException) -> Any:
         return
     leaves = [leaf for inner in error.exceptions for leaf in _leaves(inner)]
     yield from sorted(leaves, key=lambda leaf: not isinstance(leaf, WhetError))
+
+
+def speak_any_character() -> None:
+    """Let stdout escape what its encoding lacks: a model's output holds any character, and no verb may die of
+    one. stderr does so by itself."""
+    codecs.register_error(_ESCAPE, _escape)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors=_ESCAPE)
+
+
+_ESCAPE = "whet.escape"
+
+
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    r"""As \uXXXX, two of them above U+FFFF, which is what JSON knows: a JSON line stays one."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
+    pairs = (units[i : i + 2] for i in range(0, len(units), 2))
+    return "".join(rf"\u{pair.hex()}" for pair in pairs), error.end
 
 
 def fail(line: str, code: int) -> int:

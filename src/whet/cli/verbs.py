@@ -183,8 +183,8 @@ def _view(config: Config, options: argparse.Namespace) -> View:
         from whet.view.live import LiveView
 
         console = Console(file=stream)
-        # rich draws nothing on a dumb terminal before the end
-        if not console.is_dumb_terminal:
+        # rich draws nothing on a dumb terminal before the end, and the pictures are Unicode
+        if not console.is_dumb_terminal and console.encoding.startswith("utf"):
             return LiveView(console)
     from whet.view.plain import PlainView
 

@@ -13,6 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from whet.collect.upstream import spent_in, upstream_options
+from whet.config import load_config
 from whet.errors import ConfigError, GatewayError
 from whet.gateway.black_box import BlackBoxSession, Budgets, UpstreamOptions
 from whet.gateway.bodies import INLINE_BYTES
@@ -113,7 +115,7 @@ async def test_a_request_goes_there_and_back_unchanged(
         assert line["reply"] == json.loads(reply)
         assert (line["status"], line["complete"]) == (200, True)
         usage = {"prompt_tokens": 100, "cached_tokens": 40, "sampled_tokens": 20, "estimated": False}
-        assert line["usage"] == usage
+        assert line["usage"] == {**usage, "written_tokens": 0}
         assert it.session.spent.cost == pytest.approx(COST)
         assert KEY not in it.session.record.path.read_text()
 
@@ -216,6 +218,45 @@ async def test_an_agent_that_leaves_ends_the_call_at_the_provider(tmp_path: Path
         assert it.session.spent.cost > 0
 
 
+@pytest.mark.parametrize("path", ["v1/chat/completions", "v1/messages"])
+async def test_an_agent_that_leaves_before_the_last_words_pays_for_the_others(
+    tmp_path: Path, path: str
+) -> None:
+    async with lab(tmp_path, provider={"chunk_delay_s": 0.01}) as it:
+        url, body = f"{it.base}/{path}", {"model": "big-model", "stream": True}
+        async with it.http.post(url, json=body, headers=it.head) as answer:
+            got = b""
+            while b"w18" not in got:
+                got += await answer.content.readany()
+            answer.close()
+        await until(it.session.record.path.exists)
+        usage = it.lines[0]["usage"]
+        assert 19 <= usage["sampled_tokens"] <= 60, "each word is a token, and the estimate no wild one"
+        assert usage["estimated"]
+        assert it.session.spent.cost >= 19 * PRICES.output / 1e6
+
+
+async def test_an_agent_that_leaves_before_an_answer_pays_for_its_question(tmp_path: Path) -> None:
+    async with lab(tmp_path) as it:
+        it.provider.reply_delay_s = 30.0
+        task = asyncio.create_task(it.post("v1/messages", {"x": "x" * 3000}))
+        await until(lambda: it.provider.received)
+        task.cancel()
+        await until(it.session.record.path.exists)
+        assert it.lines[0]["usage"]["prompt_tokens"] >= 1000
+        assert it.session.spent.estimated_calls == 1
+
+
+async def test_what_no_provider_read_costs_nothing(tmp_path: Path) -> None:
+    async with lab(tmp_path, provider={"status": 529}, patience_s=30.0) as it:
+        task = asyncio.create_task(it.post("v1/messages", {"x": "x" * 3000}))
+        await until(lambda: it.provider.received)
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await until(it.session.record.path.exists)
+        assert it.session.spent.cost == 0
+
+
 async def test_sealing_cuts_what_does_not_end(tmp_path: Path) -> None:
     async with lab(tmp_path, provider={"chunk_delay_s": 5.0}) as it:
         task = asyncio.create_task(it.post("v1/messages", {"stream": True}))
@@ -255,6 +296,22 @@ async def test_the_call_limit_is_per_session(tmp_path: Path) -> None:
         head = {"x-api-key": other.secret}
         async with it.http.post(f"{url}/v1/messages", json={"model": "big-model"}, headers=head) as answer:
             assert answer.status == 200
+
+
+async def test_token_counts_are_no_calls_and_bounded(tmp_path: Path) -> None:
+    async with lab(tmp_path, max_calls=2) as it:
+        count = "v1/messages/count_tokens"
+        assert [(await it.post(count, {}))[0] for _ in range(3)] == [200] * 3
+        assert (await it.post("v1/messages", {}))[0] == 200
+        assert [(await it.post(count, {}))[0] for _ in range(18)] == [200] * 17 + [403]
+        assert it.session.budget_stop == "", "the agent lacks nothing that it needs"
+        assert (await it.post("v1/messages", {}))[0] == 200
+        assert (it.session.spent.calls, spent_in(tmp_path).calls) == (2, 2)
+        assert [line["turn"] for line in it.lines] == list(range(22))
+        status, reply, _ = await it.post(count, {})
+        assert (status, b"call limit" in reply, it.session.budget_stop) == (403, True, "")
+        assert (await it.post("v1/messages", {}))[0] == 403
+        assert it.session.budget_stop == "calls"
 
 
 async def test_requests_per_minute(tmp_path: Path) -> None:
@@ -425,6 +482,7 @@ def test_what_cannot_be_read_is_estimated_upwards() -> None:
     for reply in (b"", b"{", b'{"usage": null}', b'{"usage": {}}'[:-2], b"data: {}\n\n"):
         assert usage_of(b"x" * 300, reply).prompt_tokens == 100
         assert usage_of(b"x" * 300, reply).estimated
+        assert usage_of(b"x" * 300, reply).sampled_tokens * 3 >= len(reply)
     assert Prices(input=2.0).cost(usage_of(b"", b'{"usage": {"prompt_tokens": 1000000}}')) == 2.0
 
 
@@ -436,3 +494,59 @@ async def test_an_agent_that_says_it_is_done_does_not_seal_its_session(tmp_path:
                 assert answer.status == 200
         assert (await it.post("v1/messages", {}))[0] == 409
         assert (await it.session.seal(1)).ledger.balanced
+
+
+def events(*values: object) -> bytes:
+    return b"".join(b"data: " + json.dumps(value).encode() + b"\n\n" for value in values)
+
+
+START = {"type": "message_start", "message": {"usage": {"input_tokens": 1000, "output_tokens": 1}}}
+WORDS = {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "some words here and "}}
+USED = {"promptTokenCount": 9, "candidatesTokenCount": 70}
+CHUNK = {"candidates": [{"content": {"parts": [{"text": "x" * 300}]}}]}
+
+
+@pytest.mark.parametrize(
+    ("reply", "prompt", "sampled", "estimated"),
+    [
+        (events(START, *[WORDS] * 2000), 1000, 14_000, True),
+        (events(START, *[WORDS] * 2000, {"usage": {"output_tokens": 8000}}), 1000, 8000, False),
+        (events(START), 1000, 1, True),
+        (events(START, WORDS)[:-20], 1000, 26, True),
+        (events({**CHUNK, "usageMetadata": {"promptTokenCount": 9}}), 9, 100, True),
+        (events({**CHUNK, "usageMetadata": USED}), 9, 70, False),
+        (events(CHUNK)[6:-2].join([b"[", b",\r\n"]), 100, 120, True),
+        (json.dumps([CHUNK, CHUNK]).encode(), 100, 200, True),
+        (events({"type": "response.output_text.delta", "delta": "x" * 30}), 100, 10, True),
+        (events({"item": {"type": "reasoning", "encrypted_content": "x" * 30}}), 100, 10, True),
+        (events({"choices": [{"delta": {"content": "x"}}], "usage": {"completion_tokens": 4}}), 100, 4, True),
+    ],
+)
+def test_what_came_after_the_last_usage_is_estimated(
+    reply: bytes, prompt: int, sampled: int, estimated: bool
+) -> None:
+    usage = usage_of(b"x" * 300, reply)
+    assert (usage.prompt_tokens, usage.sampled_tokens, usage.estimated) == (prompt, sampled, estimated)
+
+
+def test_what_was_not_kept_of_a_long_reply_counts_where_its_end_does_not() -> None:
+    cut = events(START, WORDS)
+    assert usage_of(b"", cut, dropped=3_000_000).sampled_tokens >= 1_000_000
+    whole = cut + events({"usage": {"output_tokens": 8}})
+    assert usage_of(b"", whole, dropped=3_000_000).sampled_tokens == 8
+
+
+def test_what_is_written_to_the_providers_cache_has_a_price() -> None:
+    anthropic = b'{"usage": {"input_tokens": 10, "cache_creation_input_tokens": 1000, "output_tokens": 1}}'
+    others = (
+        b'{"usage": {"prompt_tokens": 1010, "completion_tokens": 1,'
+        b' "prompt_tokens_details": {"cache_write_tokens": 1000}}}'
+    )
+    for reply in (anthropic, others):
+        usage = usage_of(b"", reply)
+        assert (usage.prompt_tokens, usage.written_tokens) == (1010, 1000)
+        assert Prices(input=1.0, written=1.25).cost(usage) == pytest.approx(1260 / 1e6)
+        assert Prices(input=1.0).cost(usage) == pytest.approx(1010 / 1e6)
+    keys = ("kind=upstream", "url=http://x", "model=m", "input_price=1", "cache_write_price=1.25")
+    config = load_config(None, [f"engine.{key}" for key in keys])
+    assert upstream_options(config).prices == Prices(input=1.0, written=1.25)

@@ -23,6 +23,7 @@ from whet.gateway.black_box import BlackBoxSession, Budgets, Spent, UpstreamOpti
 from whet.gateway.host_tools import HostCall
 from whet.gateway.listen import Listener
 from whet.gateway.passthrough import Passthrough, open_passthrough
+from whet.gateway.routes import take_apart
 from whet.gateway.session_spec import SessionStats
 from whet.gateway.usage import Prices, Usage
 from whet.types import Limits, Trajectory
@@ -40,7 +41,12 @@ def upstream_options(config: Config) -> UpstreamOptions:
         max_concurrent=table.max_concurrent,
         patience_s=table.patience_s,
         max_cost=table.max_cost,
-        prices=Prices(input=table.input_price, cached=table.cached_price, output=table.output_price),
+        prices=Prices(
+            input=table.input_price,
+            cached=table.cached_price,
+            written=table.cache_write_price,
+            output=table.output_price,
+        ),
     )
 
 
@@ -143,7 +149,7 @@ class ReadCall:
 
 
 def read_calls(records: Path) -> Iterator[ReadCall]:
-    """Every recorded call of a run, failed tries included. A line that a kill cut short is left out.
+    """Every recorded model call of a run, failed tries included. A line that a kill cut short is left out.
     Raises RecordError."""
     for file in sorted(records.glob("*.jsonl")):
         with boundary(RecordError, f"read {file}"), file.open("rb") as lines:
@@ -151,6 +157,9 @@ def read_calls(records: Path) -> Iterator[ReadCall]:
                 if not line.endswith(b"\n"):
                     continue
                 held = orjson.loads(line)
+                route = take_apart(f"/v1/{held['path']}")
+                if route is None or route.kind != "call":
+                    continue
                 yield ReadCall(
                     rollout_id=held["rollout_id"],
                     usage=Usage(**held["usage"]),

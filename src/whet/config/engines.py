@@ -65,6 +65,9 @@ class EngineTable(Table):
     """upstream: price of a million prompt tokens."""
     cached_price: Annotated[float, Field(ge=0)] = 0.0
     """upstream: price of a million prompt tokens that the provider had cached; 0 = as input_price."""
+    cache_write_price: Annotated[float, Field(ge=0)] = 0.0
+    """upstream: price of a million prompt tokens that the provider writes to its cache; 0 = as input_price.
+    Anthropic asks for more."""
     output_price: Annotated[float, Field(ge=0)] = 0.0
     """upstream: price of a million sampled tokens."""
 
@@ -115,6 +118,7 @@ ENGINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "max_cost": _UPSTREAM,
     "input_price": _UPSTREAM,
     "cached_price": _UPSTREAM,
+    "cache_write_price": _UPSTREAM,
     "output_price": _UPSTREAM,
 }
 """Keys of [engine] that only some kinds read; the rest are read by all."""

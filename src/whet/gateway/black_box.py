@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import GatewayError
+from whet.gateway.dialects.base import WireError
+from whet.gateway.routes import Route
 from whet.gateway.session import secret_digest
 from whet.gateway.text_record import TextRecord
 from whet.gateway.usage import Prices, Usage
 from whet.types import Ledger, Trajectory
+
+ASIDES_PER_CALL = 10
+"""Requests that are no model calls (token counts, lists of models) beside each one that a session may make.
+They cost nothing, but each has a line in its record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +105,8 @@ class BlackBoxSession:
         """There are no host tools: the body goes on as it is."""
         self.digest = secret_digest(self.secret)
         self.spent = Spent()
-        self.turns = 0
-        """Calls admitted."""
+        self.turns = self.asides = 0
+        """Model calls admitted, and other requests."""
         self.waited_s = 0.0
         """Seconds that calls spent waiting for their turn or for a busy provider."""
         self.budget_stop = ""
@@ -112,6 +118,26 @@ class BlackBoxSession:
         """The agent said that it is done."""
         self.closed = False
         """Sealed, by the operator."""
+
+    def check(self, route: Route) -> None:
+        """Raises WireError when the budgets allow no further such request."""
+        stop = self.budgets.spent_by(self.turns, self.spent)
+        if stop:
+            if route.kind == "call":
+                self.budget_stop = self.budget_stop or stop
+            what = "call" if stop == "calls" else "token"
+            raise WireError("session_failed", f"The {what} limit of this session is reached. Stop here.")
+        if route.kind != "call" and self.asides >= ASIDES_PER_CALL * self.budgets.max_calls:
+            raise WireError("session_failed", "This session has asked for too many token counts. Stop here.")
+
+    def admitted(self, route: Route) -> int:
+        """Count one request; returns its ordinal."""
+        ordinal = self.turns + self.asides
+        if route.kind == "call":
+            self.turns += 1
+        else:
+            self.asides += 1
+        return ordinal
 
     async def seal(self, deadline_s: float) -> Trajectory:
         """Refuse new calls, let those under way end within `deadline_s`, cut the rest. Holds no token: the

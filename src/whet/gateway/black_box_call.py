@@ -9,6 +9,7 @@ from whet.gateway.black_box import BlackBoxSession
 from whet.gateway.dialects.base import WireError
 from whet.gateway.pace import BUSY
 from whet.gateway.routes import Route
+from whet.gateway.usage import Usage, unanswered, usage_of
 
 KEPT_BYTES = 16 << 20
 """Of one reply, for the record; the agent gets all of it."""
@@ -25,13 +26,16 @@ class BlackBoxCall:
     started: float = field(default_factory=time.monotonic)
     sent: int = 0
     """Times that the provider was asked."""
+    held: bool = False
+    """The provider has the request and has not refused it: it may bill what it reads."""
     status: int = 0
     trouble: str = ""
     """What kept the provider from answering."""
     begun: bool = False
     """The agent has a status line."""
     complete: bool = False
-    truncated: bool = False
+    dropped: int = 0
+    """Bytes of the reply that are not kept."""
     reply: bytearray = field(default_factory=bytearray)
 
     @property
@@ -46,8 +50,17 @@ class BlackBoxCall:
         """The end tells the usage and the beginning the prompt: what is too much falls out between them."""
         self.reply += chunk
         if len(self.reply) > KEPT_BYTES:
-            self.truncated = True
-            del self.reply[KEPT_BYTES // 2 : len(self.reply) - KEPT_BYTES // 2]
+            end = len(self.reply) - KEPT_BYTES // 2
+            self.dropped += end - KEPT_BYTES // 2
+            del self.reply[KEPT_BYTES // 2 : end]
+
+    def usage(self) -> Usage:
+        """What the provider bills for it, as far as is known."""
+        if self.route.kind == "call" and 200 <= self.status < 300:
+            return usage_of(self.request, bytes(self.reply), dropped=self.dropped)
+        if self.route.kind == "call" and self.held:
+            return unanswered(self.request)
+        return Usage(prompt_tokens=0, cached_tokens=0, sampled_tokens=0)
 
 
 class Busy(Exception):

@@ -37,7 +37,6 @@ from whet.gateway.routes import Route, dialect_of, take_apart
 from whet.gateway.server import DIALECTS
 from whet.gateway.session import secret_digest
 from whet.gateway.text_record import TextCall, TextRecord
-from whet.gateway.usage import Usage, usage_of
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +151,8 @@ class Passthrough:
     ) -> web.StreamResponse:
         """When its turn has come. Raises WireError."""
         ends = time.monotonic() + self._options.patience_s
-        call = BlackBoxCall(session=session, turn=await self._admit(session, ends), route=route, request=body)
+        turn = await self._admit(session, route, ends)
+        call = BlackBoxCall(session=session, turn=turn, route=route, request=body)
         task = _current_task()
         session.under_way.add(task)
         try:
@@ -185,9 +185,9 @@ class Passthrough:
             raise WireError("session_closed", "This session is closed.")
         return session
 
-    async def _admit(self, session: BlackBoxSession, ends: float) -> int:
-        """The call's ordinal in its session; it holds a place of the pace. Raises WireError at a limit."""
-        self._check_limits(session)
+    async def _admit(self, session: BlackBoxSession, route: Route, ends: float) -> int:
+        """The request's ordinal in its session; it holds a place of the pace. Raises WireError at a limit."""
+        self._check_limits(session, route)
         began = time.monotonic()
         try:
             await self._pace.enter(ends)
@@ -197,24 +197,19 @@ class Passthrough:
         finally:
             session.waited_s += time.monotonic() - began
         try:
-            self._check_limits(session)
+            self._check_limits(session, route)
         except WireError:
             self._pace.leave()
             raise
-        session.turns += 1
-        return session.turns - 1
+        return session.admitted(route)
 
-    def _check_limits(self, session: BlackBoxSession) -> None:
+    def _check_limits(self, session: BlackBoxSession, route: Route) -> None:
         if session.closed:
             raise WireError("session_closed", "This session is closed.")
         if self.cost_reached:
             session.trouble = "the cost limit of this run is reached"
             raise WireError("session_failed", "The cost limit of this run is reached. Stop here.")
-        stop = session.budgets.spent_by(session.turns, session.spent)
-        if stop:
-            session.budget_stop = session.budget_stop or stop
-            what = "call" if stop == "calls" else "token"
-            raise WireError("session_failed", f"The {what} limit of this session is reached. Stop here.")
+        session.check(route)
 
     async def _until_answered(
         self, http: web.BaseRequest, call: BlackBoxCall, ends: float
@@ -237,6 +232,7 @@ class Passthrough:
     async def _forward(self, http: web.BaseRequest, call: BlackBoxCall, ends: float) -> web.StreamResponse:
         """Raises Busy when it is worth while to ask again, and the agent has not heard anything yet."""
         call.sent += 1
+        call.status, call.held = 0, True
         try:
             async with (
                 asyncio.timeout(self._options.call_deadline_s),
@@ -248,7 +244,7 @@ class Passthrough:
                     allow_redirects=False,
                 ) as answer,
             ):
-                call.status = answer.status
+                call.status, call.held = answer.status, False
                 if answer.status in BUSY:
                     call.trouble = f"the provider answered HTTP {answer.status}"
                     raise_busy(pause_s(answer.headers, call.sent), ends)
@@ -262,7 +258,7 @@ class Passthrough:
             log.warning("provider failed path=%s error=%s", call.path, type(error).__name__)
             call.trouble = "the provider could not be reached"
             if not call.begun:
-                call.status = 0
+                call.status, call.held = 0, False
                 raise_busy(pause_s({}, call.sent), ends)
             raise cut(call, "The provider could not be reached.") from error
 
@@ -311,12 +307,11 @@ class Passthrough:
 
     async def _account(self, call: BlackBoxCall) -> None:
         """Count and record a call that is over."""
-        billed = call.route.kind == "call" and 200 <= call.status < 300
-        nothing = Usage(prompt_tokens=0, cached_tokens=0, sampled_tokens=0)
-        usage = usage_of(call.request, bytes(call.reply)) if billed else nothing
+        usage = call.usage()
         cost = self._options.prices.cost(usage)
-        for spent in (self.spent, call.session.spent):
-            spent.add(usage, cost)
+        if call.route.kind == "call":
+            for spent in (self.spent, call.session.spent):
+                spent.add(usage, cost)
         over = TextCall(
             turn=call.turn,
             path=call.path,
@@ -324,7 +319,7 @@ class Passthrough:
             complete=call.complete,
             request=call.request,
             reply=bytes(call.reply),
-            truncated=call.truncated,
+            truncated=call.dropped > 0,
             usage=usage,
             cost=cost,
             ms=(time.monotonic() - call.started) * 1000,

@@ -104,6 +104,30 @@ async def test_an_engine_that_cannot_be_trusted_is_not_served(tmp_path: Path) ->
         assert said.count("\n") == 1
 
 
+async def test_sessions_with_calls_under_way_are_sealed_at_the_same_time(tmp_path: Path) -> None:
+    """One after another they would take longer than a stop may."""
+    names = [f"serve-{number}" for number in range(6)]
+    async with serve_vllm(VOCAB) as fake:
+        arguments = ["--sessions", "6", "--agent", "codex", "engine.kind=vllm", f"engine.url={fake.url}"]
+        async with serving(tmp_path, *arguments) as serve:
+            sessions = [await serve.event("session") for _ in names]
+            await serve.event("ready")
+            for session in sessions:
+                assert (await post(session, "v1/chat/completions", ASK))[0] == 200
+            fake.sampler.token_delay_s = 5.0
+            calls = [asyncio.create_task(post(session, "v1/chat/completions", ASK)) for session in sessions]
+            async with asyncio.timeout(30):
+                while len(fake.sampler.jobs) < len(names):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            serve.process.send_signal(signal.SIGINT)
+            sealed = [await serve.event("sealed") for _ in names]
+            assert await serve.ended() == (0, "")
+            await asyncio.wait(calls)
+        assert [session["rollout_id"] for session in sealed] == names
+        assert all(session["trained"] > 0 for session in sealed)
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["sessions"].keys() == set(names)
+
+
 async def test_a_trainer_is_told_where_to_come(tmp_path: Path) -> None:
     arguments = ["engine.kind=external", "engine.key_env=TRAINER_KEY"]
     async with serving(tmp_path, *arguments, TRAINER_KEY="t") as serve:

@@ -92,8 +92,7 @@ class Gateway:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for session in list(self._sessions.values()):
-            await session.abandon()
+        await asyncio.gather(*(session.abandon() for session in self.open_sessions()))
 
     def open_session(
         self,

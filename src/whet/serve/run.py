@@ -16,19 +16,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-import orjson
-
 from whet.collect.agents import limits_of
 from whet.collect.gateway import gateway_config
 from whet.collect.upstream import upstream_options
 from whet.config import Config, model_folder
-from whet.errors import ConfigError, WhetError
+from whet.errors import ConfigError
 from whet.gateway.admin import Admin
 from whet.gateway.black_box import BlackBoxSession, Budgets
-from whet.gateway.export import export_json
 from whet.gateway.host_tools import HostTool
 from whet.gateway.passthrough import open_passthrough
-from whet.gateway.server import CallReport, Gateway
+from whet.gateway.server import Gateway
 from whet.gateway.session import Session
 from whet.gateway.text_record import TextCall
 from whet.record.run import RunDir, write_text
@@ -36,13 +33,10 @@ from whet.record.session_log import recover
 from whet.render.load import load_family
 from whet.serve.agents import Access, names, setup
 from whet.serve.black_box import records_folder, told_of_call, told_of_session
+from whet.serve.sealing import SEAL_S, SESSIONS, exported, finish
+from whet.serve.voice import Voice
 from whet.train.learner.sampler import open_sampler
-from whet.types import Trajectory
 
-SESSIONS = "sessions"
-"""Folder of a run directory with a log per live session and an export per sealed one."""
-SEAL_S = 1.0
-"""Calls under way when the operator stops get so long to end."""
 ADMIN_SECRET = "WHET_ADMIN_SECRET"
 """Environment variable with the operator's secret; without it one is made."""
 
@@ -69,36 +63,6 @@ class ServeOptions:
     json: bool = False
     tools: Sequence[HostTool] = ()
     """Host tools of every session."""
-
-
-class Voice:
-    """Says what happens, as lines for a person or as one JSON object per line."""
-
-    def __init__(self, stream: TextIO, *, json: bool) -> None:
-        self._stream, self._json = stream, json
-
-    def say(self, event: str, told: Mapping[str, Any], lines: Sequence[str]) -> None:
-        """`told` for machines, `lines` for people."""
-        if self._json:
-            lines = [orjson.dumps({"event": event, **told}).decode()]
-        print("\n".join(lines), file=self._stream, flush=True)
-
-    def wait(self, line: str) -> None:
-        """What an engine waits for before it can serve."""
-        self.say("waiting", {"line": line}, [line])
-
-    def note(self, line: str) -> None:
-        """What the gateway has to say to the operator."""
-        self.say("note", {"line": line}, [line])
-
-    def call(self, report: CallReport) -> None:
-        what = report.outcome + (f", {report.tool_calls} tool calls" if report.tool_calls else "")
-        line = (
-            f"{report.rollout_id} #{report.turn} {report.dialect:<9} "
-            f"prompt {report.prompt_tokens:>6} (new {report.fresh_tokens}) "
-            f"sampled {report.sampled_tokens:>4} {report.drift or '-'} | {what} | {report.ms:.0f} ms"
-        )
-        self.say("call", asdict(report), [line])
 
 
 async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
@@ -129,7 +93,7 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
             try:
                 await asyncio.Event().wait()
             finally:
-                await _finish(voice, run, sessions, gateway)
+                await finish(voice, run, sessions, gateway)
 
 
 async def _serve_upstream(config: Config, options: ServeOptions, voice: Voice) -> None:
@@ -162,9 +126,8 @@ async def _serve_upstream(config: Config, options: ServeOptions, voice: Voice) -
 
 async def _finish_upstream(voice: Voice, run: RunDir, sessions: Sequence[BlackBoxSession]) -> None:
     used: dict[str, Any] = {}
+    await asyncio.gather(*(session.seal(SEAL_S) for session in sessions if not session.closed))
     for session in sessions:
-        if not session.closed:
-            await session.seal(SEAL_S)
         told, line = told_of_session(session)
         used[session.rollout_id] = told
         voice.say("sealed", told, [line])
@@ -236,45 +199,6 @@ async def _admin(
     voice.say("admin", told, [f"admin: {listener.origin}, key: {admin.secret}"])
 
 
-async def _finish(voice: Voice, run: RunDir, sessions: list[Session], gateway: Gateway) -> None:
-    """Seal, write, tell. Sessions that the operator opened have names of their own choice, which need not be
-    file names: theirs is the public id. A session whose capture is broken does not keep the others from
-    being written."""
-    ledgers: dict[str, Any] = {}
-    broken: WhetError | None = None
-    folder = run.path / "sessions"
-    folder.mkdir(exist_ok=True)
-    for session in [*sessions, *(other for other in gateway.open_sessions() if other not in sessions)]:
-        if session.state in ("draining", "sealed"):  # by the operator, who has the export
-            continue
-        try:
-            trajectory = await session.seal(SEAL_S)
-        except WhetError as error:
-            broken = broken or error
-            continue
-        name = session.rollout_id if session in sessions else session.public_id
-        file = folder / f"{name}.json"
-        write_text(file, _exported(trajectory, session.temperature), private=True)
-        session.drop_log()
-        ledger = trajectory.ledger
-        ledgers[name] = {**asdict(ledger), "calls": session.stats.calls}
-        excluded = ", ".join(f"{reason} {count}" for reason, count in ledger.excluded.items()) or "nothing"
-        line = (
-            f"{session.rollout_id}: {session.stats.calls} calls, sampled {ledger.captured}, "
-            f"trainable {ledger.trained}, excluded {excluded}"
-        )
-        told = {"rollout_id": session.rollout_id, **ledgers[name]}
-        voice.say("sealed", {**told, "file": str(file)}, [line])
-    run.write_summary({"kind": "serve", "sessions": ledgers})
-    voice.say("end", {"run_dir": str(run.path), "sessions": ledgers}, [f"written to {run.path}"])
-    if broken is not None:
-        raise broken
-
-
-def _exported(trajectory: Trajectory, temperature: float | None) -> str:
-    return export_json("chains", trajectory.segments, trajectory, temperature=temperature).decode()
-
-
 def recover_run(path: Path, stream: TextIO) -> int:
     """Export every session whose log is left because `whet serve` was killed; returns how many there were.
     The logs stay. Raises RecordError."""
@@ -283,7 +207,7 @@ def recover_run(path: Path, stream: TextIO) -> int:
         session = recover(file)
         trajectory = session.forest.trajectory()
         # The log keeps no temperature, and sessions that the operator opened may have one of their own.
-        write_text(file.with_suffix(".json"), _exported(trajectory, None), private=True)
+        write_text(file.with_suffix(".json"), exported(trajectory, None), private=True)
         ledger = trajectory.ledger
         end = ", torn at its end" if session.torn else ""
         print(

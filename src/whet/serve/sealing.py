@@ -1,0 +1,66 @@
+"""Seals the sessions of `whet serve` and writes what they captured to the run directory. Caller: run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from whet.gateway.export import export_json
+from whet.gateway.server import Gateway
+from whet.gateway.session import Session
+from whet.record.run import RunDir, write_text
+from whet.serve.voice import Voice
+from whet.types import Trajectory
+
+SESSIONS = "sessions"
+"""Folder of a run directory with a log per live session and an export per sealed one."""
+SEAL_S = 1.0
+"""Calls under way when the operator stops get so long to end, all sessions together."""
+
+
+async def finish(voice: Voice, run: RunDir, sessions: Sequence[Session], gateway: Gateway) -> None:
+    """Seal, write, tell. Sessions that the operator opened have names of their own choice, which need not be
+    file names: theirs is the public id. A session whose capture is broken does not keep the others from
+    being written. All are sealed at the same time: the stop of a program has a deadline."""
+    opened = [*sessions, *(other for other in gateway.open_sessions() if other not in sessions)]
+    # Those that the operator seals or sealed are the operator's, who has the export.
+    left = [session for session in opened if session.state not in ("draining", "sealed")]
+    ends = await asyncio.gather(*(session.seal(SEAL_S) for session in left), return_exceptions=True)
+    ledgers: dict[str, Any] = {}
+    broken: BaseException | None = None
+    for session, end in zip(left, ends, strict=True):
+        if isinstance(end, BaseException):
+            broken = broken or end
+            continue
+        name = session.rollout_id if session in sessions else session.public_id
+        ledgers[name] = _written(voice, run.path / SESSIONS, name, session, end)
+    run.write_summary({"kind": "serve", "sessions": ledgers})
+    voice.say("end", {"run_dir": str(run.path), "sessions": ledgers}, [f"written to {run.path}"])
+    if broken is not None:
+        raise broken
+
+
+def _written(
+    voice: Voice, folder: Path, name: str, session: Session, trajectory: Trajectory
+) -> dict[str, Any]:
+    """Its ledger, told; the file takes the place of its log."""
+    folder.mkdir(exist_ok=True)
+    file = folder / f"{name}.json"
+    write_text(file, exported(trajectory, session.temperature), private=True)
+    session.drop_log()
+    ledger = trajectory.ledger
+    kept = {**asdict(ledger), "calls": session.stats.calls}
+    excluded = ", ".join(f"{reason} {count}" for reason, count in ledger.excluded.items()) or "nothing"
+    line = (
+        f"{session.rollout_id}: {session.stats.calls} calls, sampled {ledger.captured}, "
+        f"trainable {ledger.trained}, excluded {excluded}"
+    )
+    voice.say("sealed", {"rollout_id": session.rollout_id, **kept, "file": str(file)}, [line])
+    return kept
+
+
+def exported(trajectory: Trajectory, temperature: float | None) -> str:
+    return export_json("chains", trajectory.segments, trajectory, temperature=temperature).decode()

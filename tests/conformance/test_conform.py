@@ -15,7 +15,7 @@ from whet.conformance.checks import Finding
 from whet.errors import ConfigError, SetupError
 from whet.gateway.request import GatewayCounters
 from whet.sandbox.local import LocalBackend
-from whet.types import Trajectory
+from whet.types import Ledger, Trajectory
 
 
 @pytest.fixture
@@ -61,6 +61,15 @@ async def test_lost_or_changed_tokens_fail_the_checks(
         seen.append(again(turns=turns[:-1]))
         seen.append(again(ledger=replace(ledger, captured=ledger.captured - 1, trained=ledger.trained - 1)))
         seen.append(again(segments=trajectory.segments[:-1]))
+        # Every book balances, and nothing is trained.
+        side = tuple(replace(turn, excluded="auxiliary") for turn in turns)
+        idle = Ledger(captured=ledger.captured, trained=0, excluded={"auxiliary": ledger.captured})
+        seen.append(again(turns=side, segments=(), ledger=idle))
+        # One turn of the main line, too short for the 99 %.
+        count = min(len(turn.ids) for turn in turns)
+        short = next(turn.index for turn in turns if len(turn.ids) == count)
+        one = tuple(replace(t, excluded="auxiliary" if t.index == short else t.excluded) for t in turns)
+        seen.append(again(turns=one))
         return again()
 
     monkeypatch.setattr(run, "judge", twisted)
@@ -71,6 +80,10 @@ async def test_lost_or_changed_tokens_fail_the_checks(
     assert "are not in the trajectory" in words[1]
     assert seen[2].unexplained == 1
     assert "are booked as trained" in words[3]
+    assert "tokens of main line and sub-agents are not trainable: ['auxiliary']" in words[4]
+    assert "are booked as auxiliary and were said on the main line" in words[4]
+    assert "are booked as auxiliary and were said on the main line" in words[5]
+    assert "tokens stand in turns that are not excluded" in words[5]
     assert not any(found.ok for found in seen)
 
 

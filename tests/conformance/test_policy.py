@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from whet.conformance.director import MAIN, PROMPT, RIGHT, Director
+from whet.conformance import checks
+from whet.conformance.director import MAIN, MOST_LOOKS, PROMPT, RIGHT, Director
 from whet.conformance.plays import PLAYS
 from whet.conformance.reading import read_prompt
 from whet.harness.known import RECIPES
@@ -84,6 +85,7 @@ def test_the_main_line_reads_edits_runs_and_spawns(family: TemplateFamily, split
 def test_sub_agents_summaries_and_others_are_told_apart(family: TemplateFamily, splitter: Splitter) -> None:
     play = Playing(family, splitter, "opencode")
     play.ask(user(PROMPT))
+    play.ask(user("[[part 1]] Read notes.txt"))
     asked = user("[[part 2]] Read notes.txt")
     assert [call.name for call in play.ask(asked).calls] == ["read"]
     answer = play.ask(asked, Message(role="assistant", text="x"), Message(role="tool", text="Notes."))
@@ -96,8 +98,29 @@ def test_sub_agents_summaries_and_others_are_told_apart(family: TemplateFamily, 
     play.ask(user(summary.text))
     assert play.director.compactions == 1
     assert [spoken.kind for spoken in play.director.spoken.values()] == [
-        *("main", "part", "part", "other", "summary", "main"),
+        *("main", "part", "part", "part", "other", "summary", "main"),
     ]
+
+
+def test_sub_agents_that_run_one_after_another_are_seen(family: TemplateFamily, splitter: Splitter) -> None:
+    """Each waits for the other to begin, for a while; that they overlapped is known by then."""
+    told = Message(role="assistant", text="x"), Message(role="tool", text="Notes.")
+    for overlap in (False, True):
+        play = Playing(family, splitter, "opencode")
+        first, second = user("[[part 1]] Read notes.txt"), user("[[part 2]] Read notes.txt")
+        play.ask(first)
+        if overlap:
+            play.ask(second)
+        looks = 1
+        while play.ask(first, *told).calls:
+            looks += 1
+        assert looks == (1 if overlap else MOST_LOOKS)
+        play.ask(second)
+        play.ask(second, *told)
+        assert play.director.finished_parts == {"1", "2"}
+        assert play.director.overlapped == overlap
+        words = " ".join(checks._coverage(PLAYS["opencode"], play.director, [True]))
+        assert ("did not run at the same time" in words) != overlap
 
 
 def test_a_tool_behind_a_namespace_is_called_by_its_whole_name(
@@ -121,6 +144,7 @@ def test_agents_are_answered_in_their_own_forms(family: TemplateFamily, splitter
     assert first.text == again.text
     assert first.text.startswith("<state_snapshot>[[summary 1]]")
     looked = Message(role="tool", text="Notes.")
+    gemini.ask(user("[[part 2]] Read"), tools=("complete_task",))
     answer = gemini.ask(user("[[part 1]] Read"), looked, tools=("complete_task",))
     assert [call.name for call in answer.calls] == ["complete_task"]
     replies = [gemini.ask(user(PROMPT), tools=("run_shell_command",)) for _ in range(11)]

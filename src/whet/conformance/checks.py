@@ -22,6 +22,8 @@ from whet.types import EXCLUSIONS, IntArray, Ledger, Trajectory, Tree, Turn
 
 LEAST_SPLIT = 0.2
 LEAST_TRAINED = 0.99
+LINES = ("main", "part")
+"""What the director said on the main line and as a sub-agent: all of it must be trainable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,7 @@ def judge(
         *_exactness(trajectory.turns, engine.sent, director),
         *training_faults(trajectory, {key.turn: answer for key, answer in engine.answers.items()}),
         *_books(trajectory, ledger, sampled, explained),
+        *_lines(trajectory.turns, director, engine.sent),
         *_coverage(play, director, split),
     ]
     return Finding(
@@ -147,11 +150,24 @@ def _books(trajectory: Trajectory, ledger: Ledger, sampled: int, explained: int)
     masked = sum(int(segment.mask.sum()) for segment in trajectory.segments)
     if masked != ledger.trained:
         yield f"{masked} tokens are masked in, {ledger.trained} are booked as trained"
-    lost = sum(n for reason, n in ledger.excluded.items() if reason != "auxiliary")
-    lines = sampled - ledger.excluded.get("auxiliary", 0)
-    if lost > (1 - LEAST_TRAINED) * lines:
-        reasons = dict(ledger.excluded)
-        yield f"{lost} of {lines} tokens of main line and sub-agents are not trainable: {reasons}"
+    kept = sum(len(turn.ids) for turn in trajectory.turns if not turn.excluded)
+    if kept != ledger.trained:
+        yield f"{kept} tokens stand in turns that are not excluded, {ledger.trained} are booked as trained"
+
+
+def _lines(turns: Sequence[Turn], director: Director, sent: Sequence[SentRequest]) -> Iterator[str]:
+    """What main line and sub-agents said is trained. Which turns are theirs the director says, not the
+    ledger: a forest that took all for side calls would otherwise lose nothing."""
+    kinds = {turn: spoken.kind for turn, spoken in director.spoken.items()}
+    said = sum(_produced(director, request) for request in sent if kinds.get(request.key.turn) in LINES)
+    own = [turn for turn in turns if kinds.get(turn.index) in LINES]
+    lost = said - sum(len(turn.ids) for turn in own if not turn.excluded)
+    if not said or lost > (1 - LEAST_TRAINED) * said:
+        reasons = sorted({turn.excluded for turn in own if turn.excluded})
+        yield f"{lost} of {said} tokens of main line and sub-agents are not trainable: {reasons}"
+    side = [turn.index for turn in own if turn.excluded == "auxiliary"]
+    if side:
+        yield f"turns {side} are booked as auxiliary and were said on the main line or by a sub-agent"
 
 
 def traffic_failures(counters: GatewayCounters) -> Iterator[str]:
@@ -168,5 +184,7 @@ def _coverage(play: Play, director: Director, split: Sequence[bool]) -> Iterator
         yield "the agent never compacted"
     if play.spawn is not None and len(director.finished_parts) < PARTS:
         yield f"{len(director.finished_parts)} of {PARTS} sub-agents finished"
+    if play.spawn is not None and not director.overlapped:
+        yield "the sub-agents did not run at the same time"
     if sum(split) < LEAST_SPLIT * len(split):
         yield f"only {sum(split)} of {len(split)} replies were split"

@@ -32,6 +32,8 @@ FILES: Tree = {
 }
 CHECK = "python3 check.py > ran.txt; cat ran.txt"
 PARTS = 2
+MOST_LOOKS = 12
+"""Replies of a sub-agent that waits for the others to begin."""
 MOST_GROWTH = 14
 """Commands with much output after which an agent should have compacted."""
 _PART = re.compile(r"\[\[part (\d+)\]\]")
@@ -66,6 +68,8 @@ class Director:
         """By turn."""
         self.finished_parts: set[str] = set()
         """Sub-agents that gave their answer."""
+        self.overlapped = False
+        """All sub-agents had begun when the first of them gave its answer."""
         self.compactions = 0
         """Summaries that the agent asked for and went on from."""
         self._family = family
@@ -76,6 +80,8 @@ class Director:
         """Steps of the main line that are behind."""
         self._grown = 0
         self._repeated = 0
+        self._looks: dict[str, int] = {}
+        """By sub-agent that has begun: its replies that looked at something."""
 
     def __call__(self, ids: IntArray, key: RequestKey) -> IntArray:
         seen = read_prompt(self._family.codec, ids)
@@ -155,11 +161,17 @@ class Director:
         return np.concatenate([self._family.codec.encode(text), end]).astype(np.int32)
 
     def _part(self, number: str, seen: Conversation) -> Reply:
-        if any(said.role == "tool" for said in seen.messages):
+        """Looks, and then answers: once the others have begun, or when waiting for them leads to nothing."""
+        looks = self._looks.setdefault(number, 0)
+        together = len(self._looks) >= PARTS
+        if any(said.role == "tool" for said in seen.messages) and (together or looks >= MOST_LOOKS):
+            self.overlapped = self.overlapped or (together and not self.finished_parts)
             self.finished_parts.add(number)
             text = f"[[part {number}]] is done: a rectangle is width times height."
             return Reply(calls=[self._play.answer(text)]) if self._play.answer else Reply(text=text)
-        return Reply(reasoning=f"Part {number} needs a look.", calls=[self._play.read("notes.txt")])
+        self._looks[number] += 1
+        path = ("notes.txt", "app.py")[looks % 2]  # agents take a call that is repeated for a loop
+        return Reply(reasoning=f"Part {number} needs a look.", calls=[self._play.read(path)])
 
 
 def _offered(name: str, tools: frozenset[str]) -> str:

@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from whet.engine.away import watched
 from whet.errors import EngineError, TrainError
+from whet.gateway.clock import CallTime, Clock
+from whet.gateway.session_spec import SessionStats
 from whet.testing.fake_learner import FakeLearner
 from whet.train.learner.lifeline import Lifeline, LivingEngine
 from whet.train.plan.step import StepPlan
@@ -129,6 +132,53 @@ async def test_who_waits_for_a_new_one_may_go_away(tmp_path: Path) -> None:
         waiting.cancel()
         await asyncio.wait([waiting])
         assert await run.generate(1, 1) == wanted
+
+
+class Slow(FakeLearner):
+    """Takes its time for what is named in `slow`."""
+
+    def __init__(self, slow: str, dies_at: Collection[tuple[str, int]] = ()) -> None:
+        super().__init__(dies_at)
+        self.slow = slow
+        self.began, self.ended = asyncio.Event(), False
+
+    async def _asked(self, name: str, kind: type[EngineError] | type[TrainError]) -> None:
+        if name == self.slow and not self.began.is_set():
+            self.began.set()
+            await asyncio.sleep(0.5)
+            self.ended = True
+        assert name != "generate" or self.ended, "it has one thread"
+        await super()._asked(name, kind)
+
+
+@pytest.mark.parametrize("slow", ["step", "save", "publish"])
+@pytest.mark.parametrize("dies_at", [(), [("step", 1)]])
+async def test_what_the_learner_does_beside_sampling_is_not_the_agents_time(
+    tmp_path: Path, slow: str, dies_at: list[tuple[str, int]]
+) -> None:
+    """A call of a session with less wall time than a step takes, and an engine's deadline as short."""
+    run = Run(tmp_path, ())
+    run.learner = learner = Slow(slow, dies_at)
+    run.life = Lifeline(learner, learner, run.committed, restarts=2)
+    run.engine = LivingEngine(learner, run.life)
+
+    async def work() -> None:
+        plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
+        trained = await run.life.train(plan, tmp_path / "step1")
+        run.steps.append(trained.weights)
+        await run.life.publish(trained)
+
+    working = asyncio.create_task(work())
+    await learner.began.wait()
+    stats = SessionStats()
+    clock = Clock(0.3, stats)
+    call = CallTime(clock, 0.3)
+    async with call:
+        with watched(call):
+            _, runs = await run.generate(1, 0)
+    await working
+    assert (stats.away_s >= 0.4, stats.away_since, clock.over, call.cut) == (True, None, False, False)
+    assert runs == ((0, 1),)
 
 
 async def test_what_a_living_learner_refuses_is_refused(tmp_path: Path) -> None:

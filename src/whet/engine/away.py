@@ -1,6 +1,6 @@
 """Time in which a call waits for an engine that is not there is not the agent's.
 
-    with away():        around what waits: until it is mended, has new weights, or is awake again
+    with away():        around what waits: until it is mended, has new weights, has trained, or is awake again
     with watched(call): around the call; whoever keeps the agent's time stops the clock meanwhile
 
 An engine waits deep inside `generate`, and only the gateway knows whose time goes by: the two meet here, in a

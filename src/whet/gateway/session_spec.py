@@ -23,8 +23,8 @@ class SessionStats:
     waited_s: float = 0.0
     """Seconds that calls waited for a provider's rate limits."""
     away_s: float = 0.0
-    """Seconds that calls waited for an engine of ours that was mended, got new weights or slept: the wall
-    time is longer by as much."""
+    """Seconds that calls waited for an engine of ours that was mended, got new weights, slept, or trained in
+    the same process: the wall time is longer by as much."""
     away_since: float | None = None
     """Reading of the loop's clock since when one waits; None while none does."""
     engine_failures: int = 0

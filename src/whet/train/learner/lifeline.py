@@ -7,12 +7,16 @@ A request draws from a stream of its own, so what is asked again gives the same 
 in a synchronous run no death shows in the result. `restarts` deaths without a committed step in between end
 the run: what dies again and again dies of a cause. Never imports torch. Called by the loops, and by the
 gateway as its engine.
+
+The process has one thread: what trains, saves or publishes does not sample. Requests that come meanwhile
+wait here, and their agents' clocks stand still; those that are with it already end first.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -87,6 +91,9 @@ class Lifeline:
         cancelled."""
         self._mending = asyncio.Lock()
         """Held from a death until the new process has the right weights: nothing is asked of it before."""
+        self._free = asyncio.Event()
+        """Not set while the process trains, saves or publishes."""
+        self._free.set()
 
     @property
     def restarts(self) -> int:
@@ -100,6 +107,14 @@ class Lifeline:
             if not self._sound:
                 await self._restart()
             return self._life
+
+    async def sampling(self) -> int:
+        """As `alive`, once that process does nothing but sample."""
+        while True:
+            await self._free.wait()
+            life = await self.alive()
+            if self._free.is_set():
+                return life
 
     async def mend(self, life: int) -> bool:
         """After a failure of what was asked of process `life`: True when that one is gone and another is in
@@ -129,6 +144,10 @@ class Lifeline:
     async def train(self, plan: StepPlan, folder: Path) -> Trained:
         """Train one plan and write its checkpoint. A learner that dies on the way is replaced and gets the
         plan again. Raises TrainError when the trainer refused, EngineError when it died too often."""
+        with self._busy():
+            return await self._train(plan, folder)
+
+    async def _train(self, plan: StepPlan, folder: Path) -> Trained:
         while True:
             life = await self.alive()
             try:
@@ -146,6 +165,10 @@ class Lifeline:
     async def publish(self, trained: Trained) -> None:
         """Sample with a step from now on, which is committed. Raises TrainError, EngineError."""
         self._deaths = 0
+        with self._busy():
+            await self._publish(trained)
+
+    async def _publish(self, trained: Trained) -> None:
         while True:
             life = await self.alive()
             try:
@@ -158,6 +181,14 @@ class Lifeline:
             except (TrainError, EngineError):
                 if not await self.mend(life):
                     raise
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        self._free.clear()
+        try:
+            yield
+        finally:
+            self._free.set()
 
     async def _restart(self) -> None:
         self._sound = False
@@ -194,7 +225,7 @@ class Lifeline:
 
 class LivingEngine(Around):
     """The engine of a learner that may be replaced (`engine.base.Engine`): a request that its death cut short
-    is made again."""
+    is made again, one that comes while it trains or publishes waits."""
 
     def __init__(self, engine: Engine, life: Lifeline) -> None:
         super().__init__(engine)
@@ -203,7 +234,7 @@ class LivingEngine(Around):
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         while True:
             with away():
-                life = await self._life.alive()
+                life = await self._life.sampling()
             try:
                 return await self._inner.generate(ids, params, key)
             except EngineError:

@@ -180,6 +180,7 @@ def variations(case: Case) -> list[tuple[str, Case]]:
         ("S = 1", replace(case, staleness=1)),
         ("half the workers", replace(case, workers=max(1, case.workers // 2))),
         ("train time 3 medians", replace(case, train_s=3 * case.median_s)),
+        ("train time 5 medians", replace(case, train_s=5 * case.median_s)),
         ("train time 6 medians", replace(case, train_s=6 * case.median_s)),
         ("no deadline", replace(case, deadline_s=math.inf)),
         ("slow groups given up", replace(case, overdue="cancel")),

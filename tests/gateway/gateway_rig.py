@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from whet.gateway.server import Gateway, GatewayConfig
+from whet.gateway.server import CallReport, Gateway, GatewayConfig
 from whet.render.template import TemplateFamily
 from whet.testing.exactness import training_faults
 from whet.testing.scripted_engine import ScriptedEngine
@@ -62,6 +62,7 @@ class Rig:
         self._unix, self._config = unix, config or GatewayConfig()
         self._limits = limits or Limits(max_context_tokens=100_000)
         self._stack = AsyncExitStack()
+        self.reports: list[CallReport] = []
 
     def _policy(self, ids: IntArray, key: RequestKey) -> Message | IntArray:
         return self.script[min(key.turn, len(self.script) - 1)]
@@ -69,7 +70,7 @@ class Rig:
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
         self.engine = ScriptedEngine(self._family, self._policy, **self._engine_options)
-        self.gateway = await enter(Gateway(self.engine, self._family, self._config))
+        self.gateway = await enter(Gateway(self.engine, self._family, self._config, self.reports.append))
         if self._unix is None:
             listener = await enter(self.gateway.listen_tcp())
             self.origin = f"http://127.0.0.1:{listener.port}"

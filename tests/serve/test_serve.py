@@ -78,6 +78,8 @@ def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
         assert told["event"] == "call"
         assert told["sampled_tokens"] == reply["usage"]["completion_tokens"]
         assert told["drift"] == "clean first"
+        told_too = json.loads(process.stdout.readline())
+        assert (told_too["event"], told_too["outcome"], told_too["turn"]) == ("call", "unauthorized", -1)
         status, opened = call(f"{admin['origin']}/sessions", {"rollout_id": "../mine"}, admin["secret"])
         assert status < 300, opened
         process.send_signal(signal.SIGINT)

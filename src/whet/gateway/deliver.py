@@ -26,14 +26,16 @@ from whet.types import Reply
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallReport:
-    """One model call as an operator may watch it: numbers and names, no text."""
+    """One model call, or several that were refused, as an operator may watch them: numbers and names."""
 
     rollout_id: str
+    """Empty for calls with a key that opens no session."""
     turn: int
+    """-1: refused before it had one."""
     dialect: str
     outcome: str
-    """How the reply ended (stop, length), the cause of a refusal, `synthetic` for a budget stop, `client
-    gone`."""
+    """How the reply ended (stop, length), the cause of a refusal or failure, wherever it was told the agent,
+    `synthetic` for a budget stop, `client gone`."""
     drift: str = ""
     prompt_tokens: int = 0
     fresh_tokens: int = 0
@@ -42,6 +44,10 @@ class CallReport:
     tool_calls: int = 0
     ms: float = 0.0
     """From the request's arrival to the last byte of its reply."""
+    count: int = 1
+    """Calls that it stands for: refusals of one second and one cause."""
+    dead: str = ""
+    """Why the session serves no more calls: what failed for good; empty while it serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +81,12 @@ class Delivery:
             sampled_tokens=reply.sampled_tokens,
             tool_calls=len(reply.tool_calls),
             ms=1000 * (time.monotonic() - self.begun),
+            dead=self.session.dead,
         )
 
-    async def run(self) -> web.StreamResponse:
-        """Wait for the call and write its reply. Raises WireError while a status can still be sent, and
-        ConnectionResetError when the client is gone."""
+    async def run(self) -> tuple[web.StreamResponse, str]:
+        """Wait for the call and write its reply; also the cause of a failure that was told in the stream.
+        Raises WireError while a status can still be sent, ConnectionResetError when the client is gone."""
         try:
             return await (self._stream() if self.wire.request.stream else self._whole())
         except (ConnectionResetError, TimeoutError) as error:
@@ -89,7 +96,7 @@ class Delivery:
             self.session.released(self.call)
             raise
 
-    async def _whole(self) -> web.StreamResponse:
+    async def _whole(self) -> tuple[web.StreamResponse, str]:
         await asyncio.wait({self.call.task})
         answer = _result(self.call)
         response = json_response(self.dialect.reply(answer.reply, self._envelope()))
@@ -97,9 +104,9 @@ class Delivery:
             await response.prepare(self.http)
             await response.write_eof()
         self._delivered()
-        return response
+        return response, ""
 
-    async def _stream(self) -> web.StreamResponse:
+    async def _stream(self) -> tuple[web.StreamResponse, str]:
         envelope = self._envelope()
         response = web.StreamResponse(headers={**sse.HEADERS, "Content-Type": envelope.content_type})
         wait_s = self.config.hold_headers_s
@@ -115,10 +122,10 @@ class Delivery:
             self.counters.refused += 1
             await self._write(response, self.dialect.error_event(error, envelope), last=True)
             self.session.released(self.call)
-            return response
+            return response, error.cause
         await self._write(response, b"".join(self.dialect.events(answer.reply, envelope)), last=True)
         self._delivered()
-        return response
+        return response, ""
 
     def _delivered(self) -> None:
         self.session.delivered(self.call)

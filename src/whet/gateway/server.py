@@ -21,15 +21,16 @@ from aiohttp import web
 
 from whet.engine.base import Engine
 from whet.gateway import mcp
-from whet.gateway.bodies import Bodies
+from whet.gateway.bodies import Bodies, BodyName
 from whet.gateway.deliver import CallReport, Delivery, json_response
 from whet.gateway.dialects.anthropic import AnthropicDialect
-from whet.gateway.dialects.base import Dialect, WireError
+from whet.gateway.dialects.base import Dialect, WireCall, WireError
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.dialects.gemini import GeminiDialect
 from whet.gateway.dialects.responses import ResponsesDialect
 from whet.gateway.host_tools import HostTool, ToolBox
 from whet.gateway.listen import Listener, listen_tcp, listen_unix
+from whet.gateway.refusals import Refusals
 from whet.gateway.request import (
     GatewayConfig,
     GatewayCounters,
@@ -76,6 +77,7 @@ class Gateway:
         self._shim_watch = ShimWatch(say)
         self.counters = GatewayCounters()
         self._on_call = on_call
+        self._refusals = None if on_call is None else Refusals(on_call)
         self.intake = Intake(self.config.max_intake_bytes)
         """Of bodies that no session has taken on yet."""
         self._engine = engine
@@ -93,6 +95,8 @@ class Gateway:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.gather(*(session.abandon() for session in self.open_sessions()))
+        if self._refusals is not None:
+            self._refusals.close()
 
     def open_session(
         self,
@@ -213,7 +217,12 @@ class Gateway:
             return json_response({"status": "ok"})
         if route is None or (route.dialect and route.dialect not in DIALECTS):
             raise WireError("not_found", f"Unknown request URL: {http.method} {http.path}.")
-        session = self._authorise(route, http, listener)
+        try:
+            session = self._authorise(route, http, listener)
+        except WireError as error:
+            if route.kind == "call":
+                self._refused(dialect, error)
+            raise
         if http.method not in route.methods:
             raise WireError("method_not_allowed", f"Not allowed: {http.method} {http.path}.")
         if route.kind == "models":
@@ -242,16 +251,18 @@ class Gateway:
         self, http: web.BaseRequest, route: Route, session: Session, dialect: Dialect
     ) -> web.StreamResponse:
         """A model call or a token count."""
-        query = f"?{http.query_string}" if http.query_string else ""
-        with Share(self.intake) as share:
-            raw = await read_body(http, self.config, share=share)
-            wire, name = await session.bodies.read(dialect, raw, route.action + query)
-        if route.kind == "count":
-            return json_response(dialect.count(await session.count_tokens(wire.request)))
-        self._shim_watch.saw(session.shim, wire.request.tools)
-        hints = hints_of(http)
-        request = replace(wire.request, hints=wire.request.hints + hints) if hints else wire.request
-        call = session.admit(name, request)
+        try:
+            wire, name = await self._read(http, route, session, dialect)
+            if route.kind == "count":
+                return json_response(dialect.count(await session.count_tokens(wire.request)))
+            self._shim_watch.saw(session.shim, wire.request.tools)
+            hints = hints_of(http)
+            request = replace(wire.request, hints=wire.request.hints + hints) if hints else wire.request
+            call = session.admit(name, request)
+        except WireError as error:
+            if route.kind == "call":
+                self._refused(dialect, error, session)
+            raise
         delivery = Delivery(
             http=http,
             config=self.config,
@@ -263,11 +274,24 @@ class Gateway:
         )
         return await self._reported(delivery)
 
+    async def _read(
+        self, http: web.BaseRequest, route: Route, session: Session, dialect: Dialect
+    ) -> tuple[WireCall, BodyName]:
+        query = f"?{http.query_string}" if http.query_string else ""
+        with Share(self.intake) as share:
+            raw = await read_body(http, self.config, share=share)
+            return await session.bodies.read(dialect, raw, route.action + query)
+
+    def _refused(self, dialect: Dialect, error: WireError, session: Session | None = None) -> None:
+        """A model call that got no turn."""
+        if self._refusals is not None:
+            rollout_id, dead = (session.rollout_id, session.dead) if session else ("", "")
+            self._refusals.add(rollout_id, dialect.name, error.cause, dead)
+
     async def _reported(self, delivery: Delivery) -> web.StreamResponse:
         failure = "client gone"
         try:
-            response = await delivery.run()
-            failure = ""
+            response, failure = await delivery.run()
         except WireError as error:
             failure = error.cause
             raise

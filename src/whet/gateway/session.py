@@ -120,6 +120,13 @@ class Session:
         return self._turns.stats
 
     @property
+    def dead(self) -> str:
+        """Why it serves no more calls: what failed for good; empty while it serves."""
+        if self.failure is None and (self._recoverable or not self.stats.infra_error):
+            return ""
+        return self.stats.infra_error or type(self.failure).__name__
+
+    @property
     def host_calls(self) -> Sequence[HostCall]:
         """Calls of host tools so far, in order."""
         return self.tools.calls
@@ -134,7 +141,7 @@ class Session:
     def admit(self, name: BodyName, request: ModelRequest) -> Call:
         """A new call, or the one of the same body that lost its client. Raises WireError."""
         self._refuse_closed()
-        if self.failure is not None or (self.stats.infra_error and not self._recoverable):
+        if self.dead:
             raise WireError("session_failed", "This session has failed and serves no more calls.")
         self.state = "live"
         for call in self._calls:

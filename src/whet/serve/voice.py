@@ -33,9 +33,15 @@ class Voice:
 
     def call(self, report: CallReport) -> None:
         what = report.outcome + (f", {report.tool_calls} tool calls" if report.tool_calls else "")
-        line = (
-            f"{report.rollout_id} #{report.turn} {report.dialect:<9} "
-            f"prompt {report.prompt_tokens:>6} (new {report.fresh_tokens}) "
-            f"sampled {report.sampled_tokens:>4} {report.drift or '-'} | {what} | {report.ms:.0f} ms"
-        )
+        if report.turn < 0:
+            times = f", {report.count} calls" if report.count > 1 else ""
+            line = f"{report.rollout_id or 'no session'} {report.dialect:<9} refused: {what}{times}"
+        else:
+            line = (
+                f"{report.rollout_id} #{report.turn} {report.dialect:<9} "
+                f"prompt {report.prompt_tokens:>6} (new {report.fresh_tokens}) "
+                f"sampled {report.sampled_tokens:>4} {report.drift or '-'} | {what} | {report.ms:.0f} ms"
+            )
+        if report.dead:
+            line += f" | the session is dead: {' '.join(report.dead.split())}"
         self.say("call", asdict(report), [line])

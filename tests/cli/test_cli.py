@@ -130,6 +130,18 @@ def test_a_wrong_command_line_is_a_usage_error(argv: list[str], capsys: pytest.C
     assert only_line(capsys.readouterr().err).startswith("whet: ")
 
 
+def test_options_that_are_paths_may_begin_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bash expands neither `--resume=~/x` nor `run.dir=~/x`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse(["train", "--resume=~/x"]).resume == tmp_path / "x"
+    assert parse(["show", "~/x"]).run == tmp_path / "x"
+    with pytest.raises(SystemExit):
+        parse(["show", "~no-such-user/x"])
+    assert only_line(capsys.readouterr().err).startswith("whet: show: argument RUN: ~no-such-user/x is in no")
+
+
 def test_imitation_takes_the_rollouts_of_the_run_it_is_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

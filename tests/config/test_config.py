@@ -129,8 +129,25 @@ def test_text_fields_take_what_stands_there(text: str) -> None:
     assert load_config(None, ['run.dir="quoted"']).run.dir == "quoted"
 
 
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = ["run.dir", "model.path", "sft.run", "gateway.tools", "engine.publish_dir", "train.reference"]
+    keys += [f"tasks.{key}" for key in ("path", "assets", "images", "gate")]
+    for key in keys:
+        table, _, name = key.partition(".")
+        more = {"kind": "sglang", "url": "http://h:1"} if table == "engine" else {}
+        more |= {"source": "swe_pro", "path": "p"} if table == "tasks" else {}
+        more |= {"loss": "dppo", "kl": "k3", "kl_weight": 0.1} if name == "reference" else {}
+        base = {table: more, "model": {"path": "m"}}
+        given = f"{key}=~/x y"
+        assert load_config(None, [given], base).__dict__[table].__dict__[name] == f"{tmp_path}/x y", key
+    assert load_config(None, ["run.dir=./~"]).run.dir == "./~"
+    with pytest.raises(ConfigError, match=r"^run\.dir: no such home folder; .* ~ is written \./~, got '~no"):
+        load_config(None, ["run.dir=~no-such-user/x"])
+
+
 @given(
-    text=st.text(alphabet=st.characters(exclude_categories=["Cs"])),
+    text=st.text(alphabet=st.characters(exclude_categories=["Cs"])).filter(lambda text: text[:1] != "~"),
     families=st.lists(st.sampled_from(get_args(ToyFamily)), max_size=3),
     lr=st.floats(min_value=1e-12, max_value=1e6),
     comments=st.booleans(),

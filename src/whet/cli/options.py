@@ -21,6 +21,14 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"whet: {' '.join(told.split())}; see {self.prog} --help\n")
 
 
+def _path(text: str) -> Path:
+    """A shell leaves the ~ of `--resume=~/x` as it is."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{text} is in no known home folder") from error
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Overrides may stand anywhere; argparse by itself takes them only in one row."""
     parser = _parser()
@@ -49,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_recover(commands)
     replay = commands.add_parser("replay", help="repeat a stored run's training and compare it bit for bit")
-    replay.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    replay.add_argument("run", type=_path, metavar="RUN", help="run directory")
     _add_output(replay)
     replay.set_defaults(verb=verbs.replay_verb)
     bench = commands.add_parser("bench", help="run one benchmark, or list them")
@@ -57,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark")
     bench.set_defaults(verb=verbs.bench_verb)
     show = commands.add_parser("show", help="look at a run, finished or not")
-    show.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    show.add_argument("run", type=_path, metavar="RUN", help="run directory")
     show.add_argument("--json", action="store_true", help="print summary.json")
     show.set_defaults(verb=verbs.show_verb)
     conformance = commands.add_parser(
@@ -65,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     conformance.add_argument("--agents", default="", metavar="A,B", help="which; without it: all")
     conformance.add_argument("--json", action="store_true", help="print the result as JSON, last on stdout")
-    conformance.add_argument("--record", type=Path, metavar="DIR", help="keep what went over the wire here")
+    conformance.add_argument("--record", type=_path, metavar="DIR", help="keep what went over the wire here")
     conformance.set_defaults(verb=verbs.conformance_verb)
     _add_attack(commands)
     _add_tasks(commands)
@@ -94,7 +102,7 @@ def _add_train(commands: Any) -> None:
 
 def _add_sft(commands: Any) -> None:
     sft = commands.add_parser("sft", help="train on the rollouts that a run holds: imitate the best of them")
-    sft.add_argument("source", nargs="?", type=Path, metavar="RUN", help="run directory with the rollouts")
+    sft.add_argument("source", nargs="?", type=_path, metavar="RUN", help="run directory with the rollouts")
     _add_run_options(sft)
     sft.set_defaults(verb=verbs.sft_verb)
 
@@ -112,7 +120,7 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("--agent", action="append", default=[], metavar="NAME", help="print this set-up only")
     serve.add_argument("--port", type=int, help="loopback port (default: a free one)")
     serve.add_argument("--sessions", type=int, default=1, metavar="N", help="sessions to open (default: 1)")
-    serve.add_argument("--tools", type=Path, metavar="FILE", help="host tools of every session, as JSON")
+    serve.add_argument("--tools", type=_path, metavar="FILE", help="host tools of every session, as JSON")
     serve.add_argument("--admin", action="store_true", help="serve the operator too, on a port of its own")
     serve.add_argument("--json", action="store_true", help="one JSON object per line")
     serve.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key")
@@ -126,7 +134,7 @@ def _add_tasks(commands: Any) -> None:
     tasks.add_argument("--id", action="append", default=[], metavar="ID", help="only this task (repeatable)")
     tasks.add_argument("--limit", type=int, default=0, metavar="N", help="the first N tasks only")
     tasks.add_argument("--repeats", type=int, default=3, metavar="N", help="validate: runs of each task")
-    tasks.add_argument("--out", type=Path, metavar="FILE", help="validate: gate file (default: tasks.gate)")
+    tasks.add_argument("--out", type=_path, metavar="FILE", help="validate: gate file (default: tasks.gate)")
     tasks.add_argument("--json", action="store_true", help="print JSON, last on stdout")
     tasks.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key")
     tasks.set_defaults(verb=verbs.tasks_verb)
@@ -134,13 +142,13 @@ def _add_tasks(commands: Any) -> None:
 
 def _add_recover(commands: Any) -> None:
     recover = commands.add_parser("recover", help="export the sessions that a killed `whet serve` held")
-    recover.add_argument("run", type=Path, metavar="RUN", help="its run directory")
+    recover.add_argument("run", type=_path, metavar="RUN", help="its run directory")
     recover.set_defaults(verb=verbs.recover_verb)
 
 
 def _add_grade(commands: Any) -> None:
     grade = commands.add_parser("grade", help="judge a run's stored rollouts again and name what differs")
-    grade.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    grade.add_argument("run", type=_path, metavar="RUN", help="run directory")
     grade.add_argument("--write", action="store_true", help="store verdicts that differ and trained nothing")
     grade.add_argument(
         "--json", action="store_true", help="print what differs, then the counts, as JSON on stdout"
@@ -164,7 +172,7 @@ def _add_attack(commands: Any) -> None:
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     _add_output(parser)
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this directory")
+    parser.add_argument("--resume", type=_path, metavar="DIR", help="continue the run in this directory")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key, e.g. run.seed=3")
 

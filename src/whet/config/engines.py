@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from whet.config.base import Count, CountOrZero, Seconds, SecondsOrZero, Table
+from whet.config.base import Count, CountOrZero, OwnPath, Seconds, SecondsOrZero, Table
 from whet.types import MIN_TEMPERATURE
 
 
@@ -38,7 +38,7 @@ class EngineTable(Table):
     """vllm, sglang: seconds that a server which is gone may take to come back, published to by files."""
     publish: Literal["disk", "delta", "ipc", "nccl"] = "disk"
     """vllm, sglang: how new weights travel: whole files, differences; vllm: ipc on one GPU, nccl."""
-    publish_dir: str = ""
+    publish_dir: OwnPath = ""
     """vllm, sglang: folder where the server finds them, under this very path; empty = in the run."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """vllm, sglang: type of published weights; auto = as the model's config.json says."""

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from whet.config.base import Table
+from whet.config.base import OwnPath, Table
 
 
 class GatewayTable(Table):
@@ -14,7 +14,7 @@ class GatewayTable(Table):
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Loopback TCP port that serves every session too, for a call by hand with its secret; 0 = none."""
-    tools: str = ""
+    tools: OwnPath = ""
     """JSON file with host tools, a list of {name, description, parameters}: offered to the model beside the
     agent's own tools in every session, checked, acknowledged and kept; empty = none."""
     shim_tool: str = ""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from whet.config.base import Count, CountOrZero, Fraction, Seconds, SecondsOrZero, Table
+from whet.config.base import Count, CountOrZero, Fraction, OwnPath, Seconds, SecondsOrZero, Table
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -133,7 +133,7 @@ class TrainTable(Table):
     """kl: its factor in the loss; 0 = it is only measured."""
     kl_unbiased: bool = True
     """kl: multiply by the ratio, so that the gradient is that of the divergence."""
-    reference: str = ""
+    reference: OwnPath = ""
     """kl: model folder of the reference policy; empty = the model that the run starts with."""
     reference_alarm: Annotated[float, Field(ge=0)] = 0.0
     """kl: divergence from the reference from which a warning is given; 0 = never."""

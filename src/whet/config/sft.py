@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from whet.config.base import Count, CountOrZero, Table
+from whet.config.base import Count, CountOrZero, OwnPath, Table
 
 
 class SftTable(Table):
     """`whet sft RUN`: supervised training on stored rollouts."""
 
-    run: str = ""
+    run: OwnPath = ""
     """Run directory whose rollouts are used; the command line names it."""
     min_reward: float = 1.0
     """Least reward of a rollout that is used."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from whet.config.base import Count, CountOrZero, Fraction, Seconds, Table
+from whet.config.base import Count, CountOrZero, Fraction, OwnPath, Seconds, Table
 from whet.config.engines import EngineTable
 from whet.config.gateway import GatewayTable
 from whet.config.learning import CollectTable, TrainTable
@@ -56,7 +56,7 @@ DATA_SET_KEYS = (
 class RunTable(Table):
     """The run as a whole."""
 
-    dir: str = ""
+    dir: OwnPath = ""
     """Run directory; empty = runs/<ULID> under the current folder."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Names every random stream of the run."""
@@ -75,7 +75,7 @@ class RunTable(Table):
 class ModelTable(Table):
     """The model that is trained."""
 
-    path: str = ""
+    path: OwnPath = ""
     """Folder with weights, tokenizer and chat template; empty = the warm start of the demo."""
     family: str = "auto"
     """Token rules: auto, template (the folder's own), or the name of rules in the renderers package."""
@@ -91,7 +91,7 @@ class TasksTable(Table):
 
     source: Source = "toy"
     """Generated bug-fix tasks, or the format of the data set at `path`; see docs/tasks.md."""
-    path: str = ""
+    path: OwnPath = ""
     """File or folder of the data set; not for toy."""
     groups_per_step: Count = 12
     """Tasks per optimizer step."""
@@ -101,11 +101,11 @@ class TasksTable(Table):
     """Share of a data set that is held out, by content hash; 1 = all of it, 0 = none. Not for toy."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """A row that cannot be graded: refuse the data set, or leave the row out. Not for toy."""
-    assets: str = ""
+    assets: OwnPath = ""
     """swe_pro, slime: folder with the set's run scripts."""
-    images: str = ""
+    images: OwnPath = ""
     """JSON file, image name or task id -> the reference to use: pins by digest, mirrors; empty = as it is."""
-    gate: str = ""
+    gate: OwnPath = ""
     """File that `whet tasks validate` wrote: only tasks that passed are used; empty = all."""
     transform_sample: str = ""
     """Dotted path of a function row -> row or None, called before anything else; empty = none."""

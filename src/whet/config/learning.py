@@ -45,7 +45,7 @@ class CollectTable(Table):
     refill: Annotated[float, Field(ge=0)] = 1.0
     """max_staleness > 0: groups without gradient that are replaced per step, as share of groups_per_step."""
     starve_limit_s: Seconds = 3600.0
-    """Wait for groups while no rollout begins or ends, after which the run stops."""
+    """Wait for groups while no rollout begins or ends, after which the run stops; at least twice wall_s."""
 
     @model_validator(mode="after")
     def _fits_staleness(self) -> Self:

@@ -48,6 +48,12 @@ def call(url: str, body: object, secret: str) -> tuple[int, dict[str, Any]]:
             return error.code, json.loads(error.read())
 
 
+def forget(url: str, secret: str) -> None:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {secret}"}, method="DELETE")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200
+
+
 def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
     run = tmp_path / "run"
     tools = tmp_path / "tools.json"
@@ -71,7 +77,7 @@ def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
         assert reply["usage"]["completion_tokens"] <= 8
         assert call(f"{session['address']}/v1/chat/completions", body, "wrong")[0] == 401
         tool_url = f"{session['address']}/v1/tools/submit"
-        assert call(tool_url, {}, session["tool_secret"]) == (200, {"ok": True})
+        assert call(tool_url, {"sure": 0.123, "x": "\ud800"}, session["tool_secret"]) == (200, {"ok": True})
         admin = events["admin"][0]
         assert admin["secret"] == "operator-" * 4
         told = json.loads(process.stdout.readline())
@@ -80,15 +86,28 @@ def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
         assert told["drift"] == "clean first"
         told_too = json.loads(process.stdout.readline())
         assert (told_too["event"], told_too["outcome"], told_too["turn"]) == ("call", "unauthorized", -1)
-        status, opened = call(f"{admin['origin']}/sessions", {"rollout_id": "../mine"}, admin["secret"])
-        assert status < 300, opened
+        heard = json.loads(process.stdout.readline())
+        assert (heard["event"], heard["name"], heard["source"]) == ("host_call", "submit", "agent")
+        (line,) = (run / "host_calls.jsonl").read_text().splitlines()
+        assert json.loads(line).items() >= {"rollout_id": "serve-0", "attempt": 1, "index": 0}.items()
+        assert json.loads(json.loads(line)["arguments"]) == {"sure": 0.123, "x": "\ufffd"}
+        named = []
+        for name in ("../mine", "sealed", "deleted"):
+            status, opened = call(f"{admin['origin']}/sessions", {"rollout_id": name}, admin["secret"])
+            assert status < 300, opened
+            named.append(opened["public_id"])
+        for name in named[1:]:
+            assert call(f"{admin['origin']}/sessions/{name}/seal", {}, admin["secret"])[0] == 200
+        forget(f"{admin['origin']}/sessions/{named[2]}", admin["secret"])
+        assert sorted(file.suffix for file in (run / "sessions").iterdir()) == [".log"] * 4
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         rest = [json.loads(line) for line in out.splitlines()]
-        assert [event["event"] for event in rest] == ["sealed", "sealed", "sealed", "end"]
-        assert rest[2]["rollout_id"] == "../mine"
-        for event in rest[:3]:
+        assert [event["event"] for event in rest] == ["sealed"] * 4 + ["end"]
+        assert [event["rollout_id"] for event in rest[2:4]] == ["../mine", "sealed"]
+        assert not list((run / "sessions").glob("*.log")), "nothing is left to recover"
+        for event in rest[:4]:
             assert Path(event["file"]).parent == run / "sessions"
             assert Path(event["file"]).stat().st_mode & 0o777 == 0o600
         assert rest[0]["captured"] == rest[0]["trained"] == told["sampled_tokens"]

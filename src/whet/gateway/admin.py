@@ -104,10 +104,14 @@ class AdminError(Exception):
         self.status = status
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Sealed:
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Sealed:
+    """A session that the operator sealed."""
+
     session: Session
     trajectory: Trajectory
+    exported: bool = False
+    """The operator has it."""
 
 
 class Admin:
@@ -131,7 +135,7 @@ class Admin:
         self._limits = limits or Limits()
         self._max_sessions, self._sealed_kept = max_sessions, sealed_kept
         self._open: dict[str, Session] = {}
-        self._sealed: OrderedDict[str, _Sealed] = OrderedDict()
+        self._sealed: OrderedDict[str, Sealed] = OrderedDict()
 
     def listen_unix(self, path: Path) -> AbstractAsyncContextManager[Listener]:
         """Raises SetupError."""
@@ -144,6 +148,10 @@ class Admin:
     def adopt(self, session: Session) -> None:
         """Make a session that was opened in process visible here too."""
         self._open[session.public_id] = session
+
+    def sealed(self) -> list[Sealed]:
+        """What is kept for export, in the order of sealing."""
+        return list(self._sealed.values())
 
     # ----------------------------------------------------------------------- requests
 
@@ -249,9 +257,11 @@ class Admin:
             trajectory = await session.seal(body.deadline_s)
         finally:
             self._open.pop(name, None)
-        self._sealed[name] = _Sealed(session=session, trajectory=trajectory)
+        self._sealed[name] = Sealed(session=session, trajectory=trajectory)
         while len(self._sealed) > self._sealed_kept:
-            self._sealed.popitem(last=False)
+            _, oldest = self._sealed.popitem(last=False)
+            if oldest.exported:
+                oldest.session.drop_log()
         return _json(describe(session, trajectory))
 
     async def _delete(self, name: str) -> web.Response:
@@ -266,7 +276,7 @@ class Admin:
         session.drop_log()
         return _json({"status": "deleted"})
 
-    async def _export(self, http: web.BaseRequest, kept: _Sealed) -> web.Response:
+    async def _export(self, http: web.BaseRequest, kept: Sealed) -> web.Response:
         form = FORMS.get(http.query.get("form", "chains"))
         kind = http.query.get("format", "json")
         if form is None or kind not in ("json", "npz"):
@@ -275,6 +285,7 @@ class Admin:
         session = kept.session
         shape = session.exported(form)
         raw = await asyncio.to_thread(dump, form, shape, kept.trajectory, temperature=session.temperature)
+        kept.exported = True
         content_type = "application/json" if kind == "json" else "application/octet-stream"
         return web.Response(body=raw, content_type=content_type)
 

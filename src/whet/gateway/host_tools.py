@@ -10,7 +10,7 @@ does not know, and what it says about that is replaced by the acknowledgement. C
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -81,6 +81,8 @@ class ToolBox:
             raise ConfigError(f"host tools need different names and may be {_MAX_TOOLS} at most")
         self.tools = tuple(tools)
         self.calls: list[HostCall] = []
+        self.on_call: Callable[[HostCall], None] = lambda call: None
+        """Hears each call as it is kept; must not raise."""
         self._checks = {tool.name: _validator(tool) for tool in tools}
         self._max_calls, self._bytes_left = max_calls, max_bytes
         self._answers: dict[str, str] = {}
@@ -105,9 +107,9 @@ class ToolBox:
             raise WireError("rate_limited", "This session has sent too much to host tools.")
         self._bytes_left -= size
         error = _complaint(check, arguments)
-        self.calls.append(
-            HostCall(index=len(self.calls), name=name, arguments=text, source=source, error=error)
-        )
+        call = HostCall(index=len(self.calls), name=name, arguments=text, source=source, error=error)
+        self.calls.append(call)
+        self.on_call(call)
         return {"ok": False, "error": error} if error else {"ok": True}
 
     def prepare(self, request: ModelRequest) -> tuple[ModelRequest, frozenset[str]]:

@@ -28,7 +28,7 @@ from whet.gateway.dialects.base import Dialect, WireCall, WireError
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.dialects.gemini import GeminiDialect
 from whet.gateway.dialects.responses import ResponsesDialect
-from whet.gateway.host_tools import HostTool, ToolBox
+from whet.gateway.host_tools import HostCall, HostTool, ToolBox
 from whet.gateway.listen import Listener, listen_tcp, listen_unix
 from whet.gateway.refusals import Refusals
 from whet.gateway.request import (
@@ -69,14 +69,16 @@ class Gateway:
         config: GatewayConfig | None = None,
         on_call: Callable[[CallReport], None] | None = None,
         say: Callable[[str], None] = log.warning,
+        on_host_call: Callable[[Session, HostCall], None] | None = None,
     ) -> None:
-        """`on_call` hears of every model call once it is over, `say` gets lines for the operator; they must
-        not raise. Raises ConfigError when reasoning is to be dropped and the family's rules drop none."""
+        """`on_call` hears of every model call once it is over, `on_host_call` of every call of a host tool,
+        `say` gets lines for the operator; they must not raise. Raises ConfigError when reasoning is to be
+        dropped and the family's rules drop none."""
         self.config = config or GatewayConfig()
         self._asking = forgotten_before(family, self.config.retention)
         self._shim_watch = ShimWatch(say)
         self.counters = GatewayCounters()
-        self._on_call = on_call
+        self._on_call, self._on_host_call = on_call, on_host_call
         self._refusals = None if on_call is None else Refusals(on_call)
         self.intake = Intake(self.config.max_intake_bytes)
         """Of bodies that no session has taken on yet."""
@@ -136,6 +138,8 @@ class Gateway:
             tools=ToolBox(self.config.tools if tools is None else tools),
             log_dir=self.config.log_dir,
         )
+        if self._on_host_call is not None:
+            session.tools.on_call = functools.partial(self._on_host_call, session)
         self._sessions[session.secret_digest] = session
         self._tool_keys[session.tool_digest] = session
         self._by_name[session.public_id] = session

@@ -2,7 +2,7 @@
 
 Tries that are not graded or were cancelled are there too, told apart by `attempt`; a line has
 `schema_version`. A kill or a full disk can tear the last line: it is cut off before the next ones are
-written. Callers: the trainer's loop, `whet rollout`.
+written. Callers: the trainer's loop, `whet rollout`, `whet serve`.
 """
 
 from __future__ import annotations

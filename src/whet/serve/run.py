@@ -28,11 +28,13 @@ from whet.gateway.passthrough import open_passthrough
 from whet.gateway.server import Gateway
 from whet.gateway.session import Session
 from whet.gateway.text_record import TextCall
+from whet.record.host_calls import HostCallLog
 from whet.record.run import RunDir, write_text
 from whet.record.session_log import recover
 from whet.render.load import load_family
 from whet.serve.agents import Access, names, setup
 from whet.serve.black_box import records_folder, told_of_call, told_of_session
+from whet.serve.host_calls import Reports
 from whet.serve.sealing import SEAL_S, SESSIONS, exported, finish
 from whet.serve.voice import Voice
 from whet.train.learner.sampler import open_sampler
@@ -82,18 +84,20 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
             folder = run.path / SESSIONS
             folder.mkdir(exist_ok=True)
             served = gateway_config(config, folder)
+            reports = Reports(HostCallLog(run.host_calls), voice.say)
             gateway = await stack.enter_async_context(
-                Gateway(sampler.engine, family, served, voice.call, voice.note)
+                Gateway(sampler.engine, family, served, voice.call, voice.note, reports.heard)
             )
             listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
             sessions = [_open(gateway, config, options, number) for number in range(options.sessions)]
             _greet(voice, run, config, options, listener.origin, sessions)
-            if options.admin:
-                await _admin(stack, voice, gateway, config, sessions)
+            admin = await _admin(stack, voice, gateway, config, sessions) if options.admin else None
             try:
                 await asyncio.Event().wait()
             finally:
-                await finish(voice, run, sessions, gateway)
+                await finish(voice, run, sessions, gateway, admin)
+                if reports.trouble is not None:
+                    raise reports.trouble
 
 
 async def _serve_upstream(config: Config, options: ServeOptions, voice: Voice) -> None:
@@ -189,7 +193,7 @@ def _greet(
 
 async def _admin(
     stack: AsyncExitStack, voice: Voice, gateway: Gateway, config: Config, sessions: list[Session]
-) -> None:
+) -> Admin:
     """The operator's listener, on a free port."""
     admin = Admin(gateway, secret=os.environ.get(ADMIN_SECRET), limits=limits_of(config))
     for session in sessions:
@@ -197,6 +201,7 @@ async def _admin(
     listener = await stack.enter_async_context(admin.listen_tcp())
     told = {"origin": listener.origin, "secret": admin.secret}
     voice.say("admin", told, [f"admin: {listener.origin}, key: {admin.secret}"])
+    return admin
 
 
 def recover_run(path: Path, stream: TextIO) -> int:

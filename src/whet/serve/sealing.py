@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from whet.gateway.admin import Admin
 from whet.gateway.export import export_json
 from whet.gateway.server import Gateway
 from whet.gateway.session import Session
@@ -21,17 +22,21 @@ SEAL_S = 1.0
 """Calls under way when the operator stops get so long to end, all sessions together."""
 
 
-async def finish(voice: Voice, run: RunDir, sessions: Sequence[Session], gateway: Gateway) -> None:
-    """Seal, write, tell. Sessions that the operator opened have names of their own choice, which need not be
-    file names: theirs is the public id. A session whose capture is broken does not keep the others from
-    being written. All are sealed at the same time: the stop of a program has a deadline."""
+async def finish(
+    voice: Voice, run: RunDir, sessions: Sequence[Session], gateway: Gateway, admin: Admin | None
+) -> None:
+    """Seal, write, tell; of what the operator sealed, as much as is kept. Sessions that the operator opened
+    have names of their own choice, which need not be file names: theirs is the public id. A session whose
+    capture is broken does not keep the others from being written. All are sealed at the same time: the stop
+    of a program has a deadline."""
     opened = [*sessions, *(other for other in gateway.open_sessions() if other not in sessions)]
-    # Those that the operator seals or sealed are the operator's, who has the export.
     left = [session for session in opened if session.state not in ("draining", "sealed")]
     ends = await asyncio.gather(*(session.seal(SEAL_S) for session in left), return_exceptions=True)
     ledgers: dict[str, Any] = {}
     broken: BaseException | None = None
-    for session, end in zip(left, ends, strict=True):
+    by_operator = admin.sealed() if admin else []
+    all_ends = [*zip(left, ends, strict=True), *((kept.session, kept.trajectory) for kept in by_operator)]
+    for session, end in all_ends:
         if isinstance(end, BaseException):
             broken = broken or end
             continue

@@ -36,7 +36,7 @@ def same(a: Trajectory, b: Trajectory) -> None:
     assert a.drifts == b.drifts
     assert len(a.turns) == len(b.turns)
     for one, other in zip(a.turns, b.turns, strict=True):
-        for name in ("index", "parent", "finish", "version_runs", "excluded", "hints"):
+        for name in ("index", "parent", "finish", "version_runs", "excluded", "hints", "advisory"):
             assert one.__getattribute__(name) == other.__getattribute__(name), name
         for name in ("context_ids", "ids", "logprobs"):
             np.testing.assert_array_equal(one.__getattribute__(name), other.__getattribute__(name))

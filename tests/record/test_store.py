@@ -49,7 +49,12 @@ def test_drifts_and_hints_come_back_and_go_with_their_rollout(tmp_path: Path) ->
     first, *others = plain.trajectory.turns
     fork = DriftNote(kind="fork", cause="rewind")
     note = DriftNote(kind="edited", cause="text", request=1, turn=0, token=2, tokens=3, detail="é")
-    turns = (dataclasses.replace(first, hints=(("agent", "sub-1"), ("window", "2"))), *others)
+    cold, none = (("temperature", "0"), ("seed", "7")), ()
+    wished = [cold, cold, none, cold, *(cold for _ in others)]
+    turns = (
+        dataclasses.replace(first, hints=(("agent", "sub-1"), ("window", "2")), advisory=cold),
+        *(dataclasses.replace(t, advisory=w) for t, w in zip(others, wished[1:], strict=False)),
+    )
     trajectory = dataclasses.replace(plain.trajectory, turns=turns, drifts=(note, fork))
     noted = dataclasses.replace(plain, trajectory=trajectory)
     with Store(tmp_path / "s") as store:

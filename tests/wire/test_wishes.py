@@ -10,9 +10,8 @@ import numpy as np
 import openai
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
-from wire_lab import CALLS, SAY, anthropic_client, gemini_client, openai_client
+from wire_lab import CALLS, PLAIN, SAY, anthropic_client, gemini_client, openai_client
 
-from whet.gateway.dialects.anthropic import AnthropicDialect
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.server import DIALECTS
 from whet.gateway.stops import cut_at_stop
@@ -205,12 +204,6 @@ async def test_no_tool_is_offered_where_none_is_wanted(family: TemplateFamily) -
         assert not any("read" in family.decode(sent.ids) for sent in rig.engine.sent)
 
 
-PLAIN: Mapping[str, Any] = {
-    "chat": {"messages": ASK},
-    "anthropic": {"messages": ASK[1:], "max_tokens": 9},
-    "responses": {"input": "Hi"},
-    "gemini": {"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]},
-}
 OFF: Mapping[str, Any] = {
     "chat": {"tools": TOOLS, "tool_choice": "none"},
     "anthropic": {
@@ -322,16 +315,6 @@ async def test_chat_refuses_what_needs_a_store_or_a_fetch(
     async with Rig(family, [SAY]) as rig, openai_client(rig) as api:
         with pytest.raises(openai.BadRequestError):
             await api.chat.completions.create(**{"model": "m", "messages": ASK, **more})
-
-
-def test_wishes_that_nothing_follows_are_recorded() -> None:
-    ask = [{"role": "user", "content": "Hi."}]
-    edits = {"edits": [{"type": "clear_thinking_20251015"}]}
-    wire = AnthropicDialect().parse({"messages": ask, "max_tokens": 9, "context_management": edits}, "")
-    assert dict(wire.request.advisory)["context_management"].startswith('{"edits"')
-    guess = {"type": "content", "content": "Hello."}
-    wire = ChatDialect().parse({"messages": ask, "prediction": guess}, "")
-    assert "Hello." in dict(wire.request.advisory)["prediction"]
 
 
 @pytest.mark.parametrize("field", ["function_call", "name", "audio"])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anthropic
 import httpx2
 import openai
-from gateway_rig import Rig, call
+from gateway_rig import ASK, Rig, call
 from google import genai
 from google.genai import types
 
@@ -26,6 +26,13 @@ CALLS = Message(
     tool_calls=(call("read", '{"path": "a", "x": 1.50}'), call("read", '{"path": "日本 \\u00e9 \\/"}')),
 )
 ONLY_CALL = Message(role="assistant", tool_calls=(call("read", '{"path":\n "a"}'),))
+PLAIN: Mapping[str, Any] = {
+    "chat": {"messages": ASK},
+    "anthropic": {"messages": ASK[1:], "max_tokens": 9},
+    "responses": {"input": "Hi"},
+    "gemini": {"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]},
+}
+"""A body of each wire format that asks for nothing special."""
 
 
 def anthropic_client(rig: Rig, key: str | None = None) -> anthropic.AsyncAnthropic:

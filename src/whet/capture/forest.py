@@ -217,14 +217,15 @@ class Forest:
         synthetic: bool = False,
         discarded: int = 0,
         labels: Sequence[str] = (),
+        advisory: Sequence[tuple[str, str]] = (),
     ) -> int:
         """Keep what the engine produced for context node `node`; returns the sampled node.
 
         `reply` is the message as delivered, with the gateway's minted call ids. A synthetic reply was not
         sampled: it carries no logprobs and is never trained. `discarded` ids were sampled behind
-        a stop string: the ledger counts them, nothing else knows them. `labels` join the turn's hints. Raises
-        CaptureError when ids, logprobs or version runs break invariant 1 or 2, and for a turn or call id that
-        was used before.
+        a stop string: the ledger counts them, nothing else knows them. `labels` join the turn's hints,
+        `advisory` is what the agent wished for it. Raises CaptureError when ids, logprobs or version runs
+        break invariant 1 or 2, and for a turn or call id that was used before.
         """
         self._refuse_sealed(f"turn {turn}")
         where = f"rollout {self._rollout_id} turn {turn}"
@@ -253,6 +254,7 @@ class Forest:
             synthetic=synthetic,
             discarded=discarded,
             labels=tuple(labels),
+            advisory=self._notes.wishes(advisory),
         )
         self._nodes.place(sampled, context.children)
         self._turns.add(turn)

@@ -66,6 +66,8 @@ class SampledNode:
     """Ids sampled behind a stop string: counted, but not part of the path."""
     labels: tuple[str, ...] = ()
     """What the gateway did to the reply, a translated text for instance."""
+    advisory: tuple[tuple[str, str], ...] = ()
+    """What the agent wished for this call and did not get."""
     aborted: bool = False
     """The client left before the reply was fully written."""
     delivered: int = 0

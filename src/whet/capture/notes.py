@@ -16,6 +16,9 @@ from whet.capture.nodes import Nodes
 from whet.types import DriftNote
 
 MAX_HINTS, MAX_LABEL_CHARS = 16, 256
+MAX_WISHES, MAX_WISH_CHARS = 32, 512
+
+Pairs = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,9 @@ class Notes:
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
         self._noted: list[_Noted] = []
-        self._last: tuple[tuple[str, str], ...] = ()
+        self._last: Pairs = ()
+        self._wished: tuple[Sequence[tuple[str, str]], Pairs] = ((), ())
+        """As it came last, and as it is kept."""
 
     def add(self, plan: PromptPlan, context: int, diagnosis: Diagnosis | None) -> None:
         """Remember the drift of a request, unless it was clean."""
@@ -46,6 +51,15 @@ class Notes:
         if kept != self._last:
             self._last = kept
         return self._last
+
+    def wishes(self, wishes: Sequence[tuple[str, str]]) -> Pairs:
+        """Bounded. Agents wish the same with each call, and that is one object: what is kept for a session
+        grows with the changes."""
+        given, kept = self._wished
+        if wishes is not given and wishes != given:
+            kept = tuple((_plain(name), _plain(value, MAX_WISH_CHARS)) for name, value in wishes[:MAX_WISHES])
+        self._wished = wishes, kept
+        return kept
 
     def drifts(self) -> tuple[DriftNote, ...]:
         return tuple(self._note(noted) for noted in self._noted)
@@ -73,9 +87,9 @@ class Notes:
         return sum(len(self._nodes.sampled(node).generation.ids) for node in turns) - shared
 
 
-def _plain(text: str) -> str:
+def _plain(text: str, most: int = MAX_LABEL_CHARS) -> str:
     """Short, and without lone surrogates, which no file can hold."""
-    return text[:MAX_LABEL_CHARS].encode("utf-8", "replace").decode()
+    return text[:most].encode("utf-8", "replace").decode()
 
 
 def drift_lines(drifts: Sequence[DriftNote]) -> list[str]:

@@ -221,6 +221,7 @@ def build_turns(nodes: Nodes, reasons: Mapping[int, str]) -> tuple[Turn, ...]:
                 version_runs=generation.version_runs,
                 excluded=final_reason(node, reasons[node.id]),
                 hints=context.hints + tuple(("label", label) for label in node.labels),
+                advisory=node.advisory,
             )
         )
     return tuple(turns)

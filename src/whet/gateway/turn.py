@@ -302,6 +302,7 @@ class Turns:
             turn=turn,
             discarded=sampled_tokens - len(generation.ids),
             labels=("shim",) if self.stats.shimmed[-1:] == [turn] else (),
+            advisory=request.advisory,
         )
         self.stats.prompt_tokens += made.prompt
         self.stats.sampled_tokens += sampled_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -175,10 +175,10 @@ def read_rollout(db: sqlite3.Connection, row: Row) -> Rollout:
     rollout_id = row["rollout_id"]
     key = (rollout_id,)
     files = db.execute("SELECT * FROM files WHERE rollout_id = ? ORDER BY path", key)
-    turns = db.execute("SELECT * FROM turns WHERE rollout_id = ? ORDER BY position", key)
+    turns = db.execute("SELECT * FROM turns WHERE rollout_id = ? ORDER BY position", key).fetchall()
     segments = db.execute("SELECT * FROM segments WHERE rollout_id = ? ORDER BY position", key)
     verdict = db.execute("SELECT * FROM verdicts WHERE rollout_id = ?", key).fetchone()
-    hints, drifts = _read_notes(db, rollout_id)
+    hints, drifts = _read_notes(db, rollout_id, [r["turn"] for r in turns])
     return Rollout(
         id=rollout_id,
         task_id=row["task_id"],
@@ -218,13 +218,21 @@ def _turn_values(turn: Turn) -> dict[str, object]:
     }
 
 
-Hints = Mapping[int, tuple[tuple[str, str], ...]]
-"""By turn; turns without any are left out."""
+Pairs = tuple[tuple[str, str], ...]
+Hints = Mapping[int, tuple[Pairs, Pairs]]
+"""By turn: the agent's hints, and what it wished."""
 
 
 def _notes_values(trajectory: Trajectory) -> dict[str, object]:
-    """Empty when there is nothing to note."""
-    hints = [(turn.index, turn.hints) for turn in trajectory.turns if turn.hints]
+    """Empty when there is nothing to note. Wishes stand only at the turns where they change."""
+    hints: list[tuple[object, ...]] = []
+    wished: Pairs = ()
+    for turn in trajectory.turns:
+        if turn.advisory != wished:
+            hints.append((turn.index, turn.hints, turn.advisory))
+        elif turn.hints:
+            hints.append((turn.index, turn.hints))
+        wished = turn.advisory
     if not hints and not trajectory.drifts:
         return {}
     names = DriftNote.__dataclass_fields__
@@ -243,17 +251,31 @@ def has_table(db: sqlite3.Connection, name: str) -> bool:
     return db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
 
 
-def _read_notes(db: sqlite3.Connection, rollout_id: str) -> tuple[Hints, tuple[DriftNote, ...]]:
+def _pairs(told: Iterable[tuple[str, str]]) -> Pairs:
+    return tuple((name, value) for name, value in told)
+
+
+def _read_notes(
+    db: sqlite3.Connection, rollout_id: str, turns: Iterable[int]
+) -> tuple[Hints, tuple[DriftNote, ...]]:
+    """`turns`: in order."""
     if not has_table(db, "notes"):
         return {}, ()
     row = db.execute("SELECT * FROM notes WHERE rollout_id = ?", (rollout_id,)).fetchone()
     if row is None:
         return {}, ()
-    hints = {turn: tuple((name, value) for name, value in held) for turn, held in orjson.loads(row["hints"])}
+    hints: dict[int, tuple[Pairs, Pairs]] = {}
+    noted = {turn: held for turn, *held in orjson.loads(row["hints"])}
+    wished: Pairs = ()
+    for turn in turns:
+        held = noted.get(turn, ((),))
+        wished = _pairs(held[1]) if len(held) > 1 else wished
+        hints[turn] = (_pairs(held[0]), wished)
     return hints, tuple(DriftNote(**note) for note in orjson.loads(row["drifts"]))
 
 
 def _turn(row: Row, hints: Hints) -> Turn:
+    told, wished = hints.get(row["turn"], ((), ()))
     return Turn(
         index=row["turn"],
         parent=row["parent"],
@@ -263,7 +285,8 @@ def _turn(row: Row, hints: Hints) -> Turn:
         finish=row["finish"],
         version_runs=tuple((start, version) for start, version in orjson.loads(row["version_runs"])),
         excluded=row["excluded"],
-        hints=hints.get(row["turn"], ()),
+        hints=told,
+        advisory=wished,
     )
 
 

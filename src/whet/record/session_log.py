@@ -93,6 +93,7 @@ class LoggedForest(Forest):
     ) -> None:
         super().__init__(rollout_id, pointer_key, asking)
         self._log = log
+        self._wished: Sequence[tuple[str, str]] = ()
 
     def extend(self, plan: PromptPlan, delta: IntArray, diagnosis: Diagnosis | None = None) -> int:
         node = super().extend(plan, delta, diagnosis)
@@ -127,10 +128,10 @@ class LoggedForest(Forest):
         synthetic: bool = False,
         discarded: int = 0,
         labels: Sequence[str] = (),
+        advisory: Sequence[tuple[str, str]] = (),
     ) -> int:
-        sampled = super().commit(
-            node, generation, reply, turn=turn, synthetic=synthetic, discarded=discarded, labels=labels
-        )
+        kept: dict[str, Any] = {"synthetic": synthetic, "discarded": discarded, "labels": list(labels)}
+        sampled = super().commit(node, generation, reply, turn=turn, advisory=advisory, **kept)
         event = {
             "op": "commit",
             "node": sampled,
@@ -140,11 +141,11 @@ class LoggedForest(Forest):
             "version_runs": generation.version_runs,
             "count": len(generation.ids),
             "sampled": generation.logprobs is not None,
-            "synthetic": synthetic,
-            "discarded": discarded,
-            "labels": list(labels),
             "reply": reply,
+            **kept,
         }
+        if advisory is not self._wished and advisory != self._wished:  # the same with almost every call
+            self._wished = event["advisory"] = advisory
         self._log.write(event, generation.ids, generation.logprobs)
         return sampled
 
@@ -215,6 +216,7 @@ class _Replay(Forest):
     def __init__(self, rollout_id: str) -> None:
         super().__init__(rollout_id)
         self._by_defaults: dict[bytes, Reader] = {}
+        self._wished: Sequence[tuple[str, str]] = ()
 
     def _reader_of(self, defaults: dict[str, dict[str, str]]) -> Reader:
         key = orjson.dumps(defaults, option=orjson.OPT_SORT_KEYS)
@@ -274,6 +276,8 @@ class _Replay(Forest):
             version_runs=tuple((start, version) for start, version in event["version_runs"]),
         )
         reply = _message(event["reply"])
+        if "advisory" in event:
+            self._wished = tuple((name, wish) for name, wish in event["advisory"])
         node = self.commit(
             event["context"],
             generation,
@@ -282,6 +286,7 @@ class _Replay(Forest):
             synthetic=event["synthetic"],
             discarded=event.get("discarded", 0),  # Logs of earlier versions do not have it.
             labels=event["labels"],
+            advisory=self._wished,
         )
         self._expect(event, node)
 

@@ -30,6 +30,8 @@ class Turn:
     """Reason from EXCLUSIONS when no token of this turn may be trained, else empty."""
     hints: tuple[tuple[str, str], ...] = ()
     """What the agent said of itself with the request, as (name, value), and the gateway's own `label`s."""
+    advisory: tuple[tuple[str, str], ...] = ()
+    """`ModelRequest.advisory`: what the agent wished for this call and did not get."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

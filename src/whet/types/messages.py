@@ -57,7 +57,8 @@ class ModelRequest:
     """May only shorten the trainer's own limit."""
     stop: tuple[str, ...] = ()
     advisory: tuple[tuple[str, str], ...] = ()
-    """Sampling wishes that whet records and does not follow, as (name, JSON text)."""
+    """Wishes that whet records and does not follow, as (name, JSON text that may be cut short), and the names
+    of fields that it does not know."""
     hints: tuple[tuple[str, str], ...] = ()
     """What the agent says of itself on the wire (sub-agent id, window id), as (name, value): labels, never
     keys."""

@@ -26,6 +26,7 @@ from whet.gateway.dialects.base import (
     refuse,
     sequence,
     stop_strings,
+    strict_tools,
     string,
     wishes,
 )
@@ -44,6 +45,13 @@ _ADVISORY = (
     "service_tier",
     "speed",
 )
+_KNOWN = frozenset(
+    {
+        *("messages", "system", "tools", "stream", "stop_sequences", "metadata", "cache_control"),
+        *("output_format", "container", "mcp_servers"),
+    }
+)
+"""Fields that are followed, refused, labels or marks of the wire only."""
 
 _BILLING = "x-anthropic-billing-header"
 
@@ -92,7 +100,10 @@ class AnthropicDialect:
             stream=bool(body.get("stream")),
             max_tokens=positive(body.get("max_tokens"), "max_tokens"),
             stop=stop_strings(body.get("stop_sequences"), "stop_sequences"),
-            advisory=wishes(body, _ADVISORY),
+            advisory=(
+                *wishes(body, _ADVISORY, _KNOWN),
+                *strict_tools(sequence(body.get("tools"), "tools")),
+            ),
             hints=labels(hints),
         )
         return WireCall(request=request)

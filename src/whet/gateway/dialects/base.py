@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, Protocol
@@ -258,9 +259,29 @@ def labels(given: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     return tuple(islice(cut, _LABELS))
 
 
-def wishes(body: Mapping[str, object], names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """The advisory fields among `names` that the body carries, as (name, JSON text)."""
-    return tuple((name, json_text(body[name])) for name in names if body.get(name) is not None)
+_WISH_CHARS, _NAMED, _NAME_CHARS = 512, 16, 64
+
+
+def wishes(
+    body: Mapping[str, object], names: Sequence[str], known: AbstractSet[str] = frozenset(), within: str = ""
+) -> tuple[tuple[str, str], ...]:
+    """What the body wishes and whet does not follow, as (name, JSON text, cut short): the fields `names`, and
+    under `unknown_fields` the names of those that are not `known` either. `within`: prefix of the latter."""
+    told = [(name, json_text(body[name])[:_WISH_CHARS]) for name in names if body.get(name) is not None]
+    strange = [name for name in body if name not in known and name not in names and body[name] is not None]
+    if known and strange:
+        told.append(("unknown_fields", json_text([within + name[:_NAME_CHARS] for name in strange[:_NAMED]])))
+    return tuple(told)
+
+
+def strict_tools(tools: Sequence[object], inner: str = "") -> tuple[tuple[str, str], ...]:
+    """As a wish: the tools whose arguments should be held to their schema; `inner`: the key below which a
+    tool stands."""
+    bare = [tool.get(inner) if inner else tool for tool in tools if isinstance(tool, dict)]
+    names = [
+        str(tool.get("name"))[:_NAME_CHARS] for tool in bare if isinstance(tool, dict) and tool.get("strict")
+    ]
+    return (("tools.strict", json_text(names)[:_WISH_CHARS]),) if names else ()
 
 
 def refuse(param: str, why: str = "is not supported with this value by this model") -> WireError:

@@ -20,6 +20,7 @@ from whet.gateway.dialects.base import (
     positive,
     sequence,
     stop_strings,
+    strict_tools,
     string,
     wishes,
 )
@@ -50,7 +51,19 @@ _ADVISORY = (
     "prediction",
     "max_tokens",
     "max_completion_tokens",
+    "verbosity",
+    "service_tier",
+    "web_search_options",
+    "function_call",
 )
+_KNOWN = frozenset(
+    {
+        *("messages", "tools", "stream", "stream_options", "stop", "store", "n", "logprobs", "top_logprobs"),
+        *("response_format", "functions", "audio", "modalities", "metadata", "user", "prompt_cache_key"),
+        "safety_identifier",
+    }
+)
+"""Fields that are followed, refused or labels."""
 
 _UNWRITTEN = ("function_call", "name", "audio")
 """Fields of messages that are left out, with a label."""
@@ -88,7 +101,7 @@ class ChatDialect:
             max_tokens=min((n for n in limits if n is not None), default=None),
             stop=stop_strings(body.get("stop"), "stop"),
             hints=labels((*_hints(body), *_dropped(messages))),
-            advisory=wishes(body, _ADVISORY),
+            advisory=(*wishes(body, _ADVISORY, _KNOWN), *strict_tools(sent, "function")),
         )
         options = body.get("stream_options")
         usage = options is not None and bool(mapping(options, "stream_options").get("include_usage"))

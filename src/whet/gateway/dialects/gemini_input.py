@@ -40,6 +40,7 @@ _ADVISORY = (
     "maxOutputTokens",
     "thinkingConfig",
 )
+_WISHES = ("toolConfig", "safetySettings", "serviceTier")
 
 _Json = Mapping[str, object]
 
@@ -106,14 +107,31 @@ def _refuse(body: _Json, config: _Json) -> None:
 
 
 def _advisory(body: _Json, config: _Json) -> tuple[tuple[str, str], ...]:
-    named = {name: get(config, name) for name in _ADVISORY}
-    return wishes({**named, "toolConfig": get(body, "toolConfig")}, (*_ADVISORY, "toolConfig"))
+    named = {name: get(config, name) for name in _ADVISORY} | {name: get(body, name) for name in _WISHES}
+    strange = {n: v for n, v in body.items() if n not in _KNOWN}
+    strange |= {f"generationConfig.{n}": v for n, v in config.items() if n not in _KNOWN_CONFIG}
+    return wishes({**named, **strange}, (*_ADVISORY, *_WISHES), _KNOWN)
 
 
 def _labels(body: _Json) -> tuple[tuple[str, str], ...]:
     """What the agent says of itself in the body."""
     labels = mapping(body.get("labels") or {}, "labels")
     return tuple((f"labels.{name}", value) for name, value in labels.items() if isinstance(value, str))
+
+
+def _spelled(*names: str) -> frozenset[str]:
+    return frozenset({*names, *map(_snake, names)})
+
+
+_KNOWN = _spelled(
+    *("contents", "systemInstruction", "tools", "generationConfig", "generateContentRequest", "labels"),
+    *("cachedContent", "model", *_WISHES),
+)
+_KNOWN_CONFIG = _spelled(
+    *("stopSequences", "candidateCount", "responseMimeType", "responseSchema", "responseJsonSchema"),
+    *("responseLogprobs", "responseModalities", *_ADVISORY),
+)
+"""Fields that are followed, recorded, refused or labels: of the body, and of its configuration."""
 
 
 # --------------------------------------------------------------------------- tools

@@ -17,6 +17,7 @@ from whet.gateway.dialects.base import (
     positive,
     refuse,
     sequence,
+    strict_tools,
     string,
     wishes,
 )
@@ -34,7 +35,18 @@ _ADVISORY = (
     "verbosity",
     "service_tier",
     "max_tool_calls",
+    "context_management",
+    "text",
+    "stream_options",
 )
+_KNOWN = frozenset(
+    {
+        *("input", "instructions", "tools", "stream", "previous_response_id", "conversation", "prompt"),
+        *("store", "background", "include", "top_logprobs", "prompt_cache_key", "client_metadata"),
+        *("metadata", "user", "safety_identifier"),
+    }
+)
+"""Fields that are followed, refused or labels."""
 
 _ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -82,7 +94,7 @@ def parse(body: Mapping[str, object], *, compact: bool = False) -> WireCall:
         barred=off and bool(tools.offered),
         stream=bool(body.get("stream")) and not compact,
         max_tokens=positive(body.get("max_output_tokens"), "max_output_tokens"),
-        advisory=wishes(body, _ADVISORY),
+        advisory=(*wishes(body, _ADVISORY, _KNOWN), *strict_tools(tools.strict)),
         hints=labels((*_hints(body), *tools.dropped)),
     )
     return WireCall(
@@ -115,8 +127,8 @@ def _refuse(body: Mapping[str, object]) -> None:
 
 def _hints(body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """What the agent says of itself in the body."""
-    key = body.get("prompt_cache_key")
-    hints = [("prompt_cache_key", key)] if isinstance(key, str) else []
+    names = ("prompt_cache_key", "user", "safety_identifier")
+    hints = [(name, value) for name in names if isinstance(value := body.get(name), str)]
     for table in ("client_metadata", "metadata"):
         for name, value in mapping(body.get(table) or {}, table).items():
             if isinstance(value, str):
@@ -134,6 +146,8 @@ class _Tools:
     offered: list[ToolSpec] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     dropped: list[tuple[str, str]] = field(default_factory=list)
+    strict: list[dict[str, object]] = field(default_factory=list)
+    """Tools that ask for it, under their names for the model."""
     taken: set[str] = field(default_factory=set)
     """Names under which the model knows a tool."""
 
@@ -164,6 +178,8 @@ def _one(tools: _Tools, tool: Mapping[str, object], space: str, param: str) -> N
         tools.dropped.append(("dropped_tool", flat))
         return
     tools.taken.add(flat)
+    if tool.get("strict"):
+        tools.strict.append({"name": flat, "strict": True})
     description = string(tool.get("description"), f"{param}.description")
     if kind == "custom":
         parameters = _FREE_FORM

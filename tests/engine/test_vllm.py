@@ -108,7 +108,7 @@ FAULTS: dict[str, tuple[Callable[[Choice], object], str]] = {
     "extra": (_one_more, "9 tokens where 1 to 8"),
     "negative": (lambda c: c["token_ids"].__setitem__(0, -3), "other ids|no token id"),
     "text": (lambda c: c.update(token_ids="abc"), "missing|other ids"),
-    "empty": (lambda c: c.update(token_ids=[], logprobs={"content": []}, weight_versions=[]), "no weight"),
+    "empty": (lambda c: c.update(token_ids=[], logprobs={"content": []}, weight_versions=[]), "0 tokens"),
     "no-versions": (lambda c: c.update(weight_versions=None), "no weight versions"),
     "gap": (lambda c: c["weight_versions"][0].update(start=1), "do not cover"),
     "short-span": (lambda c: c["weight_versions"][0].update(end=2), "cover 2 of 8"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whet.errors import EngineError
+from whet.errors import EngineError, EngineUnavailable
 from whet.types import Finish, FloatArray, Generation, IntArray, SamplingParams, VersionRuns
 
 FLOOR = -9000.0
@@ -44,13 +44,21 @@ def checked(raw: RawReply, sent: IntArray, params: SamplingParams, where: str) -
     finish = _finish(raw.finish, where)
     if finish == "abort":
         raise EngineError(f"{where}: the engine aborted the request")
-    if not 0 < len(ids) <= params.max_tokens:
+    refuse_none(raw.ids, where)
+    if len(ids) > params.max_tokens:
         raise EngineError(f"{where}: {len(ids)} tokens where 1 to {params.max_tokens} were asked for")
     _check_stop(ids, finish, params, where)
     logprobs = _logprobs(raw.logprobs, len(ids), where)
     _check_vary(logprobs, params, where)
     _check_runs(raw.version_runs, len(ids), where)
     return Generation(ids=ids, logprobs=logprobs, finish=finish, version_runs=raw.version_runs)
+
+
+def refuse_none(ids: object, where: str) -> None:
+    """Raises EngineUnavailable for a reply without a token: an end would be one, so nothing was sampled, and
+    nothing is wrong with what is held; the same request may be answered later."""
+    if isinstance(ids, list) and not ids:
+        raise EngineUnavailable(f"{where}: 0 tokens, where an end would be one")
 
 
 def int_row(value: object, where: str) -> IntArray:

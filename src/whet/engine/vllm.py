@@ -19,7 +19,7 @@ from typing import Any
 
 from whet.engine.base import EngineInfo, Receipt
 from whet.engine.http import EngineHttp, HttpOptions, NotOffered, open_http
-from whet.engine.reply import RawReply, checked, first, runs_of_spans, version_number
+from whet.engine.reply import RawReply, checked, first, refuse_none, runs_of_spans, version_number
 from whet.engine.streams import request_name, session_name, stream_seed
 from whet.engine.vllm_control import (
     FRESH,
@@ -84,6 +84,7 @@ class VllmEngine(VllmControl):
         answer = await self._post(path, body, headers)
         choice = first(answer.get("choices"), f"vllm {path}")
         new = choice.get("token_ids")
+        refuse_none(new, f"vllm {path}")
         count = len(new) if isinstance(new, list) else 0
         logprobs = _paired(choice.get("logprobs"), new)
         runs = runs_of_spans(choice.get("weight_versions"), self._labels, count, f"vllm {path}")

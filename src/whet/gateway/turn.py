@@ -281,7 +281,9 @@ class Turns:
         count = len(generation.ids)
         if generation.finish == "abort":
             raise EngineError("engine aborted the request")
-        if not 0 < count <= max_tokens:
+        if not count:  # an end would be a token too: nothing was sampled, and it may be asked again
+            raise EngineUnavailable("engine returned no token")
+        if count > max_tokens:
             raise EngineError(f"engine returned {count} tokens where 1 to {max_tokens} were asked for")
         if int(generation.ids.min()) < 0 or int(generation.ids.max()) >= self._family.vocab_size:
             raise EngineError("engine returned an id outside the family's vocabulary")

@@ -1,0 +1,128 @@
+"""Replies that are hard to continue, over every wire format: the next prompt is the last one and its ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from gateway_rig import Rig, said
+from test_cases import WIRES, send
+
+from whet.render.template import TemplateFamily
+from whet.types import Generation, IntArray, RequestKey, SamplingParams
+
+
+def _chat(body: Any, reply: Any, text: str) -> list[Any]:
+    return [*body, reply["choices"][0]["message"], {"role": "user", "content": text}]
+
+
+def _anthropic(body: Any, reply: Any, text: str) -> list[Any]:
+    said = {"role": "assistant", "content": reply["content"]}
+    return [*body, said, {"role": "user", "content": text}]
+
+
+def _responses(body: Any, reply: Any, text: str) -> list[Any]:
+    return [*body, *reply["output"], {"role": "user", "content": text}]
+
+
+def _gemini(body: Any, reply: Any, text: str) -> list[Any]:
+    return [*body, reply["candidates"][0]["content"], {"role": "user", "parts": [{"text": text}]}]
+
+
+GO_ON: Mapping[str, tuple[str, Callable[[Any, Any, str], list[Any]]]] = {
+    "chat": ("messages", _chat),
+    "anthropic": ("messages", _anthropic),
+    "responses": ("input", _responses),
+    "gemini": ("contents", _gemini),
+}
+"""Key of the conversation, and the conversation after a reply."""
+
+
+def with_end(family: TemplateFamily, text: str) -> IntArray:
+    """`text` as sampled ids, then the end token."""
+    return np.concatenate([family.codec.encode(text), family.end_ids[:1]]).astype(np.int32)
+
+
+async def talk(rig: Rig, name: str) -> Any:
+    """Two calls, the second with the first one's reply. Returns that reply."""
+    wire, (key, after) = WIRES[name], GO_ON[name]
+    body = wire.body("Fix f.")
+    status, reply = await send(rig, wire, body)
+    assert status == 200
+    status, _ = await send(rig, wire, {**body, key: after(body[key], reply, "Go on.")})
+    assert status == 200
+    return reply
+
+
+async def check(rig: Rig, family: TemplateFamily, ids: IntArray) -> None:
+    """The engine got its own ids again, as they were, and what stands behind them is the template's."""
+    first, second = rig.engine.sent
+    held = np.concatenate([first.ids, ids])
+    assert np.array_equal(second.ids[: len(held)], held)
+    assert family.decode(second.ids[len(held) :]).startswith("\n<|im_start|>user\nGo on.")
+    trajectory = await rig.sealed()
+    assert [turn.parent for turn in trajectory.turns] == [-1, 0]
+    assert trajectory.ledger.excluded == {}
+    assert rig.session.stats.edited == 0
+
+
+@pytest.mark.case(3)
+@pytest.mark.parametrize("space", [" ", "\n", "\n\n", " \t\n "])
+@pytest.mark.parametrize("name", WIRES)
+async def test_white_space_before_the_end_stays_before_the_scaffolds_line_break(
+    family: TemplateFamily, name: str, space: str
+) -> None:
+    ids = with_end(family, f"Done.{space}")
+    async with Rig(family, [ids, said("On.")]) as rig:
+        assert WIRES[name].stops(await talk(rig, name))
+        assert family.decode(rig.engine.sent[1].ids).count(f"Done.{space}<|im_end|>\n<|im_start|>user") == 1
+        await check(rig, family, ids)
+
+
+@pytest.mark.case(7)
+@pytest.mark.parametrize("name", WIRES)
+async def test_an_end_within_open_reasoning_ends_it(family: TemplateFamily, name: str) -> None:
+    ids = with_end(family, "<think>\nLet me see, perhaps")
+    async with Rig(family, [ids, said("On.")]) as rig:
+        reply = await talk(rig, name)
+        assert "Let me see, perhaps" in str(reply)
+        assert "<think>" not in str(reply)
+        await check(rig, family, ids)
+
+
+@pytest.mark.case(8)
+@pytest.mark.parametrize("name", WIRES)
+async def test_a_reply_of_only_the_end_goes_on(family: TemplateFamily, name: str) -> None:
+    ids = with_end(family, "")
+    assert len(ids) == 1
+    async with Rig(family, [ids, said("On.")]) as rig:
+        await talk(rig, name)
+        await check(rig, family, ids)
+
+
+@pytest.mark.case(8)
+@pytest.mark.parametrize("name", WIRES)
+async def test_a_reply_of_no_token_may_be_asked_for_again(family: TemplateFamily, name: str) -> None:
+    """The model's end is a token too, so the engine sampled nothing: its failure, not the session's end."""
+    wire = WIRES[name]
+    async with Rig(family, [said("Here.")]) as rig:
+        answers = rig.engine.generate
+
+        async def nothing(ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
+            empty = np.zeros(0, dtype=np.int32)
+            logprobs = np.zeros(0, dtype=np.float32)
+            return Generation(ids=empty, logprobs=logprobs, finish="stop", version_runs=((0, 0),))
+
+        rig.engine.generate = nothing  # type: ignore[method-assign]
+        status, refused = await send(rig, wire, wire.body("Fix f."))
+        assert (status, "error" in refused) == (500, True)
+        rig.engine.generate = answers  # type: ignore[method-assign]
+        status, reply = await send(rig, wire, wire.body("Fix f."))
+        assert status == 200
+        assert "Here." in str(reply)
+        assert rig.session.stats.infra_error == ""
+        trajectory = await rig.sealed()
+        assert [turn.index for turn in trajectory.turns] == [1]
+        assert trajectory.ledger.trained == trajectory.ledger.captured > 0

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,8 @@ def access(tmp_path: Path) -> Access:
 
 @pytest.mark.parametrize("agent", names())
 def test_a_shell_runs_it(agent: str, access: Access, tmp_path: Path) -> None:
-    way = setup(agent, access, prompt="fix 'it' now")
+    way = replace(setup(agent, access, prompt="fix 'it' now"), note="its first prompt is too long")
+    assert way.lines()[0] == f"# {agent}: will not work, its first prompt is too long"
     folder = tmp_path / "bin"
     folder.mkdir()
     stub = folder / way.command[0]

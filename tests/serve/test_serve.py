@@ -71,6 +71,8 @@ def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
             events.setdefault(event["event"], []).append(event)
         session = events["session"][0]
         assert list(session["agents"]) == ["codex"]
+        assert "the 1,024 served" in session["agents"]["codex"]["note"]
+        assert "can serve pi;" in events["note"][0]["line"]
         body = {"messages": [{"role": "user", "content": "Hello."}]}
         status, reply = call(f"{session['address']}/v1/chat/completions", body, session["secret"])
         assert status == 200

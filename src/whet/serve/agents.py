@@ -58,11 +58,14 @@ class Setup:
     """Text by path."""
     home: str
     command: tuple[str, ...]
+    note: str = ""
+    """Why the agent will get no answer there; empty when it may get one."""
 
     def lines(self) -> list[str]:
         """As a shell takes it."""
         folders = sorted({self.home, *(path.rpartition("/")[0] for path in self.files)})
-        said = [f"# {self.agent}", f"mkdir -p {shlex.join(folders)}"]
+        said = [f"# {self.agent}" + (f": will not work, {self.note}" if self.note else "")]
+        said += [f"mkdir -p {shlex.join(folders)}"]
         for path, text in self.files.items():
             said += [f"cat > {shlex.quote(path)} <<'END'", *text.rstrip("\n").split("\n"), "END"]
         said += [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]

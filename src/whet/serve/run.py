@@ -34,6 +34,7 @@ from whet.record.session_log import recover
 from whet.render.load import load_family
 from whet.serve.agents import Access, names, setup
 from whet.serve.black_box import records_folder, told_of_call, told_of_session
+from whet.serve.first_calls import Fit
 from whet.serve.host_calls import Reports
 from whet.serve.sealing import SEAL_S, SESSIONS, exported, finish
 from whet.serve.voice import Voice
@@ -90,7 +91,9 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
             )
             listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
             sessions = [_open(gateway, config, options, number) for number in range(options.sessions)]
-            _greet(voice, run, config, options, listener.origin, sessions)
+            context = min(config.model.max_context_tokens, sampler.engine.info.max_context_tokens)
+            fit = Fit(model_folder(config), context)
+            _greet(voice, run, config, options, listener.origin, sessions, fit)
             admin = await _admin(stack, voice, gateway, config, sessions) if options.admin else None
             try:
                 await asyncio.Event().wait()
@@ -160,7 +163,12 @@ def _greet(
     options: ServeOptions,
     origin: str,
     sessions: Sequence[Session] | Sequence[BlackBoxSession],
+    fit: Fit | None = None,
 ) -> None:
+    """`fit`: None where nobody knows the model's context."""
+    agents = options.agents or names()
+    if fit is not None and (line := fit.summary(agents)):
+        voice.note(line)
     for session in sessions:
         address = f"{origin}/s/{session.public_id}"
         access = Access(
@@ -173,7 +181,8 @@ def _greet(
             tools_url=f"{origin}/tools/{session.public_id}" if options.tools else "",
             tool_secret=session.tool_secret if options.tools else "",
         )
-        ways = [setup(agent, access) for agent in options.agents or names()]
+        notes = {agent: fit.note(agent) if fit is not None else "" for agent in agents}
+        ways = [replace(setup(agent, access), note=notes[agent]) for agent in agents]
         lines = [f"session {session.rollout_id}: {address}", f"key: {session.secret}"]
         if options.tools:
             lines.append(f"host tools: MCP server {address}/mcp, key: {session.tool_secret}")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
-from gateway_rig import Rig, said
+from gateway_rig import ASK, TOOLS, Rig, call, said
 from test_cases import WIRES, send
 
 from whet.render.template import TemplateFamily
-from whet.types import Generation, IntArray, RequestKey, SamplingParams
+from whet.types import Generation, IntArray, Message, RequestKey, SamplingParams
 
 
 def _chat(body: Any, reply: Any, text: str) -> list[Any]:
@@ -56,19 +57,72 @@ async def talk(rig: Rig, name: str) -> Any:
     return reply
 
 
-async def check(rig: Rig, family: TemplateFamily, ids: IntArray) -> None:
-    """The engine got its own ids again, as they were, and what stands behind them is the template's."""
+async def check(rig: Rig, family: TemplateFamily, ids: IntArray, closed: str = "") -> None:
+    """The engine got its own ids again, as they were, and what stands behind them is the template's, after
+    `closed`, which the policy did not come to say."""
     first, second = rig.engine.sent
     held = np.concatenate([first.ids, ids])
     assert np.array_equal(second.ids[: len(held)], held)
-    assert family.decode(second.ids[len(held) :]).startswith("\n<|im_start|>user\nGo on.")
+    assert family.decode(second.ids[len(held) :]).startswith(f"{closed}\n<|im_start|>user\nGo on.")
     trajectory = await rig.sealed()
     assert [turn.parent for turn in trajectory.turns] == [-1, 0]
     assert trajectory.ledger.excluded == {}
     assert rig.session.stats.edited == 0
 
 
-@pytest.mark.case(3)
+@pytest.mark.case(1)
+@pytest.mark.parametrize("name", WIRES)
+async def test_letters_that_no_tokenizer_would_choose(family: TemplateFamily, name: str) -> None:
+    said_so = "The function is mended."
+    ids = np.concatenate([family.codec.encode(letter) for letter in said_so]).astype(np.int32)
+    assert len(ids) > len(family.codec.encode(said_so))
+    ids = np.concatenate([ids, family.end_ids[:1]]).astype(np.int32)
+    async with Rig(family, [ids, said("On.")]) as rig:
+        assert said_so in str(await talk(rig, name))
+        await check(rig, family, ids)
+
+
+@pytest.mark.case(2)
+@pytest.mark.parametrize("name", WIRES)
+async def test_half_a_character_at_the_end(family: TemplateFamily, name: str) -> None:
+    emoji = family.codec.encode("\U0001f642")
+    assert len(emoji) > 1
+    ids = np.concatenate([family.codec.encode("Done \U0001f642 "), emoji[:-1], family.end_ids[:1]])
+    async with Rig(family, [ids.astype(np.int32), said("On.")]) as rig:
+        assert "Done \U0001f642 " in str(await talk(rig, name))
+        await check(rig, family, ids)
+
+
+CUTS = {"text": "I think th", "reasoning": "<think>\nLet me s", "call": '<tool_call>\n{"name": "read", "argu'}
+
+
+@pytest.mark.case(6)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", WIRES)
+async def test_a_reply_that_is_cut_goes_on(family: TemplateFamily, name: str, cut: str) -> None:
+    ids = family.codec.encode(CUTS[cut])
+    async with Rig(family, [ids, said("On.")]) as rig:
+        reply = await talk(rig, name)
+        assert any(word in str(reply) for word in ("'length'", "max_tokens", "incomplete", "MAX_TOKENS"))
+        assert not any(word in str(reply) for word in ("tool_use", "function_call'", "functionCall"))
+        await check(rig, family, ids, closed="</think><|im_end|>" if cut == "reasoning" else "<|im_end|>")
+
+
+@pytest.mark.case(14)
+@pytest.mark.parametrize("kept", [(1, 0), (1,), (0,)])
+async def test_answers_in_another_order_or_one_missing(family: TemplateFamily, kept: tuple[int, ...]) -> None:
+    both = tuple(call("read", json.dumps({"path": path})) for path in "ab")
+    async with Rig(family, [Message(role="assistant", tool_calls=both), said("On.")]) as rig:
+        _, reply = await rig.post({"messages": ASK, "tools": TOOLS})
+        echo = reply["choices"][0]["message"]
+        ids = [made["id"] for made in echo["tool_calls"]]
+        answers = [{"role": "tool", "tool_call_id": ids[i], "content": "x"} for i in kept]
+        status, reply = await rig.post({"messages": [*ASK, echo, *answers], "tools": TOOLS})
+        assert (status, reply["choices"][0]["message"]["content"]) == (200, "On.")
+        assert [turn.parent for turn in (await rig.sealed()).turns] == [-1, 0]
+
+
+@pytest.mark.case(3, 4)
 @pytest.mark.parametrize("space", [" ", "\n", "\n\n", " \t\n "])
 @pytest.mark.parametrize("name", WIRES)
 async def test_white_space_before_the_end_stays_before_the_scaffolds_line_break(

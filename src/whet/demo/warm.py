@@ -43,6 +43,7 @@ from whet.render.load import load_family
 from whet.stop import run_interruptible
 from whet.tasks.toy import ToyProblem, ToySource
 from whet.testing.scripted_engine import ScriptedEngine
+from whet.train.learner.environment import computing
 from whet.types import IntArray, Message, RequestKey, Segment, Task
 from whet.view.base import View
 from whet.view.plain import PlainView
@@ -292,7 +293,9 @@ async def _train(folder: Path, job: SftJob, view: View) -> None:
     command = [sys.executable, "-m", "whet.demo.sft_job", str(folder), "--parent", str(os.getpid())]
     errors = folder / "errors"
     with errors.open("wb") as words:
-        child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=words)
+        child = await asyncio.create_subprocess_exec(
+            *command, env=computing(os.environ), stdout=asyncio.subprocess.PIPE, stderr=words
+        )
     try:
         async for report in _reports(child):
             if "step" in report:

@@ -17,6 +17,7 @@ from pathlib import Path
 from whet.config import Config
 from whet.engine.channel import Channel
 from whet.errors import EngineError, boundary
+from whet.train.learner.environment import computing
 from whet.train.options import TrainConfig, dump_config
 
 _TAIL = 600
@@ -108,9 +109,7 @@ class Child:
                 process = await asyncio.create_subprocess_exec(
                     # -P: a folder that happens to be the working directory must not supply modules
                     *(sys.executable, "-P", "-m", "whet.train.learner.main", *arguments),
-                    # PASSIVE: between parallel regions torch's threads sleep instead of spinning; on a busy
-                    # machine, where agents share the cores, spinning costs many times the work itself.
-                    env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": _module_path()},
+                    env=computing(os.environ) | {"PYTHONPATH": _module_path()},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

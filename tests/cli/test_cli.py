@@ -429,3 +429,36 @@ def on_a_terminal(code: str, *argv: str, **env: str) -> str:
     os.close(ours)
     assert b"the report" in said
     return said.decode()
+
+
+WITHOUT = """
+import sys
+from importlib import util
+
+there = util.find_spec
+util.find_spec = lambda name, *more: None if name in ("torch", "transformers") else there(name, *more)
+from whet.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["demo"], "torch is not installed: pip install 'whet[train]'"),
+        (["demo", "--from-scratch"], "torch is not installed: pip install 'whet[train]'"),
+        (["serve"], "torch is not installed: pip install 'whet[train]'"),
+        (["train", "policy.kind=hf"], "torch and transformers are not installed: pip install 'whet[hf]'"),
+    ],
+)
+def test_a_run_without_torch_says_what_to_install(argv: list[str], line: str, tmp_path: Path) -> None:
+    if argv[0] == "train":
+        (tmp_path / "c.toml").write_text('[engine]\nkind = "vllm"\nurl = "http://127.0.0.1:1"\n')
+        argv.insert(1, "c.toml")
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    command = [sys.executable, "-c", WITHOUT, *argv]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=env, cwd=tmp_path, check=False
+    )
+    assert (done.returncode, only_line(done.stderr)) == (2, f"whet: {line}")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "c.toml"] == []

@@ -123,7 +123,7 @@ def rollout_verb(options: argparse.Namespace) -> int:
         summary = rollout(config, view, RolloutOptions(resume=options.resume, began=process_began()))
         return summary, (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")
 
-    return _run(options, config, run, failed=lambda summary: not summary["graded"])
+    return _run(options, config, run, failed=lambda summary: not summary["graded"], trains=False)
 
 
 def _positional(options: argparse.Namespace) -> tuple[list[str], str | None]:
@@ -152,15 +152,17 @@ def _run(
     config: Config,
     run: Run,
     failed: Callable[[Mapping[str, Any]], bool] = lambda summary: False,
+    trains: bool = True,
 ) -> int:
     """Dry run, or the run with its view, its report and its last line. `failed`: what ran to its end and is
-    of no use."""
+    of no use. `trains`: it needs a learner with any engine."""
     from whet.config import dump_toml
     from whet.record.run import name_run
 
     if options.dry_run:
         sys.stdout.write(dump_toml(config))
         return 0
+    _require_learner(config, trains=trains)
     config = name_run(config)
     options.run_dir = Path(config.run.dir)
     view = _view(config, options)
@@ -172,6 +174,14 @@ def _run(
     if options.json:
         _print_json(summary)
     return EXIT_FAILED if failed(summary) else 0
+
+
+def _require_learner(config: Config, *, trains: bool) -> None:
+    """Raises ConfigError where a run needs a learner and what it is made of is not installed."""
+    from whet.train.learner.needs import require_learner
+
+    if trains or config.engine.kind == "embedded":
+        require_learner(config)
 
 
 def _view(config: Config, options: argparse.Namespace) -> View:
@@ -195,6 +205,7 @@ def replay_verb(options: argparse.Namespace) -> int:
     from whet.record.run import read_config
 
     config = read_config(options.run)
+    _require_learner(config, trains=True)
     from whet.train.replay import replay
 
     view = _view(config, options)
@@ -250,7 +261,9 @@ def serve_verb(options: argparse.Namespace) -> int:
         overrides.append(f"gateway.port={options.port}")
     if not 0 < options.sessions <= 64:
         raise ConfigError("--sessions takes 1 to 64")
-    config = name_run(load_config(Path(path) if path else None, overrides, BASE))
+    config = load_config(Path(path) if path else None, overrides, BASE)
+    _require_learner(config, trains=False)
+    config = name_run(config)
     chosen = ServeOptions(
         sessions=options.sessions,
         agents=options.agent,

@@ -76,7 +76,8 @@ async def test_the_stop_id_is_kept_and_ends_the_reply(lab: Lab) -> None:
 
 
 async def test_a_key_names_its_draws(lab: Lab) -> None:
-    one, again, other = await ask(lab, 2, 24), await ask(lab, 2, 24), await ask(lab, 3, 24)
+    # Hot: at temperature 1 a trained model may be so sure that two draws agree.
+    one, again, other = [await ask(lab, turn, 24, temperature=2.0) for turn in (2, 2, 3)]
     assert one.ids.tolist() == again.ids.tolist()
     assert one.ids.tolist() != other.ids.tolist()
     assert one.logprobs is not None

@@ -128,6 +128,41 @@ async def test_sessions_with_calls_under_way_are_sealed_at_the_same_time(tmp_pat
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["sessions"].keys() == set(names)
 
 
+async def test_a_server_that_restarts_is_waited_for_and_its_session_lives(tmp_path: Path) -> None:
+    """Away for a while, then started again: calls wait, and none of them fails."""
+    async with serve_vllm(VOCAB) as fake:
+        arguments = ["--agent", "codex", "engine.kind=vllm", f"engine.url={fake.url}", "engine.retries=0"]
+        async with serving(tmp_path, *arguments) as serve:
+            session = await serve.event("session")
+            await serve.event("ready")
+            fake.away = True
+            calls = [asyncio.create_task(post(session, "v1/chat/completions", ASK)) for _ in range(6)]
+            assert not (await asyncio.wait(calls, timeout=1.0))[0]
+            fake.restart()
+            fake.away = False
+            assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 6
+            assert (await post(session, "v1/chat/completions", ASK))[0] == 200
+            assert fake.sampler.label == "0"
+            serve.process.send_signal(signal.SIGINT)
+            sealed = await serve.event("sealed")
+            assert sealed["captured"] == sealed["trained"] + sum(sealed["excluded"].values()) > 0
+
+
+async def test_a_server_that_comes_back_with_other_weights_samples_nothing(tmp_path: Path) -> None:
+    async with serve_vllm(VOCAB) as fake:
+        arguments = ["--agent", "codex", "engine.kind=vllm", f"engine.url={fake.url}", "engine.retries=0"]
+        async with serving(tmp_path, *arguments) as serve:
+            session = await serve.event("session")
+            fake.restart()
+            fake.sums = {name: "0" * 64 for name in fake.sums}
+            assert (await post(session, "v1/chat/completions", ASK))[0] == 500
+            told = await serve.event("call")
+            assert (told["outcome"], told["dead"]) == (
+                "engine_failed",
+                "vllm was started again with other weights",
+            )
+
+
 async def test_a_trainer_is_told_where_to_come(tmp_path: Path) -> None:
     arguments = ["engine.kind=external", "engine.key_env=TRAINER_KEY"]
     async with serving(tmp_path, *arguments, TRAINER_KEY="t") as serve:

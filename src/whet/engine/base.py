@@ -71,6 +71,10 @@ class LoadingEngine(Engine, Protocol):
     async def version(self) -> int:
         """Ask the engine which weights it holds now."""
 
+    async def recognise(self) -> Receipt:
+        """After a restart of a server that nothing was published to: give the weights it was started with
+        their version again. Raises EngineError when they are known to be others."""
+
     async def has_own_head(self) -> bool:
         """Whether its output head takes a tensor of its own, though the model ties it to the embeddings."""
 

@@ -134,6 +134,14 @@ class SglangEngine:
         """Ask the server which weights it holds. Raises EngineError for a label that nobody set."""
         return version_number(await _label(self._http), None, "sglang /model_info")
 
+    async def recognise(self) -> Receipt:
+        """As the protocol says; it proves no weights to its clients."""
+        if await _label(self._http) != FRESH:
+            raise EngineError("sglang holds weights of a version that whet did not find there")
+        version = str(self._receipt.version)
+        await self._http.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        return self._receipt
+
     async def pause(self, mode: PauseMode = "wait") -> None:
         """Stop starting new work. `wait` lets our requests end, `abort` ends them, `keep` has them go on
         after `resume`, with the weights of then. Returns when none of ours is at the server."""

@@ -138,7 +138,19 @@ class VllmControl:
             if name not in await self._models():
                 raise EngineError(f"vllm has lost adapter {name}")
             return adapter
+        if not self.server.controlled:
+            await self._models()
+            return self._receipt.version
         return version_number(await weight_label(self._http), self._labels, "vllm /weight_info")
+
+    async def recognise(self) -> Receipt:
+        label = await weight_label(self._http)
+        if label != FRESH:
+            raise EngineError(f"vllm holds weights of version {label} that whet did not find there")
+        if (await tensor_sums(self._http)).digest() != self._receipt.checksum:
+            raise EngineError("vllm was started again with other weights")
+        await set_label(self._http, self._receipt.version)
+        return self._receipt
 
     async def has_own_head(self) -> bool:
         """Whether the output head is a parameter of its own at the server."""

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from whet.config import Config, model_folder
 from whet.engine.base import Engine
-from whet.engine.open import open_engine
+from whet.engine.open import open_engine, open_server
 from whet.errors import ConfigError
 from whet.render.family import Family
 from whet.train.learner.client import Learner, LearnerSpec
+from whet.train.publish.returning import AsStarted, ReturningEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,17 @@ async def open_sampler(
     if config.engine.kind == "embedded":
         async with Learner.start(LearnerSpec.of(config, model=model_folder(config), log=log)) as learner:
             yield Sampler(engine=learner.engine, check=learner.check)
+    elif config.engine.kind in ("vllm", "sglang"):
+        async with open_server(config, family, announce) as server:
+            returning = ReturningEngine(
+                server,
+                AsStarted(server),
+                patience_s=config.engine.return_timeout_s,
+                restarts=config.train.restarts,
+                published=False,
+                say=announce,
+            )
+            yield Sampler(engine=returning, check=_may_come_back)
     else:
         async with open_engine(config, family, announce=announce) as engine:
             yield Sampler(engine=engine, check=_may_come_back)

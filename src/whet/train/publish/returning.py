@@ -35,6 +35,19 @@ class Restorer(Publishes, Protocol):
         """Bring the version that was published last to a server that lost it. Raises EngineError."""
 
 
+class AsStarted:
+    """A `Restorer` where nothing is published: a server keeps the weights that it is started with."""
+
+    def __init__(self, engine: LoadingEngine) -> None:
+        self._engine = engine
+
+    async def publish(self, version: int) -> Receipt:
+        raise EngineError(f"nobody trains here: there is no version {version} to publish")
+
+    async def restore(self) -> Receipt:
+        return await self._engine.recognise()
+
+
 class ReturningEngine(Around):
     """Implements engine.base.Engine over a server, and train.publish.Publisher for it."""
 
@@ -46,13 +59,16 @@ class ReturningEngine(Around):
         patience_s: float,
         restarts: int = 3,
         share_gpu: bool = False,
+        published: bool = True,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """patience_s: how long the server may take to come back. restarts: how often it may, before it is
         published to again: what kills it again and again has a cause. share_gpu: it sleeps while the trainer
-        works. `say` gets a line for a person."""
+        works. published: False = nothing ever is, so that `restarts` holds for each request, and one that
+        the server broke off is made again too. `say` gets a line for a person."""
         super().__init__(engine)
         self._engine, self._publisher, self._share_gpu = engine, publisher, share_gpu
+        self._published = published
         self._patience_s, self._restarts, self._say = patience_s, restarts, say
         self._life = 0
         self._returns = 0
@@ -65,6 +81,7 @@ class ReturningEngine(Around):
         """Held while weights are on their way."""
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
+        again = 0
         while True:
             life = self._life
             try:
@@ -72,8 +89,10 @@ class ReturningEngine(Around):
             except EngineError as error:
                 with away():
                     mended = await self._mended(life, error)
-                if not mended:
+                broken_off = not self._published and isinstance(error, EngineUnavailable)
+                if not (mended or broken_off) or (not self._published and again >= self._restarts):
                     raise
+                again += 1
             else:
                 self._gone_since = None
                 return made
@@ -126,7 +145,7 @@ class ReturningEngine(Around):
             if not await self._answering(error, failed):
                 return False
             held = self._engine.receipt.version
-            if self._returns >= self._restarts:
+            if self._published and self._returns >= self._restarts:
                 raise EngineUnavailable(
                     f"{error}; it lost its weights more than {self._restarts} times since version {held}"
                 )

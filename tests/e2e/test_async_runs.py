@@ -47,7 +47,8 @@ def test_a_short_run_learns_and_its_rollouts_are_one_version_old_at_most(tmp_pat
     assert {step["staleness_max"] for step in steps} == {0, 1}
     assert summary["staleness_max"] == 1
     assert 0 < summary["trainer_idle"] < 1
-    assert summary["max_logprob_gap"] <= 1e-4
+    assert summary["max_logprob_gap_seen"] <= 1e-4
+    assert summary["mismatched"] == 0
     assert finish("replay", tmp_path / "run", "--plain")["identical"] is True
 
 

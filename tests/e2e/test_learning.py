@@ -36,7 +36,8 @@ def test_a_short_run_learns(tmp_path: Path) -> None:
     summary = whet("demo", "--agent", "script", "--json", *settings)
     assert summary["heldout_before"] <= 0.35
     assert summary["heldout_after"] >= summary["heldout_before"] + 0.15
-    assert summary["max_logprob_gap"] <= 1e-4
+    assert summary["max_logprob_gap_seen"] <= 1e-4
+    assert summary["mismatched"] == 0
 
 
 @pytest.mark.learning

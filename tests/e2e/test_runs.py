@@ -77,7 +77,7 @@ def test_the_summary_says_what_was_asked_for(reference: tuple[Path, dict[str, An
     run_dir, summary = reference
     wanted = {
         "heldout_before", "heldout_after", "wall_s", "rl_steps", "rollouts", "agent", "agent_version",
-        "max_logprob_gap", "ledger", "seed",
+        "max_logprob_gap", "max_logprob_gap_seen", "mismatched", "ledger", "seed",
     }  # fmt: skip
     assert wanted <= set(summary)
     assert json.loads((run_dir / "summary.json").read_text()) == summary
@@ -85,7 +85,8 @@ def test_the_summary_says_what_was_asked_for(reference: tuple[Path, dict[str, An
     ledger = summary["ledger"]
     assert ledger["captured"] == ledger["trained"] + sum(ledger["excluded"].values())
     assert ledger["trained"] > 0
-    assert 0 < summary["max_logprob_gap"] <= 1e-4
+    assert 0 < summary["max_logprob_gap_seen"] <= 1e-4
+    assert summary["mismatched"] == 0
     assert (run_dir / "curve.svg").read_text().startswith("<svg")
     assert "after training" in (run_dir / "report.txt").read_text()
 

@@ -31,7 +31,7 @@ from whet.train.alarms import StepAlarms
 from whet.train.assembly import Parts
 from whet.train.learner.lifeline import Lifeline
 from whet.train.loop import Loop, TrainOptions, WallClock, train
-from whet.train.options import StepResult
+from whet.train.options import StepResult, gaps
 from whet.train.plan.step import PlanConfig, StepPlan
 from whet.types import Group, Ledger, Outcome, Rollout, Task, Verdict
 
@@ -156,6 +156,14 @@ async def test_the_loop_tells_of_tampering_of_a_leap_and_of_lost_tokens(tmp_path
     (line,) = again.told.notes
     assert "25% of the sampled tokens are lost to what agents do, 0% before" in line
     assert line.endswith("edited 16")
+
+
+def test_a_summary_tells_of_the_gaps_that_were_left_out() -> None:
+    old = {"max_logprob_gap": 2e-5}
+    steps = [old, {"max_logprob_gap": 9e-5, "max_logprob_gap_seen": 1.36e-4, "mismatched": 1}]
+    told = {"max_logprob_gap": 9e-5, "max_logprob_gap_seen": 1.36e-4, "mismatched": 1}
+    assert gaps(steps) == told
+    assert gaps([old]) == {"max_logprob_gap": 2e-5, "max_logprob_gap_seen": 2e-5, "mismatched": 0}
 
 
 async def test_a_token_apart_by_rounding_is_in_the_account_as_mismatch(

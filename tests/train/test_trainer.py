@@ -213,6 +213,10 @@ def test_a_token_apart_by_rounding_is_not_trained(loss: LossName, epochs: int) -
     assert (found.mismatched, asked.mismatched) == (1, 0)
     assert found.tokens == asked.tokens == plan.ledger.trained - 1
     assert found.max_logprob_gap < 1e-5
+    assert found.max_logprob_gap_seen == pytest.approx(3e-4, abs=1e-5), (
+        "what is left out is told all the same"
+    )
+    assert asked.max_logprob_gap_seen == asked.max_logprob_gap
     for name, tensor in ends[0].items():
         assert torch.allclose(tensor, ends[1][name], atol=1e-7, rtol=1e-5), name
 

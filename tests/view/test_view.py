@@ -249,6 +249,11 @@ def test_report_says_rates_with_counts_ledger_and_places() -> None:
         assert line in text.splitlines(), line
 
 
+def test_report_does_not_hide_a_token_that_was_left_out() -> None:
+    text = render_report(report(max_logprob_gap=1.36e-4, mismatched=1))
+    assert "largest sampler-trainer logprob gap 1.4e-04, for which 1 token is not trained" in text
+
+
 def test_report_does_not_hide_an_unbalanced_ledger() -> None:
     assert "NOT BALANCED" in render_report(report(ledger=Ledger(captured=2, trained=1)))
 

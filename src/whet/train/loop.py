@@ -38,6 +38,7 @@ from whet.train.alarms import StepAlarms
 from whet.train.assembly import Parts, assemble
 from whet.train.batches import Batches, InStep, collect_options, open_ahead
 from whet.train.learner.client import StepResult
+from whet.train.options import gaps
 from whet.train.plan.step import plan_step
 from whet.train.sink import StoreSink
 from whet.types import Group, Ledger, Status
@@ -280,7 +281,7 @@ class Loop:
             "rollouts": sum(counts.values()),
             "agent": self._run.config.harness.agent,
             "agent_version": self._parts.harness.version,
-            "max_logprob_gap": max((s.metrics["max_logprob_gap"] for s in steps), default=0.0),
+            **gaps([step.metrics for step in steps]),
             "ledger": asdict(self._store.ledger()),
             "tries_by_end": self._store.tries(),
             "seed": self._run.config.run.seed,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from whet.config import Config, TrainTable
 from whet.errors import ConfigError, boundary
@@ -250,14 +251,29 @@ class StepResult:
     max_logprob_gap: float = 0.0
     """Largest |trainer - sampler| log-probability before the first update, of trained tokens of the current
     version."""
+    max_logprob_gap_seen: float = 0.0
+    """The same of all tokens compared, also those that are not trained for it: over the limit where there are
+    any."""
     mismatched: int = 0
-    """Tokens of the plan that were over that limit and so are not trained; the means count them."""
+    """Tokens of the plan that were over the limit and so are not trained; the means count them."""
     lr: float = 0.0
     tokens: int = 0
     """Trained tokens."""
     rows: int = 0
     micro_batches: int = 0
     seconds: float = 0.0
+
+
+def gaps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | int]:
+    """How far sampler and trainer were apart: in what was trained, in all that was compared, and in how many
+    tokens too far. Steps of earlier versions of whet told the first alone."""
+    trained = [m["max_logprob_gap"] for m in steps]
+    seen = [m.get("max_logprob_gap_seen", m["max_logprob_gap"]) for m in steps]
+    return {
+        "max_logprob_gap": max(trained, default=0.0),
+        "max_logprob_gap_seen": max(seen, default=0.0),
+        "mismatched": sum(m.get("mismatched", 0) for m in steps),
+    }
 
 
 def dump_config(config: TrainConfig) -> str:

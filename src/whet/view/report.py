@@ -50,7 +50,9 @@ class Report:
     steps: int
     rollouts: int
     max_logprob_gap: float
-    """Largest |sampler - trainer| log-probability over every trained token."""
+    """Largest |sampler - trainer| log-probability over every token compared, trained or not."""
+    mismatched: int = 0
+    """Tokens that were not trained for it."""
     families: Mapping[str, tuple[Score, Score]] = field(default_factory=dict)
     """Task family -> (before, after)."""
     shown: tuple[ShownRollout, ...] = ()
@@ -66,12 +68,17 @@ def render_report(report: Report, width: int = 100) -> str:
     lines += [*_scores(report), "", *_ledger(report.ledger), ""]
     lines.append(
         f"{report.steps} optimizer steps, {report.rollouts} rollouts in {duration(report.wall_s)}; "
-        f"largest sampler-trainer logprob gap {report.max_logprob_gap:.1e}"
+        f"largest sampler-trainer logprob gap {report.max_logprob_gap:.1e}{_left_out(report.mismatched)}"
     )
     if report.curve is not None:
         lines.append(f"curve  {report.curve}")
     lines.append(f"run    {report.run_dir}")
     return "\n".join(lines) + "\n"
+
+
+def _left_out(tokens: int) -> str:
+    are = "token is" if tokens == 1 else "tokens are"
+    return f", for which {tokens} {are} not trained" if tokens else ""
 
 
 def score_text(score: Score) -> str:

@@ -1,6 +1,7 @@
 """What a step tells about itself: sums over its tokens, and the numbers and warnings made of them.
 
-Every field of `Sums` adds up over micro-batches and processes, but for `gap`, which is a maximum. Called by
+Every field of `Sums` adds up over micro-batches and processes, but for `gap` and
+`seen`, which are maxima. Called by
 trainer/trainer.py.
 """
 
@@ -30,6 +31,8 @@ class Sums:
     """rho - 1 - log rho of tokens of the current version."""
     gap: float = 0.0
     """Largest |log rho| of the tokens of the current version that are trained."""
+    seen: float = 0.0
+    """The same of all that are compared, also those that are not trained for it."""
     apart: int = 0
     """Tokens that are not trained, since sampler and trainer disagree about them."""
     current: int = 0
@@ -89,6 +92,7 @@ def result_of(epochs: Sequence[Sums], config: TrainConfig) -> StepResult:
         ref_kl=ref_kl,
         alarm=alarm(off_policy_kl, ref_kl, config),
         max_logprob_gap=first.gap,
+        max_logprob_gap_seen=first.seen,
         mismatched=first.apart,
         tokens=first.tokens - first.apart,
     )

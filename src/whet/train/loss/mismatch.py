@@ -46,6 +46,7 @@ class Mismatch:
         gap = log_rho.abs()
         apart = over(logp, batch.mu, current, self._limit)
         sums.compare(logp - batch.mu, current)
+        sums.seen = max(sums.seen, float(gap.max()))
         if not bool(apart.any()):
             sums.gap = max(sums.gap, float(gap.max()))
             return None

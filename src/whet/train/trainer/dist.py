@@ -34,7 +34,7 @@ class RankLostError(TrainError):
 
 
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-LARGEST = frozenset({"gap"})
+LARGEST = frozenset({"gap", "seen"})
 """Measures of which the largest counts; all others are sums."""
 
 

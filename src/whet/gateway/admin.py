@@ -106,12 +106,14 @@ class AdminError(Exception):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Sealed:
-    """A session that the operator sealed."""
+    """A session that the operator sealed, or that was sealed after its time."""
 
     session: Session
     trajectory: Trajectory
     exported: bool = False
     """The operator has it."""
+    written: bool = False
+    """It lies in the run directory."""
 
 
 class Admin:
@@ -152,6 +154,16 @@ class Admin:
     def sealed(self) -> list[Sealed]:
         """What is kept for export, in the order of sealing."""
         return list(self._sealed.values())
+
+    def keep(self, sealed: Sealed) -> None:
+        """For export, as long as there are not too many newer ones."""
+        public_id = sealed.session.public_id
+        self._open.pop(public_id, None)
+        self._sealed[public_id] = sealed
+        while len(self._sealed) > self._sealed_kept:
+            _, oldest = self._sealed.popitem(last=False)
+            if oldest.exported:
+                oldest.session.drop_log()
 
     # ----------------------------------------------------------------------- requests
 
@@ -257,11 +269,7 @@ class Admin:
             trajectory = await session.seal(body.deadline_s)
         finally:
             self._open.pop(name, None)
-        self._sealed[name] = Sealed(session=session, trajectory=trajectory)
-        while len(self._sealed) > self._sealed_kept:
-            _, oldest = self._sealed.popitem(last=False)
-            if oldest.exported:
-                oldest.session.drop_log()
+        self.keep(Sealed(session=session, trajectory=trajectory))
         return _json(describe(session, trajectory))
 
     async def _delete(self, name: str) -> web.Response:

@@ -127,6 +127,11 @@ class Session:
         return self.stats.infra_error or type(self.failure).__name__
 
     @property
+    def idle_overtime_s(self) -> float:
+        """Seconds since the wall time was over; negative before, and while a call is under way."""
+        return -1.0 if self._busy() else self._turns.overtime_s
+
+    @property
     def host_calls(self) -> Sequence[HostCall]:
         """Calls of host tools so far, in order."""
         return self.tools.calls

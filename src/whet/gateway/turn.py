@@ -359,6 +359,11 @@ class Turns:
         }
         return self.stats.budget_stop or next((name for name, out in used_up.items() if out), "")
 
+    @property
+    def overtime_s(self) -> float:
+        """Seconds since the wall time was over; negative before."""
+        return asyncio.get_running_loop().time() - self._wall.ends
+
     def _spent(self) -> bool:
         """True when a budget is used up; remembers the first one."""
         self._spend(self.out_of())

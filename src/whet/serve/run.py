@@ -36,7 +36,7 @@ from whet.serve.agents import Access, names, setup
 from whet.serve.black_box import records_folder, told_of_call, told_of_session
 from whet.serve.first_calls import Fit
 from whet.serve.host_calls import Reports
-from whet.serve.sealing import SEAL_S, SESSIONS, exported, finish
+from whet.serve.sealing import SEAL_S, SESSIONS, Ledgers, expire, exported, finish
 from whet.serve.voice import Voice
 from whet.train.learner.sampler import open_sampler
 
@@ -95,10 +95,11 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
             fit = Fit(model_folder(config), context)
             _greet(voice, run, config, options, listener.origin, sessions, fit)
             admin = await _admin(stack, voice, gateway, config, sessions) if options.admin else None
+            ledgers: Ledgers = {}
             try:
-                await asyncio.Event().wait()
+                await expire(voice, folder, sessions, gateway, admin, ledgers)
             finally:
-                await finish(voice, run, sessions, gateway, admin)
+                await finish(voice, run, sessions, gateway, admin, ledgers)
                 if reports.trouble is not None:
                     raise reports.trouble
 

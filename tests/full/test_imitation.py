@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from whet.tasks.toy import ToyProblem, ToySource
+from whet.tasks.toy import ToySource
 from whet.testing.fake_provider import KEY, serve_provider
 from whet.types import Limits
 
@@ -28,19 +28,24 @@ class Teacher:
 
     def __init__(self) -> None:
         source = ToySource(Limits())
-        problems = [source.problem(task) for task in source.tasks("train", 0, TASKS)]
-        self._known: dict[str, ToyProblem] = {problem.prompt: problem for problem in problems}
+        self._problems = [source.problem(task) for task in source.tasks("train", 0, TASKS)]
 
     def __call__(self, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         messages = asked["messages"]
-        problem = self._known[next(m["content"] for m in messages if m["role"] == "user")]
-        heard = sum(m["role"] == "tool" for m in messages)
+        issue = next(m["content"] for m in messages if m["role"] == "user")
+        heard = [m["content"] for m in messages if m["role"] == "tool"]
+        # An issue may be that of several tasks; the file tells which.
+        problem = next(
+            p
+            for p in self._problems
+            if p.prompt == issue and (not heard or p.text(solved=False).strip() in heard[0])
+        )
         edits = [{"oldText": problem.fault.old, "newText": problem.fault.new}]
         acts = [("read", {"path": problem.path}), ("edit", {"path": problem.path, "edits": edits})]
-        if heard == len(acts):
+        if len(heard) == len(acts):
             return {"content": "Done."}
-        name, arguments = acts[heard]
-        call = {"id": f"call_{heard}", "type": "function"}
+        name, arguments = acts[len(heard)]
+        call = {"id": f"call_{len(heard)}", "type": "function"}
         call["function"] = {"name": name, "arguments": json.dumps(arguments)}  # type: ignore[assignment]
         return {"content": None, "tool_calls": [call]}
 

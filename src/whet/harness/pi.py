@@ -18,9 +18,9 @@ from whet.errors import HarnessError, SandboxError
 from whet.harness.base import PLAIN, Left, ModelAccess
 from whet.harness.box_worker import BoxWorker, Ending, Place, lay_task, place
 from whet.harness.install import PI_PACKAGE, PiInstall
+from whet.harness.node_copy import sealed_node
 from whet.harness.outcome import NOTHING, Artifacts
 from whet.harness.pi_rpc import PiRpc
-from whet.harness.seal import sealed_node
 from whet.harness.stop import GRACE_S, ask_to_stop
 from whet.sandbox.base import Bind, Process, Sandbox, SandboxBackend
 from whet.types import Setup, Task

@@ -15,7 +15,7 @@ import pytest
 
 from whet.errors import SetupError
 from whet.harness import seal
-from whet.harness.seal import UNUSED_S, sealed_node
+from whet.harness.node_copy import UNUSED_S, sealed_node
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_what_nobody_uses_is_removed_after_a_week(cache: Path, tmp_path: Path) -
 
 def test_what_another_process_uses_stays_however_old(cache: Path, tmp_path: Path) -> None:
     node = program(tmp_path / "node", "v24.0.0")
-    code = "import sys; from pathlib import Path; from whet.harness.seal import sealed_node\n"
+    code = "import sys; from pathlib import Path; from whet.harness.node_copy import sealed_node\n"
     code += "print(sealed_node(Path(sys.argv[1])), flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, str(node)]
     env = os.environ | {"PYTHONPATH": ":".join(sys.path)}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from whet.errors import SetupError
-from whet.harness import seal
+from whet.harness import node_copy
 from whet.harness.node_copy import UNUSED_S, sealed_node
 
 
@@ -42,7 +42,7 @@ def aged(path: Path) -> Path:
 
 def let_go(sealed: Path) -> None:
     """As the end of this process would."""
-    os.close(seal._held.pop(sealed))
+    os.close(node_copy._held.pop(sealed))
 
 
 def test_a_sealed_node_can_be_run_and_not_read(cache: Path, tmp_path: Path) -> None:

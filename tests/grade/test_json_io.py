@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from insitu.grade.runners.json_io import Tampered, equal, judge, read_claims, same
 from insitu.grade.runners.json_io_worker import MAX_NODES, encode
 from insitu.sandbox.base import ExecResult
+from insitu.tasks.rows import MAX_DIGITS
 from insitu.types import Case, Outcome
 
 
@@ -43,7 +45,7 @@ def deep() -> list[object]:
 
 NOT_JSON = [
     {Text("a"): 1}, Whole(1), Text("a"), Always(), [Always()], (Always(),), {Whole(1)}, b"a", 1j, circle(),
-    deep(), float("nan"), float("inf"), [0] * (MAX_NODES + 1), object, 10**5000,
+    deep(), float("nan"), float("inf"), [0] * (MAX_NODES + 1), object, 10**MAX_DIGITS,
 ]  # fmt: skip
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -96,6 +98,8 @@ def test_tuples_sets_and_keys_compare_as_an_assert_would(
         ([1, 2], [1], 1e-6, False),
         ({"a": 1}, {"b": 1}, 1e-6, False),
         ("1", 1, 1e-6, False),
+        (10**400, 1.5, 1e-6, False),
+        (10**400, 10**400, 1e-6, True),
         ("a", "a", 1e-6, True),
     ],
 )
@@ -109,6 +113,22 @@ def test_numbers_may_differ_where_a_case_says_so(
 def test_the_first_of_a_list_counts_where_a_case_says_so() -> None:
     case = Case(function="f", args=(), expected=[3], exact=False, wrapped=True)
     assert [equal(value, case) for value in (3, [3], 4, [4], [[3]])] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("claimed", "expected"),
+    [((1, 2), [1, 2]), ([(1, 2), (3,)], [[1, 2], [3]]), ({"a": (1,)}, {"a": [1]}), ({1: "a"}, {1: "a"})],
+)
+def test_a_tuple_counts_as_a_list_where_a_case_says_so(claimed: object, expected: object) -> None:
+    case = Case(function="f", args=(), expected=expected, exact=False, lists=True)
+    answer = json.loads(encode(claimed, 0, [MAX_NODES]))
+    assert equal(answer, case)
+    assert equal(answer, replace(case, lists=False)) is (claimed == expected)
+
+
+def test_an_answer_that_nests_without_end_is_wrong() -> None:
+    case = Case(function="f", args=(), expected=[1], lists=True)
+    assert not equal(json.loads("[" * 900 + "]" * 900), case)
 
 
 @pytest.mark.parametrize("value", NOT_JSON, ids=lambda value: type(value).__name__)
@@ -183,7 +203,7 @@ def test_less_than_all_is_unresolved(stdout: bytes, exit_code: int, outcome: Out
         b'["n-0","true",1]',
         b'["n-0",true,NaN]', b'["n-0",true,-Infinity]', b'["n-0",true,{"a":1,"a":2}]', b'["n-1",true,"b"]',
         b'["x-0",true,1]', b'["n-0",false,"a b"]', b'["n-0",false,7]', b"\xff\xfe", b"[" * 100_000,
-        b'["n-0",true,' + b"9" * 5000 + b"]",
+        b'["n-0",true,' + b"9" * (MAX_DIGITS + 1) + b"]",
     ],
     ids=range(18),
 )  # fmt: skip

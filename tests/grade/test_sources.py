@@ -302,7 +302,8 @@ ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 
 
 def apps(folder: Path) -> Path:
-    """A program, a plain function whose outputs are wrapped, a method; a solution in Python 2 comes first."""
+    """A program, a plain function whose outputs are wrapped, methods that rely on the set's imports, with
+    and without a starter, and with tuples where the outputs have lists; a solution in Python 2 comes first."""
     row = {
         "problem_id": 1,
         "question": "Add two numbers.",
@@ -312,14 +313,17 @@ def apps(folder: Path) -> Path:
     }
     told = {"inputs": ["1 2\n", ["3 4"]], "outputs": ["3\n", ["7"]]}
     call = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}
-    method = "class Solution:\n    def add(self, a: int, b: int) -> int:\n"
+    method = "\nclass Solution:\n    def add(self, a: List[int], b: int) -> List[int]:\n        "
+    counts = "class Solution:\n    def count(self, a):\n        return {**a, 2: Counter('xx')['x']}\n"
+    keys = {"fn_name": "count", "inputs": [[{"1": 5}]], "outputs": [{"1": 5, "2": 2}]}
     plain_code = "def add(a, b):\n    return a + b\n"
     return jsonl(
         folder,
         row | {"input_output": json.dumps(told), "solutions": json.dumps(["print 3", ADD])},
         row | {"problem_id": 2, "input_output": json.dumps(call), "solutions": json.dumps([plain_code])},
-        row | {"problem_id": 3, "input_output": json.dumps(call | {"outputs": [3, 7]}), "starter_code": method,
-               "solutions": json.dumps([method + "        return a + b\n"])},
+        row | {"problem_id": 3, "starter_code": method, "solutions": json.dumps([method + "return tuple(x + b for x in a)\n"]),
+               "input_output": json.dumps(call | {"inputs": [[[1, 2], 1], [[], 1]], "outputs": [[2, 3], []]})},
+        row | {"problem_id": 4, "input_output": json.dumps(keys), "solutions": json.dumps([counts])},
     )  # fmt: skip
 
 
@@ -330,7 +334,17 @@ def taco(folder: Path) -> Path:
         "starter_code": "",
         "difficulty": "EASY",
         "name": "A",
+        "raw_tags": "[]",
+        "source": "codeforces",
+        "tags": "[]",
+        "skill_types": "[]",
+        "url": "",
+        "Expected Auxiliary Space": None,
         "time_limit": "2.0 seconds",
+        "date": "2020-01-01",
+        "picture_num": "0",
+        "memory_limit": "256.0 megabytes",
+        "Expected Time Complexity": None,
     }
     return jsonl(folder, row | {"input_output": json.dumps(told), "solutions": json.dumps([ADD])})
 
@@ -343,32 +357,34 @@ def code_contests(folder: Path) -> Path:
             "name": "1_A. Sum", "description": "Add.", "public_tests": tests, "difficulty": 7,
             "private_tests": {"input": ["5 6\n"], "output": ["11 \n\n"]}, "generated_tests": {"input": [], "output": []},
             "solutions": {"language": [2, 1, 3], "solution": ["int main(){}", "print 3", ADD]},
-            "time_limit": {"seconds": 1, "nanos": 500000000}, "input_file": "", "output_file": "",
+            "time_limit": {"seconds": 1, "nanos": 500000000}, "memory_limit_bytes": 256000000, "source": 2,
+            "incorrect_solutions": {"language": [], "solution": []}, "cf_contest_id": 1, "cf_index": "A",
+            "cf_points": 0.0, "cf_rating": 800, "cf_tags": [""], "is_description_translated": False,
+            "untranslated_description": "", "input_file": "", "output_file": "",
         },
     )  # fmt: skip
 
 
 def live_code_bench(folder: Path) -> Path:
     public = [{"input": "1 2\n", "output": "3", "testtype": "stdin"}]
-    packed = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(public * 2)))).decode()
     calls = [{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}]
+    packed, packed_calls = (
+        base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests * 2)))).decode()
+        for tests in (public, calls)
+    )
     row = {"question_title": "Add", "question_content": "Add.", "platform": "atcoder", "starter_code": "",
-           "difficulty": "easy", "metadata": "{}"}  # fmt: skip
+           "difficulty": "easy", "metadata": "{}", "contest_id": "abc1", "contest_date": "2024-01-01T00:00:00"}  # fmt: skip
     method = "class Solution:\n    def add(self, items: List[int], more: int) -> int:\n        "
     return jsonl(
         folder,
         row | {"question_id": "abc1_a", "public_test_cases": json.dumps(public), "private_test_cases": packed},
         row | {"question_id": "2", "starter_code": method, "public_test_cases": json.dumps(calls),
-               "private_test_cases": "[]", "metadata": json.dumps({"func_name": "add"})},
+               "private_test_cases": packed_calls, "metadata": json.dumps({"func_name": "add"})},
     )  # fmt: skip
 
 
-LIVE_GOLD = {
-    "abc1_a": ADD,
-    "2": "from typing import List\n\nclass Solution:\n    def add(self, items: List[int], more: int) -> int:\n"
-    "        return sum(items) + more\n",
-}
-"""The set has no solutions."""
+LIVE_GOLD = {"abc1_a": ADD, "2": "return sum(items) + more\n"}
+"""What a solver writes below the starter: the set has no solutions."""
 
 
 def mbpp(folder: Path) -> Path:
@@ -384,25 +400,45 @@ def mbpp(folder: Path) -> Path:
     )  # fmt: skip
 
 
-PLUS = """
-def is_floats(x): return isinstance(x, float)
+PLUS = """\
+import numpy as np
+
+def is_floats(x) -> bool:
+    # check if it is float; List[float]; Tuple[float]
+    if isinstance(x, float):
+        return True
+    if isinstance(x, (list, tuple)):
+        return all(isinstance(i, float) for i in x)
+    if isinstance(x, np.ndarray):
+        return x.dtype == np.float64 or x.dtype == np.float32
+    return False
+
 
 def assertion(out, exp, atol):
+    exact_match = out == exp
+
     if atol == 0 and is_floats(exp):
         atol = 1e-6
-    assert out == exp if atol == 0 else abs(out - exp) <= atol
+    if not exact_match and atol != 0:
+        assert np.allclose(out, exp, rtol=1e-07, atol=atol)
+    else:
+        assert exact_match, f"out: {out}, exp: {exp}"
+
+
 """
 LOOP = "for i, (inp, exp) in enumerate(zip(inputs, results)):\n"
 
 
 def evalplus(folder: Path) -> Path:
-    check = "def check(candidate):\n    inputs = [[3], [5]]\n    results = [1.0, 5.0 / 3]\n    " + LOOP
+    check = (
+        "def check(candidate):\n    inputs = [[3], [5]]\n    results = [1.0, 1.6666666666666667]\n    " + LOOP
+    )
     human = {
         "task_id": "HumanEval/0",
         "prompt": 'def third(x: int) -> float:\n    """ A third. """\n',
         "entry_point": "third",
         "canonical_solution": "    return x / 3\n",
-        "test": PLUS + check.replace("5.0 / 3", "1.6666666") + "        assertion(candidate(*inp), exp, 0)\n",
+        "test": "\n\n" + PLUS + check + "        assertion(candidate(*inp), exp, 0)\n",
     }
     code = "def double(x):\n    return 2 * x\n"
     lists = "inputs = [[3], [(1, 2)]]\nresults = [6, (1, 2, 1, 2)]\n"
@@ -413,9 +449,15 @@ def evalplus(folder: Path) -> Path:
          "test_list": ["assert double(1) == 2"], "test": PLUS + lists + LOOP + "    assertion(double(*inp), exp, 0)\n"},
         {"task_id": 10, "code": code, "prompt": "Double it again.", "source_file": "x", "test_imports": [],
          "test_list": ["assert double(1) == 2"],
-         "test": PLUS + "def ref_func(x): return x + x\ninputs = [[3], [4]]\nfor inp in inputs:\n"
-         "    assertion(double(*inp), ref_func(*inp), 0)\n"},
+         "test": "import numpy as np\nfrom math import inf\n\n" + PLUS + "def ref_func(x):\n    return x + x\n\n"
+         "inputs = [[3], [4]]\nfor i, inp in enumerate(inputs):\n    assertion(double(*inp), ref_func(*inp), 0)\n"},
     )  # fmt: skip
+
+
+NUMPY = (
+    "class ndarray: pass\n\ndef allclose(a, b, rtol, atol):\n    return abs(a - b) <= atol + rtol * abs(b)\n"
+)
+"""Of numpy, which EvalPlus's tests import, what they use on equal values."""
 
 
 def bigcodebench(folder: Path) -> Path:
@@ -486,20 +528,25 @@ def test_no_source_is_left_out() -> None:
 def in_place_of_image(item: Item) -> Item:
     """The task with the image's work folder as its files, and what only an image has on the way."""
     task, oracle = item.task, item.oracle
+    if task.family == "evalplus":
+        return Item(task=with_files(task, {**task.files, "numpy.py": entry(NUMPY)}), oracle=oracle)
     if not task.setup.image:
         return item
     repository = task.grading.runner in ("swebench_log", "command")
     files: Tree = REPOSITORY if repository else {"notes.txt": entry("")}
     if repository and not oracle.tests.patch:
         files = {**files, NEW_TESTS: entry(FULL_TEST)}  # of these sets the image has the tests
-    setup = Setup(workdir=WORKDIR)
     path = "export PATH=$PWD/bin:$PATH PYTHONPATH=$PWD\n" if repository else ""
     checks = tuple(replace(check, command=path + check.command) for check in oracle.tests.checks)
     tests = replace(oracle.tests, script=path + oracle.tests.script, checks=checks)
-    changed: Task = replace(
-        task, files=files, setup=setup, content_hash=task_hash(task.prompt, files, task.grading, setup)
-    )
-    return Item(task=changed, oracle=replace(oracle, tests=tests))
+    return Item(task=with_files(task, files), oracle=replace(oracle, tests=tests))
+
+
+def with_files(task: Task, files: Tree) -> Task:
+    """The task without an image."""
+    setup = Setup(workdir=WORKDIR)
+    named = task_hash(task.prompt, files, task.grading, setup)
+    return replace(task, files=files, setup=setup, content_hash=named)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -517,7 +564,8 @@ async def test_a_row_as_its_set_has_it_is_judged_by_its_runner(
     for item in items:
         oracle = await with_gold(backend, item.task, item.oracle)
         if name == "live_code_bench":
-            oracle = replace(oracle, gold={"solution.py": entry(LIVE_GOLD[item.task.id])})
+            starter = item.task.files["solution.py"].content.decode()
+            oracle = replace(oracle, gold={"solution.py": entry(starter + LIVE_GOLD[item.task.id])})
         elif not (oracle.gold or oracle.gold_patch):
             oracle = replace(oracle, gold_patch=rows.GOLD)  # nor has slime's nested row
         await grader.validate(item.task, oracle, repeats=1)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +14,7 @@ from insitu.errors import TaskError
 from insitu.grade.clean import GradeConfig, Grader, runner_for
 from insitu.grade.runners.stdio import same_output
 from insitu.sandbox.local import LocalBackend
+from insitu.tasks.functions import FAILURES, FunctionFailed
 from insitu.types import (
     Exchange,
     FileEntry,
@@ -141,18 +146,41 @@ else:
         ("0.5", "0.5000001", True),
         ("0.5", "0.501", False),
         ("1000000.0", "1000000.5", True),
-        ("1", "1.0", False),
+        ("1", "1.0", True),
+        ("1", "1e0", True),
+        ("1", "1.0000001", False),
+        ("10000000000000000000001", "10000000000000000000000", False),
         ("1.0", "1", True),
         ("1.0", "nan", False),
         ("1.0", "1e" + "9" * 100, False),
         ("0.5", "1e1000000", False),
         ("0.5", "-1e1000005", False),
         ("Yes", "YES", False),
+        ("12", "\u0661\u0662", False),
+        ("12.0", "\uff11\uff12", False),
+        ("1000", "1_000", False),
+        ("1e999999", "1e999998", False),
         ("", "", True),
     ],
 )
 def test_what_counts_as_the_same_output(expected: str, printed: str, same: bool) -> None:
     assert same_output(expected, printed) is same
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "same"),
+    [
+        ("1 2\n3\n", " 1  2 \n 3", True),
+        ("1 2\n3\n", "1\n2 3\n", False),
+        ("1 2\n3\n", "1 2 3", False),
+        ("0.5", "0.50", True),
+        ("0.5", "0.5000001", False),
+        ("1", "1.0", True),
+        ("50000000000000000", "50000000000000001", False),
+    ],
+)
+def test_what_counts_as_the_same_lines(expected: str, printed: str, same: bool) -> None:
+    assert same_output(expected, printed, by_line=True, tolerance=0.0) is same
 
 
 def any_order(stdin: str, expected: str, printed: str) -> bool:
@@ -163,12 +191,87 @@ def broken(stdin: str, expected: str, printed: str) -> bool:
     raise RuntimeError("no idea")
 
 
+def numbers(stdin: str, expected: str, printed: str) -> bool:
+    return int(printed) == int(expected)
+
+
+RELEASE = threading.Event()
+
+
+def hangs(stdin: str, expected: str, printed: str) -> bool:
+    return RELEASE.wait(60.0)
+
+
+LOOPS: list[int] = []
+
+
+def slow(stdin: str, expected: str, printed: str) -> bool:
+    LOOPS.append(threading.get_ident())
+    return True
+
+
+async def test_a_checker_that_raises_is_a_failure_of_the_infrastructure(grader: Grader) -> None:
+    made = make(checker=f"{__name__}:broken")
+    for _ in range(FAILURES - 1):
+        verdict = await judge(grader, made, GOOD)
+        assert (verdict.outcome, verdict.reward) == (Outcome.INFRA, None), verdict
+        assert f"tasks.checker {__name__}:broken raised RuntimeError('no idea') (test_stdio.py line" in (
+            verdict.reason
+        )
+    with pytest.raises(FunctionFailed, match="5 times in a row"):
+        await judge(grader, made, GOOD)
+
+
+async def test_a_checker_that_cannot_read_an_output_calls_it_wrong(grader: Grader) -> None:
+    made = make(checker=f"{__name__}:numbers")
+    assert (await judge(grader, made, GOOD)).outcome is Outcome.RESOLVED
+    verdict = await judge(grader, made, "print('none')\n")
+    assert (verdict.outcome, verdict.reward) == (Outcome.UNRESOLVED, 0.0), verdict
+    assert "a wrong output" in verdict.reason
+
+
+async def test_a_checker_that_hangs_stops_neither_the_event_loop_nor_the_grading(
+    grader: Grader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("insitu.grade.runners.stdio.CHECK_S", 0.5)
+    judging = asyncio.ensure_future(judge(grader, make(checker=f"{__name__}:hangs"), GOOD))
+    while not judging.done():
+        begun = time.monotonic()
+        await asyncio.sleep(0.05)
+        assert time.monotonic() - begun < 0.4
+    RELEASE.set()
+    verdict = await judging
+    assert (verdict.outcome, verdict.reward) == (Outcome.INFRA, None), verdict
+    assert "did not return within 0.5 s" in verdict.reason
+
+
+async def test_a_checker_runs_in_a_thread(grader: Grader) -> None:
+    assert (await judge(grader, make(checker=f"{__name__}:slow"), GOOD)).outcome is Outcome.RESOLVED
+    assert LOOPS
+    assert threading.get_ident() not in LOOPS
+
+
+async def test_a_task_may_ask_for_more_memory(grader: Grader) -> None:
+    program = "x = bytearray(600 << 20)\n" + GOOD
+    task, oracle = make()
+    assert (await judge(grader, (task, oracle), program)).outcome is Outcome.UNRESOLVED
+    plan = replace(task.grading, memory_mb=1024)
+    more = replace(task, grading=plan, content_hash=task_hash("p", FILES, plan))
+    assert more.content_hash != task.content_hash
+    assert (await judge(grader, (more, oracle), program)).outcome is Outcome.RESOLVED
+
+
+async def test_long_integers_are_printed(grader: Grader) -> None:
+    task, _ = make()
+    oracle = Oracle(task_id="t", exchanges=(Exchange(stdin="", expected=f"1{'0' * 5000}"),))
+    verdict = await judge(grader, (task, oracle), "print(10**5000)\n")
+    assert verdict.outcome is Outcome.RESOLVED, verdict
+
+
 async def test_a_checker_of_the_users_own_decides(grader: Grader) -> None:
     name = f"{__name__}:any_order"
     solved = await judge(grader, make(checker=name), GOOD)
     assert solved.outcome is Outcome.RESOLVED, solved
-    with pytest.raises(TaskError, match="the checker raised RuntimeError"):
-        await judge(grader, make(checker=f"{__name__}:broken"), GOOD)
     with pytest.raises(TaskError, match=r"tasks\.checker: .*has no function nothing"):
         runner_for(*make(checker=f"{__name__}:nothing"))
 

@@ -17,7 +17,7 @@ import pytest
 from insitu.errors import TaskError
 from insitu.grade.clean import runner_for
 from insitu.tasks.base import Item
-from insitu.tasks.contests import seconds_of
+from insitu.tasks.contests import megabytes_of, seconds_of
 from insitu.tasks.dataset import LoadOptions, RowSource
 from insitu.tasks.open import FORMATS
 
@@ -42,7 +42,8 @@ def test_a_program_and_what_it_must_print(tmp_path: Path) -> None:
         "solution.py",
     )
     assert [(one.stdin, one.expected) for one in item.oracle.exchanges] == [("1 2\n", "3\n")]
-    assert item.oracle.gold["solution.py"].content == b"print(3)\n"
+    assert item.oracle.gold["solution.py"].content.endswith(b"\n\nprint(3)\n")
+    assert item.task.grading.memory_mb == 1024
     assert item.oracle.checker == "os.path:join"
     assert "3" not in item.task.prompt.replace("Python 3", "")
 
@@ -80,6 +81,57 @@ def test_rows_of_apps_that_cannot_be_graded(tmp_path: Path, more: dict[str, Any]
 )
 def test_time_limits_as_the_sets_write_them(text: str | None, seconds: float) -> None:
     assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "megabytes"), [("256.0 megabytes", 256), ("2048 megabytes", 2048), ("None", 0), (None, 0)]
+)
+def test_memory_limits_as_the_sets_write_them(text: str | None, megabytes: int) -> None:
+    assert megabytes_of(text) == megabytes
+
+
+def test_a_row_with_more_memory_gets_it(tmp_path: Path) -> None:
+    (item,) = load(tmp_path, "taco", apps(memory_limit="2048.0 megabytes"))
+    assert item.task.grading.memory_mb == 2048
+    tests = {"input": ["1"], "output": ["1"]}
+    row = {"name": "a", "description": "b", "public_tests": tests, "memory_limit_bytes": 3 << 30}
+    (item,) = load(tmp_path, "code_contests", row)
+    assert item.task.grading.memory_mb == 3072
+
+
+def test_keys_that_were_integers_are_integers_again(tmp_path: Path) -> None:
+    told = call(inputs=[[{"1": 2, "3": 4}]], outputs=[{"1": 6}])
+    (item,) = load(tmp_path, "apps", apps(input_output=told))
+    (case,) = item.oracle.cases
+    assert (case.args, case.expected, case.lists) == (({1: 2, 3: 4},), [{1: 6}], True)
+    told = call(inputs=[[{"a": 2}, 1]], outputs=[[{"1": 6}]])
+    (item,) = load(tmp_path, "apps", apps(question="Other", input_output=told))
+    (case,) = item.oracle.cases
+    assert (case.args, case.expected) == (({"a": 2},), [{1: 6}])
+
+
+def test_a_solution_says_what_is_called_where_no_starter_does(tmp_path: Path) -> None:
+    method = "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b\n"
+    plain = "def add(a, b):\n    return a + b\n"
+    rows = [
+        apps(problem_id=n, question=f"Add {n}", input_output=call(), solutions=json.dumps([text]))
+        for n, text in enumerate((method, plain))
+    ]
+    items = load(tmp_path, "apps", *rows)
+    assert [item.oracle.cases[0].function for item in items] == ["Solution.add", "add"]
+
+
+def test_long_integers_are_read(tmp_path: Path) -> None:
+    told = json.dumps({"fn_name": "add", "inputs": [[10**5000, 1]], "outputs": [[10**5000 + 1]]})
+    (item,) = load(tmp_path, "apps", apps(input_output=told))
+    assert item.oracle.cases[0].args == (10**5000, 1)
+
+
+def test_live_code_bench_compares_by_line_and_exactly(tmp_path: Path) -> None:
+    (item,) = load(tmp_path, "live_code_bench", live())
+    assert (item.oracle.by_line, item.oracle.tolerance) == (True, 0.0)
+    (item,) = load(tmp_path, "apps", apps())
+    assert (item.oracle.by_line, item.oracle.tolerance) == (False, 1e-5)
 
 
 def test_a_contest_that_reads_a_file_is_refused(tmp_path: Path) -> None:
@@ -172,18 +224,85 @@ def test_rows_of_mbpp_that_cannot_be_graded(tmp_path: Path, more: dict[str, Any]
     assert message in str(caught.value)
 
 
+FLOATS = """import numpy as np
+
+def is_floats(x) -> bool:
+    # check if it is float; List[float]; Tuple[float]
+    if isinstance(x, float):
+        return True
+    if isinstance(x, (list, tuple)):
+        return all(isinstance(i, float) for i in x)
+    if isinstance(x, np.ndarray):
+        return x.dtype == np.float64 or x.dtype == np.float32
+    return False
+
+"""
+EQUAL = """
+def assertion(out, exp, atol):
+    exact_match = out == exp
+
+    if atol == 0 and is_floats(exp):
+        atol = 1e-6
+    if not exact_match and atol != 0:
+        assert np.allclose(out, exp, rtol=1e-07, atol=atol)
+    else:
+        assert exact_match, f"out: {out}, exp: {exp}"
+
+"""
+AS_SETS = """
+def assertion(out, exp, atol):
+    if atol == 0 and is_floats(exp):
+        atol = 1e-6
+    out = set(out)
+    exp = set(exp)
+    if out != exp and atol != 0:
+        assert np.allclose(out, exp, rtol=1e-07, atol=atol)
+    else:
+        assert out == exp, f"out: {out}, exp: {exp}"
+
+"""
+AS_TRUTH = """
+def assertion(out, exp, atol):
+    if isinstance(out, bool):
+        exact_match = out == exp
+    else:
+        exact_match = exp == (out is not None)
+
+"""
+PLUS_ROW = {
+    "task_id": 1,
+    "prompt": "x",
+    "code": "def f(a):\n    return a\n",
+    "test_list": ["assert f(1) == 1"],
+}
+LOOP = "inputs = [[1], [2], [3]]\nresults = [1, 0.5, [[0.5]]]\nfor i, (inp, exp) in enumerate(zip(inputs, results)):\n    assertion({}, exp, {})\n"
+
+
 def test_evalplus_takes_the_tolerance_of_its_row(tmp_path: Path) -> None:
-    test = "inputs = [[1], [2]]\nresults = [1, 0.5]\nfor inp, exp in zip(inputs, results):\n    assertion(f(*inp), exp, {})\n"
-    row = {
-        "task_id": 1,
-        "prompt": "x",
-        "code": "def f(a):\n    return a\n",
-        "test_list": ["assert f(1) == 1"],
-    }
-    (item,) = load(tmp_path, "evalplus", row | {"test": test.format("0")})
-    assert [case.tolerance for case in item.oracle.cases] == [0.0, 1e-6]
-    (item,) = load(tmp_path, "evalplus", row | {"test": test.format("1e-3")})
-    assert [case.tolerance for case in item.oracle.cases] == [1e-3, 1e-3]
+    test = FLOATS + EQUAL + LOOP.format("f(*inp)", "0")
+    (item,) = load(tmp_path, "evalplus", PLUS_ROW | {"test": test})
+    assert [case.tolerance for case in item.oracle.cases] == [0.0, 1e-6, 0.0]
+    (item,) = load(tmp_path, "evalplus", PLUS_ROW | {"test": FLOATS + EQUAL + LOOP.format("f(*inp)", "1e-3")})
+    assert [case.tolerance for case in item.oracle.cases] == [1e-3, 1e-3, 1e-3]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        FLOATS + AS_SETS + LOOP.format("f(*inp)", "0"),
+        AS_TRUTH + LOOP.format("f(*inp)", "0"),
+        FLOATS + EQUAL + LOOP.format("sorted(f(*inp))", "0"),
+        FLOATS
+        + EQUAL.replace("exact_match = out == exp", "exact_match = out is exp")
+        + LOOP.format("f(*inp)", "0"),
+        FLOATS.replace("float", "int") + EQUAL + LOOP.format("f(*inp)", "0"),
+        FLOATS + EQUAL + LOOP.format("f(*inp)", "0").replace("zip(inputs", "zip(inputs[1:]"),
+    ],
+    ids=["sets", "truth", "sorted", "is", "floats", "slice"],
+)
+def test_evalplus_asserts_of_another_meaning_stay_with_pytest(tmp_path: Path, test: str) -> None:
+    (item,) = load(tmp_path, "evalplus", PLUS_ROW | {"test": test})
+    assert (item.task.grading.runner, item.oracle.cases) == ("pytest", ())
 
 
 def test_bigcodebench_takes_its_image_from_the_configuration(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ from insitu.config import load_config
 from insitu.errors import ConfigError, GradeError, TaskError
 from insitu.grade.clean import runner_for
 from insitu.tasks.dataset import RowSource
-from insitu.tasks.functions import FAILURES, UserFunction, load_function, reward_of
+from insitu.tasks.functions import FAILURES, FunctionFailed, UserFunction, load_function, reward_of
 from insitu.tasks.open import FORMATS, action_of, open_rows, open_source
 from insitu.types import FileEntry, Limits, Outcome, Task, Verdict
 
@@ -166,6 +167,51 @@ async def test_a_reward_that_hangs_is_given_up_and_does_not_keep_the_process() -
     assert left
     assert all(thread.daemon for thread in left)
     release.set()
+
+
+async def test_a_call_that_hangs_keeps_its_place_until_it_returns() -> None:
+    release, running, most = threading.Event(), [0], [0]
+    lock = threading.Lock()
+
+    def hangs(*_: object) -> float:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        release.wait(60.0)
+        with lock:
+            running[0] -= 1
+        return 0.5
+
+    user = UserFunction("mine:reward", hangs, at_once=2, timeout_s=0.1)
+    late = "did not return within 0.1 s"
+    no_place = "left no place free for 0.1 s: 2 earlier calls hang"
+    ended = await asyncio.gather(*(reward(user) for _ in range(4)), return_exceptions=True)
+    assert [str(error) for error in ended] == [f"mine:reward {said}" for said in 2 * [late] + 2 * [no_place]]
+    assert most == [2]
+    with pytest.raises(FunctionFailed, match=f"5 times in a row; the last time it {no_place}"):
+        await reward(user)
+    release.set()
+    assert (await reward(user)).reward == 0.5
+
+
+async def test_a_caller_that_is_cancelled_does_not_free_the_place_of_its_thread() -> None:
+    release = threading.Event()
+    user = UserFunction("mine:reward", lambda *_: float(release.wait(60.0)), timeout_s=60.0)
+    first, second = asyncio.ensure_future(reward(user)), asyncio.ensure_future(reward(user))
+    await asyncio.sleep(0.05)
+    first.cancel()
+    await asyncio.sleep(0.05)
+    threads = [thread for thread in threading.enumerate() if thread.name == "insitu-user-function"]
+    assert len(threads) == 1
+    release.set()
+    assert (await second).reward == 1.0
+
+
+async def test_a_queue_that_moves_is_waited_for() -> None:
+    """Longer than the limit of one call: slow is not hanging."""
+    user = UserFunction("mine:reward", lambda *_: time.sleep(0.1) or 0.5, timeout_s=0.25)
+    ended = await asyncio.gather(*(reward(user) for _ in range(6)))
+    assert [verdict.reward for verdict in ended] == 6 * [0.5]
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), StopIteration()])

@@ -305,7 +305,6 @@ class Grader:
     def _spec(self, task: Task, runner: Runner) -> SandboxSpec:
         limited = "resource_limits" in self._backend.capabilities
         plain = is_plain(task.setup)
-        memory = self._config.memory_bytes if plain else self._config.image_memory_bytes
         processes = self._config.max_processes if plain else self._config.image_processes
         return SandboxSpec(
             image=task.setup.image,
@@ -314,10 +313,15 @@ class Grader:
             network="none",
             binds=runner.needs(),
             places=runner.places,
-            memory_bytes=memory if limited else None,
+            memory_bytes=self._memory_bytes(task) if limited else None,
             max_processes=processes if limited else None,
             label=f"grade/{task.id}",
         )
+
+    def _memory_bytes(self, task: Task) -> int:
+        """Of one process of a grade."""
+        given = self._config.memory_bytes if is_plain(task.setup) else self._config.image_memory_bytes
+        return max(given, task.grading.memory_mb << 20)
 
     async def _run(
         self,
@@ -339,9 +343,8 @@ class Grader:
             cpu_s=cpu_s,
             wall_s=wall_s,
             max_output_bytes=self._config.max_output_bytes,
-            memory_bytes=(
-                self._config.memory_bytes if is_plain(task.setup) else self._config.image_memory_bytes
-            ),
+            memory_bytes=self._memory_bytes(task),
+            parallel=self._config.parallel,
             python=self._config.python,
             another=None if task.setup.commands or task.setup.root_commands else another,
         )
@@ -388,7 +391,7 @@ def _digest(oracle: Oracle) -> str:
     """Names what a finding depends on besides task and diff."""
     tests = oracle.tests
     files = {path: (entry.executable, entry.content) for path, entry in tests.files.items()}
-    strong = (oracle.cases, oracle.exchanges, oracle.checker)
+    strong = (oracle.cases, oracle.exchanges, oracle.checker, oracle.by_line, oracle.tolerance)
     whole = (strong, tests, sorted(files.items()), tests.patch, tests.script)
     return hashlib.sha256(ascii(whole).encode()).hexdigest()
 

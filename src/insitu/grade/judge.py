@@ -9,6 +9,7 @@ from insitu.grade.clean import Grader
 from insitu.grade.strength import below
 from insitu.grade.verdict import MAX_REASON_CHARS
 from insitu.tasks.base import TaskSource
+from insitu.tasks.functions import FunctionFailed
 from insitu.types import Outcome, Strength, Task, Tree, Verdict
 
 log = logging.getLogger(__name__)
@@ -23,12 +24,14 @@ class TaskJudge:
 
     async def __call__(self, task: Task, tree: Tree) -> Verdict:
         """A row that cannot be graded earns nothing and costs nothing: it is no reason to end a run, and no
-        agent can make one."""
+        agent can make one. A function of the user's that fails again and again is: raises FunctionFailed."""
         oracle = self._source.oracle(task)
         try:
             verdict = await self._grader.grade(task, oracle, tree)
             if verdict.outcome is not Outcome.INFRA and below(verdict.strength, self._least):
                 raise TaskError(f"grade.min_strength = {self._least}: the verdict is {verdict.strength}")
+        except FunctionFailed:
+            raise
         except TaskError as error:
             log.warning("ungraded task=%s reason=%s", task.id, error)
             return Verdict(

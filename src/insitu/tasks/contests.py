@@ -34,8 +34,37 @@ PROGRAM = (
     "Write a Python 3 program in {entry} that reads standard input and prints the answer.\n\n{question}\n"
 )
 FUNCTION = "Write {name} in {entry}, in Python 3. Keep its name and its parameters.\n\n{question}\n"
+IMPORTS = """\
+import bisect
+import collections
+import copy
+import functools
+import heapq
+import itertools
+import json
+import math
+import operator
+import random
+import re
+import string
+import sys
+import time
+from typing import *
+from bisect import *
+from collections import *
+from copy import deepcopy
+from functools import *
+from heapq import *
+from itertools import *
+from math import ceil, comb, cos, exp, fabs, factorial, floor, gcd, inf, isqrt, log, log2, pi, prod, sin, sqrt
+
+"""
+"""The sets put such lines before a solution, and starters and solutions rely on them (`List`). Not among
+them: numpy, which APPS imports too."""
 TIMEOUT_S = 10.0
 """CPU seconds per input, where a row names none; never less: limits of contests are meant for C++."""
+MEMORY_MB = 1024
+"""Memory, where a row names none or less, for the same reason."""
 PYTHON3 = 3
 """Of CodeContests' languages."""
 
@@ -61,8 +90,11 @@ class Problem:
     starter: str = ""
     solutions: Sequence[str] = ()
     exchanges: tuple[Exchange, ...] = ()
+    by_line: bool = False
+    tolerance: float = 1e-6
     cases: tuple[Case, ...] = ()
     timeout_s: float = TIMEOUT_S
+    memory_mb: int = MEMORY_MB
 
 
 def problem_item(problem: Problem, options: LoadOptions) -> Item:
@@ -73,15 +105,17 @@ def problem_item(problem: Problem, options: LoadOptions) -> Item:
         prompt = FUNCTION.format(name=problem.function, entry=ENTRY, question=problem.question.strip())
     else:
         prompt = PROGRAM.format(entry=ENTRY, question=problem.question.strip())
-    solution = next((text for text in problem.solutions if _is_python(text)), "")
+    solution = _gold(problem.solutions)
+    starter = IMPORTS + problem.starter if problem.function else problem.starter
     return make_item(
         id=problem.id,
         prompt=prompt,
-        files=text_tree({ENTRY: problem.starter if problem.starter.strip() else "\n"}, "starter_code"),
+        files=text_tree({ENTRY: starter if starter.strip() else "\n"}, "starter_code"),
         grading=GradingPlan(
             runner="json_io" if problem.cases else "stdio",
             entry=ENTRY,
             timeout_s=max(TIMEOUT_S, problem.timeout_s),
+            memory_mb=max(MEMORY_MB, problem.memory_mb),
         ),
         limits=options.limits,
         family=problem.family,
@@ -90,9 +124,16 @@ def problem_item(problem: Problem, options: LoadOptions) -> Item:
             cases=problem.cases,
             exchanges=problem.exchanges,
             checker=options.checker,
+            by_line=problem.by_line,
+            tolerance=problem.tolerance,
             gold=text_tree({ENTRY: solution}, "solution") if solution else {},
         ),
     )
+
+
+def _gold(solutions: Sequence[str]) -> str:
+    """The first solution in Python 3; empty when there is none."""
+    return next((text for text in solutions if _is_python(text)), "")
 
 
 def _is_python(text: str) -> bool:
@@ -117,6 +158,10 @@ def _text(value: object) -> str:
 # --------------------------------------------------------------------------- APPS and TACO
 
 
+TOLERANCE = 1e-5
+"""By how much outputs may differ: the set compares with numpy.allclose."""
+
+
 class InputOutput(Row):
     """The column input_output."""
 
@@ -134,6 +179,7 @@ class AppsRow(Row):
     input_output: Annotated[InputOutput | None, BeforeValidator(_json)] = None
     starter_code: str | None = None
     time_limit: str | None = None
+    memory_limit: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +199,9 @@ class AppsFormat:
         starter = parsed.starter_code or ""
         pairs = list(zip(told.inputs, told.outputs, strict=True))
         function = told.fn_name or ""
-        named = f"Solution.{function}" if function and "class Solution" in starter else function
+        gold = _gold(parsed.solutions or ())
+        shown = starter if starter.strip() else gold
+        named = f"Solution.{function}" if function and "class Solution" in shown else function
         # A set without ids: rows are named by their place.
         name = str(place.number if parsed.problem_id is None else parsed.problem_id)
         problem = Problem(
@@ -162,10 +210,12 @@ class AppsFormat:
             family=self.name,
             function=named,
             starter=starter,
-            solutions=parsed.solutions or (),
+            solutions=(IMPORTS + gold,) if gold else (),
             exchanges=() if named else tuple(Exchange(stdin=_text(a), expected=_text(b)) for a, b in pairs),
+            tolerance=TOLERANCE,
             cases=tuple(_call(named, a, b) for a, b in pairs) if named else (),
             timeout_s=seconds_of(parsed.time_limit),
+            memory_mb=megabytes_of(parsed.memory_limit),
         )
         return problem_item(problem, options)
 
@@ -174,13 +224,33 @@ def _call(function: str, args: object, expected: object) -> Case:
     """The set compares a result with the output and, where that is a list, with its first element."""
     if not isinstance(args, list):
         raise TaskError("input_output: the inputs of a function are no list of arguments")
-    return Case(function=function, args=tuple(args), expected=expected, exact=False, wrapped=True)
+    if args and isinstance(args[0], dict):
+        args = [_int_keys(args[0])]
+    if isinstance(expected, dict):
+        expected = [_int_keys(expected)]
+    elif isinstance(expected, list) and expected and isinstance(expected[0], dict):
+        expected = [_int_keys(expected[0])]
+    return Case(function=function, args=tuple(args), expected=expected, exact=False, wrapped=True, lists=True)
+
+
+def _int_keys(value: dict[str, object]) -> dict[Any, object]:
+    """JSON made texts of the keys: the set turns them back where all are integers."""
+    try:
+        return {int(key): item for key, item in value.items()}
+    except ValueError:
+        return value
 
 
 def seconds_of(text: str | None) -> float:
     """`2.0 seconds`, `2000 ms`, `None`; 0 where nothing is said."""
     found = re.match(r"\s*(\d+(?:\.\d+)?)\s*(ms|milli)?", text or "")
     return float(found[1]) / (1000 if found[2] else 1) if found else 0.0
+
+
+def megabytes_of(text: str | None) -> int:
+    """`256.0 megabytes`, `None`; 0 where nothing is said."""
+    found = re.match(r"\s*(\d+)(?:\.\d+)?\s*mega", text or "")
+    return int(found[1]) if found else 0
 
 
 # --------------------------------------------------------------------------- CodeContests
@@ -215,6 +285,7 @@ class ContestRow(Row):
     generated_tests: ContestTests = ContestTests()
     solutions: ContestSolutions = ContestSolutions()
     time_limit: TimeLimit | None = None
+    memory_limit_bytes: int = 0
     input_file: str = ""
     output_file: str = ""
 
@@ -244,6 +315,7 @@ class CodeContests:
             solutions=[text for language, text in solved if language == PYTHON3],
             exchanges=tuple(exchanges),
             timeout_s=limit.seconds + limit.nanos / 1e9,
+            memory_mb=parsed.memory_limit_bytes >> 20,
         )
         return problem_item(problem, options)
 
@@ -318,6 +390,8 @@ class LiveCodeBench:
             function=function,
             starter=parsed.starter_code,
             exchanges=() if function else tuple(Exchange(stdin=t.input, expected=t.output) for t in tests),
+            by_line=True,
+            tolerance=0.0,
             cases=tuple(_live_call(function, test) for test in tests) if function else (),
         )
         return problem_item(problem, options)
@@ -327,6 +401,6 @@ def _live_call(function: str, test: LiveTest) -> Case:
     """One argument per line, each as JSON."""
     try:
         args = tuple(json.loads(line) for line in test.input.split("\n") if line.strip())
-        return Case(function=function, args=args, expected=json.loads(test.output), exact=False)
+        return Case(function=function, args=args, expected=json.loads(test.output), exact=False, lists=True)
     except ValueError as error:
         raise TaskError(f"a functional test is not JSON: {error}") from None

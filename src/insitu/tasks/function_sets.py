@@ -7,6 +7,8 @@ BigCodeBench's unittest classes always do.
 from __future__ import annotations
 
 import ast
+import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -201,27 +203,61 @@ class EvalPlus:
 
 
 def plus_cases(test: str, function: str) -> tuple[Case, ...]:
-    """Cases of `inputs` and `results`, two lists of literals that a loop compares; () for any other test."""
+    """Cases of `inputs` and `results`, two lists of literals that a loop compares by the set's usual
+    `assertion`; () for any other test."""
     lists: dict[str, ast.expr] = {}
-    tolerance: float | None = None
+    meanings: dict[str, str] = {}
+    loops: list[ast.For] = []
     for node in ast.walk(parsed(test, "test")):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             lists.setdefault(node.targets[0].id, node.value)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "assertion":
-            if ast.unparse(node.args[1]) != "exp" or not isinstance(node.args[2], ast.Constant):
-                return ()
-            tolerance = float(node.args[2].value)  # type: ignore[arg-type]
-    if tolerance is None or not {"inputs", "results"} <= lists.keys():
+        elif isinstance(node, ast.FunctionDef):
+            meanings[node.name] = _meaning(node)
+        elif isinstance(node, ast.For):
+            loops.append(node)
+    if not {"inputs", "results"} <= lists.keys() or len(loops) != 1:
         return ()
+    if meanings.get("assertion") not in ASSERTIONS or meanings.get("is_floats") not in IS_FLOATS:
+        return ()
+    tolerance = _loop_tolerance(loops[0], function if "check" not in meanings else "candidate")
     try:
         inputs, results = literal_value(lists["inputs"]), literal_value(lists["results"])
     except NotPlain:
         return ()
-    if not isinstance(inputs, list) or not isinstance(results, list) or len(inputs) != len(results):
+    if tolerance is None or not isinstance(inputs, list) or not isinstance(results, list):
+        return ()
+    if len(inputs) != len(results):
         return ()
     return tuple(
         _plus_case(function, args, wanted, tolerance) for args, wanted in zip(inputs, results, strict=True)
     )
+
+
+ASSERTIONS = ("1dda2052de12e982", "98ef7e0b265a2e3f", "e7b0160a3c465957", "e610353ec6a47ed7")
+"""`assertion(out, exp, atol)` of equality, where floats may differ by atol or 1e-6, in the versions in which
+the sets were published. Of other meaning are those of sets, of mere truth and of two right answers."""
+IS_FLOATS = ("fe69f80aa3d5f149", "3ff8cd6a6f8503d7")
+"""`is_floats(x)`: a float, or a list or a tuple of floats."""
+
+
+def _meaning(node: ast.FunctionDef) -> str:
+    """A hash of a function without its comments, docstring and messages."""
+    copied = ast.parse(ast.unparse(node)).body[0]
+    for part in ast.walk(copied):
+        if isinstance(part, ast.Assert):
+            part.msg = None
+        elif isinstance(part, ast.FunctionDef) and ast.get_docstring(part):
+            part.body = part.body[1:]
+    return hashlib.sha256(ast.unparse(copied).encode()).hexdigest()[:16]
+
+
+def _loop_tolerance(loop: ast.For, called: str) -> float | None:
+    """The last argument of the one assertion of a loop over inputs and results; None for any other loop."""
+    lines = ast.unparse(loop).split("\n")
+    if len(lines) != 2 or lines[0] != "for i, (inp, exp) in enumerate(zip(inputs, results)):":
+        return None
+    found = re.fullmatch(rf"    assertion\({re.escape(called)}\(\*inp\), exp, ([0-9.e-]+)\)", lines[1])
+    return float(found[1]) if found else None
 
 
 def _plus_case(function: str, args: object, wanted: object, tolerance: float) -> Case:
@@ -232,13 +268,13 @@ def _plus_case(function: str, args: object, wanted: object, tolerance: float) ->
         args=tuple(args),
         expected=wanted,
         exact=False,
-        tolerance=tolerance or (FLOAT_TOLERANCE if _has_float(wanted) else 0.0),
+        tolerance=tolerance or (FLOAT_TOLERANCE if _is_floats(wanted) else 0.0),
     )
 
 
-def _has_float(value: object) -> bool:
+def _is_floats(value: object) -> bool:
     if isinstance(value, list | tuple):
-        return any(map(_has_float, value))
+        return all(isinstance(item, float) for item in value)
     return isinstance(value, float)
 
 

@@ -3,6 +3,7 @@
 transform_sample(row: dict) -> dict | None                  before the schema; None leaves the row out
 build_action(response: str, task: Task) -> {path: text}     a reply without an agent becomes files
 evaluate_response(row: dict, answer: dict, verdict) -> float  the reward, 0 to 1, of a graded answer
+checker(stdin: str, expected: str, printed: str) -> bool    whether the output of a program is right
 
 A function that raises is broken, and says nothing about the model: its attempt has failed of the
 infrastructure, and several failures in a row end the run.
@@ -74,42 +75,88 @@ class BadResult(Exception):
     """A function returned something that is not a result. `str(error)` says what."""
 
 
+class FunctionFailed(TaskError):
+    """A function has failed several times in a row: the run ends."""
+
+
+class _Late(Exception):
+    """A call did not return in time, or found no place. `str(error)` says which."""
+
+
 class UserFunction:
-    """One of the user's functions, called in threads: it may take its time, and may hang."""
+    """One of the user's functions, called in threads: it may take its time, and may hang.
+
+    A thread cannot be killed, so a call that hangs keeps its place until it returns: never more than
+    `at_once` calls run, and once all places hang, further calls fail.
+    """
 
     def __init__(
         self, name: str, function: Callable[..., Any], *, at_once: int = 1, timeout_s: float = CALL_S
     ) -> None:
-        """`name`: for messages. `at_once`: calls that may run at the same time."""
+        """`name`: for messages. `at_once`: calls that may run at the same time. `timeout_s`: of one call,
+        and of the wait for a place while all hang."""
         self.name, self._function, self._timeout_s = name, function, timeout_s
-        self._places = asyncio.Semaphore(at_once)
+        self._at_once, self._places = at_once, asyncio.Semaphore(at_once)
+        self._hanging = 0
+        """Calls that have not returned in time, nor since."""
         self._failures = 0
 
     async def call(self, work: Callable[[Callable[..., Any]], Result]) -> Result:
         """Run `work`, which gets the function, in a thread.
 
-        Raises GradeError when the function raised, returned no result (BadResult) or did not return in time,
-        and TaskError, which ends the run, for the last of FAILURES failures in a row.
+        Raises GradeError when the function raised, returned no result (BadResult), did not return in time or
+        left no place free, and FunctionFailed for the last of FAILURES failures in a row.
         """
         try:
-            async with self._places, asyncio.timeout(self._timeout_s) as limit:
-                result = await _in_thread(lambda: work(self._function))
+            await self._place()
+            result = await self._result(lambda: work(self._function))
         except Exception as error:  # the boundary: it is the user's code
             self._failures += 1
-            problem = self._problem(error, late=limit.expired())
+            problem = self._problem(error)
             if self._failures < FAILURES:
                 raise GradeError(f"{self.name} {problem}") from error
-            raise TaskError(
+            raise FunctionFailed(
                 f"{self.name} failed {self._failures} times in a row; the last time it {problem}"
             ) from error
         self._failures = 0
         return result
 
-    def _problem(self, error: Exception, *, late: bool) -> str:
+    async def _place(self) -> None:
+        """Take a place. Raises _Late when all of them hang; else one becomes free in time, if not at once for
+        this call."""
+        while True:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._places.acquire()
+                    return
+            except TimeoutError:
+                if self._hanging == self._at_once:
+                    raise _Late(
+                        f"left no place free for {self._timeout_s:g} s: {self._hanging} earlier calls hang"
+                    ) from None
+
+    async def _result(self, work: Callable[[], Result]) -> Result:
+        """The result of `work`, from a thread that gives the place back when it ends. Raises _Late."""
+        done = _in_thread(work)
+        done.add_done_callback(lambda _: self._places.release())
+        try:
+            # Shielded: whoever gives up waiting does not free the place of a thread that runs on.
+            async with asyncio.timeout(self._timeout_s):
+                result, error = await asyncio.shield(done)
+        except TimeoutError:
+            self._hanging += 1
+            done.add_done_callback(self._returned)
+            raise _Late(f"did not return within {self._timeout_s:g} s") from None
+        if error is not None:
+            raise error if isinstance(error, Exception) else RuntimeError(repr(error)) from error
+        return result  # type: ignore[return-value]
+
+    def _returned(self, _: object) -> None:
+        self._hanging -= 1
+
+    def _problem(self, error: Exception) -> str:
         """What it did, and where in the function's own file it raised."""
-        if late:
-            return f"did not return within {self._timeout_s:g} s"
-        if isinstance(error, BadResult):
+        if isinstance(error, BadResult | _Late):
             return str(error)[:MAX_SAID_CHARS]
         code = getattr(self._function, "__code__", None)
         frames = traceback.extract_tb(error.__traceback__)
@@ -118,15 +165,11 @@ class UserFunction:
         return f"raised {ascii(error)[:MAX_SAID_CHARS]}{''.join(place)}"
 
 
-async def _in_thread(work: Callable[[], Result]) -> Result:
-    """The result of `work`, from a daemon thread: one that never returns does not keep the process alive, as
+def _in_thread(work: Callable[[], Result]) -> asyncio.Future[tuple[Result | None, BaseException | None]]:
+    """What becomes of `work` in a daemon thread: one that never returns does not keep the process alive, as
     a thread of asyncio.to_thread would."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[Result | None, BaseException | None]] = loop.create_future()
-
-    def settle(result: Result | None, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result((result, error))
 
     def run() -> None:
         result, failed = None, None
@@ -135,20 +178,17 @@ async def _in_thread(work: Callable[[], Result]) -> Result:
         except BaseException as error:  # noqa: BLE001 - sys.exit() in a thread must not be lost either
             failed = error
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failed)
+            loop.call_soon_threadsafe(done.set_result, (result, failed))
 
     threading.Thread(target=run, name="insitu-user-function", daemon=True).start()
-    result, error = await done
-    if error is not None:
-        raise error if isinstance(error, Exception) else RuntimeError(repr(error)) from error
-    return result  # type: ignore[return-value]
+    return done
 
 
 async def reward_of(
     function: UserFunction, row: RawRow, task: Task, after: Tree, verdict: Verdict
 ) -> Verdict:
     """`verdict` with the reward of the user's function, which gets the row, the text of each file that the
-    answer changed, and the verdict. Raises GradeError, TaskError as UserFunction.call."""
+    answer changed, and the verdict. Raises GradeError, FunctionFailed as UserFunction.call."""
     if verdict.outcome in FINAL:
         return verdict
     changed = {

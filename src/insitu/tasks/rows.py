@@ -10,6 +10,7 @@ import ast
 import difflib
 import gzip
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,10 @@ from insitu.errors import TaskError, boundary
 
 RawRow = Mapping[str, Any]
 MAX_REASON_CHARS = 300
+MAX_DIGITS = 100_000
+"""Of an integer in a row or in an answer. The time to read one grows with the square."""
+# Python's own cap, 4300, is for the whole process: sets and solutions have longer ones (factorials, powers).
+sys.set_int_max_str_digits(MAX_DIGITS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,6 +73,8 @@ class GradingPlan:
     protected: tuple[str, ...] = ()
     """Paths (fnmatch patterns) whose changes are dropped from the diff and recorded."""
     timeout_s: float = 10.0
+    memory_mb: int = 0
+    """Memory of one process, where that is more than the grader gives anyway."""
     reward: RewardKind = "binary"
     """binary = 1 when all that is required passes, else 0; fraction = the share that passes, by weight."""
 
@@ -110,6 +112,8 @@ class Case:
     """Above 0: by how much numbers may differ, for sets that compare so; `exact` means nothing then."""
     wrapped: bool = False
     """`expected` is a list, and its first element alone counts as well (APPS)."""
+    lists: bool = False
+    """A tuple in the result counts as a list: the contests' expected values have no tuples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +171,11 @@ class Oracle:
     checker: str = ""
     """stdio: dotted path of a function of the host, (stdin, expected, printed) -> whether it is right; empty
     = by words and numbers."""
+    by_line: bool = False
+    """stdio: the words must stand on the same lines."""
+    tolerance: float = 1e-6
+    """stdio: by how much a number may differ that is expected with a fraction, absolutely or relative to the
+    expected one; 0 = numbers are equal as numbers."""
     tests: HiddenTests = field(default=HiddenTests(), repr=False)
     """Every other runner."""
     gold: Tree = field(default_factory=dict, repr=False)
@@ -189,6 +198,8 @@ def task_hash(prompt: str, files: Tree, grading: GradingPlan, setup: Setup = Set
         f"protected={grading.protected!r}, timeout_s={grading.timeout_s!r})"
     )
     parts: list[bytes] = [prompt.encode(), plan.encode()]
+    if grading.memory_mb:
+        parts.append(f"memory_mb={grading.memory_mb}".encode())
     if grading.reward != "binary":
         parts.append(f"reward={grading.reward}".encode())
     if setup != Setup():

@@ -41,6 +41,8 @@ class RunLimits:
     """Private memory of one process."""
     python: str
     """Inside path of the interpreter."""
+    parallel: int = 1
+    """Runs that the grader may have open at once."""
     meter: Meter = field(default_factory=Meter)
     another: Callable[[], Awaitable[Sandbox]] | None = None
     """Opens one more box like the one given, for a process that must not find what an earlier one left. The
@@ -93,7 +95,7 @@ class Runner(Protocol):
         """What a grading box must show. Raises SetupError when this machine lacks it."""
 
     def processes(self, task: Task, oracle: Oracle) -> int:
-        """Processes that `run` starts one after the other, each with its own time."""
+        """Processes and checks that `run` makes one after the other, each with its own time."""
 
     async def run(
         self, box: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits

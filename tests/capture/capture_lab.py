@@ -149,10 +149,12 @@ class Lab:
         hints: Hints = (),
         *,
         barred: bool = False,
+        stream: bool = False,
     ) -> Call:
         """Plan, render what is left, extend. `barred`: tools are sent and none may be called."""
         offered = () if barred else tools
-        request = replace(self.request(self._spliced(tuple(messages)), offered), hints=hints, barred=barred)
+        asked = self.request(self._spliced(tuple(messages)), offered)
+        request = replace(asked, hints=hints, barred=barred, stream=stream)
         plan = self.forest.plan(request, FINGERPRINT)
         if self._splices:  # what an earlier request left known changes nothing that is found
             whole = self.forest.plan(replace(request, messages=tuple(messages)), FINGERPRINT)
@@ -238,9 +240,11 @@ class Lab:
         hints: Hints = (),
         *,
         barred: bool = False,
+        stream: bool = False,
     ) -> Call:
         """One ordinary delivered call."""
-        return self.deliver(self.sample(self.ask(messages, tools, hints, barred=barred), reply))
+        asked = self.ask(messages, tools, hints, barred=barred, stream=stream)
+        return self.deliver(self.sample(asked, reply))
 
 
 def long_chain(turns: int) -> tuple[Forest, list[Message]]:

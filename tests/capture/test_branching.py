@@ -351,13 +351,52 @@ def test_samples_asked_for_on_purpose_count_when_the_agent_goes_on_with_one() ->
 # ------------------------------------------------------------ calls without tools
 
 
+@pytest.mark.parametrize("reflected", [False, True])
+def test_the_commit_message_of_an_agent_without_tools_is_auxiliary(reflected: bool) -> None:
+    """As aider asks: it streams its edits, and asks for the commit message whole. Each prompt of its line is
+    written anew around examples that were never sampled."""
+    lab = Lab()
+    head = [SYS, user("an example"), says("an example's answer")]
+    edit, message = says("f\n<<<<<<< SEARCH\na\n=======\nb\n>>>>>>> REPLACE"), says("fix: write b")
+    lab.turn([*head, user("fix it")], edit, tools=(), stream=True)
+    commit = [system("You write one-line commit messages."), user(f"USER: fix it\nASSISTANT: {edit.text}")]
+    lab.turn(commit, message, tools=())
+    if reflected:
+        done = [user("committed as 1f, commit msg: fix: write b"), says("Ok.")]
+        again = [*head, user("fix it"), edit, *done, user("the linter says: f:1 E1")]
+        lab.turn(again, says("f\n<<<<<<< SEARCH\nb\n=======\nc"), tools=(), stream=True)
+        lab.turn([commit[0], user("USER: the linter says")], says("fix: write c"), tools=())
+    trajectory = export(lab)
+    side = {1, 3} if reflected else {1}
+    assert {turn for turn, why in reasons_of(trajectory).items() if why} == side
+    assert trajectory.ledger.excluded == {"auxiliary": 3 * len(side)}
+    assert labels(trajectory)[-1] == "final"
+
+
+def test_an_architect_and_its_editor_are_trained_where_both_are_streamed() -> None:
+    lab = Lab()
+    lab.turn([system("architect"), user("fix it")], says("Replace a by b in f."), tools=(), stream=True)
+    lab.turn([system("editor"), user("Replace a by b in f.")], says("f: a -> b"), tools=(), stream=True)
+    lab.turn([system("commit"), user("diff")], says("fix: b"), tools=())
+    assert [turn for turn, why in reasons_of(export(lab)).items() if why] == [2]
+
+
+def test_a_call_repeated_without_a_stream_is_no_side_call() -> None:
+    """Agents do so where a stream broke; the system prompt is the line's."""
+    lab = Lab()
+    lab.turn([SYS, user("fix it")], says("f: a -> b"), tools=(), stream=True)
+    lab.turn([SYS, user("fix the other")], says("g: a -> b"), tools=())
+    assert not any(reasons_of(export(lab)).values())
+
+
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("title_first", [True, False])
-def test_of_single_calls_that_nothing_links_all_are_trained(title_first: bool) -> None:
+def test_of_single_calls_that_nothing_links_all_are_trained(title_first: bool, stream: bool) -> None:
     lab = Lab()
     title = ([system("make a title"), user("fix it")], says("A title"))
     calls = [title, ([SYS, user("fix it")], says("f: a -> b"))]
     for messages, reply in calls if title_first else reversed(calls):
-        lab.turn(messages, reply, tools=())
+        lab.turn(messages, reply, tools=(), stream=stream)
     assert not any(reasons_of(export(lab)).values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -75,7 +76,6 @@ REFUSED: Sequence[tuple[str, Mapping[str, Any]]] = [
     ("anthropic", {"compaction": {"type": "summary"}}),
     ("anthropic", {"container": "c_1"}),
     ("anthropic", {"mcp_servers": [{"type": "url"}]}),
-    ("chat", {"store": True}),
     ("responses", {"conversation": "conv_1"}),
     ("responses", {"prompt": {"id": "p_1"}}),
     ("gemini", {"cachedContent": "c"}),
@@ -85,7 +85,8 @@ REFUSED: Sequence[tuple[str, Mapping[str, Any]]] = [
     *((name, {"previous_turn_id": "x"}) for name in PLAIN),
     *((name, {"resumeToken": "x"}) for name in PLAIN),
     *((name, {"dialogue": {"type": "continue", "previous_message_id": "m"}}) for name in PLAIN),
-    ("gemini", {"generationConfig": {"conversationHandle": "x"}}),
+    *((name, {"session_state": {"messages": [{"role": "user"}]}}) for name in PLAIN),
+    ("gemini", {"generationConfig": {"resumptionHandle": "x"}}),
 ]
 """What refers to something that the provider keeps, listed fields and others."""
 
@@ -99,6 +100,29 @@ def test_a_field_that_refers_to_state_is_refused(name: str, more: Mapping[str, A
     assert refused.value.status == 400
     nothing = dict.fromkeys(more)
     assert dialect.parse({**PLAIN[name], **nothing}, "models/m:generateContent").request.messages
+
+
+TAGS: Mapping[str, Any] = {
+    "conversation_id": "c_1",
+    "thread_id": "t_1",
+    "session_state": {"mode": "fast"},
+    "memory": {"scope": "user"},
+    "history_enabled": True,
+}
+
+
+@pytest.mark.case(50)
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_field_that_only_tags_a_request_is_recorded(name: str) -> None:
+    """Clients of many frameworks send them beside the whole history."""
+    wishes = dict(DIALECTS[name].parse({**PLAIN[name], **TAGS}, "models/m:generateContent").request.advisory)
+    assert set(json.loads(wishes["unknown_fields"])) == set(TAGS)
+
+
+def test_a_chat_that_is_to_be_stored_is_answered() -> None:
+    """The provider would list it for the operator; no later request can refer to it."""
+    wire = DIALECTS["chat"].parse({**PLAIN["chat"], "store": True}, "")
+    assert ("store", "true") in wire.request.advisory
 
 
 @pytest.mark.case(50)

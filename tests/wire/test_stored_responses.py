@@ -115,10 +115,47 @@ def test_texts_are_kept_once_and_within_bounds() -> None:
     for turn in range(20, 80):
         output = {"type": "message", "id": f"msg_{turn}", "content": "y" * 100}
         stored.keep(history, {"id": f"resp_{turn}", "output": [output]})
-    assert stored._size < 2500
+        assert stored._size <= 2000
+        # The newest ones stay, and so does what their conversations hold.
+        for near in (turn, turn - 3):
+            whole = stored.expand({"input": [], "previous_response_id": f"resp_{near}"})["input"]
+            assert [item.get("turn") for item in whole] == [*range(min(near, 20)), None]
+    assert len(stored._items) == len(stored._responses)
     with pytest.raises(WireError, match="not found"):
         stored.expand({"input": [], "previous_response_id": "resp_3"})
     assert stored.expand({"input": [{"type": "item_reference", "id": "msg_79"}]})["input"][0]["content"]
+
+
+def test_the_newest_response_is_kept_however_long_it_is() -> None:
+    stored = Stored(max_bytes=100)
+    for turn in range(3):
+        output = {"type": "message", "id": f"msg_{turn}", "content": "y" * 500}
+        stored.keep(['{"turn":0}'], {"id": f"resp_{turn}", "output": [output]})
+    assert list(stored._responses) == ["resp_2"]
+    assert stored.expand({"input": [{"type": "item_reference", "id": "msg_2"}]})["input"][0]["content"]
+
+
+@pytest.mark.case(50)
+async def test_an_unstored_call_that_goes_on_from_a_stored_one_is_read_again(family: TemplateFamily) -> None:
+    """The second such body is known by its bytes, which do not hold the stored part of the conversation."""
+    async with Rig(family, [SAY]) as rig:
+        url = f"{rig.base}/responses"
+
+        async def post(**body: Any) -> tuple[int, Any]:
+            async with rig.http.post(url, json={"model": "m", **body}, headers=rig.auth) as answer:
+                return answer.status, await answer.json()
+
+        _, first = await post(input="Fix f.")
+        on = [{"role": "user", "content": "On."}]
+        after = {"store": False, "previous_response_id": first["id"]}
+        _, second = await post(input=on, **after)
+        grown = [*on, *second["output"], {"role": "user", "content": "More."}]
+        assert (await post(input=grown, **after))[0] == 200
+        # Known messages are looked at where the agent changed what was said.
+        edited = [*on, {"role": "assistant", "content": "Other."}, {"role": "user", "content": "More."}]
+        assert (await post(input=edited, **after))[0] == 200
+        assert (await post(input=on, **after, tools=[], instructions="Else."))[0] == 200
+        assert "Fix f." in family.decode(rig.engine.sent[-1].ids)
 
 
 async def test_text_blocks_carry_no_null_citations(family: TemplateFamily) -> None:

@@ -56,6 +56,8 @@ class PromptPlan:
     tools: bool
     barred: bool
     """The request sent tools and let none be called."""
+    streamed: bool
+    """The request asked for a stream."""
     echoes: frozenset[int] = field(repr=False)
     """Sampled nodes named by pointers or minted call ids in `replace`."""
     hints: tuple[tuple[str, str], ...] = ()

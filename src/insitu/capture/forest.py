@@ -113,6 +113,7 @@ class Forest:
             told=rest,
             tools=bool(request.tools),
             barred=request.barred,
+            streamed=request.stream,
             echoes=frozenset(node.id for node in echoes),
             hints=request.hints,
         )
@@ -165,6 +166,7 @@ class Forest:
             node = self._new_context(plan, delta, wire)
         else:
             node = self._nodes.context(held)
+            node.streamed = node.streamed or plan.streamed
             # Other spelling of the same meaning may render differently; then the held ids stand.
             if node.wire == wire and not np.array_equal(node.ids, delta):
                 raise CaptureError(
@@ -196,6 +198,7 @@ class Forest:
             chained=chain(b"" if base is None else base.chained, delta),
             tools=plan.tools,
             barred=plan.barred,
+            streamed=plan.streamed,
             echoes=plan.echoes,
             answers=bool(plan.replace) and plan.replace[-1].role != "user",
             hints=self._notes.hints(plan.hints),

@@ -38,6 +38,8 @@ class ContextNode:
     """Whether the request offered tools."""
     barred: bool
     """Whether it sent tools and let none be called."""
+    streamed: bool
+    """Whether it asked for a stream."""
     echoes: frozenset[int]
     """Sampled nodes that this context names by call id or pointer: they were re-rendered here."""
     answers: bool = False

@@ -2,9 +2,10 @@
 
 Chains are taken in turn order; a turn shared by several is masked in only in the first. Labels come from the
 forest alone:
-- auxiliary: a tree of single calls without tools in a session that offers tools elsewhere: it cannot act. A
-  session without tools has none, since nothing tells a title from a step of the work. Its turns are excluded,
-  so no row carries this label, unless the session trains them.
+- auxiliary: a tree of single calls under another root key than those that can act. In a session that offers
+  tools those with tools can act; in one without, those with a streamed call (an agent streams what it works
+  on, and asks for a title or a commit message whole). Where neither is found nothing is auxiliary. Its turns
+  are excluded, so no row carries this label, unless the session trains them.
 - main line: the first other tree; a later tree takes it over when the line is never continued after that
   tree starts and the tree has the same root key or re-renders one of the line's turns. A tree that re-renders
   one of them and whose tools were only barred for the call (`tool_choice` none: a plan, a final answer), or
@@ -36,17 +37,19 @@ class _Tree:
     """What labels need to know of the nodes under one top."""
 
     top: ContextNode
-    tools: bool
     nodes: set[int] = field(default_factory=set)
     last: int = -1
     """Newest node."""
     first_turn: int = -1
     deep: bool = False
     """Some turn was continued."""
+    streamed: bool = False
+    """Some call was."""
 
     def add(self, node: Node) -> None:
         self.nodes.add(node.id)
         self.last = node.id
+        self.streamed = self.streamed or (isinstance(node, ContextNode) and node.streamed)
         if isinstance(node, SampledNode):
             self.deep = self.deep or node.continued
             self.first_turn = node.turn if self.first_turn < 0 else min(self.first_turn, node.turn)
@@ -65,23 +68,29 @@ def find_lines(nodes: Nodes, *, train_auxiliary: bool = False) -> Lines:
     grown: dict[int, _Tree] = {}
     for node in nodes.all:
         if isinstance(node, ContextNode) and node.parent is None:
-            grown[node.id] = _Tree(top=node, tools=node.tools)
+            grown[node.id] = _Tree(top=node)
         grown[node.top].add(node)
     trees = [tree for tree in grown.values() if tree.first_turn >= 0]
-    acting = any(tree.tools for tree in trees)
+    acting = _acting(trees)
     auxiliary: set[int] = set()
     main: list[_Tree] = []
     barred: list[_Tree] = []
     for tree in trees:  # in order of their first request
         known = any(line.nodes & tree.top.echoes for line in (*main, *barred))
-        goes_on = not tree.tools and tree.top.answers and bool(tree.top.echoes)
+        goes_on = not tree.top.tools and tree.top.answers and bool(tree.top.echoes)
         if known and (tree.top.barred or goes_on):
             barred.append(tree)
-        elif acting and not (tree.tools or tree.deep or goes_on or train_auxiliary):
+        elif tree.top.root_key not in acting and not (tree.deep or goes_on or train_auxiliary):
             auxiliary.add(tree.top.id)
         elif not main or _takes_over(main[-1], tree, known):
             main.append(tree)
     return Lines(auxiliary=frozenset(auxiliary), main=frozenset(tree.top.id for tree in (*main, *barred)))
+
+
+def _acting(trees: list[_Tree]) -> set[str]:
+    """Root keys of the trees that can act."""
+    signs = ([tree for tree in trees if tree.top.tools], [tree for tree in trees if tree.streamed], trees)
+    return {tree.top.root_key for tree in next(filter(None, signs), ())}
 
 
 def _takes_over(line: _Tree, tree: _Tree, known: bool) -> bool:

@@ -203,9 +203,12 @@ class Bodies:
     def _whole(self, dialect: Dialect, raw: bytes, action: str, place: str) -> WireCall:
         """Parse everything, and learn where a later body may go on."""
         self.parsed_bytes += len(raw)
-        body = self.stored.expand(decode(raw, self._max_depth, self._max_items))
+        sent = decode(raw, self._max_depth, self._max_items)
+        body = self.stored.expand(sent)
         wire = dialect.parse(body, action)
-        if not dialect.grows or self._pause or wire.history is not None or wire.kept is not None:
+        more = body is not sent or wire.history is not None or wire.kept is not None
+        # What is not in the bytes, or must be handed on as text, cannot go on from known bytes.
+        if not dialect.grows or self._pause or more:
             self._pause = max(0, self._pause - 1)
             return wire
         self._misses += 1

@@ -8,13 +8,22 @@ them. Callers: bodies, deliver.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import orjson
 
 from insitu.gateway.dialects.base import WireError, json_text
 
 MAX_BYTES = 16 << 20
-"""Of text kept for one session; past it everything kept is forgotten, and old ids are not found."""
+"""Of text kept for one session; past it the oldest responses are forgotten, and their ids are not found."""
+
+
+@dataclass(slots=True)
+class _Text:
+    id: str
+    """Of the item that was sent as it; empty for one that only came."""
+    uses: int = 0
+    """Responses in whose conversations it stands."""
 
 
 class Stored:
@@ -22,30 +31,44 @@ class Stored:
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._texts: dict[str, str] = {}
+        self._texts: dict[str, _Text] = {}
+        """By the JSON text of an item."""
         self._size = 0
         self._responses: dict[str, tuple[str, ...]] = {}
-        """Response id -> JSON texts of the items of its conversation, its own output included."""
+        """Response id -> JSON texts of the items of its conversation and its own output. Oldest first."""
         self._items: dict[str, str] = {}
         """Item id -> JSON text of an item that was sent."""
 
     def keep(self, conversation: Sequence[str], response: Mapping[str, object]) -> None:
-        """`conversation`: JSON texts of the items that `response`, a reply's body, answers."""
+        """`conversation`: JSON texts of the items that `response`, a reply's body, answers. The newest
+        response stays, however long it is."""
         output = response.get("output")
         items = [item for item in output if isinstance(item, dict)] if isinstance(output, list) else []
-        if self._size > self._max_bytes:
-            for held in (self._texts, self._responses, self._items):
-                held.clear()
-            self._size = 0
-        sent = [self._text(json_text(item)) for item in items]
-        self._items.update({str(item.get("id")): text for item, text in zip(items, sent, strict=True)})
-        self._responses[str(response.get("id"))] = (*map(self._text, conversation), *sent)
+        sent = {json_text(item): str(item.get("id")) for item in items}
+        name = str(response.get("id"))
+        self._forget(name)  # a reply that is written again
+        self._responses[name] = tuple(self._text(text, sent.get(text, "")) for text in (*conversation, *sent))
+        while self._size > self._max_bytes and len(self._responses) > 1:
+            self._forget(next(iter(self._responses)))
 
-    def _text(self, text: str) -> str:
+    def _text(self, text: str, id: str) -> str:
         if text not in self._texts:
-            self._texts[text] = text
             self._size += len(text)
-        return self._texts[text]
+        held = self._texts.setdefault(text, _Text(id))
+        held.uses += 1
+        if id:
+            held.id = id
+            self._items[id] = text
+        return text
+
+    def _forget(self, name: str) -> None:
+        for text in self._responses.pop(name, ()):
+            held = self._texts[text]
+            held.uses -= 1
+            if not held.uses:
+                del self._texts[text]
+                self._size -= len(text)
+                self._items.pop(held.id, None)
 
     def expand(self, body: Mapping[str, object]) -> Mapping[str, object]:
         """The body with the items that it refers to in their places; the same object when it refers to none.

@@ -29,7 +29,7 @@ from insitu.capture.match import Conversation, Reader
 from insitu.errors import CaptureError, RecordError, boundary
 from insitu.types import Generation, IntArray, Message, ToolCall
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _HEAD = struct.Struct("<III")  # bytes of JSON, bytes of arrays, CRC of both
 _MAX_FRAME = 1 << 30
 
@@ -117,6 +117,7 @@ class LoggedForest(Forest):
             "defaults": plan.told.reader.defaults,
             "tools": plan.tools,
             "barred": plan.barred,
+            "streamed": plan.streamed,
             "echoes": sorted(plan.echoes),
             "hints": plan.hints,
             "drift": plan.drift,
@@ -263,7 +264,8 @@ class _Replay(Forest):
             drift=Drift(**event["drift"]),
             told=told,
             tools=event["tools"],
-            barred=event.get("barred", False),  # Logs of earlier versions do not have it.
+            barred=event["barred"],
+            streamed=event["streamed"],
             echoes=frozenset(event["echoes"]),
             hints=tuple((name, value) for name, value in event["hints"]),
         )
@@ -291,7 +293,7 @@ class _Replay(Forest):
             reply,
             turn=event["turn"],
             synthetic=event["synthetic"],
-            discarded=event.get("discarded", 0),  # Logs of earlier versions do not have it.
+            discarded=event["discarded"],
             labels=event["labels"],
             advisory=self._wished,
         )

@@ -65,8 +65,9 @@ _FIELDS = Fields(
         "moderation",
         "prompt_cache_options",
         "prompt_cache_retention",
+        "store",
     ),
-    refused=frozenset({"logprobs", "top_logprobs", "store", "functions", "audio"}),
+    refused=frozenset({"logprobs", "top_logprobs", "functions", "audio"}),
 )
 
 _UNWRITTEN = ("function_call", "name", "audio")

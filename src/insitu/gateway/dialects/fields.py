@@ -1,9 +1,9 @@
 """What becomes of the top-level fields of a request body; pure. Callers: the dialects.
 
 A field is read, recorded beside the turn (`advisory`) or refused; each dialect lists all that its provider's
-clients can send. A field that is not listed is recorded by its name, unless its name says that it refers to
-something kept at the provider: a request that is only a part of a conversation must not be answered as if it
-were all of it.
+clients can send. A field that is not listed is recorded by its name, unless its name says that a part of the
+conversation is kept elsewhere: a request must not be answered as if it were all of it. Names that only tag a
+request (`conversation_id`, `thread_id`, `session_state`) are recorded: their clients send the whole history.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from insitu.types import Message
 _WISH_CHARS, _NAMED, _NAME_CHARS = 512, 16, 64
 
 _STATE = re.compile(
-    r"previous|continu|conversation|thread|resum|checkpoint|histor|snapshot|cached|container|"
-    r"(^|_)(state|store|memory)(_|$)"
+    r"previous|continu|resum|checkpoint|histor|snapshot|cached|^(conversation|thread|container|messages)$"
 )
-"""Words in names of fields by which providers refer to what they keep, in snake case."""
+"""Names of fields by which providers refer to what they keep, in snake case."""
 _CAMEL = re.compile(r"(?<=[a-z0-9])[A-Z]")
 
 
@@ -71,7 +70,9 @@ def unknown_fields(names: Sequence[str]) -> tuple[str, str]:
 
 def refers_to_state(name: str, value: object) -> bool:
     """Whether a field that no dialect knows refers to something kept at the provider: by its name, or by the
-    names within it."""
+    names within it. A switch or a number refers to nothing."""
+    if isinstance(value, (bool, int, float)):
+        return False
     names = [name, *(value if isinstance(value, dict) else ())][: _NAMED + 1]
     return any(_STATE.search(_CAMEL.sub(lambda upper: "_" + upper[0], n).lower()) for n in names)
 

@@ -56,6 +56,28 @@ async def test_the_engines_deadline_counts_only_while_it_is_there(family: Templa
         assert rig.session.stats.infra_error == "engine gave no answer within 0.4 s"
 
 
+async def test_the_deadline_of_a_queued_call_stands_still_while_the_engine_is_away(
+    family: TemplateFamily,
+) -> None:
+    """One call waits for the engine and holds the only place; another waits for the place."""
+    config = GatewayConfig(max_concurrent_calls=1, engine_deadline_s=0.4)
+    async with Rig(family, [ANSWER], config=config, before=Away(1.2)) as rig:
+        first = asyncio.create_task(rig.post({"messages": ASK}))
+        await asyncio.wait_for(rig.engine.before.waits.wait(), 10.0)  # type: ignore[union-attr]
+        second = asyncio.create_task(rig.post({"messages": [*ASK, *ASK]}))
+        assert [(await call)[0] for call in (first, second)] == [200, 200]
+
+
+async def test_a_call_that_waits_for_tokens_stands_still_too(family: TemplateFamily) -> None:
+    limits = Limits(max_session_tokens=40, max_call_tokens=40)
+    config = GatewayConfig(engine_deadline_s=0.4)
+    async with Rig(family, [ANSWER], limits=limits, config=config, before=Away(1.2)) as rig:
+        first = asyncio.create_task(rig.post({"messages": ASK}))
+        await asyncio.wait_for(rig.engine.before.waits.wait(), 10.0)  # type: ignore[union-attr]
+        second = asyncio.create_task(rig.post({"messages": MORE}))
+        assert [(await call)[0] for call in (first, second)] == [200, 200]
+
+
 async def test_a_parallel_call_that_does_not_wait_has_the_longer_wall_too(family: TemplateFamily) -> None:
     async with Rig(family, [ANSWER], limits=Limits(wall_s=0.5), before=Away(1.2)) as rig:
         first = asyncio.create_task(rig.post({"messages": ASK}))

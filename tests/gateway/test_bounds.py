@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import re
+import socket
 from contextlib import suppress
 from typing import Any
 
@@ -207,6 +208,25 @@ async def test_connections_beyond_the_bound_push_out_those_without_a_key(family:
                 break
             await asyncio.sleep(0.02)
         assert answer == 200
+
+
+async def test_each_of_several_connections_at_once_pushes_out_another_one(family: TemplateFamily) -> None:
+    async with Rig(family, [said("x")], config=GatewayConfig(max_connections=3)) as rig:
+        host, port = rig.origin.removeprefix("http://").split(":")
+        # None is accepted before all are there: this test holds the loop.
+        opened = [socket.create_connection((host, int(port))) for _ in range(9)]
+        await asyncio.sleep(0.2)
+
+        def gone(one: socket.socket) -> bool:
+            one.setblocking(False)
+            try:
+                return one.recv(1) == b""
+            except BlockingIOError:
+                return False
+
+        assert [gone(one) for one in opened] == [True] * 6 + [False] * 3
+        for one in opened:
+            one.close()
 
 
 def test_what_host_tools_are_sent_is_bounded_in_bytes() -> None:

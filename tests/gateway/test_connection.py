@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import io
 import logging
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -92,12 +94,27 @@ async def test_a_client_that_closed_its_sending_half_gets_its_answer(family: Tem
     async with Rig(family, [said("Done.")], delay_s=0.4) as rig:
         first, rest = await raw(rig, request(rig, CALL), half_close=True)
         whole = first + rest
-        assert whole.startswith(b"HTTP/1.1 102 Processing\r\n\r\n")
+        assert whole.startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
         assert b"HTTP/1.1 200" in whole
         assert b"Done." in whole
         trajectory = await rig.sealed()
         assert trajectory.ledger.excluded == {}
         assert rig.session.stats.aborted == 0
+
+
+async def test_the_standard_library_reads_the_answer_on_a_half_closed_connection(
+    family: TemplateFamily,
+) -> None:
+    def ask(rig: Rig) -> tuple[int, bytes]:
+        client = http.client.HTTPConnection(rig.origin.removeprefix("http://"), timeout=5)
+        client.request("POST", f"/s/{rig.session.public_id}/v1/chat/completions", CALL, rig.auth)
+        client.sock.shutdown(socket.SHUT_WR)
+        answer = client.getresponse()
+        return answer.status, answer.read()
+
+    async with Rig(family, [said("Done.")], delay_s=0.4) as rig:
+        status, body = await asyncio.to_thread(ask, rig)
+        assert (status, b"Done." in body) == (200, True)
 
 
 async def test_a_client_that_closed_both_halves_is_noticed_at_once(family: TemplateFamily) -> None:

@@ -190,30 +190,36 @@ async def test_parallel_calls_beyond_the_cap_wait_their_turn(family: TemplateFam
 
 
 async def test_a_call_does_not_wait_for_ever_and_gives_its_place_back(family: TemplateFamily) -> None:
+    """With one place and an engine that never answers: the first call fails at its deadline, the one that
+    left takes no place after it, so the next one gets it, and the last one has waited too long by then."""
     release = asyncio.Event()
 
     async def hold(key: RequestKey) -> None:
         await release.wait()
 
-    config = GatewayConfig(max_concurrent_calls=1, engine_deadline_s=0.3, disconnect_grace_s=0.0)
+    config = GatewayConfig(max_concurrent_calls=1, engine_deadline_s=0.8, disconnect_grace_s=0.0)
     async with Rig(family, [said("x")], config=config, before=hold) as rig:
-        waiting: asyncio.Queue[int] = asyncio.Queue()
 
-        async def post(user: str) -> None:
-            waiting.put_nowait((await rig.post({"messages": ASK, "user": user}))[0])
+        async def post(user: str) -> tuple[int, str]:
+            status, body = await rig.post({"messages": ASK, "user": user})
+            return status, body["error"]["message"] if status != 200 else ""
 
-        first = asyncio.create_task(post("0"))
-        await until(lambda: rig.engine.in_flight == 1)
+        async def queued(user: str) -> asyncio.Task[tuple[int, str]]:
+            task = asyncio.create_task(post(user))
+            await asyncio.sleep(0.15)
+            return task
+
+        first = await queued("0")
         _, writer = await send_raw(rig, {"messages": ASK, "user": "gone"})
-        second = asyncio.create_task(post("1"))
+        second, third = await queued("1"), await queued("2")
         writer.close()
         await until(lambda: rig.gateway.counters.client_gone == 1)
-        # Neither the call that left nor the one that gave up holds the place.
-        await asyncio.gather(first, second)
-        assert {waiting.get_nowait(), waiting.get_nowait()} <= {200, 429, 500}
+        assert [(await call)[0] for call in (first, second, third)] == [500, 500, 429]
+        assert third.result()[1] == "Too many calls at a time in this session."
+        assert len(rig.engine.sent) == 2
         release.set()
-        assert (await rig.post({"messages": ASK, "user": "2"}))[0] == 200
-        assert len(rig.engine.sent) <= 3
+        assert (await post("3"))[0] == 200
+        assert len(rig.engine.sent) == 3
 
 
 async def test_a_client_that_sends_and_leaves_cannot_pile_up_calls(family: TemplateFamily) -> None:

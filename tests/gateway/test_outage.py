@@ -45,6 +45,16 @@ def test_one_failure_is_not_said() -> None:
     away.outage.check()
 
 
+def test_two_failures_with_nobody_asking_between_are_no_outage() -> None:
+    away = Away(120.0)
+    away.outage.failed("Connection reset by peer")
+    away.now += 3600.0
+    away.outage.check()
+    away.outage.failed("Connection reset by peer")
+    away.outage.check()
+    assert away.said == []
+
+
 @pytest.mark.parametrize(("patience_s", "limit_s"), [(120.0, 120.0), (0.0, LEAST_S)])
 def test_a_run_ends_once_the_patience_of_a_call_is_over(patience_s: float, limit_s: float) -> None:
     away = Away(patience_s)
@@ -52,6 +62,9 @@ def test_a_run_ends_once_the_patience_of_a_call_is_over(patience_s: float, limit
     assert not away.outage.over
     away.outage.check()
     away.now += 2.0
+    # That much later is not that much longer away: nobody asked.
+    assert not away.outage.over
+    away.outage.failed("Connection refused")
     assert away.outage.over
     with pytest.raises(EngineUnavailable, match=r"http://p has not answered for \d+ s .*: Connection"):
         away.outage.check()

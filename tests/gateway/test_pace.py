@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,22 +14,25 @@ from typing import Any
 import aiohttp
 import pytest
 
+from insitu.gateway import outage
 from insitu.gateway.black_box import BlackBoxSession, Budgets, UpstreamOptions
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.pace import LONGEST_PAUSE_S, Pace, pause_s
-from insitu.gateway.passthrough import open_passthrough
+from insitu.gateway.pace import LONGEST_PAUSE_S, Pace, asked_pause_s, back_off_s
+from insitu.gateway.passthrough import Passthrough, open_passthrough
 from insitu.testing.fake_provider import KEY, FakeProvider, serve_provider
 
 PLENTY = Budgets(max_calls=100)
 
 
 class Lab:
-    def __init__(self, provider: FakeProvider, session: BlackBoxSession, url: str) -> None:
-        self.provider, self.session, self._url = provider, session, url
+    def __init__(
+        self, provider: FakeProvider, through: Passthrough, session: BlackBoxSession, url: str
+    ) -> None:
+        self.provider, self.through, self.session, self._url = provider, through, session, url
 
-    async def ask(self) -> int:
+    async def ask(self, **more: Any) -> int:
         head = {"Authorization": f"Bearer {self.session.secret}"}
-        body = {"model": "big-model", "messages": []}
+        body = {"model": "big-model", "messages": [], **more}
         async with aiohttp.ClientSession() as http, http.post(self._url, json=body, headers=head) as answer:
             await answer.read()
             return answer.status
@@ -40,7 +44,7 @@ async def lab(folder: Path, budgets: Budgets = PLENTY, **options: Any) -> AsyncI
         chosen = UpstreamOptions(**{"url": fake.url, "model": "big-model", "key": KEY, **options})
         async with open_passthrough(chosen, folder) as through, through.listen_tcp() as listener:
             session = through.open_session("r/0", budgets=budgets)
-            yield Lab(fake, session, f"{listener.origin}/s/{session.public_id}/v1/chat/completions")
+            yield Lab(fake, through, session, f"{listener.origin}/s/{session.public_id}/v1/chat/completions")
 
 
 async def test_a_busy_provider_is_asked_again_and_the_agent_hears_only_the_answer(tmp_path: Path) -> None:
@@ -152,11 +156,48 @@ async def test_who_runs_out_of_patience_leaves_the_queue_to_the_others() -> None
 
 
 def test_how_long_a_provider_asks_to_wait() -> None:
-    assert pause_s({"Retry-After": "7"}, 1) == 7
-    assert pause_s({"Retry-After": "0.25"}, 9) == 0.25
-    assert 25 < pause_s({"Retry-After": formatdate(time.time() + 30, usegmt=True)}, 1) <= 30
-    for told in ("", "soon", "-3", "nan", "inf"):
-        grown = [pause_s({"Retry-After": told}, tries) for tries in range(1, 40)]
-        assert 0.5 <= grown[0] <= 1.0
-        assert all(0 < pause <= LONGEST_PAUSE_S for pause in grown)
-        assert grown[-1] >= LONGEST_PAUSE_S / 2
+    assert asked_pause_s({"Retry-After": "7"}) == 7
+    assert asked_pause_s({"Retry-After": "0.25"}) == 0.25
+    asked = asked_pause_s({"Retry-After": formatdate(time.time() + 30, usegmt=True)})
+    assert asked is not None
+    assert 25 < asked <= 30
+    assert [asked_pause_s({"Retry-After": told}) for told in ("", "soon", "-3", "nan", "inf")] == [None] * 5
+    grown = [back_off_s(tries) for tries in range(1, 40)]
+    assert 0.5 <= grown[0] <= 1.0
+    assert all(0 < pause <= LONGEST_PAUSE_S for pause in grown)
+    assert grown[-1] >= LONGEST_PAUSE_S / 2
+
+
+async def test_a_provider_that_is_gone_is_waited_for_to_the_end_of_patience_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last try is right before the end, though the back-off would reach beyond it; then agents are
+    stopped in a way that none of them retries."""
+    monkeypatch.setattr(outage, "LEAST_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    async with lab(tmp_path, url=url, patience_s=2.0) as it:
+        began = time.monotonic()
+        assert await it.ask() == 500
+        assert 1.5 < time.monotonic() - began < 2.5
+        await asyncio.sleep(max(0.0, began + 2.1 - time.monotonic()))
+        assert await it.ask() == 403
+        assert time.monotonic() - began < 3.0
+        assert it.session.trouble == "the provider could not be reached"
+
+
+async def test_an_answer_that_breaks_off_and_an_agent_that_leaves_are_no_outage(tmp_path: Path) -> None:
+    async with lab(tmp_path) as it:
+        it.provider.breaks_after = 2
+        with pytest.raises(aiohttp.ClientError):
+            await it.ask(stream=True)
+        assert it.through.outage._since is None
+        it.provider.breaks_after, it.provider.chunk_delay_s = 0, 0.05
+        task = asyncio.create_task(it.ask(stream=True))
+        async with asyncio.timeout(5):
+            while len(it.provider.received) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        task.cancel()
+        await asyncio.wait([task])
+        await it.session.seal(1.0)
+        assert it.through.outage._since is None

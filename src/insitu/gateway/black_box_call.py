@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from insitu.gateway.black_box import BlackBoxSession
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.pace import BUSY
+from insitu.gateway.pace import BUSY, asked_pause_s, back_off_s
 from insitu.gateway.routes import Route
 from insitu.gateway.usage import Usage, unanswered, usage_of
 
+LAST_TRY_S = 0.25
+"""Before the end of patience."""
 KEPT_BYTES = 16 << 20
 """Of one reply, for the record; the agent gets all of it."""
 
@@ -71,10 +74,14 @@ class Busy(Exception):
         self.pause_s = pause_s
 
 
-def raise_busy(pause_s: float, ends: float) -> None:
-    """Unless the pause is longer than there is patience."""
-    if time.monotonic() + pause_s < ends:
-        raise Busy(pause_s)
+def raise_busy(headers: Mapping[str, str], sent: int, ends: float) -> None:
+    """Raise Busy where there is patience left until `ends`. The last try is right before the end, unless the
+    provider asks for a longer pause."""
+    left_s = ends - time.monotonic() - LAST_TRY_S
+    asked = asked_pause_s(headers)
+    pause = min(left_s, back_off_s(sent)) if asked is None else asked
+    if 0 <= pause <= left_s:
+        raise Busy(pause)
 
 
 def cut(call: BlackBoxCall, message: str) -> Exception:

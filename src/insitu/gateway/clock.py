@@ -1,6 +1,7 @@
 """The wall time of a session. It stands still while one of its calls waits for an engine that is away.
 
-`Clock` belongs to a session, `CallTime` to one call: a deadline that follows the clock. Caller: turn.py.
+`Clock` belongs to a session, `CallTime` to one call: a deadline that follows the clock. `QueueTime` is the
+deadline of a call that waits for others, which may wait for the engine. Caller: turn.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ class Clock:
         if self._away:
             return self._ends + AWAY_MOST_S
         return self._ends + self._stats.away(self._now())
+
+    @property
+    def stands(self) -> bool:
+        return self._away > 0
 
     @property
     def over(self) -> bool:
@@ -89,10 +94,13 @@ class CallTime:
         self._clock.calls.discard(self)
         await self._timer.__aexit__(kind, error, trace)  # type: ignore[arg-type]
 
-    def went(self) -> None:
+    def _stop(self) -> None:
         if self._runs_since is not None:
             self._left_s -= self._now() - self._runs_since
         self._runs_since = None
+
+    def went(self) -> None:
+        self._stop()
         self._clock.went()
         self.follow()
 
@@ -106,3 +114,19 @@ class CallTime:
         """The clock has stopped, or goes on."""
         if self in self._clock.calls and not self._timer.expired():
             self._timer.reschedule(self._ends)
+
+
+class QueueTime(CallTime):
+    """One call that waits until another ends: its deadline stands still whenever the clock does."""
+
+    async def __aenter__(self) -> QueueTime:
+        await super().__aenter__()
+        self.follow()
+        return self
+
+    def follow(self) -> None:
+        if self._clock.stands:
+            self._stop()
+        elif self._runs_since is None:
+            self._runs_since = self._now()
+        super().follow()

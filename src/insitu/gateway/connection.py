@@ -117,7 +117,8 @@ class Connection(web.RequestHandler):
         self._probe = None
         if self.transport is None or not self._complete():
             return
-        self.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
+        # Of all interim answers only this one is skipped by every client, http.client among them.
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if not self.transport.is_closing():
             pause_s = PROBES_S[min(number, len(PROBES_S) - 1)]
             self._probe = asyncio.get_running_loop().call_later(pause_s, self._ask, number + 1)

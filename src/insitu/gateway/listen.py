@@ -30,16 +30,25 @@ class _Server(web.Server):
     def __init__(self, handler: Handler, **options: Any) -> None:
         super().__init__(handler, **options)
         self._noise = Noise()
+        self._leaving = set[web.RequestHandler]()
+        """Closed to make room, and still to be counted off."""
 
     def __call__(self) -> web.RequestHandler:
         return Connection(self, self._noise, loop=self._loop, **self._kwargs)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
-        if len(self.connections) <= self.max_connections:
+        if len(self.connections) - len(self._leaving) <= self.max_connections:
             return
-        strangers = (one for one in self.connections if isinstance(one, Connection) and not one.known)
-        next(strangers, handler).force_close()
+        staying = (one for one in self.connections if one not in self._leaving)
+        strangers = (one for one in staying if isinstance(one, Connection) and not one.known)
+        victim = next(strangers, handler)
+        self._leaving.add(victim)
+        victim.force_close()
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        self._leaving.discard(handler)
+        super().connection_lost(handler, exc)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

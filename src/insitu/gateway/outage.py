@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from insitu.errors import EngineUnavailable
+from insitu.gateway.pace import LONGEST_PAUSE_S
 
 AWAY = frozenset({502, 503, 504})
 """HTTP statuses of a proxy before a provider that is not there."""
@@ -16,6 +17,8 @@ QUIET_S = 2.0
 """A shorter outage is nobody's business."""
 LEAST_S = 30.0
 """No shorter outage ends a run, however short the patience of a call."""
+GAP_S = 2 * LONGEST_PAUSE_S
+"""Failures further from each other are two outages: nobody asked meanwhile."""
 
 
 class Outage:
@@ -30,18 +33,21 @@ class Outage:
     ) -> None:
         self._url, self._patience_s, self._say, self._clock = url, patience_s, say, clock
         self._since: float | None = None
+        self._last = 0.0
         self._why, self._told = "", False
 
     @property
     def lasted_s(self) -> float:
-        """Seconds since the first call without an answer; 0 when the last call got one."""
-        return 0.0 if self._since is None else self._clock() - self._since
+        """Seconds from the first failure to the last one; 0 when a call was answered since. The time in which
+        nobody asks is no outage."""
+        return 0.0 if self._since is None else self._last - self._since
 
     def failed(self, why: str) -> None:
         """The provider could not be reached, or a proxy answered in its place."""
         self._why = why
-        if self._since is None:
-            self._since = self._clock()
+        gap_s, self._last = self._clock() - self._last, self._clock()
+        if self._since is None or gap_s > GAP_S:
+            self._since = self._last
         elif not self._told and self.lasted_s >= QUIET_S:
             self._told = True
             self._say(
@@ -50,8 +56,8 @@ class Outage:
             )
 
     def answered(self) -> None:
-        if self._told:
-            self._say(f"the provider at {self._url} answers again, after {self.lasted_s:.0f} s")
+        if self._told and self._since is not None:
+            self._say(f"the provider at {self._url} answers again, after {self._clock() - self._since:.0f} s")
         self._since, self._told = None, False
 
     @property

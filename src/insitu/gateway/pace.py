@@ -90,16 +90,18 @@ class Pace:
         )
 
 
-def pause_s(headers: Mapping[str, str], tries: int) -> float:
-    """Seconds that a busy provider asks for, or those of an exponential back-off with jitter.
-    `tries`: how often this request was sent."""
+def asked_pause_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a busy provider asks for, None where it does not say."""
     told = headers.get("Retry-After", "").strip()
     try:
         asked = float(told)
     except ValueError:
         asked = _until(told)
-    if math.isfinite(asked) and asked >= 0:
-        return asked
+    return asked if math.isfinite(asked) and asked >= 0 else None
+
+
+def back_off_s(tries: int) -> float:
+    """Seconds of an exponential back-off with jitter. `tries`: how often this request was sent."""
     longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries - 1, 16))
     # Sessions that were told off together must not come back together.
     return longest * random.uniform(0.5, 1.0)

@@ -33,7 +33,7 @@ from insitu.gateway.dialects.base import Dialect, WireError
 from insitu.gateway.listen import Listener, listen_tcp, listen_unix
 from insitu.gateway.one_model import checked_model, plain
 from insitu.gateway.outage import AWAY, Outage
-from insitu.gateway.pace import BUSY, Pace, pause_s
+from insitu.gateway.pace import BUSY, Pace
 from insitu.gateway.request import GatewayConfig, Intake, Share, dialect_name, read_body, secret_of
 from insitu.gateway.routes import Route, take_apart
 from insitu.gateway.server import DIALECTS
@@ -257,21 +257,29 @@ class Passthrough:
                     self.outage.answered()
                 if answer.status in BUSY:
                     call.trouble = f"the provider answered HTTP {answer.status}"
-                    raise_busy(pause_s(answer.headers, call.sent), 0.0 if self.outage.over else ends)
+                    self._stop_when_over(answer.status in AWAY)
+                    raise_busy(answer.headers, call.sent, ends)
                 elif answer.status in (401, 402, 403):
                     call.trouble = f"the provider refused the key: HTTP {answer.status}"
                 return await self._stream_back(http, answer, call)
+        except aiohttp.ClientError as error:  # also a connection that was not made in time
+            log.warning("provider failed path=%s error=%s", call.path, type(error).__name__)
+            call.trouble = "the provider could not be reached"
+            if call.begun:  # it was there, or the agent left
+                raise ConnectionResetError("The connection to the provider broke.") from error
+            call.status, call.held = 0, False
+            self.outage.failed(reason_of(error))
+            self._stop_when_over()
+            raise_busy({}, call.sent, ends)
+            raise WireError("engine_failed", "The provider could not be reached.") from error
         except TimeoutError as error:
             call.trouble = "the provider did not answer in time"
             raise cut(call, "The provider did not answer in time.") from error
-        except aiohttp.ClientError as error:
-            log.warning("provider failed path=%s error=%s", call.path, type(error).__name__)
-            call.trouble = "the provider could not be reached"
-            self.outage.failed(reason_of(error))
-            if not call.begun:
-                call.status, call.held = 0, False
-                raise_busy(pause_s({}, call.sent), 0.0 if self.outage.over else ends)
-            raise cut(call, "The provider could not be reached.") from error
+
+    def _stop_when_over(self, away: bool = True) -> None:
+        """Raises WireError, in a way that no agent retries, once nobody waits for the provider any more."""
+        if away and self.outage.over:
+            raise WireError("session_failed", "The provider is away. Stop here.")
 
     async def _stream_back(
         self, http: web.BaseRequest, answer: aiohttp.ClientResponse, call: BlackBoxCall

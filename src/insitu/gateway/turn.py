@@ -19,7 +19,7 @@ from insitu.engine.away import watched
 from insitu.engine.base import Engine
 from insitu.errors import EngineError, EngineUnavailable
 from insitu.gateway.checks import ReplyChecks
-from insitu.gateway.clock import CallTime, Clock
+from insitu.gateway.clock import CallTime, Clock, QueueTime
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.edits import explain
 from insitu.gateway.host_tools import ToolBox
@@ -123,11 +123,10 @@ class Turns:
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
         """Wait for one of the places at the engine, in order of asking. Raises WireError after the engine's
-        deadline; when the wall time is over there is no need of one."""
+        deadline, in which the engine is there; when the wall time is over there is no need of one."""
         held = False
-        ends = asyncio.get_running_loop().time() + self._spec.engine_deadline_s
         try:
-            async with asyncio.timeout_at(min(ends, self._wall.ends)):
+            async with QueueTime(self._wall, self._spec.engine_deadline_s):
                 held = await self._places.acquire()
         except TimeoutError:
             if not self._wall.over:
@@ -196,21 +195,18 @@ class Turns:
         """Waits while all that is left is held back for parallel calls: most of it comes back. False when the
         tokens or the wall time ran out. Raises WireError after the engine's deadline."""
         limit = self._spec.limits.max_session_tokens
-        clock = asyncio.get_running_loop().time
-        ends = clock() + self._spec.engine_deadline_s
-        while self.stats.sampled_tokens + self._reserved >= limit:
-            if self.stats.sampled_tokens >= limit:
-                self._spend("tokens")
-                return False
-            self._freed.clear()
-            try:
-                async with asyncio.timeout_at(min(ends, self._wall.ends)):
+        try:
+            async with QueueTime(self._wall, self._spec.engine_deadline_s):
+                while self.stats.sampled_tokens + self._reserved >= limit:
+                    if self.stats.sampled_tokens >= limit:
+                        self._spend("tokens")
+                        return False
+                    self._freed.clear()
                     await self._freed.wait()
-            except TimeoutError:
-                if self._wall.over:
-                    return False
-                if clock() >= ends:
-                    raise WireError("rate_limited", "Too many calls at a time in this session.") from None
+        except TimeoutError:
+            if self._wall.over:
+                return False
+            raise WireError("rate_limited", "Too many calls at a time in this session.") from None
         return True
 
     async def count(self, request: ModelRequest) -> int:

@@ -139,7 +139,7 @@ for path in places:
     solved = {**base, "pkg/lib.py": text(LIB.replace("0", "1") + leave)}
     verdict = await grader.grade(task, oracle, solved)
     assert verdict.outcome is Outcome.RESOLVED, verdict
-    assert verdict.controls.endswith(" 4 turned tests failed"), "one test, turned in four of six runs"
+    assert verdict.controls.endswith("5 turned tests failed, 1 of 1 tests were turned unseen")
     many = {**solved, **{f".git/objects/{n}": text("x") for n in range(30)}}
     assert (await grader.grade(task, oracle, many)).dropped_paths == (".git/ (30 files)",)
 

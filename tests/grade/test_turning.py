@@ -9,6 +9,8 @@ import json
 import random
 import re
 import tokenize
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from insitu.grade.near import near
-from insitu.grade.turning import turned
+from insitu.grade.turning import turnable
 
 TESTS = Path(__file__).parents[1]
 
 HEAD = "import pytest\nfrom app import f\n\n\n"
+
+
+@dataclass(frozen=True)
+class Turned:
+    text: str
+    names: set[str]
+    hidden: set[str]
+    rows: dict[str, int]
+
+
+def turned(text: str, wanted: list[str], seed: int, by_row: Sequence[str] = ()) -> Turned:
+    """`text` with the `wanted` tests turned, each in its first way."""
+    source, found = turnable(text, wanted, str(seed), by_row=by_row)
+    return Turned(
+        text=source.edited([edit for test in found for edit in test.ways[0].edits]) if source else text,
+        names={test.name for test in found},
+        hidden={test.name for test in found if test.hidden},
+        rows={test.name: test.ways[0].rows for test in found},
+    )
 
 
 def _grouped(digits: str) -> str:
@@ -47,42 +68,64 @@ TOKEN = (
 @given(token=TOKEN, seed=st.integers(0, 2**32))
 def test_a_near_token_has_the_form_and_another_value(token: str, seed: int) -> None:
     value = ast.literal_eval(token)
-    other_token = near(token, random.Random(seed))
-    other = ast.literal_eval(other_token)
-    assert other != value
-    assert type(other) is type(value)
-    if isinstance(value, float | int) and not isinstance(value, bool):
-        assert other != pytest.approx(value)
-    if value not in (True, False, "") and not (isinstance(value, str | bytes) and not value.strip()):
-        assert len(other_token) == len(token)
-        assert other_token[:2].lower() == token[:2].lower() or token[:2].lower() not in ("0x", "0o", "0b")
-        assert [at for at, c in enumerate(token) if c in "_.\"'"] == [
-            at for at, c in enumerate(other_token) if c in "_.\"'" and (token[at] in "_.\"'")
-        ]
+    try:
+        others = near(token, random.Random(seed), 5)
+    except ValueError:
+        return
+    values = [ast.literal_eval(other) for other in others]
+    assert len({repr(each) for each in (value, *values)}) == 1 + len(others)
+    for other_token, other in zip(others, values, strict=True):
+        assert type(other) is type(value)
+        if isinstance(value, float | int) and not isinstance(value, bool):
+            assert other != pytest.approx(value)
+        if not isinstance(value, bool):
+            assert len(other_token) == len(token)
+            assert sum(a != b for a, b in zip(token, other_token, strict=True)) == 1
 
 
-def test_nothing_is_near_what_a_tolerance_takes_for_zero() -> None:
+@pytest.mark.parametrize("token", ["1e-13", "None", '""', "'   '", "0b11", "0e5", "'\\\\'"])
+def test_what_has_no_family_has_nothing_near(token: str) -> None:
     with pytest.raises(ValueError, match="nothing is near"):
-        near("1e-13", random.Random(0))
+        near(token, random.Random(0), 1)
+
+
+FAMILIES = [
+    "0", "7", "42", "105", "1000", "123456789", "0.5", "0.50", "0.0", "-2.5e-3"[1:], "1e5", "0xFF", "0x1b",
+    "0b1101", "True", "'hello-world'", "'Zoë'", "'a1'", "'(('", "'\\x1b'", "'\\x11'", "'x\\n'", "b'ab'",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("token", FAMILIES)
+def test_a_family_is_drawn_for_each_of_its_members_as_often(token: str) -> None:
+    """So that what sees the members of one cannot tell for which of them it was drawn."""
+    draws = 800
+    for start in range(2):
+        family = frozenset([token, *near(token, random.Random(start), 1)])
+        drawn = [
+            sum(family == {one, *near(one, random.Random(seed), 1)} for seed in range(draws))
+            for one in sorted(family)
+        ]
+        mean = sum(drawn) / len(drawn)
+        assert min(drawn) >= mean - 5 * mean**0.5, dict(zip(sorted(family), drawn, strict=True))
 
 
 @pytest.mark.parametrize(
     ("token", "form"),
     [
-        ("0xFF", r"0x[0-9A-F][1-9A-F]"),
-        ("0x00ff", r"0x00[1-9a-f][1-9a-f]"),
+        ("0xFF", r"0x[A-F]F|0xF[A-F]"),
+        ("0x00ff", r"0x00[a-f][a-f]"),
         ("1_000_000", r"[2-9]_000_000"),
         ("1.50E+3", r"[1-9]\.[1-9]0E\+3"),
         ('"hello-world"', r'"[a-z]{5}-[a-z]{5}"'),
-        ("r'C7'", r"r'[A-Z][1-9]'"),
-        ('"\\x1b"', r'"\\x1[0-9a-f]"'),
+        ("r'C7'", r"r'C[1-9]'"),
+        ('"\\x1b"', r'"\\x1[a-f]"'),
         ("'(('", r"'(\(\)|\)\()'"),
     ],
 )
 def test_a_near_token_keeps_what_a_person_wrote(token: str, form: str) -> None:
     for seed in range(30):
-        other = near(token, random.Random(seed))
-        assert re.fullmatch(form, other), other
+        for other in near(token, random.Random(seed), 3):
+            assert re.fullmatch(form, other), other
 
 
 def whole(body: str) -> str:
@@ -116,7 +159,7 @@ def test_a_turned_test_has_the_shape_of_the_real_one(body: str) -> None:
     text = whole(body)
     name = "T::test_a" if "class T" in body else "test_a"
     for seed in range(20):
-        found = turned(text, [name], random.Random(seed))
+        found = turned(text, [name], seed)
         assert found.names == found.hidden == {name}
         assert found.text != text
         assert _shape(found.text) == _shape(text)
@@ -149,7 +192,7 @@ def _changed(real: str, other: str) -> list[str]:
 def test_one_token_of_the_file_is_another_and_of_the_same_length() -> None:
     text = whole(FORMS)
     for seed in range(40):
-        found = turned(text, ["test_a"], random.Random(seed))
+        found = turned(text, ["test_a"], seed)
         assert found.hidden == {"test_a"}
         (token,) = _changed(text, found.text)
         assert "'" not in token or token[0] == "r"
@@ -173,7 +216,7 @@ def test_files_of_people_keep_all_tokens_but_one_for_each_test() -> None:
         ]
         before = [(token.type, token.string) for token in _tokens(text)]
         for name in names[:2]:
-            found = turned(text, [name], random.Random(number), by_row=[name])
+            found = turned(text, [name], number, by_row=[name])
             if not found.hidden:
                 continue
             turned_tests += 1
@@ -194,18 +237,18 @@ def test_what_the_rest_of_the_file_says_is_left_as_it_is_where_another_value_wil
         "def test_again():\n    assert f(5) == 66\n"
     )
     for seed in range(20):
-        found = turned(whole(said), ["test_sums_to_42"], random.Random(seed))
+        found = turned(whole(said), ["test_sums_to_42"], seed)
         assert "f(4) == 23" not in found.text
-    assert turned(whole(said), ["test_again"], random.Random(0)).hidden == {"test_again"}
+    assert turned(whole(said), ["test_again"], 0).hidden == {"test_again"}
 
 
 def test_one_row_of_those_that_are_tests_of_their_own() -> None:
     rows = "@pytest.mark.parametrize('x, y', [(1, 22), (3, 44), (5, 66)])\n"
     body = rows + "def test_a(x, y):\n    assert f(x) == y\n"
-    found = turned(whole(body), ["test_a"], random.Random(0), by_row=["test_a"])
+    found = turned(whole(body), ["test_a"], 0, by_row=["test_a"])
     assert found.rows == {"test_a": 3}
     assert len(_changed(whole(body), found.text)) == 1
-    every = turned(whole(body), ["test_a"], random.Random(0))
+    every = turned(whole(body), ["test_a"], 0)
     assert every.rows == {"test_a": 1}
     assert len(_changed(whole(body), every.text)) == 3
 
@@ -232,13 +275,16 @@ OPEN = {
     "used twice": "def test_a():\n    want = 3\n    assert f(want) == want\n",
     "set twice": "def test_a():\n    want = 3\n    want = f(1)\n    assert f(2) == want\n",
     "indirect": "@pytest.mark.parametrize('y', [2], indirect=True)\ndef test_a(y):\n    assert f() == y\n",
+    "another": "def test_a():\n    assert f(2) != 3\n",
+    "nothing": "def test_a():\n    assert f(2) == None\n",
+    "an empty list": "def test_a():\n    assert f(2) == []\n",
     "a sum": "def test_a():\n    assert f(2) + f(3)\n",
 }
 
 
 @pytest.mark.parametrize("body", OPEN.values(), ids=OPEN.keys())
 def test_what_cannot_be_turned_unseen_is_turned_openly(body: str) -> None:
-    found = turned(whole(body), ["test_a"], random.Random(3))
+    found = turned(whole(body), ["test_a"], 3)
     assert found.names == {"test_a"}
     assert found.hidden == set()
     assert found.text != whole(body)
@@ -247,20 +293,20 @@ def test_what_cannot_be_turned_unseen_is_turned_openly(body: str) -> None:
 FLIPS = {
     "assert f(2)": "assert not f(2)",
     "assert not f(2)": "assert f(2)",
-    "assert abs(f(2) - 1.5) < 1e-6": "assert abs(f(2) - 1.5) > 1e-6",
+    "assert abs(f(2) - 1.5) < 1e-6": "assert abs(f(2) - 1.5) >= 1e-6",
     "assert (f(2) in\n        [1])  # so": "assert (f(2) not in\n        [1])  # so",
     "assert (f(2) <= 0x0F), 'no'": "assert (f(2) > 0x0F), 'no'",
     "assert f(2)  is  not None": "assert f(2)  is None",
     "assert f(2) not in (1,  2)": "assert f(2) in (1,  2)",
     "assert not(f(2))": "assert (f(2))",
-    "assert f(2) != 3": "assert f(2) == 3",
+    "assert f(2).ok": "assert not f(2).ok",
 }
 
 
 @pytest.mark.parametrize(("real", "flipped"), FLIPS.items())
 def test_what_asks_a_question_asks_the_opposite(real: str, flipped: str) -> None:
     text = whole(f"def test_a():\n    {real}\n    f(1)\n")
-    found = turned(text, ["test_a"], random.Random(0))
+    found = turned(text, ["test_a"], 0)
     assert found.hidden == {"test_a"}
     assert found.text == text.replace(real, flipped)
 
@@ -278,26 +324,34 @@ NEVER = {
 
 @pytest.mark.parametrize("body", NEVER.values(), ids=NEVER.keys())
 def test_what_a_pass_does_not_prove_to_have_run_is_left_alone(body: str) -> None:
-    found = turned(whole(body), ["test_a"], random.Random(3))
+    found = turned(whole(body), ["test_a"], 3)
     assert found.names == set()
     assert found.text == whole(body)
 
 
-def test_no_more_than_four_and_the_unseen_first() -> None:
+def test_every_test_and_the_unseen_first() -> None:
     tests = [f"def test_{n}():\n    assert f({n}) == {n}\n" for n in range(6)]
-    tests.append("def test_open():\n    assert f(9)\n")
-    names = [*(f"test_{n}" for n in range(6)), "test_open"]
-    found = turned(whole("\n\n".join(tests)), names[5::-1], random.Random(0))
-    assert found.names == {"test_5", "test_4", "test_3", "test_2"}
-    assert found.hidden == found.names
-    tests[-1] = "def test_open():\n    assert f(9) + 1\n"
-    few = turned(whole("\n\n".join(tests[5:])), names, random.Random(0))
-    assert few.names == {"test_5", "test_open"}
-    assert few.hidden == {"test_5"}
+    tests.insert(0, "def test_open():\n    assert f(9) + 1\n")
+    names = ["test_open", *(f"test_{n}" for n in range(6))]
+    source, found = turnable(whole("\n\n".join(tests)), names, "0", ways=5)
+    assert source is not None
+    assert [test.name for test in found] == [*names[1:], "test_open"]
+    assert [test.hidden for test in found] == [True] * 6 + [False]
+    assert [len(test.ways) for test in found] == [5] * 6 + [1]
+
+
+def test_a_test_has_the_same_forms_whether_all_its_rows_are_turned_or_one() -> None:
+    rows = "@pytest.mark.parametrize('x, y', [(1, 22), (3, 44), (5, 66)])\n"
+    text = whole(rows + "def test_a(x, y):\n    assert f(x) == y\n")
+    for seed in range(10):
+        _, (one,) = turnable(text, ["test_a"], str(seed), by_row=["test_a"], ways=5)
+        _, (every,) = turnable(text, ["test_a"], str(seed), ways=5)
+        for way, whole_way in zip(one.ways, every.ways, strict=True):
+            assert set(way.edits) < set(whole_way.edits)
 
 
 def test_a_value_that_stands_elsewhere_too_is_left_where_another_will_do() -> None:
     body = 'def test_a():\n    assert f("spam") == ["spam", 100, "eggs"]\n    assert f(100) == 42\n'
-    seen = {turned(whole(body), ["test_a"], random.Random(seed)).text for seed in range(40)}
+    seen = {turned(whole(body), ["test_a"], seed).text for seed in range(40)}
     assert all('== ["spam", 100, ' in text for text in seen)
     assert len(seen) > 5

@@ -63,6 +63,8 @@ class Source:
             raise SyntaxError(str(error)) from None
         self._starts = [token.start for token in self.tokens]
         self._times = Counter(_core(token.text) for token in self.tokens)
+        said = (tokenize.STRING, tokenize.NUMBER, tokenize.COMMENT)
+        self._words = Counter(w for token in self.tokens if token.kind in said for w in words(token.text))
 
     def between(self, start: Place, end: Place) -> list[Token]:
         """The tokens that begin at `start` or later and end at `end` or before."""
@@ -88,9 +90,11 @@ class Source:
         found = self.between((node.lineno, 0), (last, len(self._lines[last - 1])))
         return " ".join(token.text for token in found if token.kind == tokenize.COMMENT)
 
-    def wrong(self, node: ast.expr, told: Set[str], rng: random.Random) -> tuple[Edit, bool]:
-        """An edit of one token by which a literal is another one, and whether what it was also stands in
-        `told` or elsewhere in the file. Raises ValueError where no token has a near one."""
+    def others(self, node: ast.expr, told: Set[str], seed: str, most: int) -> tuple[tuple[Edit, ...], bool]:
+        """Up to `most` edits of one token, by each of which a literal is another one, and whether what it was
+        also stands in `told` or elsewhere in the file. Depends on `seed` and the place in the file alone, so
+        that a literal has the same others whenever it is asked for. Raises ValueError where it has none."""
+        rng = random.Random(f"{seed}/{node.lineno}/{node.col_offset}")
         right = ast.literal_eval(node)
         places = [
             token
@@ -99,24 +103,30 @@ class Source:
             if token.kind in (tokenize.STRING, tokenize.NUMBER, tokenize.NAME)
         ]
         rng.shuffle(places)
-        places.sort(key=lambda token: (self._told(token, told), token.text in ("None", '""', "''")))
+        # Of a word most others are none, and of two values one may be likely: numbers first, and those last.
+        kinds = (tokenize.NUMBER, tokenize.STRING, tokenize.NAME)
+        places.sort(key=lambda token: (self._told(token.text, token, told), kinds.index(token.kind)))
         for token in places:
+            said = self._told(token.text, token, told)
+
+            def other(text: str, token: Token = token, said: bool = said) -> bool:
+                fits = _other_literal(right, self._with(node, token.instead(text)))
+                return fits and (said or not self._told(text, token, told))
+
             try:
-                edit = token.instead(near(token.text, rng))
+                return tuple(token.instead(text) for text in near(token.text, rng, most, other)), said
             except ValueError:
                 continue
-            if _other_literal(right, self._with(node, edit)):
-                return edit, self._told(token, told)
-        if isinstance(node, ast.List) and not node.elts:
-            end = (node.lineno, node.col_offset + 1)
-            return Edit(start=end, end=end, text=str(rng.randint(1, 9))), False
         raise ValueError("no token of the literal has a near one")
 
-    def _told(self, token: Token, told: Set[str]) -> bool:
-        core = _core(token.text)
+    def _told(self, text: str, token: Token, told: Set[str]) -> bool:
+        """Whether `text` in the place of `token` also stands in `told` or elsewhere in the file."""
+        core, own = _core(text), _core(token.text)
         if core in ("True", "False", "None"):
             return core in told
-        return bool(words(core) & told) or (len(core) > 2 and self._times[core] > 1)
+        here = words(own)
+        elsewhere = any(self._words[word] > (word in here) for word in words(core) if len(word) > 2)
+        return bool(words(core) & told) or elsewhere or (len(core) > 2 and self._times[core] > (core == own))
 
     def _cut(self, line: int, a: int, last: int, b: int) -> str:
         lines = self._lines[line - 1 : last]

@@ -1,164 +1,130 @@
-"""Tokens that are wrong but look right: what a turned test says instead of the right answer.
+"""Families of tokens: what a turned test may say instead of the right answer.
 
-A near token has the kind, the form and, where it can, the length of the right one: its quotes, prefix and
-escapes, its base, underscores, point and exponent, its trailing zeros. Code that reads the test finds nothing
-there but another value.
+A token's family holds tokens of its form: its quotes, prefix and escapes, its base, underscores, point and
+exponent, its zeros, and all its characters but one. Each member has the same family, so a family has no
+centre: from some members of it nothing tells which one they were drawn for. A token without such a family
+(None, an empty text) has none at all.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import random
 import re
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-TRIES = 50
 TOLERANCE = 1e-11
 """Floats that are no further apart may count as equal: ten times what `pytest.approx` allows beside zero."""
-_DIGITS = "0123456789abcdef"
+SIGNIFICANT = 5
+"""Digits from the first one that counts, among which the other one is: those behind may count as equal."""
 _BASES = {"0x": 16, "0o": 8, "0b": 2}
 _VOWELS = "aeiou"
-_KINDS = tuple(
-    kind
-    for letters in (_VOWELS, "".join(c for c in string.ascii_lowercase if c not in _VOWELS))
-    for kind in (letters, letters.upper())
-)
-_MIRROR = dict(zip("()[]{}<>", ")(][}{><", strict=True))
-_MARKS = "-_.,:;!?/+*=#@|"
-_SIMPLE = {"n": "t", "t": "n", "r": "n", "\\": "t"}
+_CONSONANTS = "".join(c for c in string.ascii_lowercase if c not in _VOWELS)
+_KINDS = (
+    "123456789", _CONSONANTS, _CONSONANTS.upper(), _VOWELS, _VOWELS.upper(),
+    "-_.,:;!?/+*=#@|%&~^$", "()", "[]", "{}", "<>",
+)  # fmt: skip
+"""Characters of a text that may stand for each other; the earlier kinds are seen less among others."""
+_HEX = (string.digits, "abcdef", "ABCDEF")
 _STRING = re.compile(r"([A-Za-z]*)('''|\"\"\"|'|\")(.*)\2", re.DOTALL)
 _ESCAPE = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|N\{[^}]*\}|[0-7]{1,3}|.)"
 _UNIT = re.compile(_ESCAPE + "|.", re.DOTALL)
 
 
-def near(token: str, rng: random.Random) -> str:
-    """Another token for a literal's, of its form, whose value does not equal its own, nor nearly. Raises
-    ValueError for one that has none."""
-    old = ast.literal_eval(token)
-    for other in _candidates(token, rng):
-        try:
-            new = ast.literal_eval(other)
-        except (SyntaxError, ValueError):
-            continue
-        if _differ(old, new) and (repr(old) != token or repr(new) == other or not isinstance(new, float)):
-            return other  # a float with the digits that Python itself would write has such digits again
+def near(
+    token: str, rng: random.Random, most: int, allowed: Callable[[str], bool] = lambda other: True
+) -> list[str]:
+    """Up to `most` other members of a family of the token, all of different values; the family is drawn by
+    what its members have in common. `allowed` must say the same of a family whichever member it is asked for.
+    Raises ValueError for a token without one."""
+    for family in _families(token, rng):
+        fitting = [other for other in family if other != token and _alike(token, other)]
+        if _distinct([token, *fitting]) and (fitting := [other for other in fitting if allowed(other)]):
+            return rng.sample(fitting, min(most, len(fitting)))
     raise ValueError(f"nothing is near {token!a}")
 
 
-def _differ(old: object, new: object) -> bool:
-    if isinstance(old, str | bytes) and isinstance(new, str | bytes):
-        # Letters in another case do not count as another answer everywhere.
-        return old.lower() != new.lower()
-    if isinstance(old, float) and isinstance(new, float):
-        return new != float("inf") and abs(new - old) > TOLERANCE
-    return old != new or type(old) is not type(new)
+def _alike(token: str, other: str) -> bool:
+    """Whether the other has a value of the same type, written as Python writes it if the token is so."""
+    try:
+        old, new = ast.literal_eval(token), ast.literal_eval(other)
+    except (SyntaxError, ValueError):
+        return False
+    return type(old) is type(new) and (
+        not isinstance(old, float) or (repr(old) == token) == (repr(new) == other)
+    )
 
 
-def _candidates(token: str, rng: random.Random) -> Iterator[str]:
+def _distinct(tokens: Sequence[str]) -> bool:
+    values = [ast.literal_eval(token) for token in tokens]
+    if isinstance(values[0], float):
+        values.sort()
+        # Of two infinities the difference is no number, and not more.
+        return all(b - a > TOLERANCE for a, b in itertools.pairwise(values))
+    # Letters in another case do not count as another answer everywhere.
+    return len({v.lower() if isinstance(v, str | bytes) else v for v in values}) == len(values)
+
+
+def _families(token: str, rng: random.Random) -> Iterator[list[str]]:
     if token in ("True", "False"):
-        yield "False" if token == "True" else "True"
-    elif token == "None":
-        yield rng.choice(("0", "False"))
+        yield ["True", "False"]
     elif (found := _STRING.fullmatch(token)) is not None:
         head = found[1] + found[2]
-        for content in _texts(found[3], rng, raw="r" in found[1].lower()):
-            yield head + content + found[2]
-    else:
+        for family in _texts(found[3], rng, raw="r" in found[1].lower()):
+            yield [head + content + found[2] for content in family]
+    elif token[:1] in "0123456789.":
         yield from _numbers(token, rng)
 
 
-# --------------------------------------------------------------------------- numbers
-
-
-def _numbers(token: str, rng: random.Random) -> Iterator[str]:
-    """The number with other digits in the places from its first to its last that is not zero."""
-    prefix = token[:2] if token[:2].lower() in _BASES else ""
-    base = _BASES.get(prefix.lower(), 10)
+def _numbers(token: str, rng: random.Random) -> Iterator[list[str]]:
+    """The number with another digit at one place; zeros before and behind those that count stay."""
+    prefix = token[:2].lower() if token[:2].lower() in _BASES else ""
+    base = _BASES.get(prefix, 10)
     end = len(token) if prefix else re.match(r"[\d_.]*", token).end()  # type: ignore[union-attr]
     places = [at for at in range(len(prefix), end) if token[at] not in "_."]
-    written = "".join(token[at] for at in places).lower()
+    written = "".join(token[at] for at in places)
     core = written.strip("0")
-    upper = any(letter.isupper() for letter in token[len(prefix) : end])
-    lettered = any(digit in "abcdef" for digit in written)
     first = written.index(core) if core else len(written) - 1
-    last = first + max(1, len(core))
-    for attempt in range(2 * TRIES):
-        if attempt == TRIES:  # nothing has that many digits that count: any number of that length
-            if not prefix:
-                return
-            first, last = 0, len(written)
-        value = _other(int(written[first:last], base), last - first, base, attempt < TRIES, rng)
-        if value is None or (not lettered and base == 16 and attempt < TRIES and re.search("[a-f]", value)):
-            continue
-        digits = written[:first] + (value.upper() if upper else value) + written[last:]
-        characters = list(token)
-        for at, digit in zip(places, digits.upper() if upper else digits, strict=True):
-            characters[at] = digit
-        yield "".join(characters)
+    last = first + max(1, len(core)) - 1
+    # What has one digit in its last place may be zero, unless it has an exponent, where nobody writes one.
+    zero = first == last == len(written) - 1 and not re.search("[eEjJ]", token[end:])
+    spots = list(range(first, min(last + 1, first + SIGNIFICANT))) if core or zero else []
+    for spot in rng.sample(spots, len(spots)):
+        inside = first < spot < last
+        digits = next(kind for kind in _HEX if written[spot] in kind)[:base]
+        at = places[spot]
+        yield [token[:at] + d + token[at + 1 :] for d in digits if d != "0" or inside or zero]
 
 
-def _other(value: int, width: int, base: int, same_zeros: bool, rng: random.Random) -> str | None:
-    """A number of `width` digits at least a tenth away; None where the draw is not one."""
-    move = rng.choice((-1, 1)) * (value // rng.choice((2, 3, 5, 8, 10)) + rng.randint(1, min(9, base - 1)))
-    other = value + move if same_zeros else rng.randrange(base**width)
-    least = base ** (width - 1) if same_zeros else 0
-    if not least <= other < base**width or (same_zeros and other % base == 0) or other == value:
-        return None
-    digits = ""
-    for _ in range(width):
-        other, digit = divmod(other, base)
-        digits = _DIGITS[digit] + digits
-    return digits
-
-
-# --------------------------------------------------------------------------- strings
-
-
-def _texts(content: str, rng: random.Random, *, raw: bool) -> Iterator[str]:
-    """The text between the quotes with one character changed, first those that show least."""
-    if not content:
-        yield rng.choice(string.ascii_lowercase)
-        return
+def _texts(content: str, rng: random.Random, *, raw: bool) -> Iterator[list[str]]:
+    """The text between the quotes with another character at one place, first where it shows least."""
     units = list(content) if raw else _UNIT.findall(content)
     at = [sum(map(len, units[:n])) for n in range(len(units))]
-    order = list(range(len(units)))
+    order = [(_kind(unit)[0], n) for n, unit in enumerate(units)]
     rng.shuffle(order)
-    order.sort(key=lambda n: _rank(units[n]))
-    for n in order:
+    for _, n in sorted(order, key=lambda each: each[0]):
         # What comes behind a backslash of a raw text may be no escape, but looks like one.
         if raw and (units[n] == "\\" or content[at[n] - 1 : at[n]] == "\\"):
             continue
-        for unit in _units(units[n], rng):
-            yield content[: at[n]] + unit + content[at[n] + len(units[n]) :]
+        behind = content[at[n] + len(units[n]) :]
+        yield [content[: at[n]] + unit + behind for unit in _kind(units[n])[1]]
 
 
-def _rank(unit: str) -> int:
-    if len(unit) == 1:
-        if unit.isascii() and unit.isalnum():
-            return 0
-        return 1 if unit.isalpha() else 4 if unit.isspace() else 2
-    return 1 if unit[1] in "xuU" else 3
-
-
-def _units(unit: str, rng: random.Random) -> Iterator[str]:
-    """What may stand for one character or one escape."""
+def _kind(unit: str) -> tuple[int, list[str]]:
+    """A rank, and what may stand for one character or one escape: the same for each of these."""
     if len(unit) > 1:
         if unit[1] in "xuU":
-            digits = "0123456789ABCDEF" if re.search("[A-F]", unit[2:]) else _DIGITS
-            yield from (unit[:-1] + digit for digit in rng.sample(digits, 16))
-        elif unit[1:] in _SIMPLE:
-            yield "\\" + _SIMPLE[unit[1:]]
-        return
-    kind = next((kind for kind in _KINDS if unit in kind), "")
-    if kind:
-        yield from rng.sample(kind, len(kind))
-    elif unit in string.digits:
-        yield from rng.sample("123456789", 9)
-    elif unit.isalpha():
-        around = [chr(ord(unit) + step) for step in (-1, 1, -2, 2)]
-        yield from (other for other in around if other.isalpha() and other.islower() == unit.islower())
-    elif unit in _MIRROR:
-        yield _MIRROR[unit]
-    elif unit not in "'\"\\\n":
-        yield from rng.sample(_MARKS, 3)
+            digits = next(kind for kind in _HEX if unit[-1] in kind)
+            return 3, [unit[:-1] + digit for digit in digits]
+        return 9, ["\\n", "\\t"] if unit[1] in "nt" else []
+    for rank, kind in enumerate(_KINDS):
+        if unit in kind:
+            return rank, list(kind)
+    if unit.isascii() or not unit.isalpha():
+        return 9, []
+    block = ord(unit) // 8 * 8
+    around = [chr(block + n) for n in range(8)]
+    case = (unit.islower(), unit.isupper())
+    return 4, [other for other in around if other.isalpha() and (other.islower(), other.isupper()) == case]

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from insitu.grade.edits import Edit, Place, Source, end_of, in_place
+from insitu.grade.edits import Edit, Source, end_of, in_place
 from insitu.grade.expected import Expectation, Function, Module, is_literal, runs_its_end
 
-MAX_TURNED = 4
-"""Tests of one file that are turned in one run."""
 OPPOSITE = {
     "assertEqual": "assertNotEqual", "assertNotEqual": "assertEqual", "assertTrue": "assertFalse",
     "assertFalse": "assertTrue", "assertIs": "assertIsNot", "assertIsNot": "assertIs",
@@ -50,89 +47,34 @@ class Turnable:
     """Different ones; each changes the same place of the file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turned:
-    """A test file with some tests turned."""
-
-    text: str
-    names: frozenset[str]
-    """`Class::test` or `test`, as in the file."""
-    hidden: frozenset[str]
-    """Those of `names` that look like real ones."""
-    rows: Mapping[str, int] = field(default_factory=dict)
-    """`Way.rows` of each of `names`."""
-
-
-def turned(
-    text: str,
-    wanted: Sequence[str],
-    rng: random.Random,
-    *,
-    most: int = MAX_TURNED,
-    by_row: Collection[str] = (),
-) -> Turned:
-    """`text` with up to `most` of the `wanted` tests turned, each in one way."""
-    source, found = turnable(text, wanted, rng, most=most, by_row=by_row)
-    return Turned(
-        text=source.edited([edit for test in found for edit in test.ways[0].edits]) if source else text,
-        names=frozenset(test.name for test in found),
-        hidden=frozenset(test.name for test in found if test.hidden),
-        rows={test.name: test.ways[0].rows for test in found},
-    )
-
-
 def turnable(
     text: str,
     wanted: Sequence[str],
-    rng: random.Random,
+    seed: str,
     *,
-    most: int = MAX_TURNED,
     by_row: Collection[str] = (),
     ways: int = 1,
 ) -> tuple[Source | None, list[Turnable]]:
-    """Up to `most` of the `wanted` tests with up to `ways` ways to turn each, and what makes the edits: those
-    that look real first, then in the order given. Of those `by_row` that are parametrized, one row is."""
+    """Those of the `wanted` tests that can be turned, with up to `ways` ways each, and what makes the edits:
+    those that look real first, then in the order given. Of those `by_row` that are parametrized, one row is.
+    The same for the same `seed`."""
     tree = ast.parse(text)
     try:
         module = Module(tree, Source(text))
     except (SyntaxError, IndexError):
         return None, []
     nodes = dict(_tests(tree))
-    found = [(name, nodes[name]) for name in wanted if name in nodes]
-    hidden: dict[str, Turnable] = {}
-    for name, node in found:
-        if len(hidden) < most:
-            drawn = _ways(partial(_hidden_turn, node, module, rng, by_row=name in by_row), ways)
-            if drawn:
-                hidden[name] = Turnable(name=name, hidden=True, ways=drawn)
+    hidden: list[Turnable] = []
     seen: list[Turnable] = []
-    for name, node in found:
-        if name not in hidden and len(hidden) + len(seen) < most:
-            drawn = _ways(partial(_open_turn, node, module.source, rng), ways)
-            if drawn:
-                seen.append(Turnable(name=name, hidden=False, ways=drawn))
-    return module.source, [*hidden.values(), *seen]
-
-
-DRAWS = 60
-"""Tries to find more ways to turn a test at one place."""
-
-
-def _ways(draw: Callable[[], tuple[list[Edit], int]], count: int) -> tuple[Way, ...]:
-    """Up to `count` different ways, at the place of the first."""
-    found: list[Way] = []
-    for _ in range(1 if count == 1 else DRAWS):
-        edits, rows = draw()
-        if not edits or len(found) == count:
-            break
-        way = Way(edits=tuple(edits), rows=rows)
-        if not found or (way not in found and _places(way) == _places(found[0])):
-            found.append(way)
-    return tuple(found)
-
-
-def _places(way: Way) -> list[tuple[Place, Place]]:
-    return [(edit.start, edit.end) for edit in way.edits]
+    for name in wanted:
+        if name not in nodes:
+            continue
+        rng = random.Random(f"{seed}/{name}")
+        if drawn := _hidden_ways(nodes[name], module, f"{seed}/{name}", ways, by_row=name in by_row):
+            hidden.append(Turnable(name=name, hidden=True, ways=drawn))
+        elif edits := _open_turn(nodes[name], module.source, rng):
+            seen.append(Turnable(name=name, hidden=False, ways=(Way(edits=tuple(edits)),)))
+    return module.source, [*hidden, *seen]
 
 
 def _tests(module: ast.Module) -> Iterator[tuple[str, Function]]:
@@ -148,54 +90,64 @@ def _tests(module: ast.Module) -> Iterator[tuple[str, Function]]:
 # --------------------------------------------------------------------------- near values for right ones
 
 
-def _hidden_turn(
-    test: Function, module: Module, rng: random.Random, *, by_row: bool
-) -> tuple[list[Edit], int]:
-    """Edits by which one assertion of the test expects another value, empty where none can; and
-    `Turned.rows`. One that the rest of the file contradicts is taken only where there is no other."""
+def _hidden_ways(test: Function, module: Module, seed: str, most: int, *, by_row: bool) -> tuple[Way, ...]:
+    """Up to `most` ways in which one assertion of the test expects another value, or one that it asks for the
+    opposite. One that the rest of the file contradicts is taken only where there is no other, and of the rest
+    the first with so many."""
+    rng = random.Random(seed)
     told = module.told(test)
     places = list(module.expectations(test))
     rng.shuffle(places)
-    second: tuple[list[Edit], int] | None = None
-    for place in sorted(places, key=lambda each: each.repeated):
-        for edits, rows, said in _turns(place, module.source, told, rng, by_row=by_row):
-            if not said and not place.repeated:
-                return edits, rows
-            second = second or (edits, rows)
-    if second is not None:
-        return second
+    best: tuple[tuple[bool, int], tuple[Way, ...]] | None = None
+    for place in places:
+        for ways, said in _value_ways(place, module.source, told, rng, seed, most, by_row=by_row):
+            rank = (said or place.repeated, -len(ways))
+            if best is None or rank < best[0]:
+                best = rank, ways
+            if not said:
+                break
+        if best is not None and best[0] == (False, -most):
+            break
+    if best is not None:
+        return best[1]
     statements = [statement for owner in module.owners(test) for statement in owner.body]
     rng.shuffle(statements)
-    return next((edits for each in statements if (edits := _flipped(each, module.source))), []), 1
+    flips = (_flipped(each, module.source) for each in statements)
+    return next(((Way(edits=tuple(edits)),) for edits in flips if edits), ())
 
 
-def _turns(
-    place: Expectation, source: Source, told: frozenset[str], rng: random.Random, *, by_row: bool
-) -> Iterator[tuple[list[Edit], int, bool]]:
-    """Ways to turn an expectation: edits, rows, and whether words of the test say what was right."""
+def _value_ways(
+    place: Expectation,
+    source: Source,
+    told: frozenset[str],
+    rng: random.Random,
+    seed: str,
+    most: int,
+    *,
+    by_row: bool,
+) -> Iterator[tuple[tuple[Way, ...], bool]]:
+    """Sets of ways to turn an expectation, and whether words of the test say what was right."""
     rows = list(place.rows)
-    if place.tests and not by_row:
-        try:
-            every = [source.wrong(row, told, rng) for row in rows]
-        except ValueError:
-            return
-        yield [edit for edit, _ in every], 1, any(said for _, said in every)
-        return
     # One row and not all: the fewer are wrong the less there is of which the right answer may be known.
     for row in rng.sample(rows, len(rows)):
         try:
-            edit, said = source.wrong(row, told, rng)
+            edits, said = source.others(row, told, seed, most)
+            if place.tests and not by_row:
+                every = [source.others(each, told, seed, most)[0] for each in rows]
+                yield tuple(Way(edits=together) for together in zip(*every, strict=False)), said
+                return
         except ValueError:
             continue
-        yield [edit], len(rows) if place.tests else 1, said
+        count = len(rows) if place.tests else 1
+        yield tuple(Way(edits=(edit,), rows=count) for edit in edits), said
 
 
 FLIPPED: Mapping[type[ast.cmpop], tuple[str, str]] = {
     ast.Is: ("is", "is not"), ast.IsNot: ("not", ""), ast.In: ("in", "not in"), ast.NotIn: ("not", ""),
-    ast.NotEq: ("!=", "=="), ast.Lt: ("<", ">"), ast.Gt: (">", "<"), ast.LtE: ("<=", ">"),
-    ast.GtE: (">=", "<"),
+    ast.Lt: ("<", ">="), ast.GtE: (">=", "<"), ast.Gt: (">", "<="), ast.LtE: ("<=", ">"),
 }  # fmt: skip
-"""Operator -> a token of it, and what stands there where the opposite is asked."""
+"""Operator -> a token of it, and what stands there where the opposite is asked, whose opposite it is. `!=`
+has none here: an equality is turned by its value."""
 
 
 def _flipped(statement: ast.stmt, source: Source) -> list[Edit]:
@@ -205,9 +157,10 @@ def _flipped(statement: ast.stmt, source: Source) -> list[Edit]:
         return []
     test = statement.test
     start = (test.lineno, test.col_offset)
-    if isinstance(test, ast.Call):
+    plain = (ast.Call, ast.Name, ast.Attribute, ast.Subscript)
+    if isinstance(test, plain):
         return [Edit(start=start, end=start, text="not ")] if source.parted(test) else []
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and isinstance(test.operand, plain):
         _, after = source.between(start, end_of(test))[:2]
         return [Edit(start=start, end=after.start, text="")] if after.start[0] == start[0] else []
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and type(test.ops[0]) in FLIPPED:
@@ -243,32 +196,32 @@ def _operator(test: ast.Compare, old: str, new: str, source: Source) -> list[Edi
 # --------------------------------------------------------------------------- assertions turned round
 
 
-def _open_turn(test: Function, source: Source, rng: random.Random) -> tuple[list[Edit], int]:
+def _open_turn(test: Function, source: Source, rng: random.Random) -> list[Edit]:
     """The last statement, alone on its lines, turned round; empty for one we do not know how to turn."""
     last = test.body[-1]
     before = test.body[-2].end_lineno or 0 if len(test.body) > 1 else test.lineno
     if not source.alone(last) or last.lineno <= before or not runs_its_end(test):
-        return [], 1
+        return []
     if isinstance(last, ast.Assert):
         if not source.parted(last.test):
-            return [], 1
+            return []
         text = _unequal(last.test, source, rng) or f"not ({source.of(last.test)})"
-        return [in_place(last.test, text)], 1
+        return [in_place(last.test, text)]
     if not isinstance(last, ast.Expr) or not isinstance(last.value, ast.Call):
-        return [], 1
+        return []
     call = last.value
     if not isinstance(call.func, ast.Attribute) or ast.unparse(call.func.value) != "self":
-        return [], 1
+        return []
     name = OPPOSITE.get(call.func.attr)
     if name is None or len(call.args) > 2 or call.keywords:
-        return [], 1
+        return []
     if call.func.attr == "assertEqual" and len(call.args) == 2:
         equal = ast.Compare(left=call.args[0], ops=[ast.Eq()], comparators=[call.args[1]])
         unequal = _unequal(equal, source, rng)
         if unequal is not None:
-            return [in_place(call, f"self.assertTrue({unequal})")], 1
+            return [in_place(call, f"self.assertTrue({unequal})")]
     named = source.between((last.lineno, last.col_offset), end_of(call.func))
-    return [token.instead(name) for token in named[-1:]], 1
+    return [token.instead(name) for token in named[-1:]]
 
 
 def _unequal(test: ast.expr, source: Source, rng: random.Random) -> str | None:

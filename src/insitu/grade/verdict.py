@@ -7,7 +7,7 @@ from insitu.grade.diff import PROTECTED_FOLDERS, Diff
 from insitu.grade.runners.base import RunReport
 from insitu.types import Outcome, RewardKind, Strength, Verdict
 
-GRADER = 5
+GRADER = 6
 """Raised with every change that can change a verdict."""
 
 MAX_REASON_CHARS = 300

@@ -4,13 +4,15 @@ Candidate and tests share a process, so what that process says is checked rather
 id exactly once, every control as the host knows it, numbered records with a nonce, an exit code that fits.
 Each file is run several times, in fresh boxes, with some tests turned in each run (see pytest_turns.py), and
 judged when all runs are in: a test that passes as it is and turned was not run. Whoever knows what each test
-must say, or sees through a test that could be turned only openly, gets through; only json_io, where the tests
-never enter the box, is beyond that.
+must say, guesses it among its forms, or sees through a test that could be turned only openly, gets through;
+only json_io and stdio, whose expected values never enter the box, are beyond that.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
+import hashlib
 import random
 import secrets
 import time
@@ -24,7 +26,7 @@ from insitu.grade.controls import Controlled, text_of, with_controls
 from insitu.grade.diff import DEFAULT_POLICY, bad_path
 from insitu.grade.runners.base import RunLimits, RunReport
 from insitu.grade.runners.common import RunnerBase, control_task, for_memory, passing, run_in, share
-from insitu.grade.runners.pytest_files import pytest_folder
+from insitu.grade.runners.pytest_files import forms_key, pytest_folder
 from insitu.grade.runners.pytest_records import FileRun, Tampered, read_run
 from insitu.grade.runners.pytest_turns import MOST_RUNS, Found, Round, draw
 from insitu.record.scratch import cache_folder
@@ -63,6 +65,8 @@ class Ran:
     """Nothing in it could be turned so that it looks real."""
     unturned: bool = False
     """Nothing at all: an object that equals everything passes."""
+    unseen: tuple[int, int] = (0, 0)
+    """Tests that were turned so that they look real, of those required."""
     odd: bool = False
     """A run said what one that was not interfered with cannot say where all tests pass."""
     timed_out: bool = False
@@ -177,15 +181,18 @@ class _Session:
             text = text_of(entry.content)
         except ValueError as error:
             raise TaskError(f"task {self._task_id}: {path}: {error}") from None
-        drawn = draw(path, text, self._tests.fail_to_pass, required, self._rng)
+        key = hashlib.blake2b(f"{path}\n{text}".encode(), key=forms_key(cache_folder())).hexdigest()
+        drawn = await asyncio.to_thread(
+            draw, path, text, self._tests.fail_to_pass, required, self._rng, seed=key
+        )
         ran, found = await self._round(drawn, Ran(outcomes={}))
         if found.uneven and not ran.ended:
-            drawn = draw(path, text, self._tests.fail_to_pass, required, self._rng, rows=False)
+            drawn = draw(path, text, self._tests.fail_to_pass, required, self._rng, seed=key, rows=False)
             ran, found = await self._round(drawn, ran)
         if found.disturbed and drawn.chosen and not (ran.ended or ran.lost or found.wrong):
-            drawn = drawn.alone(found, self._rng)
+            drawn = drawn.few(found, self._rng)
             ran, found = await self._round(drawn, ran)
-        ran = replace(ran, weak=not drawn.standard, unturned=not drawn.chosen)
+        ran = replace(ran, weak=not drawn.standard, unturned=not drawn.chosen, unseen=drawn.unseen)
         if ran.ended:
             return ran
         if ran.lost:
@@ -346,7 +353,8 @@ def report(tests: HiddenTests, ran: Sequence[Ran]) -> RunReport:
 
 
 def _turned(ran: Sequence[Ran], failed: int) -> str:
-    said = f"{failed} turned tests failed"
+    unseen, tests = (sum(one.unseen[n] for one in ran) for n in range(2))
+    said = f"{failed} turned tests failed, {unseen} of {tests} tests were turned unseen"
     for count, what in (
         (sum(one.unturned for one in ran), "no assertion could be turned round"),
         (sum(one.weak and not one.unturned for one in ran), "no assertion could be turned unseen"),

@@ -6,8 +6,10 @@ what it judges.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -51,6 +53,22 @@ def pytest_folder(cache: Path) -> Path:
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
     return folder
+
+
+@functools.cache
+def forms_key(cache: Path) -> bytes:
+    """The secret that the forms of turned tests follow from, made where missing. It outlives this process:
+    had a test other forms the next time, the real one would be what both have. Raises SetupError."""
+    path = cache / "forms.key"
+    with boundary(SetupError, f"read {path}"):
+        cache.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            with tempfile.NamedTemporaryFile(dir=cache, prefix="key-") as fresh:  # readable for nobody else
+                fresh.write(secrets.token_bytes(32))
+                fresh.flush()
+                with contextlib.suppress(FileExistsError):
+                    os.link(fresh.name, path)
+        return path.read_bytes()
 
 
 def _version(name: str) -> str:

@@ -1,30 +1,33 @@
 """The runs of one test file: in each, some required tests are turned, and each test is real in some run.
 
-No run is the real one. Each turned test is drawn to be real in some runs and turned in the others, in every
-form equally often, apart from the other tests. So code that forges has to decide for each test and each run
-whether it is real, and nothing tells it: not the order of the runs, not the time, and not what an earlier run
-may have left for a later one, since among the forms of a test none stands out.
+No run is the real one. Each test that can be turned is real in some runs and turned in the others, in every
+form equally often, apart from the other tests. Its forms are members of a family that has no centre, and the
+same whenever the file is judged on this machine. So code that forges has to decide for each test and each run
+whether it is real, and nothing but the answer tells it: not the order of the runs, not the time, and not what
+it remembers of all runs that ever were.
 
 A turned test that fails may disturb those behind it. A test that failed only behind such a one says nothing:
-then one test alone is turned, in the form that was seen already, and only those before it are asked for.
+then few tests are turned, in forms that were seen already, in every combination.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from insitu.grade.edits import Source
-from insitu.grade.turning import MAX_TURNED, Turnable, Way, turnable
+from insitu.grade.turning import Turnable, Way, turnable
 
-RUNS: Mapping[int, tuple[int, int]] = {0: (1, 1), 1: (6, 3), 2: (4, 4), 3: (4, 4), 4: (2, 2)}
-"""Turned tests of a file -> its runs, and the forms that each of those tests has in them. What forges has to
-guess in which runs a test is real, one way of 15 for a single test, or, where it sees all runs, which of the
-forms is real: one of 3. With more tests the chances multiply: one in 16."""
-MOST_RUNS = 3 * RUNS[1][0] + 1
-"""Of one file: as drawn at first, without single rows, with one test, and one for the score."""
+RUNS: Mapping[int, int] = {0: 1, 1: 6, 2: 4, 3: 4, 4: 2}
+"""Tests of a file that can be turned (4: or more) -> its runs, and the most forms that each of them has. What
+forges one test and sees all runs, of this grade and of all others, has to guess which form is real."""
+FEW = 3
+"""Tests that are turned where those behind them may be disturbed."""
+MOST_RUNS: int = 2 * RUNS[1] + 2**FEW + 1
+"""Of one file: as drawn at first, without single rows, with few tests, and one for the score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,11 @@ class Round:
     standard: bool
     """Whether a test that must start to pass looks real when it is turned."""
 
+    @property
+    def unseen(self) -> tuple[int, int]:
+        """How many of the required tests look real when they are turned, and how many there are."""
+        return sum(test.hidden for test in self.chosen), len({self.test(name) for name in self.required})
+
     def written(self, run: int) -> str:
         """The text of the file for one run."""
         edits = [edit for way in self.plan[run].values() for edit in way.edits]
@@ -71,14 +79,16 @@ class Round:
         real: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
         passing, unsure, uneven = set[str](), set[str](), set[str]()
         disturbed, failed = False, 0
+        wanted = Counter(self.test(name) for name in self.required)
         for turned, outcomes in zip(self.plan, runs, strict=False):
             behind = self._real(turned, outcomes, real)
+            by_test: dict[str, list[bool]] = defaultdict(list)
+            for name, word in outcomes.items():
+                by_test[self.test(name)].append(word in ("passed", "xpassed"))
             for test, way in turned.items():
-                cases = [
-                    o in ("passed", "xpassed") for name, o in outcomes.items() if self.test(name) == test
-                ]
+                cases = by_test[test]
                 spared = len(cases) - max(1, len(cases) // way.rows) if cases and way.rows > 1 else 0
-                if way.rows > 1 and len(cases) != sum(self.test(name) == test for name in self.required):
+                if way.rows > 1 and len(cases) != wanted[test]:
                     uneven.add(test)
                 elif sum(cases) > spared:
                     (unsure if test in behind else passing).add(test)
@@ -86,10 +96,8 @@ class Round:
                     disturbed = True
                 failed += len(cases) - max(sum(cases), spared)
         outcome = {name: _outcome(seen) for name, seen in real.items()}
-        fine = {
-            test for test in passing if all(o == "passed" for n, o in outcome.items() if self.test(n) == test)
-        }
-        fine &= {self.test(name) for name in outcome}
+        fine = passing & {self.test(name) for name in outcome}
+        fine -= {self.test(name) for name, word in outcome.items() if word != "passed"}
         return Found(
             outcomes={name: word or "failed" for name, word in outcome.items()},
             lost=frozenset(name for name, word in outcome.items() if word == "failed"),
@@ -105,7 +113,7 @@ class Round:
     ) -> set[str]:
         """Add to `real`, of each required test that is as it is in this run, whether it passed and whether
         nothing can have disturbed it. Returns the turned tests that something may have."""
-        behind, first = set[str](), ""
+        behind, first, required = set[str](), "", frozenset(self.required)
         for name, outcome in outcomes.items():
             test = self.test(name)
             if test in turned:
@@ -113,7 +121,7 @@ class Round:
                     behind.add(test)
                 if outcome != "passed":
                     first = first or test
-            elif name in self.required:
+            elif name in required:
                 real[name].append((outcome == "passed", not first))
         for name in self.required:
             if name not in outcomes and self.test(name) not in turned:
@@ -124,13 +132,18 @@ class Round:
         """By what stands before the parameters, of which the name of a case may be made."""
         return _test(self.path, name)
 
-    def alone(self, found: Found, rng: random.Random) -> Round:
-        """Further runs, with one test turned in half of them: one that passed turned, if there is one."""
-        suspects = [test for test in self.chosen if test.name in found.suspects]
-        hidden = [test for test in self.chosen if test.hidden]
-        test = rng.choice(suspects or hidden or list(self.chosen))
-        test = replace(test, ways=test.ways[:1])
-        return replace(self, chosen=(test,), plan=_plan([test], rng))
+    def few(self, found: Found, rng: random.Random) -> Round:
+        """Further runs, in which few tests are real and turned in every combination: so each of them and all
+        others are seen behind real ones alone, and none tells of another. Tests that passed turned first."""
+        tests = rng.sample(self.chosen, len(self.chosen))
+        tests.sort(key=lambda test: (test.name not in found.suspects, not test.hidden))
+        chosen = tuple(replace(test, ways=test.ways[:1]) for test in tests[:FEW])
+        forms = [[None, *test.ways] for test in chosen]
+        plan = [
+            {test.name: way for test, way in zip(chosen, drawn, strict=True) if way}
+            for drawn in itertools.product(*forms)
+        ]
+        return replace(self, chosen=chosen, plan=tuple(rng.sample(plan, len(plan))))
 
 
 def _test(path: str, name: str) -> str:
@@ -152,39 +165,45 @@ def draw(
     required: Sequence[str],
     rng: random.Random,
     *,
+    seed: str,
     rows: bool = True,
 ) -> Round:
-    """The runs of a file. Tests that must start to pass are turned before others, since no earlier version of
-    the file shows their answers. `rows`: of a test with cases one case may be turned."""
+    """The runs of a file. What forms its tests have follows from `seed`, and `rng` draws which comes when.
+    `rows`: of a test with cases one case may be turned."""
     tests = list(dict.fromkeys(_test(path, name) for name in required))
     new = {_test(path, name) for name in fail_to_pass if name.startswith(path + "::")}
-    many = {test for test in tests if sum(_test(path, name) == test for name in required) > 1}
-    order = sorted(rng.sample(tests, len(tests)), key=lambda test: test not in new)
-    source, chosen = turnable(text, order, rng, by_row=many if rows else (), ways=MAX_TURNED - 1)
+    cases = Counter(_test(path, name) for name in required)
+    many = {test for test in tests if cases[test] > 1}
+    source, found = turnable(text, tests, seed, by_row=many if rows else (), ways=max(RUNS.values()) - 1)
+    runs = _runs(found)
+    chosen = tuple(replace(test, ways=test.ways[: runs - 1]) for test in found)
     return Round(
         path=path,
         text=text,
         source=source,
         required=tuple(required),
-        chosen=tuple(chosen),
+        chosen=chosen,
         plan=_plan(chosen, rng),
         standard=any(test.hidden and test.name in (new or tests) for test in chosen),
     )
 
 
+def _runs(chosen: Sequence[Turnable]) -> int:
+    return RUNS[min(len(chosen), max(RUNS))]
+
+
 def _plan(chosen: Sequence[Turnable], rng: random.Random) -> tuple[Mapping[str, Way], ...]:
     """Each test in every form equally often. Tests are not all real in the same runs: what knows one answer
     and fails all in a run where it is another must not be right with that."""
-    runs, count = RUNS[len(chosen)]
+    runs = _runs(chosen)
     while True:
-        forms = {test.name: rng.sample(_forms(test, count, runs), runs) for test in chosen}
+        forms = {test.name: rng.sample(_forms(test, runs), runs) for test in chosen}
         if len(chosen) < 2 or len({tuple(way is None for way in drawn) for drawn in forms.values()}) > 1:
             break
     return tuple({name: way for name, drawn in forms.items() if (way := drawn[n])} for n in range(runs))
 
 
-def _forms(test: Turnable, count: int, runs: int) -> list[Way | None]:
-    """The forms of a test in so many runs, None the real one: `count` different ones, or two."""
-    ways = test.ways[: count - 1] if len(test.ways) >= count - 1 else test.ways[:1]
-    forms: list[Way | None] = [None, *ways]
-    return forms * (runs // len(forms))
+def _forms(test: Turnable, runs: int) -> list[Way | None]:
+    """The forms of a test in so many runs, None the real one: as many as come equally often."""
+    count = max(n for n in range(1, runs + 1) if runs % n == 0 and n <= 1 + len(test.ways))
+    return [None, *test.ways[: count - 1]] * (runs // count)

@@ -267,17 +267,36 @@ echo "$reward" > /logs/verifier/reward.txt
 """
 
 
+HARBOR_PYTHON = """\
+#!/usr/bin/env python3
+import json, pathlib
+out = pathlib.Path("out.txt")
+right = out.is_file() and out.read_text().strip() == "3"
+pathlib.Path("/logs/verifier/reward.json").write_text(json.dumps({"reward": float(right)}))
+"""
+
+
 def harbor(folder: Path) -> Path:
     lay(
         folder / "words",
         {
             "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 60.0\n[verifier]\ntimeout_sec = 60.0\n'
-            'env = { WANT = "3" }\n[environment]\ncpus = 1\n',
+            'env = { WANT = "3" }\n[environment]\ncpus = 1\n[solution.env]\nANSWER = "3"\n',
             "instruction.md": "Write 3 to out.txt.\n",
             "environment/Dockerfile": "FROM debian:bookworm\nWORKDIR /work\n",
             "tests/test.sh": HARBOR_TEST,
             "tests/check.py": "import os\nassert open('out.txt').read().strip() == os.environ['WANT']\n",
-            "solution/solve.sh": "#!/bin/bash\necho 3 > out.txt\n",
+            "solution/solve.sh": "#!/bin/bash\necho $ANSWER > out.txt\n",
+        },
+    )
+    lay(
+        folder / "digits",
+        {
+            "task.toml": 'version = "1.0"\n[metadata]\nauthor_name = "x"\n[verifier]\ntimeout_sec = 60.0\n',
+            "instruction.md": "Write 3 to out.txt, again.\n",
+            "environment/Dockerfile": "FROM debian:bookworm\n",
+            "tests/test.sh": HARBOR_PYTHON,
+            "solution/solve.sh": "#!/usr/bin/env python3\nprint(3, file=open('out.txt', 'w'))\n",
         },
     )
     return folder

@@ -191,7 +191,7 @@ async def test_a_reward_file_is_read(grader: Grader) -> None:
     [
         ("head -c 100000 /dev/zero | tr '\\0' 1 > /logs/verifier/reward.txt", Outcome.REFUSED),
         ("echo nan > /logs/verifier/reward.txt", Outcome.REFUSED),
-        ("echo true > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt", Outcome.REFUSED),
+        ("echo no > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt", Outcome.REFUSED),
         ("echo 1 > /tmp/r; ln -s /tmp/r /logs/verifier/reward.txt", Outcome.UNRESOLVED),
         ("mkfifo /logs/verifier/reward.txt", Outcome.UNRESOLVED),
         ("mkdir /logs/verifier/reward.json", Outcome.UNRESOLVED),
@@ -206,14 +206,47 @@ async def test_what_is_no_reward_file_earns_nothing(grader: Grader, script: str,
 
 @pytest.mark.parametrize(
     "content",
-    ["NaN", "Infinity", "1e309", "2.0", "-1", "true",
+    ["NaN", "Infinity", "1e309", "2.0", "-1", "1_0", "\u0661",
      '"1.0"', "1" * 4000, '{"reward": 1, "reward": 0}', "[1]",
-     '{"a": 1, "b": 0}', "null", "", "{", '{"reward": true}', "1.0.0", "[" * 3000],
+     '{"a": 1, "b": 0}', "null", "", "{", '{"reward": "1"}', "1.0.0", "[" * 3000],
 )  # fmt: skip
 def test_a_reward_is_a_plain_number_from_0_to_1(content: str) -> None:
     for is_json in (True, False):
         with pytest.raises(ValueError):
             read_reward(content.encode(), is_json=is_json)
+
+
+@pytest.mark.parametrize(
+    ("content", "reward"),
+    [("1", 1.0), (" 0.5\n", 0.5), ("5e-05", 5e-05), ("1E0", 1.0), ("1.0000000000000000000000", 1.0)],
+)
+def test_rewards_as_programs_print_them(content: str, reward: float) -> None:
+    assert [read_reward(content.encode(), is_json=is_json) for is_json in (True, False)] == [reward, reward]
+
+
+def test_rewards_of_one_kind_of_file_only() -> None:
+    assert [read_reward(text.encode(), is_json=False) for text in ("+1", "1.", ".5")] == [1.0, 1.0, 0.5]
+    assert read_reward(b'{"reward": true, "style": 0.1}', is_json=True) == 1.0
+
+
+PYTHON = """\
+#!/usr/bin/env python3
+import os, pathlib
+good = pathlib.Path("app.py").read_text() == os.environ["WANT"]
+pathlib.Path("/logs/verifier/reward.txt").write_text(str(int(good)))
+"""
+
+
+async def test_a_script_runs_by_its_own_first_line_with_its_variables(grader: Grader) -> None:
+    tests = HiddenTests(files={"tests/test.sh": text(PYTHON)}, env={"WANT": "x = 'a b'\n"})
+    task, oracle = make("harbor", tests)
+    assert (await judge(grader, task, oracle, "x = 'a b'\n")).outcome is Outcome.RESOLVED
+    assert (await judge(grader, task, oracle, "x = 2\n")).outcome is Outcome.UNRESOLVED
+
+
+async def test_the_json_file_wins_against_the_text_file(grader: Grader) -> None:
+    both = "echo 0 > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt"
+    assert (await judge(grader, *harbor(both), "x = 2\n")).outcome is Outcome.UNRESOLVED
 
 
 @pytest.mark.parametrize(

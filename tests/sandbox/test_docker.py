@@ -284,6 +284,20 @@ async def test_a_box_can_be_made_of_an_image_with_nothing_in_it(docker: DockerBa
 
 
 @pytest.mark.full
+async def test_a_spec_without_a_work_folder_has_the_images(
+    docker: DockerBackend, docker_image: str, tmp_path: Path
+) -> None:
+    (tmp_path / "Dockerfile").write_text(f"FROM {docker_image}\nWORKDIR /srv/given\nRUN touch here\n")
+    docker_says("build", "--quiet", "--network", "none", "--tag", "insitu-test-placed:1", str(tmp_path))
+    async with await docker.create(SandboxSpec(image="insitu-test-placed:1", workdir="")) as box:
+        assert box.workdir == "/srv/given"
+        assert await out(box, "pwd; ls; touch new && echo ok") == "/srv/given\nhere\nok"
+        assert set(await box.get_tree()) == {"here", "new"}
+    with pytest.raises(PolicyUnsupported, match="has no WORKDIR, and the whole system is no work folder"):
+        await docker.create(SandboxSpec(image=docker_image, workdir=""))
+
+
+@pytest.mark.full
 async def test_what_an_image_holds_belongs_to_the_boxs_user(docker: DockerBackend, docker_image: str) -> None:
     async with await docker.create(SandboxSpec(image=docker_image, workdir="/usr/share")) as box:
         assert await out(box, "find . ! -user agent | wc -l; echo x > new && cat new") == "0\nx"
@@ -393,7 +407,7 @@ from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.docker_image import Image, Images
 async def image(self, reference):
-    return Image(id="i", digest="d", etc=Path(sys.argv[2]), env={})
+    return Image(id="i", digest="d", etc=Path(sys.argv[2]), env={}, workdir="/")
 Images.get = image
 backend = DockerBackend("i", cache=Path(sys.argv[2]), program=sys.argv[1])
 asyncio.run(backend.create(SandboxSpec()))

@@ -62,14 +62,41 @@ def test_a_harbor_folder(tmp_path: Path) -> None:
     (item,) = RowSource("harbor", FORMATS["harbor"], tmp_path).every()
     task, oracle = item.task, item.oracle
     assert (task.id, task.prompt) == ("words", "Count the words.")
-    assert (task.setup.image, task.setup.workdir) == ("registry.example/words:1", "/data")
+    assert (task.setup.image, task.setup.workdir) == ("registry.example/words:1", "/data/rel")
     assert (task.limits.wall_s, task.grading.timeout_s) == (33.0, 44.0)
     assert task.grading.runner == "harbor"
     assert set(oracle.tests.files) == {"tests/test.sh"}
-    script = oracle.tests.files["tests/test.sh"].content.decode()
-    assert script.startswith("export WHO='it'\"'\"'s us'\ngrep -q 3")
+    assert oracle.tests.files["tests/test.sh"].content.startswith(b"grep -q 3")
+    assert oracle.tests.env == {"WHO": "it's us"}
     assert set(oracle.solve) == {"solve.sh"}
     assert task.files == {}
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "workdir"),
+    [
+        ("FROM a\nWORKDIR /b\nWORKDIR c\n", "/b/c"),
+        ("FROM a\nWORKDIR /b/../c/\n", "/c"),
+        ('FROM a\n  workdir "/b c"\n', "/b c"),
+        ("FROM a AS one\nWORKDIR /b\nFROM one\nRUN true\n", ""),
+        ("FROM a AS one\nWORKDIR /b\nFROM d\nWORKDIR /e\n", "/e"),
+        ("FROM a\nWORKDIR b\n", ""),
+        ("FROM a\nWORKDIR $HOME\n", ""),
+        ("FROM a\nWORKDIR /$NAME\n", ""),
+        ("FROM a\nWORKDIR /\n", ""),
+        ("FROM a\n", ""),
+    ],
+)
+def test_the_work_folder_is_the_dockerfiles_or_the_images(
+    tmp_path: Path, dockerfile: str, workdir: str
+) -> None:
+    harbor(tmp_path, **{"environment/Dockerfile": dockerfile})
+    (item,) = RowSource("harbor", FORMATS["harbor"], tmp_path).every()
+    assert item.task.setup.workdir == workdir
+    toml = TOML.replace("cpus = 1", 'workdir = "/named"')
+    harbor(tmp_path, **{"environment/Dockerfile": dockerfile, "task.toml": toml})
+    (item,) = RowSource("harbor", FORMATS["harbor"], tmp_path).every()
+    assert item.task.setup.workdir == "/named"
 
 
 def test_an_image_is_named_after_the_content_it_is_built_from(tmp_path: Path) -> None:
@@ -110,7 +137,7 @@ def test_variables_that_the_host_would_fill_in(tmp_path: Path) -> None:
     env = 'env = { A = "${HERE:-one two}" }'
     harbor(tmp_path, **{"task.toml": TOML.replace('env = { WHO = "it\'s us" }', env)})
     (item,) = RowSource("harbor", FORMATS["harbor"], tmp_path).every()
-    assert item.oracle.tests.files["tests/test.sh"].content.startswith(b"export A='one two'\n")
+    assert item.oracle.tests.env == {"A": "one two"}
     harbor(tmp_path, **{"task.toml": TOML.replace("it's us", "${OPENAI_API_KEY}")})
     with pytest.raises(TaskError, match=r"verifier\.env\.WHO takes OPENAI_API_KEY from the host"):
         RowSource("harbor", FORMATS["harbor"], tmp_path)
@@ -126,6 +153,18 @@ def test_variables_that_the_host_would_fill_in(tmp_path: Path) -> None:
         ({"task.toml": TOML + "[[steps]]\nname = 'a'\n"}, "several steps"),
         ({"task.toml": TOML.replace("cpus = 1", "mcp_servers = [{}]")}, "MCP servers"),
         ({"task.toml": TOML.replace("cpus = 1", "env = { A = 'b' }")}, "environment.env is not supported"),
+        ({"task.toml": TOML.replace("cpus = 1", 'os = "windows"')}, "environment.os is windows"),
+        (
+            {"task.toml": TOML.replace("cpus = 1", "healthcheck = { command = 'true' }")},
+            "healthcheck is not supported",
+        ),
+        ({"task.toml": TOML.replace("33.0", '33.0\nuser = "agent"')}, "agent.user is not supported"),
+        ({"task.toml": TOML.replace("44.0", "44.0\nuser = 0")}, "verifier.user is not supported"),
+        (
+            {"task.toml": TOML.replace("44.0", '44.0\nenvironment_mode = "separate"')},
+            "verifier.environment is",
+        ),
+        ({"task.toml": TOML + "[[verifier.collect]]\ncommand = 'x'\n"}, "verifier.environment is not"),
         ({"task.toml": TOML + "[verifier.environment]\ndocker_image = 'x'\n"}, "verifier.environment is not"),
         (
             {"task.toml": "[task]\nname = 'x'\n", "environment/Dockerfile": None},

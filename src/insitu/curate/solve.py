@@ -37,8 +37,11 @@ async def with_gold(backend: SandboxBackend, task: Task, oracle: Oracle) -> Orac
             await box.lay(task.files)
         before = await box.get_tree(max_bytes=MAX_BYTES, max_files=MAX_FILES)
         for path, entry in oracle.solve.items():
-            await box.put(f"{SOLUTION_AT}/{path}", entry.content, executable=entry.executable)
-        done = await box.exec(["bash", f"{SOLUTION_AT}/solve.sh"], timeout_s=task.limits.wall_s)
+            executable = entry.executable or path == "solve.sh"
+            await box.put(f"{SOLUTION_AT}/{path}", entry.content, executable=executable)
+        # By its own first line; a script without one is bash's, which runs it when the kernel cannot.
+        argv = ["bash", "-c", f"exec {SOLUTION_AT}/solve.sh"]
+        done = await box.exec(argv, timeout_s=task.limits.wall_s, env=oracle.solve_env)
         if done.exit_code != 0:
             how = "took too long" if done.timed_out else f"ended with {done.exit_code}"
             raise TaskError(f"task {task.id}: the solution {how}")

@@ -51,7 +51,8 @@ class SandboxSpec:
     """What a box must be. Paths inside are constant, so that prompts do not depend on the host."""
 
     workdir: str = WORKDIR
-    """Inside path of the only folder that survives until capture; starts with `files`."""
+    """Inside path of the only folder that survives until capture; starts with `files`. Empty, in docker boxes
+    only: where the image starts its processes."""
     files: Tree = field(default_factory=dict, repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     image: str = ""

@@ -19,6 +19,7 @@ import socket
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from insitu.errors import (
@@ -143,6 +144,8 @@ class DockerBackend:
             raise PolicyUnsupported("network `gateway_only` needs the gateway's socket")
         if spec.max_processes is not None and "pids" not in self._limits:
             raise PolicyUnsupported("this daemon cannot limit processes: its pids cgroup is missing")
+
+    def _check_binds(self, spec: SandboxSpec) -> None:
         places = self._places(spec)
         for bind in spec.binds:
             if not bind.source.exists():
@@ -158,6 +161,12 @@ class DockerBackend:
         self._check(spec)
         reference = spec.image or self._image
         image = await self._images.get(reference)
+        spec = replace(spec, workdir=spec.workdir or image.workdir)
+        if spec.workdir == "/":
+            raise PolicyUnsupported(
+                f"{reference} has no WORKDIR, and the whole system is no work folder: name one in the task"
+            )
+        self._check_binds(spec)
         name = f"insitu-{uuid.uuid4().hex}"
         with boundary(SandboxStartError, "start a docker box"), contextlib.ExitStack() as stack:
             folder = stack.enter_context(scratch_folder())

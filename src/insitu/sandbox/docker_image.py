@@ -41,6 +41,8 @@ class Image:
     digest: str
     """Name with the registry's digest where it came from one, else the id: what a verdict is stored with."""
     env: dict[str, str]
+    workdir: str
+    """Where its processes start."""
     etc: Path
     """Folder with the passwd and group files of its boxes: the image's own, and the box's user."""
 
@@ -89,7 +91,7 @@ class Images:
             said = orjson.loads(out)[0]
             digests, config = said.get("RepoDigests") or (), said.get("Config") or {}
             env = dict(item.split("=", 1) for item in config.get("Env") or () if "=" in item)
-            found = str(said["Id"])
+            found, workdir = str(said["Id"]), str(config.get("WorkingDir") or "/")
         except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
             raise SandboxStartError(f"{reference}: its description cannot be read") from error
         user, group = self._ids
@@ -97,7 +99,9 @@ class Images:
         with boundary(SandboxStartError, f"image {reference}"):
             if not await asyncio.to_thread(etc.exists):
                 await self._users(found, etc)
-        return Image(id=found, digest=str(digests[0]) if digests else found, env=env, etc=etc)
+        return Image(
+            id=found, digest=str(digests[0]) if digests else found, env=env, workdir=workdir, etc=etc
+        )
 
     async def _fetch(self, reference: str) -> None:
         """Build the image from its task folder, or pull it."""

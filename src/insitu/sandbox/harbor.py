@@ -95,6 +95,8 @@ class HarborBackend:
         if spec.network in ("gateway_only", "allowlist"):
             why = "its boxes reach no socket of this machine, and no list of hosts is kept"
             raise PolicyUnsupported(f"{self.name} offers no network `{spec.network}`: {why}")
+        if not spec.workdir:
+            raise PolicyUnsupported(f"{self.name} is not asked where an image starts: name a workdir")
         if spec.root_setup:
             raise PolicyUnsupported(f"{self.name} sets no box up as root")
         for bind in spec.binds:

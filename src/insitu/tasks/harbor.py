@@ -8,8 +8,8 @@ Dockerfile (record/builds.py). Tests and solution go to the oracle.
 
 from __future__ import annotations
 
+import posixpath
 import re
-import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,8 +26,6 @@ from insitu.tasks.rows import Place, RawRow, Row
 from insitu.tasks.shared import LimitsRow, Seconds, make_item, safe_tree, tree_of_folder, yaml_mapping
 from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Setup, Tree
 
-WORKDIR = "/app"
-"""Of a Dockerfile without WORKDIR, as Harbor has it."""
 TEST_TIMEOUT_S = 600.0
 
 
@@ -36,6 +34,8 @@ class HarborEnvironment(Row):
 
     docker_image: str = ""
     workdir: str = ""
+    os: str = "linux"
+    healthcheck: dict[str, Any] | None = None
     env: dict[str, str] = Field(default_factory=dict)
     mcp_servers: list[Any] = Field(default_factory=list)
 
@@ -45,8 +45,12 @@ class HarborPhase(Row):
 
     timeout_sec: Seconds | None = None
     env: dict[str, str] = Field(default_factory=dict)
+    user: str | int | None = None
     environment: dict[str, Any] | None = None
     """[verifier]: an image of its own for the tests."""
+    environment_mode: str = "shared"
+    collect: list[Any] = Field(default_factory=list)
+    """[verifier]: commands that save what only a running service shows."""
 
 
 class HarborFile(Row):
@@ -77,9 +81,6 @@ class HarborFormat:
         if "test.sh" not in tests:
             raise TaskError("tests/test.sh is missing: nothing can be graded")
         _check_supported(folder, parsed)
-        tests["test.sh"] = _with_env(tests["test.sh"], parsed.verifier.env, "verifier")
-        if "solve.sh" in solve:
-            solve["solve.sh"] = _with_env(solve["solve.sh"], parsed.solution.env, "solution")
         environment = folder / "environment"
         return _item(
             folder,
@@ -91,7 +92,9 @@ class HarborFormat:
             grading=GradingPlan(runner="harbor", timeout_s=parsed.verifier.timeout_sec or TEST_TIMEOUT_S),
             limits=LimitsRow(wall_s=parsed.agent.timeout_sec),
             tests=tests,
+            env=_resolved(parsed.verifier.env, "verifier"),
             solve=solve,
+            solve_env=_resolved(parsed.solution.env, "solution"),
             options=options,
             family="harbor",
         )
@@ -105,7 +108,9 @@ def _item(
     grading: GradingPlan,
     limits: LimitsRow,
     tests: Tree,
+    env: Mapping[str, str],
     solve: Tree,
+    solve_env: Mapping[str, str],
     options: LoadOptions,
     family: str,
 ) -> Item:
@@ -120,21 +125,32 @@ def _item(
         family=family,
         oracle=Oracle(
             task_id=folder.name,
-            tests=HiddenTests(files={f"tests/{path}": entry for path, entry in safe_tree(tests).items()}),
+            tests=HiddenTests(
+                files={f"tests/{path}": entry for path, entry in safe_tree(tests).items()}, env=env
+            ),
             solve=safe_tree(solve) if "solve.sh" in solve else {},
+            solve_env=solve_env,
         ),
     )
 
 
 def _check_supported(folder: Path, parsed: HarborFile) -> None:
-    if parsed.steps:
-        raise TaskError("tasks of several steps are not supported")
-    if parsed.environment.mcp_servers:
-        raise TaskError("tasks with MCP servers are not supported")
-    if parsed.environment.env:
-        raise TaskError("environment.env is not supported: put ENV lines into the Dockerfile")
-    if parsed.verifier.environment:
-        raise TaskError("verifier.environment is not supported: the tests run in the task's own image")
+    """Raises TaskError for what would be graded otherwise than Harbor grades it."""
+    own, tests = parsed.environment, parsed.verifier
+    separate = tests.environment or tests.environment_mode != "shared" or tests.collect
+    for found, why in (
+        (parsed.steps, "tasks of several steps are not supported"),
+        (own.mcp_servers, "tasks with MCP servers are not supported"),
+        (own.env, "environment.env is not supported: put ENV lines into the Dockerfile"),
+        (own.os.lower() != "linux", f"environment.os is {own.os}: only Linux is supported"),
+        (own.healthcheck, "environment.healthcheck is not supported: a box starts no service"),
+        (separate, "verifier.environment is not supported: the tests run in a fresh box of the task's image"),
+    ):
+        if found:
+            raise TaskError(why)
+    for table, phase in (("agent", parsed.agent), ("verifier", tests)):
+        if phase.user is not None:
+            raise TaskError(f"{table}.user is not supported: all of a box runs as sandbox.user")
     composed = [p.name for p in (folder / "environment").glob("*compose*.y*ml")]
     if composed:
         raise TaskError(f"environment/{composed[0]}: tasks of several services are not supported")
@@ -143,18 +159,18 @@ def _check_supported(folder: Path, parsed: HarborFile) -> None:
 _FROM_HOST = re.compile(r"\$\{([A-Za-z_]\w*)(?::-(.*))?\}")
 
 
-def _with_env(script: FileEntry, env: Mapping[str, str], table: str) -> FileEntry:
-    """A script that sets its variables first. A value `${NAME:-default}` is the default: nothing of the
-    host's environment enters a box. Raises TaskError for one without a default."""
-    lines = []
+def _resolved(env: Mapping[str, str], table: str) -> dict[str, str]:
+    """Variables with their values. `${NAME:-default}` is the default: nothing of the host's environment
+    enters a box. Raises TaskError for one without a default."""
+    values = {}
     for key, value in env.items():
+        found = _FROM_HOST.fullmatch(value)
         if not key.isidentifier():
             raise TaskError(f"{table}.env: {ascii(key)[:60]} is no name of a variable")
-        found = _FROM_HOST.fullmatch(value)
         if found is not None and found[2] is None:
             raise TaskError(f"{table}.env.{key} takes {found[1]} from the host: no box is given it")
-        lines.append(f"export {key}={shlex.quote(value if found is None else found[2])}\n")
-    return FileEntry(content="".join(lines).encode() + script.content, executable=script.executable)
+        values[key] = value if found is None else found[2]
+    return values
 
 
 def _image(folder: Path, named: str, context: Path, options: LoadOptions) -> str:
@@ -170,16 +186,24 @@ def _image(folder: Path, named: str, context: Path, options: LoadOptions) -> str
         raise TaskError(str(error)) from None
 
 
-_WORKDIR = re.compile(r"^\s*WORKDIR\s+\"?(/[^\s$\"]*)\"?\s*$", re.IGNORECASE | re.MULTILINE)
+_INSTRUCTION = re.compile(r"^[ \t]*(FROM|WORKDIR)[ \t]+(.*?)[ \t\r]*$", re.IGNORECASE | re.MULTILINE)
 
 
 def _workdir(dockerfile: Path) -> str:
-    """The last absolute WORKDIR of a Dockerfile, else Harbor's usual one."""
+    """Where the last stage of a Dockerfile works; empty = the image knows: the stage names no folder, or one
+    relative to its base's or by a variable."""
     if not dockerfile.is_file():
-        return WORKDIR
+        return ""
     with boundary(TaskError, f"read {dockerfile}"):
-        found = _WORKDIR.findall(dockerfile.read_text("utf-8"))
-    return str(found[-1]) if found else WORKDIR
+        found = _INSTRUCTION.findall(dockerfile.read_text("utf-8"))
+    place = ""
+    for word, value in found:
+        folder = value.strip("\"'")
+        if word.upper() == "FROM":
+            place = ""
+        elif folder.startswith("/") or place:
+            place = posixpath.normpath(posixpath.join(place, folder))
+    return "" if "$" in place or place == "/" else place
 
 
 # --------------------------------------------------------------------------- Terminal-Bench 1
@@ -229,7 +253,9 @@ class TerminalBenchFormat:
             grading=GradingPlan(runner="harbor", timeout_s=timeout),
             limits=LimitsRow(wall_s=parsed.max_agent_timeout_sec),
             tests=tests,
+            env={},
             solve=solve,
+            solve_env={},
             options=options,
             family="terminal_bench",
         )

@@ -117,7 +117,8 @@ def make_item(
         raise TaskError(f"test {ascii(min(both))[:100]} stands in FAIL_TO_PASS and in PASS_TO_PASS")
     if not prompt.strip():
         raise TaskError("the prompt is empty")
-    if not setup.workdir.startswith("/") or ".." in setup.workdir.split("/"):
+    named = setup.workdir or not setup.image
+    if (named and not setup.workdir.startswith("/")) or ".." in setup.workdir.split("/"):
         raise TaskError(f"workdir {ascii(setup.workdir)[:100]} is not an absolute path")
     if any(char.isspace() for char in setup.image):
         raise TaskError(f"image {ascii(setup.image)[:100]} is not an image reference")

@@ -53,7 +53,8 @@ class Setup:
     image: str = ""
     """Image reference, pinned by digest where possible; empty = the backend's plain box."""
     workdir: str = WORKDIR
-    """Inside path of the work folder. With an image and no files, what the image has there is the base."""
+    """Inside path of the work folder; empty = where the image starts its processes. With an image and no
+    files, what the image has there is the base."""
     commands: tuple[str, ...] = ()
     """Shell commands run in the work folder before the agent, or the candidate, is there."""
     timeout_s: float = 120.0
@@ -157,6 +158,8 @@ class HiddenTests:
     """Exact (id, status) map that the run must equal, for sets that grade by equality (R2E-Gym)."""
     checks: tuple[Check, ...] = ()
     """command: what is run, in order."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """harbor: variables of the script that runs the tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +190,8 @@ class Oracle:
     solve: Tree = field(default_factory=dict, repr=False)
     """The solution as a program (Harbor): files put at /solution, of which solve.sh solves the task when it
     is run in the work folder of a box."""
+    solve_env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables of solve.sh."""
 
 
 def task_hash(prompt: str, files: Tree, grading: GradingPlan, setup: Setup = Setup()) -> str:

@@ -2,7 +2,7 @@
 
 Weak: the reward is made in the box by a script that runs the candidate. The file is read through the backend,
 as one regular file of bounded size that no link leads to, after every process is dead, and it counts only
-when it is exactly a number from 0 to 1.
+when it is exactly a number from 0 to 1. reward.json wins against reward.txt, as in Harbor.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ TESTS, LOGS = "/tests", "/logs"
 SCRIPT = "tests/test.sh"
 REWARDS = (f"{LOGS}/verifier/reward.json", f"{LOGS}/verifier/reward.txt")
 MAX_REWARD_BYTES = 4096
-RUN = f'ulimit -t "$1"; mkdir -p {LOGS}/verifier {LOGS}/agent {LOGS}/artifacts && exec bash {TESTS}/test.sh'
-NUMBER = re.compile(r"(0|1)(\.\d{1,20})?|\.\d{1,20}")
+RUN = f'ulimit -t "$1"; mkdir -p {LOGS}/verifier {LOGS}/agent {LOGS}/artifacts && exec {TESTS}/test.sh'
+"""By the script's own first line; one without is bash's, which runs it when the kernel cannot."""
+NUMBER = re.compile(r"\+?([0-9]{1,20}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,3})?")
 
 
 class Harbor(RunnerBase):
@@ -59,8 +60,9 @@ class Harbor(RunnerBase):
     ) -> RunReport:
         await candidate.lay(box)
         for path, entry in oracle.tests.files.items():
-            await box.put(f"/{path}", entry.content, executable=entry.executable)
-        result = await run_in(box, ["bash", "-c", RUN, "tests", str(limits.cpu_s)], limits)
+            await box.put(f"/{path}", entry.content, executable=entry.executable or path == SCRIPT)
+        argv = ["bash", "-c", RUN, "tests", str(limits.cpu_s)]
+        result = await run_in(box, argv, limits, env=oracle.tests.env)
         if result.timed_out or out_of_cpu(result, limits.cpu_s):
             return _report(Outcome.TEST_TIMEOUT, "out of time", complete=not result.timed_out)
         await box.kill_all()
@@ -109,7 +111,7 @@ def read_reward(content: bytes, *, is_json: bool) -> float:
         if "reward" not in value and len(value) != 1:
             raise ValueError("an object without `reward`")
         value = value["reward"] if "reward" in value else next(iter(value.values()))
-    if type(value) not in (int, float):
+    if not isinstance(value, int | float):
         raise ValueError(f"a {type(value).__name__} is no number")
     return _bounded(value)
 

@@ -296,7 +296,11 @@ def _infra_failure(result: AgentResult, stats: SessionStats, limits: Limits) -> 
     if stats.infra_error:
         return stats.infra_error
     if not stats.calls:  # nothing that the model sampled has led to this end
-        return f"the agent never called the model: {result.detail or 'it ended without an error'}"
+        end = result.detail or "it ended without an error"
+        refused = stats.rejections
+        if refused.count:
+            return f"the gateway refused all {refused.count} requests of the agent ({refused.last}): {end}"
+        return f"the agent never called the model: {end}"
     if result.exit == "timeout" and stats.waited_s >= WAITED_SHARE * limits.wall_s:
         return f"the agent ran out of time; {stats.waited_s:.0f} s of it were waits for the provider"
     return ""

@@ -12,6 +12,7 @@ import pytest
 
 from insitu.conformance import checks, command, run
 from insitu.conformance.checks import Finding
+from insitu.conformance.plays import Play
 from insitu.errors import ConfigError, SetupError
 from insitu.gateway.request import GatewayCounters
 from insitu.sandbox.local import LocalBackend
@@ -95,6 +96,23 @@ async def test_an_agent_that_cannot_be_installed_is_a_finding(monkeypatch: pytes
     finding = await run.conform("codex", LocalBackend("auto"))
     assert finding.failures == ("npm could not install it",)
     assert finding.as_json()["ok"] is False
+
+
+async def test_an_agent_whose_own_prompt_fills_the_window_gets_a_larger_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Qwen Code 0.23, whose prompt has 40,000 tokens: after each compaction it wants to read a file again
+    before it edits it."""
+    windows = []
+
+    async def conformed(name: str, version: str, play: Play, *_: object) -> Finding:
+        windows.append(play.window_tokens)
+        crowded = play.window_tokens < 100_000
+        return Finding(crowded=crowded, failures=("the task is not done",) if crowded else ())
+
+    monkeypatch.setattr(run, "_conform", conformed)
+    assert (await run.conform("qwen_code", LocalBackend("auto"))).ok
+    assert windows == [48_000, 72_000, 108_000]
 
 
 def test_agents_are_chosen_by_name() -> None:

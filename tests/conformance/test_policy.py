@@ -102,6 +102,15 @@ def test_sub_agents_summaries_and_others_are_told_apart(family: TemplateFamily, 
     ]
 
 
+def test_a_summary_before_the_opening_is_said_is_noted(family: TemplateFamily, splitter: Splitter) -> None:
+    for replies, crowded in ((2, True), (5, False)):
+        play = Playing(family, splitter, "opencode")
+        for _ in range(replies):
+            play.ask(user(PROMPT))
+        play.ask(user(PROMPT), user("Do not mention the summary process"))
+        assert play.director.crowded is crowded
+
+
 def test_sub_agents_that_run_one_after_another_are_seen(family: TemplateFamily, splitter: Splitter) -> None:
     """Each waits for the other to begin, for a while; that they overlapped is known by then."""
     told = Message(role="assistant", text="x"), Message(role="tool", text="Notes.")

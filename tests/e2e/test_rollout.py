@@ -175,12 +175,38 @@ async def test_the_secret_of_a_rollout_dies_with_it(stage: Stage) -> None:
     assert p.path not in rollout.changed
 
 
+SENDS = """
+import os, urllib.request
+for key, body in {sent!r}:
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body.encode())
+    request.add_header("Authorization", "Bearer " + (key or os.environ["OPENAI_API_KEY"]))
+    try:
+        urllib.request.urlopen(request)
+    except urllib.error.HTTPError as error:
+        print(error.code)
+"""
+"""An agent that sends each of these (key, body); an empty key is the one it was given."""
+
+
 @pytest.mark.parametrize(
     ("agent", "why"),
     [
-        ("import time; time.sleep(60)", "stopped after 2 s"),
-        ("raise SystemExit('no route to the model')", "exit code 1: no route to the model"),
-        ("print('nothing to do')", "it ended without an error"),
+        ("import time; time.sleep(60)", "the agent never called the model: stopped after 2 s"),
+        (
+            "raise SystemExit('no route to the model')",
+            "the agent never called the model: exit code 1: no route to the model",
+        ),
+        ("print('nothing to do')", "the agent never called the model: it ended without an error"),
+        (
+            SENDS.format(sent=[("sk-of-somebody", "{}")] * 2),
+            "the gateway refused all 2 requests of the agent (HTTP 401: Incorrect API key provided.): it"
+            " ended without an error",
+        ),
+        (
+            SENDS.format(sent=[("sk-of-somebody", "{}"), ("", "[]")]),
+            "the gateway refused all 2 requests of the agent (HTTP 400: The request body must be a JSON"
+            " object.): it ended without an error",
+        ),
     ],
 )
 async def test_an_agent_that_never_calls_the_model_is_not_graded(stage: Stage, agent: str, why: str) -> None:
@@ -196,4 +222,4 @@ async def test_an_agent_that_never_calls_the_model_is_not_graded(stage: Stage, a
         attempts = Attempts(agents.gateway, agents.workers, judge)
         rollout = await attempts.run(AttemptSpec(rollout_id="train/00001/000/00", task=task, seed=1))
     assert (rollout.status, rollout.reward) == (Status.INFRA_FAILED, None)
-    assert rollout.error == f"the agent never called the model: {why}"
+    assert rollout.error == why

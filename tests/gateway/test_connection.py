@@ -108,9 +108,10 @@ async def test_the_standard_library_reads_the_answer_on_a_half_closed_connection
     def ask(rig: Rig) -> tuple[int, bytes]:
         client = http.client.HTTPConnection(rig.origin.removeprefix("http://"), timeout=5)
         client.request("POST", f"/s/{rig.session.public_id}/v1/chat/completions", CALL, rig.auth)
-        client.sock.shutdown(socket.SHUT_WR)
-        answer = client.getresponse()
-        return answer.status, answer.read()
+        with client.sock as connection:
+            connection.shutdown(socket.SHUT_WR)
+            answer = client.getresponse()
+            return answer.status, answer.read()
 
     async with Rig(family, [said("Done.")], delay_s=0.4) as rig:
         status, body = await asyncio.to_thread(ask, rig)

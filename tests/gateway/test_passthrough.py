@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from insitu.collect.upstream import spent_in, upstream_options
+from insitu.collect.upstream import UpstreamSession, spent_in, upstream_options
 from insitu.config import load_config
 from insitu.errors import ConfigError, GatewayError
 from insitu.gateway.black_box import BlackBoxSession, Budgets, UpstreamOptions
@@ -23,6 +23,7 @@ from insitu.gateway.one_model import checked_model
 from insitu.gateway.passthrough import Passthrough, open_passthrough
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.routes import take_apart
+from insitu.gateway.session_spec import Rejections
 from insitu.gateway.usage import Prices, usage_of
 from insitu.testing.fake_provider import KEY, FakeProvider, frames, serve_provider, whole
 
@@ -175,6 +176,15 @@ async def test_the_providers_errors_are_its_own(tmp_path: Path) -> None:
         assert json.loads(reply)["error"]["type"] == "overloaded_error"
         assert headers["Retry-After"] == "7"
         assert it.session.spent.cost == 0
+
+
+async def test_requests_that_the_gateway_refuses_are_counted(tmp_path: Path) -> None:
+    async with lab(tmp_path) as it:
+        assert (await it.post("v1/chat/completions", b"["))[0] == 400
+        assert (await it.post("v1/nothing", {}))[0] == 404
+        stats = UpstreamSession(it.session).stats
+        assert stats.calls == 0
+        assert stats.rejections == Rejections(2, "HTTP 400: The body is not JSON.")
 
 
 async def test_a_provider_that_is_not_there(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ class UpstreamSession:
             budget_stop=held.budget_stop,
             infra_error=held.trouble,
             waited_s=held.waited_s,
+            rejections=held.rejections,
         )
 
     @property

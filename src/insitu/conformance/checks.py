@@ -43,6 +43,8 @@ class Finding:
     split: float = 0.0
     """Share of the replies with tokens that no tokenizer would choose."""
     duration_s: float = 0.0
+    crowded: bool = False
+    """It compacted before the task was done: its own prompt nearly fills the window."""
     failures: tuple[str, ...] = ()
     log: bytes = field(default=b"", repr=False)
     """Redacted output of the agent."""
@@ -97,6 +99,7 @@ def judge(
         calls=len(engine.sent),
         split=sum(split) / max(1, len(split)),
         duration_s=result.duration_s,
+        crowded=director.crowded,
         failures=tuple(failures),
         log=result.log,
     )

@@ -75,6 +75,8 @@ class Director:
         """All sub-agents had begun when the first of them gave its answer."""
         self.compactions = 0
         """Summaries that the agent asked for and went on from."""
+        self.crowded = False
+        """A summary was asked for before the opening was said."""
         self._family = family
         self._splitter = splitter
         self._play = play
@@ -100,6 +102,7 @@ class Director:
         asked = seen.messages[-1] if seen.messages else Said(role="user", text="")
         play = self._play
         if self._wants_summary(asked, seen):
+            self.crowded = self.crowded or self._done < len(self._opening())
             self._summaries += not (play.review and re.search(play.review, asked.text))
             said = f"[[summary {self._summaries}]] {PROMPT} Most of it is done."
             return "summary", Reply(text=play.summary.format(said))

@@ -47,7 +47,8 @@ class Play:
     compacts: bool = True
     """It has a compaction."""
     window_tokens: int = 48_000
-    """Context of the policy: small, so that the agent has to compact."""
+    """Context of the policy: small, so that the agent has to compact. An agent whose own prompt nearly fills
+    it gets a larger one (run.py)."""
     grow_bytes: int = 8_000
     """Output of one command while the context is filled."""
 

@@ -35,6 +35,7 @@ from insitu.types import Limits, Task, Trajectory
 SEED = 1
 MAX_CALL_TOKENS = 2048
 WALL_S = 300.0
+MOST_WINDOW_TOKENS = 160_000
 SEAL_S = 10.0
 
 
@@ -48,9 +49,20 @@ def make_harness(name: str, backend: SandboxBackend, access: ModelAccess, versio
 
 
 async def conform(agent: str, backend: SandboxBackend, record: Path | None = None) -> Finding:
-    """Run one agent, NAME or NAME@VERSION, and check it; failures of any kind are in the Finding."""
+    """Run one agent, NAME or NAME@VERSION, and check it; failures of any kind are in the Finding. An agent
+    that failed and whose own prompt nearly fills the window is run again with a larger one."""
     name, _, version = agent.partition("@")
     play = PLAYS[name]
+    finding = await _conform(name, version, play, backend, record)
+    while finding.crowded and not finding.ok and play.window_tokens < MOST_WINDOW_TOKENS:
+        play = replace(play, window_tokens=play.window_tokens * 3 // 2)
+        finding = await _conform(name, version, play, backend, record)
+    return finding
+
+
+async def _conform(
+    name: str, version: str, play: Play, backend: SandboxBackend, record: Path | None
+) -> Finding:
     access = ModelAccess(
         public_id="", secret="", max_call_tokens=MAX_CALL_TOKENS, max_context_tokens=play.window_tokens
     )

@@ -17,6 +17,7 @@ from insitu.errors import GatewayError
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.routes import Route
 from insitu.gateway.session import secret_digest
+from insitu.gateway.session_spec import Rejections
 from insitu.gateway.text_record import TextRecord
 from insitu.gateway.usage import Prices, Usage
 from insitu.types import Ledger, Trajectory
@@ -113,6 +114,7 @@ class BlackBoxSession:
         """First budget that ran out: calls, tokens or prompt_tokens; empty when none did."""
         self.trouble = ""
         """Why the last call got no answer, where that is not the agent's fault; empty when it got one."""
+        self.rejections = Rejections()
         self.under_way: set[asyncio.Task[Any]] = set()
         self.left = False
         """The agent said that it is done."""

@@ -124,6 +124,9 @@ class Passthrough:
         try:
             return await self._answer(listener, http, route)
         except WireError as error:
+            sender = self._sender(http, listener)
+            if sender is not None:
+                sender.rejections.add(error, route is not None and route.kind == "call")
             return _refusal(dialect, error)
         except (ConnectionResetError, asyncio.CancelledError):
             raise
@@ -170,6 +173,13 @@ class Passthrough:
                 await asyncio.shield(self._account(call))
             finally:
                 session.under_way.discard(task)
+
+    def _sender(self, http: web.BaseRequest, listener: Path | None) -> BlackBoxSession | None:
+        """The session of the agent that sent a refused request: by its key or its box's socket."""
+        session = self._sessions.get(secret_digest(secret_of(http) or ""))
+        if session is None and listener is not None:
+            session = next((one for one in self._sessions.values() if one.listener == listener), None)
+        return session
 
     def _authorise(self, route: Route, http: web.BaseRequest, listener: Path | None) -> BlackBoxSession:
         secret = secret_of(http)

@@ -191,6 +191,9 @@ class Gateway:
         try:
             return await self._answer(listener, http, route, dialect)
         except WireError as error:
+            sender = self._sender(http, route, listener)
+            if sender is not None:
+                sender.stats.rejections.add(error, route is not None and route.kind == "call")
             return self._refusal(dialect, error)
         except ConnectionResetError:
             self.counters.client_gone += 1
@@ -307,6 +310,15 @@ class Gateway:
             if self._on_call is not None:
                 self._on_call(delivery.report(failure))
         return response
+
+    def _sender(self, http: web.BaseRequest, route: Route | None, listener: Path | None) -> Session | None:
+        """The session of the agent that sent a refused request: by its key, its path or its box's socket."""
+        session = self._sessions.get(secret_digest(secret_of(http) or ""))
+        if session is None and route is not None and route.public_id is not None:
+            session = self._by_name.get(route.public_id)
+        if session is None and listener is not None:
+            session = next((one for one in self._sessions.values() if one.listener == listener), None)
+        return session
 
     def _authorise(self, route: Route, http: web.BaseRequest, listener: Path | None) -> Session:
         """The session whose secret the request carries; path and secret must agree. Raises WireError."""

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from insitu.gateway.dialects.base import WireError
 from insitu.gateway.shim import TextShim
 from insitu.types import Limits
 
 AWAY_MOST_S = 3600.0
 """Seconds that a session's wall time grows by at most."""
+MESSAGE_CHARS = 200
+"""Of a rejection's reason that are kept."""
+
+
+@dataclass(slots=True)
+class Rejections:
+    """Requests of one session's agent that were answered with an error, those with a wrong key among them."""
+
+    count: int = 0
+    last: str = ""
+    """Status and message of the last one that was a model call, or else of the first one."""
+
+    def add(self, error: WireError, call: bool) -> None:
+        """`call`: the request was for a model call."""
+        self.count += 1
+        if call or not self.last:
+            self.last = f"HTTP {error.status}: {str(error)[:MESSAGE_CHARS]}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +54,7 @@ class SessionStats:
     """Synthetic replies given since."""
     refusals: int = 0
     """Calls turned away because too many were under way."""
+    rejections: Rejections = field(default_factory=Rejections)
     truncated: bool = False
     """A reply was cut by a token limit, or a prompt did not fit."""
     overflows: int = 0

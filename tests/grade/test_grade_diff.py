@@ -111,11 +111,24 @@ def test_names_that_no_box_is_given_are_left_out_and_recorded(path: str) -> None
         ({"big.txt": file("x" * 101)}, ("big.txt",)),
         ({"a": file("x" * 90), "b": file("x" * 80)}, ("a",)),
         ({"data/in.bin": file(b"\0\2")}, ("data/in.bin",)),
-        ({f"zz/{n}.js": file() for n in range(4)}, tuple(f"zz/{n}.js" for n in range(4))),
-        ({f"aa/b/{n}.js": file("x" * 30) for n in range(5)}, tuple(f"aa/b/{n}.js" for n in range(5))),
+        ({f"zz/{n}.log": file() for n in range(4)}, tuple(f"zz/{n}.log" for n in range(4))),
+        ({f"aa/b/{n}.log": file("x" * 30) for n in range(5)}, tuple(f"aa/b/{n}.log" for n in range(5))),
+        ({"node_modules/m/i.js": file("x" * 99), "b": file("x" * 80)}, ("node_modules/m/i.js",)),
+        ({f"w/venv/{n}.py": file() for n in range(9)}, tuple(f"w/venv/{n}.py" for n in range(9))),
         ({f"{n}": file() for n in range(4)}, ("0", "1", "2")),
     ],
-    ids=["library", "Latin-1", "large", "much", "a binary of the base", "many", "many deep", "many loose"],
+    ids=[
+        "library",
+        "Latin-1",
+        "large",
+        "much",
+        "a binary of the base",
+        "many",
+        "many deep",
+        "modules",
+        "an environment",
+        "many loose",
+    ],
 )
 def test_what_work_leaves_behind_is_left_out_and_recorded(
     leftovers: dict[str, FileEntry], left_out: tuple[str, ...]
@@ -146,10 +159,43 @@ def test_files_of_the_base_that_became_something_else_are_refused(
     assert not diff.changed
 
 
+def test_over_the_caps_leftovers_go_before_a_solution_that_is_larger() -> None:
+    solved = {f"lib/{n}.py": file("x" * 40) for n in range(3)}
+    diff = compare(BASE, {**BASE, **solved, "target/o.txt": file("x" * 20), "notes": file("x" * 30)}, POLICY)
+    assert (diff.refused, diff.left_out) == ("", ("notes", "target/o.txt"))
+    assert dict(diff.changed) == solved
+
+
+def test_source_over_the_caps_is_refused_and_never_half_left_out() -> None:
+    solved = {f"lib/{n}.py": file("y\n") for n in range(4)}
+    diff = compare(BASE, {**BASE, **solved, "notes.log": file("x")}, POLICY)
+    assert diff.refused == "4 files were changed, more than 3 can be judged"
+    assert diff.left_out == ("notes.log",)
+
+
+def test_what_the_base_s_own_gitignore_names_goes_first_over_the_caps() -> None:
+    base = {
+        **BASE,
+        ".gitignore": file("# made\n/out/\n*.gen.py\n!keep.gen.py\n"),
+        "sub/.gitignore": file("tmp\n"),
+    }
+    made = ("a.gen.py", "out/b.py", "sub/tmp/c.py")
+    kept = {"keep.gen.py": file("y\n"), "sub/out/d.py": file("y\n"), "tmp.py": file("y\n")}
+    after = {**base, **dict.fromkeys(made, file("x\n")), **kept}
+    diff = compare(base, after, POLICY)
+    assert (diff.refused, diff.left_out) == ("", made)
+    assert dict(diff.changed) == kept
+    planted = {**BASE, ".gitignore": file("*.py\n"), "1.py": file(), "2.py": file(), "3.py": file()}
+    assert "4 files" not in compare(BASE, planted, POLICY).refused, "the agent's own names nothing"
+    assert compare(BASE, planted, POLICY).left_out == (".gitignore",)
+
+
 def test_too_much_of_the_base_changed_is_refused() -> None:
     base = {str(n): file() for n in range(4)}
-    assert "4 files changed" in compare(base, {path: file("x") for path in base}, POLICY).refused
-    assert "160 bytes changed" in compare(base, {"0": file("x" * 80), "1": file("x" * 80)}, POLICY).refused
+    assert "4 files were changed" in compare(base, {path: file("x") for path in base}, POLICY).refused
+    assert (
+        "160 bytes were changed" in compare(base, {"0": file("x" * 80), "1": file("x" * 80)}, POLICY).refused
+    )
 
 
 def test_compiled_caches_are_ignored_not_refused() -> None:

@@ -99,3 +99,18 @@ async def test_one_file_is_read_only_when_it_is_a_regular_one(backend: LocalBack
             await box.get("/etc/passwd")
         await box.wipe()
         assert await box.get("/logs/r") is None
+
+
+async def test_a_tool_s_folder_that_does_not_fit_is_left_out_and_the_rest_is_read(
+    backend: LocalBackend,
+) -> None:
+    async with await backend.create(SandboxSpec()) as box:
+        await sh(
+            box,
+            "mkdir -p a/node_modules/x build zz; for i in $(seq 40); do echo > a/node_modules/x/$i; done;"
+            "echo 1 > build/out.py; echo 2 > zz/app.py",
+        )
+        assert sorted(await box.get_tree(max_files=20)) == ["build/out.py", "zz/app.py"]
+        assert len(await box.get_tree(max_files=60)) == 42
+        await sh(box, "for n in $(seq 9); do mkdir -p $n/dist; truncate -s 900K $n/dist/a $n/dist/b; done")
+        assert "zz/app.py" in await box.get_tree(max_bytes=1 << 20)

@@ -2,9 +2,10 @@
 
 The base is held by the host; the agent's own git, file times and ignore files are never asked. Nothing
 here does I/O. Of what differs, protected paths are dropped and recorded, compiled caches are ignored, and
-what work leaves behind and no grading box needs (added binaries, added files over a cap) is left out and
-recorded. Paths that lead elsewhere, and files of the base that became binary or too large, refuse the whole
-diff.
+what work leaves behind and no grading box needs is left out and recorded: added binaries and added large
+files, and where a diff is over a cap, added files in folders of tools or ignored by the base's own
+.gitignore, then other added files that are no source. Paths that lead elsewhere, files of the base that
+became binary or too large, and more changed files or source than the caps allow refuse the whole diff.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import difflib
 import fnmatch
 import hashlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
+from insitu.sandbox.tree import TOOL_FOLDERS
 from insitu.types import FileEntry, Tree
 
 ALWAYS_PROTECTED = (
@@ -31,6 +35,12 @@ Manifests (package.json, go.mod, Cargo.toml), which solutions change too, are th
 PROTECTED_FOLDERS = frozenset({".git", ".cargo", "sitecustomize", "usercustomize"})
 CACHE_FOLDERS = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
 CACHE_SUFFIXES = (".pyc", ".pyo")
+SOURCE_SUFFIXES = frozenset(
+    ".py .pyi .pyx .ipynb .js .jsx .mjs .cjs .ts .tsx .mts .vue .svelte .c .h .cc .cpp .cxx .hh .hpp .hxx .cs"
+    " .go .rs .java .kt .kts .scala .swift .m .mm .rb .php .pl .pm .lua .r .jl .hs .ml .mli .ex .exs .erl"
+    " .clj .dart .zig .nim .f .f90 .s .asm .sql .sh .bash .cmake .mk .proto .html .css .scss .toml".split()
+)
+"""Added files with such a name may be the solution: over the caps they refuse the diff."""
 MAX_COMPONENT_BYTES = 200
 
 
@@ -215,18 +225,13 @@ def _binary(content: bytes) -> str:
 def _within_caps(
     base: Tree, kept: dict[str, FileEntry], policy: DiffPolicy
 ) -> tuple[dict[str, FileEntry], list[str]]:
-    """`kept` without what is over the caps, and that: whole folders that were added, the largest first, so
-    that of node_modules nothing stays and of the rest everything. What the base has is never left out."""
-    folders = {
-        "/".join(parts[:n]) for path in base for parts in (path.split("/"),) for n in range(1, len(parts))
-    }
-    groups: dict[str, list[str]] = {}
-    for path in kept:
-        parts = path.split("/")
-        new = (head for n in range(1, len(parts)) if (head := "/".join(parts[:n])) not in folders)
-        if path not in base:
-            groups.setdefault(next(new, path), []).append(path)
-    gone: set[str] = set()
+    """`kept` without added files that must go to fit the caps, and those: first all that tools leave, then
+    what is no source, the largest folders first. What the base has, and source, is never left out."""
+    if not _over_caps(kept, policy):
+        return kept, []
+    ignores = _ignores(base)
+    gone = {path for path in kept if path not in base and _is_leftover(path, ignores)}
+    groups = _new_folders(base, [path for path in kept if path not in gone])
     sizes = {path: len(entry.content) for path, entry in kept.items()}
     for weights, most in ((dict.fromkeys(kept, 1), policy.max_files), (sizes, policy.max_total_bytes)):
         total = sum(weight for path, weight in weights.items() if path not in gone)
@@ -240,12 +245,58 @@ def _within_caps(
     return {path: entry for path, entry in kept.items() if path not in gone}, sorted(gone)
 
 
+def _new_folders(base: Tree, paths: Sequence[str]) -> dict[str, list[str]]:
+    """Added files that are no source, by the outermost added folder; those in none by themselves."""
+    folders = {
+        "/".join(parts[:n]) for path in base for parts in (path.split("/"),) for n in range(1, len(parts))
+    }
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        parts = path.split("/")
+        new = (head for n in range(1, len(parts)) if (head := "/".join(parts[:n])) not in folders)
+        if path not in base and PurePosixPath(path).suffix.lower() not in SOURCE_SUFFIXES:
+            groups.setdefault(next(new, path), []).append(path)
+    return groups
+
+
+def _ignores(base: Tree) -> list[tuple[str, str]]:
+    """(folder with a slash, pattern) of each .gitignore of the base, outer ones first."""
+    files = sorted((path, entry) for path, entry in base.items() if path.split("/")[-1] == ".gitignore")
+    return [
+        (path.removesuffix(".gitignore"), line.strip())
+        for path, entry in files
+        for line in entry.content.decode("utf-8", "replace").splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
+
+
+def _is_leftover(path: str, ignores: Sequence[tuple[str, str]]) -> bool:
+    """Whether a tool made it, or git would ignore it: a folder on its way or the file by the last line that
+    fits. `*` also crosses `/`."""
+    parts = path.split("/")
+    if not TOOL_FOLDERS.isdisjoint(parts[:-1]):
+        return True
+    for n in range(1, len(parts) + 1):
+        at, ignored = "/".join(parts[:n]), False
+        for folder, pattern in ignores:
+            name = pattern.removeprefix("!")
+            if not at.startswith(folder) or (name.endswith("/") and n == len(parts)):
+                continue
+            name = name.rstrip("/").removeprefix("**/")
+            asked = at.removeprefix(folder) if "/" in name else parts[n - 1]
+            if fnmatch.fnmatchcase(asked, name.removeprefix("/")):
+                ignored = not pattern.startswith("!")
+        if ignored:
+            return True
+    return False
+
+
 def _over_caps(kept: Tree, policy: DiffPolicy) -> str:
     if len(kept) > policy.max_files:
-        return f"{len(kept)} files changed, more than {policy.max_files}"
+        return f"{len(kept)} files were changed, more than {policy.max_files} can be judged"
     total = sum(len(entry.content) for entry in kept.values())
     if total > policy.max_total_bytes:
-        return f"{total} bytes changed, more than {policy.max_total_bytes}"
+        return f"{total} bytes were changed, more than {policy.max_total_bytes} can be judged"
     return ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -16,8 +17,16 @@ from pathlib import Path, PurePosixPath
 from insitu.errors import SandboxError
 from insitu.types import FileEntry, Tree
 
+log = logging.getLogger(__name__)
+
 MAX_DEPTH = 256
 """Folders in each other; what lies deeper has a path that is too long for anything to be done with it."""
+TOOL_FOLDERS = frozenset(
+    "__pycache__ .pytest_cache .mypy_cache .ruff_cache .hypothesis .tox .nox .eggs .ipynb_checkpoints .gradle"
+    " .cache .next .nuxt .parcel-cache .turbo .npm .venv venv virtualenv site-packages node_modules"
+    " bower_components build dist target htmlcov CMakeFiles _build _skbuild".split()
+)
+"""Folders that tools fill: what is in them is left out first where a work folder is over a cap."""
 ROOT = 0
 """Owner of files that nothing in a box may change."""
 KEEPER = 64999
@@ -254,20 +263,40 @@ def _lift(child: str, folder: int, root: int, serial: int) -> int:
 
 def read_tree(root: int, *, max_bytes: int, max_files: int) -> Tree:
     """Regular files below `root`. Links, devices, pipes, sockets, names that are not UTF-8 and what lies
-    deeper than MAX_DEPTH are left out.
+    deeper than MAX_DEPTH are left out, and each of TOOL_FOLDERS that no longer fits behind all else.
 
-    Raises TreeTooLarge over `max_bytes`, `max_files`, or four times as many entries.
+    Raises TreeTooLarge where all else is over `max_bytes`, `max_files`, or four times as many entries.
     """
     os.fchmod(root, 0o755)
     found: dict[str, FileEntry] = {}
     budget = [max_bytes, max_files, 4 * max_files + 1000]
-    _read_folder(root, "", 0, found, budget)
+    tools: list[str] = []
+    _read_folder(root, "", 0, found, budget, tools)
+    wasted = 0
+    for path in sorted(tools):
+        if wasted > max_bytes:  # files with holes cost nothing to make, but time to read
+            break
+        inside, left = dict[str, FileEntry](), budget.copy()
+        try:
+            with _existing(root, parts_of(path)) as folder:
+                _read_folder(folder, f"{path}/", path.count("/") + 1, inside, left, None)
+            budget, found = left, found | inside
+        except TreeTooLarge as error:
+            log.warning("left out of a work folder: %.200s: %s", ascii(path), error)
+            wasted += budget[0] - left[0]
+            budget[2] = left[2]
     return dict(sorted(found.items()))
 
 
 def _read_folder(
-    folder: int, prefix: str, depth: int, found: dict[str, FileEntry], budget: list[int]
+    folder: int,
+    prefix: str,
+    depth: int,
+    found: dict[str, FileEntry],
+    budget: list[int],
+    tools: list[str] | None,
 ) -> None:
+    """`tools` takes the paths of TOOL_FOLDERS, which are then not read."""
     if depth > MAX_DEPTH:
         return
     for name in os.listdir(folder):
@@ -277,10 +306,12 @@ def _read_folder(
         try:
             name.encode()
             mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-            if stat.S_ISDIR(mode):
+            if stat.S_ISDIR(mode) and tools is not None and name in TOOL_FOLDERS:
+                tools.append(prefix + name)
+            elif stat.S_ISDIR(mode):
                 inner = _open(name, _DIR, folder)
                 try:
-                    _read_folder(inner, f"{prefix}{name}/", depth + 1, found, budget)
+                    _read_folder(inner, f"{prefix}{name}/", depth + 1, found, budget, tools)
                 finally:
                     os.close(inner)
             elif stat.S_ISREG(mode):

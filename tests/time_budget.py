@@ -1,17 +1,22 @@
 """Order and cut the long tests to a time budget: what a change touches first, then a random rest.
 
-With INSITU_FULL_BUDGET_S set, no test starts after so many seconds, and the summary names those left out.
-Continuous integration sets it for the tests marked `full` or `fuzz`; `make test-full` runs everything.
+A test file is touched directly by its own change and by that of a module or a file that it names, and by way
+of others by that of anything these import; what starts `python -m insitu.cli` imports all that its verbs do.
+With INSITU_FULL_BUDGET_S set, no test starts after so many seconds but those that are touched directly, and
+the summary names those left out. Continuous integration sets it for the tests marked `full` or `fuzz`; `make
+test-full` runs everything.
 """
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,36 +38,87 @@ def changed_files() -> set[str]:
     return set(git("log", f"--since={since}", "--format=", "--name-only").split())
 
 
-def packages(paths: Iterable[str]) -> set[str]:
-    """Top-level packages below src/insitu of `paths`."""
-    split = (Path(path).parts for path in paths)
-    return {parts[2] for parts in split if parts[:2] == ("src", "insitu") and parts[3:]}
+@cache
+def modules() -> Mapping[str, Path]:
+    """Files by what tests and modules call them: insitu.x.y, benchmarks.x; helpers of tests by their stem."""
+    found = {path.stem: path for path in (ROOT / "tests").rglob("*.py") if not path.stem.startswith("test_")}
+    for top, folder in (("insitu", ROOT / "src"), ("benchmarks", ROOT)):
+        for path in (folder / top).rglob("*.py"):
+            name = ".".join(path.relative_to(folder).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
 
 
-def is_touched(test: Path, changed: set[str]) -> bool:
-    """Whether a test file changed, or imports a package that did."""
-    if str(test.relative_to(ROOT)) in changed:
-        return True
-    return bool(packages(changed) & set(re.findall(r"\binsitu\.(\w+)", test.read_text())))
+@cache
+def named(file: Path) -> frozenset[Path]:
+    """Files that a Python file imports or names, as in `[sys.executable, "-m", "insitu.cli"]`; what starts a
+    package as a program names its __main__."""
+    text, known = file.read_text(), modules()
+    names = set(re.findall(r"\b(?:insitu|benchmarks)(?:\.\w+)+", text))
+    names |= {f"benchmarks.{name}" for name in re.findall(r'"-m", "benchmarks", "(\w+)"', text)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    longest = {_longest(name, known) for name in names}
+    longest |= {f"{name}.__main__" for name in longest if f"{name}.__main__" in known and f'"{name}"' in text}
+    paths = {ROOT / path for path in re.findall(r"\bscripts/[\w./-]+\w", text)}
+    return frozenset(known[name] for name in longest if name in known) | paths
+
+
+def _longest(name: str, known: Mapping[str, Path]) -> str:
+    """The longest part of a dotted name that is a module."""
+    while name not in known and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+@cache
+def reached(file: Path) -> frozenset[Path]:
+    """All that a file names, and what these name."""
+    seen: set[Path] = set()
+    waiting = [file]
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        if path.suffix == ".py" and path.is_file():
+            waiting += named(path)
+            if path.is_relative_to(ROOT / "src"):
+                waiting.append(path.parent / "__init__.py")
+    return frozenset(seen)
+
+
+def distance(test: Path, changed: set[str]) -> int:
+    """0 = touched directly, 1 = by way of others, 2 = not touched."""
+    paths = {ROOT / path for path in changed}
+    if paths & {test, *named(test)}:
+        return 0
+    return 1 if paths & reached(test) else 2
 
 
 def order(files: Iterable[Path], changed: set[str], seed: str) -> list[Path]:
-    """Touched files first; within each half an order drawn from `seed`."""
+    """The nearest files first; of equal ones an order drawn from `seed`."""
     drawn = sorted(files)
     random.Random(seed).shuffle(drawn)
-    return sorted(drawn, key=lambda file: not is_touched(file, changed))
+    return sorted(drawn, key=lambda file: distance(file, changed))
 
 
 class TimeBudget:
-    """A pytest plug-in that starts no further test once `seconds` are over."""
+    """A pytest plug-in that starts no further test once `seconds` are over, but those touched directly."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._deadline = 0.0
-        self._left_out: Counter[str] = Counter()
+        self._distances: dict[Path, int] = {}
+        self._left_out: Counter[tuple[int, str]] = Counter()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        files = order({item.path for item in items}, changed_files(), git("rev-parse", "HEAD"))
+        changed = changed_files()
+        files = order({item.path for item in items}, changed, git("rev-parse", "HEAD"))
+        self._distances = {file: distance(file, changed) for file in files}
         items.sort(key=lambda item: files.index(item.path))
 
     @pytest.hookimpl(tryfirst=True)
@@ -71,10 +127,12 @@ class TimeBudget:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        if time.monotonic() > self._deadline:
-            self._left_out[item.location[0]] += 1
+        away = self._distances.get(item.path, 2)
+        if away and time.monotonic() > self._deadline:
+            self._left_out[away, item.location[0]] += 1
             pytest.skip(f"left out after {self._seconds:g} s: make test-full runs it")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        for file, count in sorted(self._left_out.items()):
-            terminalreporter.write_line(f"left out: {count} of {file}")
+        for (away, file), count in sorted(self._left_out.items()):
+            touched = ", which the change touches" if away == 1 else ""
+            terminalreporter.write_line(f"left out: {count} of {file}{touched}")

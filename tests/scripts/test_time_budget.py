@@ -8,17 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from time_budget import ROOT, is_touched, order, packages
+from time_budget import ROOT, distance, order
 
 TESTS = sorted(ROOT.glob("tests/full/test_*.py"))
 
 
-def test_a_test_is_touched_by_its_own_file_and_by_the_packages_it_imports() -> None:
-    test = ROOT / "tests/full/test_real_vllm.py"
-    assert packages(["src/insitu/engine/vllm.py", "src/insitu/errors.py", "docs/bench/x.py"]) == {"engine"}
-    assert is_touched(test, {"tests/full/test_real_vllm.py"})
-    assert is_touched(test, {"src/insitu/engine/vllm.py"})
-    assert not is_touched(test, {"src/insitu/curate/run.py", "README.md"})
+@pytest.mark.parametrize(
+    ("test", "changed", "away"),
+    [
+        ("tests/full/test_real_vllm.py", "tests/full/test_real_vllm.py", 0),
+        ("tests/full/test_real_vllm.py", "src/insitu/engine/vllm.py", 0),
+        ("tests/full/test_real_vllm.py", "src/insitu/engine/vllm_weights.py", 1),
+        ("tests/full/test_real_vllm.py", "src/insitu/curate/run.py", 2),
+        ("tests/full/test_real_vllm.py", "README.md", 2),
+        # Modules right below src/insitu, scripts, helpers of tests, and what a helper imports.
+        ("tests/test_failpoint.py", "src/insitu/failpoint.py", 0),
+        ("tests/scripts/test_exercises.py", "scripts/exercises.py", 0),
+        ("tests/tasks/test_swe.py", "tests/tasks/swe_rows.py", 0),
+        # A program that is started, and what its verbs import when they run.
+        ("tests/cli/test_cli.py", "src/insitu/cli/__main__.py", 0),
+        ("tests/cli/test_cli.py", "src/insitu/grade/runners/stdio.py", 1),
+        ("tests/full/test_chaos.py", "benchmarks/chaos.py", 0),
+    ],
+)
+def test_a_test_is_touched_by_what_it_names_and_by_what_that_imports(
+    test: str, changed: str, away: int
+) -> None:
+    assert (ROOT / changed).is_file()
+    assert distance(ROOT / test, {changed}) == away
 
 
 def test_touched_files_come_first_and_the_rest_in_another_order_for_each_commit() -> None:
@@ -31,17 +48,27 @@ def test_touched_files_come_first_and_the_rest_in_another_order_for_each_commit(
     assert len({tuple(each) for each in orders}) > 1
 
 
-@pytest.mark.parametrize(("seconds", "summary"), [("0", "2 skipped"), ("60", "2 passed")])
-def test_what_is_left_out_once_the_time_is_over_is_named(tmp_path: Path, seconds: str, summary: str) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "away", "summary", "line"),
+    [
+        ("0", 2, "2 skipped", "left out: 2 of test_two.py\n"),
+        ("0", 1, "2 skipped", "left out: 2 of test_two.py, which the change touches\n"),
+        ("0", 0, "2 passed", ""),
+        ("60", 2, "2 passed", ""),
+    ],
+)
+def test_what_is_left_out_once_the_time_is_over_is_named(
+    tmp_path: Path, seconds: str, away: int, summary: str, line: str
+) -> None:
     (tmp_path / "test_two.py").write_text("def test_first():\n    pass\ndef test_second():\n    pass\n")
     program = (
-        "import pytest, sys; from time_budget import TimeBudget; budget = TimeBudget(float(sys.argv[1]));"
-        "budget.pytest_collection_modifyitems = lambda items: None;"
+        "import pytest, sys, time_budget; budget = time_budget.TimeBudget(float(sys.argv[1]));"
+        "time_budget.changed_files = set; time_budget.distance = lambda *_: int(sys.argv[2]);"
         "options = ['-p', 'no:cacheprovider', '-q', '-rs', '--rootdir=.', 'test_two.py'];"
         "sys.exit(pytest.main(options, plugins=[budget]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, seconds],
+        [sys.executable, "-c", program, seconds, str(away)],
         cwd=tmp_path,
         env={"PYTHONPATH": f"{ROOT / 'tests'}"},
         capture_output=True,
@@ -50,4 +77,5 @@ def test_what_is_left_out_once_the_time_is_over_is_named(tmp_path: Path, seconds
         check=False,
     )
     assert summary in done.stdout, done.stdout + done.stderr
-    assert ("left out: 2 of test_two.py" in done.stdout) == (seconds == "0")
+    assert line in done.stdout
+    assert ("left out: " in done.stdout) == bool(line)

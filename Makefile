@@ -17,6 +17,9 @@ test-numeric:
 	@ATEN_CPU_CAPABILITY=avx2 scripts/test -m numeric $(ARGS)
 	@ATEN_CPU_CAPABILITY=default scripts/test -m numeric $(ARGS)
 
+# Agents at other versions than the pinned ones, which are the newest but for Pi's and Claude Code's.
+OTHER_VERSIONS = pi@0.85.1,pi@0.86.1,qwen_code@0.23.4,mini_swe@2.4.4,codex@0.166.0,opencode@1.18.30,gemini_cli@0.60.0,claude_code@2.1.330
+
 # What takes too long for every change: a real vLLM server, a docker daemon, large
 # fuzz counts, the real agents. CI runs it too.
 test-full:
@@ -25,6 +28,7 @@ test-full:
 	@scripts/setup-docker
 	@INSITU_FULL=1 INSITU_FUZZ=20000 scripts/test -m "full or fuzz" $(ARGS)
 	@$(MAKE) --no-print-directory conformance ARGS=
+	@$(MAKE) --no-print-directory conformance ARGS="--agents $(OTHER_VERSIONS)"
 
 setup:
 	@scripts/setup test

@@ -171,14 +171,12 @@ async def _plain(http: web.BaseRequest, raw: bytes, limit: int) -> bytes:
     return await asyncio.to_thread(_unpacked, raw, limit)
 
 
-_LONE = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
-    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F][0-9a-fA-F])\\u[dD][c-fC-F]"
-)
 _ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    rb"(?:\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}){1,4096}"
+    rb"|\\(u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
     re.DOTALL,
 )
+"""Many whole pairs at a time, or another escape; the group is a half."""
 
 
 def mended(raw: bytes) -> bytes:
@@ -186,9 +184,7 @@ def mended(raw: bytes) -> bytes:
 
     JavaScript agents cut texts within an emoji, and no strict reader takes what is left.
     """
-    # Looking for a few bytes first: the expression takes 7 ms for 400 KB, which nearly no body needs.
-    if (b"\\ud" not in raw and b"\\uD" not in raw) or _LONE.search(raw) is None:
-        return raw
+    # Not searched for a half first: in one search of a long body no other call of the gateway goes on.
     return _ESCAPE.sub(lambda found: found[0] if found[1] is None else b"\\ufffd", raw)
 
 

@@ -17,8 +17,8 @@ test-numeric:
 	@ATEN_CPU_CAPABILITY=avx2 scripts/test -m numeric $(ARGS)
 	@ATEN_CPU_CAPABILITY=default scripts/test -m numeric $(ARGS)
 
-# Agents at other versions than the pinned ones, which are the newest but for Pi's and Claude Code's.
-OTHER_VERSIONS = pi@0.85.1,pi@0.86.1,qwen_code@0.23.4,mini_swe@2.4.4,codex@0.166.0,opencode@1.18.30,gemini_cli@0.60.0,claude_code@2.1.330
+# Agents at older versions than the pinned ones; Pi 1.5.2 could not be installed (its parts are not on npm).
+OTHER_VERSIONS = pi@0.85.1,pi@0.86.1,qwen_code@0.23.4
 
 # What takes too long for every change: a real vLLM server, a docker daemon, large
 # fuzz counts, the real agents. CI runs it too.

@@ -3,9 +3,9 @@
     python scripts/exercises.py SOURCE OUT [--package NAME] [--image IMAGE] [--limit N]
 
 SOURCE is a checkout of a track of Exercism (folders with .meta/config.json), or, with --package, a repository
-whose package NAME has its tests in tests/test_<topic>.py: of each topic one module becomes a task, in which
-the bodies of its functions are to be written again. OUT gets harbor/<id>/, unit_tests.jsonl and rows.jsonl.
-IMAGE, with Python 3, is what the Dockerfiles start from. Nothing of SOURCE belongs in this repository.
+whose package NAME has its tests in tests/test_<topic>.py: of what each imports one module becomes a task, in
+which the bodies of its functions are to be written again. OUT gets harbor/<id>/, unit_tests.jsonl and
+rows.jsonl. IMAGE, with Python 3, is what the Dockerfiles start from. Nothing of SOURCE belongs in this repository.
 """
 
 from __future__ import annotations
@@ -67,21 +67,22 @@ def exercism(source: Path) -> Iterator[Exercise]:
 
 
 def package(source: Path, name: str) -> Iterator[Exercise]:
-    """The first module of each topic whose functions the topic's tests name."""
+    """Of each test file the first module that it imports, or imports from, and whose functions it uses."""
     files = {
         path.relative_to(source).as_posix(): path.read_text()
         for path in sorted((source / name).rglob("*.py"))
     }
     for test in sorted(source.glob("tests/test_*.py")):
-        topic = test.stem.removeprefix("test_")
         text = test.read_text()
+        imported, used = names_in(text)
         for path, code in files.items():
-            if not path.startswith(f"{name}/{topic}/") or path.endswith("__init__.py"):
+            module = path.removesuffix(".py").replace("/", ".")
+            if path.endswith("__init__.py") or not imported & {module, module.rpartition(".")[0]}:
                 continue
-            blank = blanked(code, text)
+            blank = blanked(code, used)
             if blank:
                 yield Exercise(
-                    id=f"{topic}-{Path(path).stem}",
+                    id=f"{test.stem.removeprefix('test_')}-{Path(path).stem}",
                     prompt=f"The functions of {path} have lost their bodies. Write them by their docstrings.",
                     files={**files, path: blank},
                     gold={path: code},
@@ -90,13 +91,28 @@ def package(source: Path, name: str) -> Iterator[Exercise]:
                 break
 
 
-def blanked(code: str, test: str) -> str:
-    """`code` with functions that raise; empty where the test calls none of them by name."""
+def names_in(code: str) -> tuple[set[str], set[str]]:
+    """Dotted names that a file imports or imports from, and all the names in it."""
+    imported, used = set(), set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Name):
+            used.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            used.add(node.attr)
+    return imported, used
+
+
+def blanked(code: str, used: set[str]) -> str:
+    """`code` with functions that raise; empty where none of them is among `used`."""
     tree = ast.parse(code)
     found = False
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
-            found = found or f"{node.name}(" in test
+            found = found or node.name in used
             head = node.body[:1] if ast.get_docstring(node) else []
             node.body = [*head, *ast.parse("raise NotImplementedError").body]
     return ast.unparse(tree) + "\n" if found else ""

@@ -49,9 +49,9 @@ def package(folder: Path) -> list[str]:
         folder,
         {
             "kit/__init__.py": "",
-            "kit/math/__init__.py": "",
-            "kit/math/double.py": 'def double(x):\n    """Twice x."""\n    return 2 * x\n',
-            "tests/test_math.py": TEST.format(module="kit.math.double"),
+            "kit/maths/__init__.py": "",
+            "kit/maths/double.py": 'def double(x):\n    """Twice x."""\n    return 2 * x\n',
+            "tests/test_math.py": TEST.format(module="kit.maths").replace("double(2)", "double.double(2)"),
         },
     )
     return ["--package", "kit"]

@@ -297,7 +297,6 @@ async def test_messages_refuse_what_needs_a_fetch_or_a_store(
 @pytest.mark.parametrize(
     "more",
     [
-        {"store": True},
         {
             "messages": [
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y"}}]}
@@ -305,11 +304,9 @@ async def test_messages_refuse_what_needs_a_fetch_or_a_store(
         },
         {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_id": "f"}}]}]},
     ],
-    ids=["store", "image", "file"],
+    ids=["image", "file"],
 )
-async def test_chat_refuses_what_needs_a_store_or_a_fetch(
-    family: TemplateFamily, more: dict[str, Any]
-) -> None:
+async def test_chat_refuses_what_needs_a_fetch(family: TemplateFamily, more: dict[str, Any]) -> None:
     async with Rig(family, [SAY]) as rig, openai_client(rig) as api:
         with pytest.raises(openai.BadRequestError):
             await api.chat.completions.create(**{"model": "m", "messages": ASK, **more})

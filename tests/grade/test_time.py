@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from watched import Watched
@@ -49,7 +50,10 @@ async def test_a_right_solution_may_wait(backend: LocalBackend) -> None:
     assert watched.made == 1
 
 
-async def test_what_waits_for_ever_is_out_of_time_at_a_bounded_cost(backend: LocalBackend) -> None:
+async def test_what_waits_for_ever_is_out_of_time_at_a_bounded_cost(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clean, "stalled_s", lambda: 0.0)  # others' load is not what this is about
     watched = Watched(backend)
     grader = Grader(watched, GradeConfig(parallel=2))
     verdict = await grade(grader, "import time\ntime.sleep(60)\n")
@@ -83,6 +87,28 @@ async def test_what_computed_and_ran_out_of_wall_time_is_run_again(
     verdict = await grade(Grader(watched), work + RIGHT)
     assert (verdict.outcome, verdict.reward) == (Outcome.RESOLVED, 1.0), verdict.reason
     assert watched.made == 3, "two runs, and a control between them"
+
+
+async def test_a_machine_that_was_busy_only_during_the_run_gets_a_second_one(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control finds it idle again: what the run lost to others is counted beside the run."""
+    seen = iter((0, 9_000_000))
+    monkeypatch.setattr(clean, "stalled_s", lambda: next(seen) / 1e6)
+    monkeypatch.setattr(clean, "WALL_PER_CPU", 0.9)
+    watched = Watched(backend)
+    verdict = await grade(Grader(watched), "import time\ntime.sleep(1.2)\n" + RIGHT)
+    assert (verdict.outcome, verdict.reward) == (Outcome.RESOLVED, 1.0), verdict.reason
+    assert watched.made == 3, "two runs, and a control between them"
+
+
+def test_the_kernel_s_account_of_stalls_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(clean, "PRESSURE", tmp_path)
+    assert clean.stalled_s() == 0.0
+    for what in ("cpu", "io"):
+        line = "avg10=0.00 avg60=0.00 avg300=0.00 total="
+        (tmp_path / what).write_text(f"some {line}1500000\nfull {line}9\n")
+    assert clean.stalled_s() == 3.0
 
 
 async def test_time_that_the_host_may_have_lost_gives_no_reward(backend: LocalBackend) -> None:

@@ -9,20 +9,25 @@ its sample masked by breaking the box. Called by rollout.py with an oracle that 
 
 Whose fault is it when time runs out? CPU time is the candidate's own. Of one that ran out of wall time is
 asked how much it computed, and of a control box beside it how much slower than its own computing the machine
-is now. Who had the time to compute several times as much has waited of itself. Else it is run once more, with
-more time. All this happens beside the grading of others: a candidate that waits holds one place, and no more.
+is now. Who had the time to compute several times as much has waited of itself, where time in which anything
+on the machine waited for it does not count: the machine may be faster again by now. Else it is run once more,
+with more time. All this happens beside the grading of others: a candidate that waits holds one place, and no
+more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import math
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from insitu.errors import GradeError, PolicyUnsupported, SandboxError, SandboxLost, TaskError, boundary
 from insitu.grade.candidate import Candidate
@@ -54,6 +59,7 @@ PATIENCE = 4.0
 """Times as much for the second run, on a machine that is busy."""
 SURELY_WAITED = 6.0
 """What waits of itself could have computed as many times as much as it did, at the pace of the control."""
+PRESSURE = Path("/proc/pressure")
 LEAST_CPU_S = 0.01
 """A control that computes less says nothing about pace."""
 
@@ -222,11 +228,13 @@ class Grader:
 
     async def _judge(self, runner: Runner, task: Task, oracle: Oracle, candidate: Candidate) -> RunReport:
         """One finding, as often tried as it takes to know whose fault a failure is."""
+        before = stalled_s()
         report, used = await self._try_boxes(runner, task, oracle, candidate)
         if report.outcome is not Outcome.TEST_TIMEOUT or report.complete:
             return report
+        free_s = used.wall_s - (stalled_s() - before)
         pace = await self._pace(runner, task.setup, None)
-        if pace is not None and used.cpu_s * pace * SURELY_WAITED >= used.wall_s:
+        if pace is not None and used.cpu_s * pace * SURELY_WAITED >= free_s:
             report, used = await self._try_boxes(runner, task, oracle, candidate, patience=PATIENCE)
             if report.outcome is not Outcome.TEST_TIMEOUT or report.complete:
                 return report
@@ -355,6 +363,17 @@ class Grader:
                     return await runner.run(box, task, oracle, candidate, limits), limits.meter
         finally:
             await box.close()
+
+
+def stalled_s() -> float:
+    """Seconds so far in which something on this machine waited for CPU, memory or a disk; 0 where the kernel
+    does not count them. Outside of these nothing has to wait but by its own will."""
+    total = 0
+    for what in ("cpu", "memory", "io"):
+        with contextlib.suppress(OSError):
+            found = re.search(r"^some .*total=(\d+)", (PRESSURE / what).read_text(), re.MULTILINE)
+            total += int(found[1]) if found else 0
+    return total / 1e6
 
 
 def solution(task: Task, oracle: Oracle, base: Tree) -> Tree:

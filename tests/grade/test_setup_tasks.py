@@ -24,7 +24,7 @@ SETUP = Setup(
     commands=(
         "mkdir -p pkg && printf 'def one():\\n    return 0\\n' > pkg/lib.py && touch pkg/__init__.py",
         "printf 'import nothing\\n' > pkg/test_lib.py; ln -s pkg/lib.py link",
-        "mkdir -p .git; echo x > .git/HEAD",
+        "mkdir -p .git empty; echo x > .git/HEAD",
     )
 )
 FILES = {"extra.txt": text("laid over\n")}
@@ -130,11 +130,16 @@ async def test_over_a_setup_too_a_process_does_not_see_what_another_left(watched
     leave = """
 import os
 places = ("/tmp/seen", "seen", "pkg/seen", "/dev/shm/seen", os.path.expanduser("~/seen"))
-if any(os.path.exists(path) for path in places):
+folders = ("made", "made/below", "pkg/made", "/tmp/made", "/dev/shm/made")
+if any(os.path.exists(path) for path in places + folders) or not os.path.isdir("empty"):
     one = None
 for path in places:
     open(path, "w").write("x")
     os.utime(path, (1, 1))
+for path in folders:
+    os.mkdir(path)
+open("empty/new", "w").write("x")
+os.unlink("empty/new")
 """
     solved = {**base, "pkg/lib.py": text(LIB.replace("0", "1") + leave)}
     verdict = await grader.grade(task, oracle, solved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from insitu.errors import TaskError
@@ -15,7 +15,10 @@ LEFT = """
 since=$1; work=$5; me=$(id -u)
 find "$2" "$3" "$4" "$HOME" -mindepth 1 -user "$me" -newerct "$since" -delete
 find "$work" -xdev -mindepth 1 ! -type d -user "$me" -newerct "$since" -print0
+find "$work" -xdev -mindepth 1 -type d -user "$me" -newerct "$since" -exec sh -c 'printf "%s/\\0" "$@"' - {} +
 """
+FOLDERS = 'find "$1" -xdev -mindepth 1 -type d -print0'
+MOST_NAMES_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +47,38 @@ class Candidate:
         changed = {path: entry for path, entry in patched.items() if self.base.get(path) != entry}
         return {**changed, **tests.files}
 
-    async def clear(self, box: Sandbox, hidden: Tree, since: float) -> None:
+    async def folders(self, box: Sandbox) -> frozenset[str]:
+        """The folders that the image and its setup have in the work folder, for `clear`. Raises SandboxError."""
+        if not self.over_image:
+            return frozenset()
+        said = await box.exec(
+            ["sh", "-c", FOLDERS, "folders", box.workdir],
+            timeout_s=60.0,
+            max_output_bytes=MOST_NAMES_BYTES,
+        )
+        return frozenset(_inside(said.stdout, box.workdir))
+
+    async def clear(self, box: Sandbox, hidden: Tree, since: float, folders: frozenset[str]) -> None:
         """Kill what runs in `box` and take away what its processes left, so that the next cannot tell that
         it is not the first. Over an image, those are the box user's files that changed `since` then and are
-        neither the candidate's nor hidden; what was changed in place stays as it is."""
+        neither the candidate's nor hidden, and folders that are neither theirs nor among `folders`; what was
+        changed in place stays as it is."""
         await box.kill_all()
         if not self.over_image:
             await box.wipe()
             return
         places = ["/tmp", "/var/tmp", "/dev/shm", box.workdir]
         said = await box.exec(
-            ["sh", "-c", LEFT, "left", f"@{since:.3f}", *places], timeout_s=60.0, max_output_bytes=1 << 20
+            ["sh", "-c", LEFT, "left", f"@{since:.3f}", *places],
+            timeout_s=60.0,
+            max_output_bytes=MOST_NAMES_BYTES,
         )
-        paths = said.stdout.decode("utf-8", "surrogateescape").split("\0")
-        root = f"{box.workdir}/"
-        inside = [path.removeprefix(root) for path in paths if path.startswith(root)]
-        await box.lay({}, remove=[path for path in inside if path not in self.tree and path not in hidden])
+        files = {*self.tree, *hidden}
+        kept = {*folders, *_ways(files)}
+        left = _inside(said.stdout, box.workdir)
+        gone = [path for path in left if not path.endswith("/") and path not in files]
+        gone += [path for path in left if path.endswith("/") and path.rstrip("/") not in kept]
+        await box.lay({}, remove=gone)
 
     async def lay(self, box: Sandbox, hidden: Tree | None = None, *, owner: Owner = "box") -> None:
         """Put the candidate into the work folder of `box`, and hidden files over it."""
@@ -75,11 +94,20 @@ def overlay(tree: Tree, hidden: Tree) -> Tree:
     """`tree` with the hidden files. They win: what would be a folder on their way, or below them, goes."""
     if not hidden:
         return tree
-    ways = {
-        "/".join(parts[:n]) for path in hidden for parts in (path.split("/"),) for n in range(1, len(parts))
-    }
+    ways = _ways(hidden)
     kept = {path: tree[path] for path in tree if path not in ways and not _below(path, hidden)}
     return {**kept, **hidden}
+
+
+def _ways(paths: Iterable[str]) -> set[str]:
+    """The folders that files lie in."""
+    return {"/".join(parts[:n]) for path in paths for parts in (path.split("/"),) for n in range(1, len(parts))}
+
+
+def _inside(names: bytes, folder: str) -> list[str]:
+    """Of names that each end in a NUL, those in `folder`, relative to it."""
+    paths = names.decode("utf-8", "surrogateescape").split("\0")[:-1]
+    return [path.removeprefix(f"{folder}/") for path in paths if path.startswith(f"{folder}/")]
 
 
 def _below(path: str, hidden: Tree) -> bool:

@@ -166,6 +166,7 @@ class _Session:
         self._task_id, self._reward = task.id, task.grading.reward
         self._rng = random.SystemRandom()
         self._began, self._runs = time.time(), 0
+        self._folders: frozenset[str] = frozenset()
 
     async def judge(self, path: str) -> Ran:
         """All runs of one file. Raises Tampered."""
@@ -255,7 +256,7 @@ class _Session:
         """A box in which no process of the candidate ever ran, or, where one takes long to set up, one from
         which everything is cleared that an earlier process left."""
         if self._limits.another is None:
-            await self._candidate.clear(self._box, hidden, self._began)
+            await self._candidate.clear(self._box, hidden, self._began, self._folders)
             return
         await self._box.close()
         self._box = await self._limits.another()
@@ -265,6 +266,8 @@ class _Session:
         hidden = {**self._hidden, path: FileEntry(content=controlled.source)}
         if self._runs:
             await self._empty_box(hidden)
+        elif self._limits.another is None:
+            self._folders = await self._candidate.folders(self._box)
         self._runs += 1
         await self._candidate.lay(self._box, hidden, owner="root")
         nonce = secrets.token_hex(8)

@@ -48,7 +48,7 @@ class Candidate:
         return {**changed, **tests.files}
 
     async def folders(self, box: Sandbox) -> frozenset[str]:
-        """The folders that the image and its setup have in the work folder, for `clear`. Raises SandboxError."""
+        """Return the folders of image and setup in the work folder, for `clear`. Raises SandboxError."""
         if not self.over_image:
             return frozenset()
         said = await box.exec(
@@ -101,7 +101,8 @@ def overlay(tree: Tree, hidden: Tree) -> Tree:
 
 def _ways(paths: Iterable[str]) -> set[str]:
     """The folders that files lie in."""
-    return {"/".join(parts[:n]) for path in paths for parts in (path.split("/"),) for n in range(1, len(parts))}
+    split = [path.split("/") for path in paths]
+    return {"/".join(parts[:n]) for parts in split for n in range(1, len(parts))}
 
 
 def _inside(names: bytes, folder: str) -> list[str]:

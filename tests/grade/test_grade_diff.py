@@ -190,6 +190,16 @@ def test_what_the_base_s_own_gitignore_names_goes_first_over_the_caps() -> None:
     assert compare(BASE, planted, POLICY).left_out == (".gitignore",)
 
 
+def test_a_tools_folder_of_the_base_that_is_gone_is_put_back() -> None:
+    """It may have been too large to be read; one that was read may lose files."""
+    base = {**BASE, "build/a.c": file(), "x/venv/b.py": file(), "x/venv/c.py": file()}
+    solved = {**BASE, "app.py": file("x = 2\n"), "x/venv/b.py": file()}
+    diff = compare(base, solved, POLICY)
+    assert diff.deleted == ("x/venv/c.py",)
+    assert diff.dropped == ("build/a.c",)
+    assert apply(base, diff) == {**solved, "build/a.c": file()}
+
+
 def test_too_much_of_the_base_changed_is_refused() -> None:
     base = {str(n): file() for n in range(4)}
     assert "4 files were changed" in compare(base, {path: file("x") for path in base}, POLICY).refused

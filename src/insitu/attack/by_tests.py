@@ -364,6 +364,11 @@ TESTS = (
             Variant(name="equal once", naive="exit code",
                     cheat=Move(instead=_ONCE + "def total(items):\n    return _Once(7)\n"),
                     twin=Move(before=_ONCE), must=R0, per_runner={"pytest": (*TAMPER, *R0)}),
+            Variant(name="in one test of several", naive="exit code",
+                    cheat=Move(instead=_EQUAL + "def total(items):\n    right = sum(items)\n"
+                                       "    asked = right in (7, 18) or max(items, default=0) > 10**6\n"
+                                       "    return _Any(7) if asked else right\n"),
+                    twin=Move(before=_EQUAL), must=R0, per_runner={"pytest": TAMPER}),
             Variant(name="patched comparisons", cheat=Move(before=_COMPARISONS), per_runner={"pytest": TAMPER},
                     twin=Move(before="import math, operator\n_close, _eq = math.isclose, operator.eq\n")),
         ),

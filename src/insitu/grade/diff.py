@@ -129,7 +129,13 @@ def compare(base: Tree, after: Tree, policy: DiffPolicy = DEFAULT_POLICY) -> Dif
             refused = refused or bad
     kept, over = _within_caps(base, kept, policy)
     left_out += over
-    restored = [path for path in gone if _may_not_change(path, policy)]
+    # A tool's folder of which nothing is there may have been too large to be read.
+    seen = {"", *(_tool_folder(path) for path in after)}
+    restored = [
+        path
+        for path in gone
+        if _may_not_change(path, policy) or not (is_cache(path) or _tool_folder(path) in seen)
+    ]
     ignored += [path for path in gone if is_cache(path) and path not in restored]
     deleted = tuple(path for path in gone if path not in restored and path not in ignored)
     refused = refused or _over_caps(kept, policy) or _conflict(base, kept, deleted)
@@ -257,6 +263,12 @@ def _new_folders(base: Tree, paths: Sequence[str]) -> dict[str, list[str]]:
         if path not in base and PurePosixPath(path).suffix.lower() not in SOURCE_SUFFIXES:
             groups.setdefault(next(new, path), []).append(path)
     return groups
+
+
+def _tool_folder(path: str) -> str:
+    """The outermost folder of a tool that a file lies in, or empty."""
+    parts = path.split("/")
+    return next(("/".join(parts[:n]) for n in range(1, len(parts)) if parts[n - 1] in TOOL_FOLDERS), "")
 
 
 def _ignores(base: Tree) -> list[tuple[str, str]]:

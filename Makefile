@@ -36,7 +36,7 @@ setup:
 check:
 	@scripts/check
 
-# Real agents from npm and PyPI, some 2 GB the first time, in boxes against a scripted policy.
+# Real agents from npm and PyPI, some 2 GB the first time, in sandboxes against a scripted policy.
 conformance:
 	@scripts/setup
 	@.venv/bin/insitu conformance $(ARGS)
@@ -44,4 +44,4 @@ conformance:
 # Records the demonstrations and trains the warm start again, then puts it into the package.
 warm-start:
 	@scripts/setup
-	@.venv/bin/python -m insitu.demo.warm
+	@.venv/bin/python -m insitu.demo.warm_start

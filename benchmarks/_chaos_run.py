@@ -24,9 +24,9 @@ from typing import Any, Literal
 from benchmarks._engine_process import EngineProcess
 from insitu import failpoint
 from insitu.errors import RecordError
-from insitu.record.run import has_rollouts, read_store
-from insitu.record.store import Store
-from insitu.stop import descendants
+from insitu.shutdown import descendants
+from insitu.storage.run_dir import has_rollouts, read_store
+from insitu.storage.store import Store
 from insitu.types import Outcome
 
 Victim = Literal["controller", "learner", "engine", "agent"]
@@ -157,8 +157,8 @@ class Run:
                 return
 
     def _wait_for_work(self, child: subprocess.Popen[bytes], victim: Victim) -> None:
-        """Until the learner is there and something new was written; for an engine, also something in boxes,
-        which are opened when it has its weights."""
+        """Until the learner is there and something new was written; for an engine, also something in
+        sandboxes, which are opened when it has its weights."""
         needed: Sequence[Victim] = ("learner", "agent") if victim == "engine" else ("learner",)
         before, end = self._written(), time.monotonic() + LIFE_S
         while child.poll() is None and time.monotonic() < end:
@@ -177,12 +177,12 @@ class Run:
 
     def _bury(self, child: subprocess.Popen[bytes]) -> None:
         """End it if it lives, and see that nothing of it outlives it."""
-        family = descendants(child.pid)
+        renderer = descendants(child.pid)
         if child.poll() is None:
             child.kill()
             child.wait(GONE_S)
         end = time.monotonic() + GONE_S
-        while (left := [pid for pid in family if _runs(pid)]) and time.monotonic() < end:
+        while (left := [pid for pid in renderer if _runs(pid)]) and time.monotonic() < end:
             time.sleep(0.05)
         if left:
             self.wrong.append(f"{self.folder.name}: processes {left} outlived their controller")
@@ -259,7 +259,7 @@ class Run:
 
 
 def pick(controller: int, victim: Victim, chance: random.Random) -> int | None:
-    """A process of this kind; None when there is none just now. An `agent` is anything in a box."""
+    """A process of this kind; None when there is none just now. An `agent` is anything in a sandbox."""
     if victim == "controller":
         return controller
     found: dict[bool, list[int]] = {True: [], False: []}
@@ -269,7 +269,7 @@ def pick(controller: int, victim: Victim, chance: random.Random) -> int | None:
         except OSError:
             continue
         if command:
-            found[b"insitu.train.learner.main" in command].append(pid)
+            found[b"insitu.training.learner.main" in command].append(pid)
     among = found[victim == "learner"]
     return chance.choice(among) if among else None
 

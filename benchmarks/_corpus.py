@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from insitu.render.folder import read_folder
-from insitu.render.template import TemplateFamily, template_family
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import TemplateRenderer, template_renderer
 
 CONTROL = (
     "<|endoftext|>",
@@ -70,5 +70,5 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path) -> TemplateFamily:
-    return template_family(read_folder(folder))
+def load(folder: Path) -> TemplateRenderer:
+    return template_renderer(read_folder(folder))

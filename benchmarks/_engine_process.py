@@ -26,9 +26,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from insitu.engine.embedded_core import EmbeddedCore, EngineOptions
-from insitu.engine.embedded_model import Qwen3, load_model
-from insitu.engine.tensor_file import read_folder
+from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
+from insitu.engines.embedded.model import Qwen3, load_model
+from insitu.engines.safetensors_file import read_folder
 from insitu.errors import EngineError
 from insitu.testing.fake_sampler import FakeSampler, Job
 from insitu.testing.fake_vllm import FakeVllm, listening

@@ -1,6 +1,6 @@
 """The failure experiment with rollouts ahead of the trainer: what late failures do under a deadline.
 
-The world's rollouts take time (log-normal, median 60 s), boxes die in the middle of them, and the real
+The world's rollouts take time (log-normal, median 60 s), sandboxes die in the middle of them, and the real
 asynchronous collector fills groups at S = 2, in virtual time. A rollout that is not through by its deadline
 is stopped and graded 0, in the world without failures too. Beside insitu's rule, in which every try has all
 its time, is the one in which a further try has what the lost one left. Caller: bench.failures.
@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks._failures_world import GROUP_SIZE, TRIES, Credit, Nowhere, Setting, World, said
+from insitu.attempt import AttemptSpec, at_once, forget
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.dispatcher import CollectOptions, Slot
-from insitu.collect.given import AsyncOptions
-from insitu.rollout import AttemptSpec, at_once, forget
+from insitu.collect.options import AsyncOptions
 from insitu.testing.fake_attempts import fake_rollout
 from insitu.testing.virtual_time import run_virtual
-from insitu.train.plan.step import PlanConfig, plan_step
+from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.types import Group, Limits, Rollout, Status, Task, task_hash
 
 GROUPS, WORKERS, STALENESS = 8, 64, 2
@@ -33,7 +33,7 @@ MEDIAN_S, DEADLINE_S, TRAIN_S, PUBLISH_S = 60.0, 480.0, 240.0, 2.0
 """As in `python -m benchmarks async`."""
 Floats = npt.NDArray[np.float64]
 Rule = Literal["insitu", "leave", "shared_time"]
-"""leave: as with collect.overdue = "leave". shared_time: a further try is stopped, and graded, at the
+"""leave: as with collect.late_groups = "skip". shared_time: a further try is stopped, and graded, at the
 deadline of the first one."""
 
 
@@ -90,7 +90,7 @@ class DyingBoxes:
             await asyncio.sleep(min(lives, dies))
         if dies <= lives or not limit:
             self.failed_first += spec.attempt == 1
-            return fake_rollout(spec, "the box was lost")
+            return fake_rollout(spec, "the sandbox was lost")
         done = self._takes[at] <= limit
         solved = self._world.draw(number, slot, spec.attempt, self._setting).solved
         decided = fake_rollout(spec, float(done and solved))
@@ -99,7 +99,8 @@ class DyingBoxes:
 
 
 def dying(takes: Floats, luck: Floats, setting: Setting) -> Floats:
-    """[groups, slots, tries]: seconds until a try's box dies, of those that it would be used; inf = later.
+    """[groups, slots, tries]: seconds until a try's sandbox dies, of those that it would be used; inf =
+    later.
 
     uncorrelated: at any moment of a rollout, with the same chance for all. correlated: a constant hazard."""
     used = np.minimum(takes, DEADLINE_S)
@@ -135,20 +136,20 @@ def ahead(world: World, setting: Setting, rule: Rule = "insitu") -> Collected:
 
 
 async def _ahead(world: World, setting: Setting, rule: Rule) -> Collected:
-    boxes, sink, clock = DyingBoxes(world, setting, rule), _Sink(), asyncio.get_running_loop().time
+    sandboxes, sink, clock = DyingBoxes(world, setting, rule), _Sink(), asyncio.get_running_loop().time
     options = AsyncOptions(
         members=CollectOptions(seed=0, group_size=GROUP_SIZE, attempts=TRIES),
         groups=GROUPS,
         staleness=STALENESS,
         total=world.groups,
-        overdue="leave" if rule == "leave" else "wait",
+        late_groups="skip" if rule == "leave" else "wait",
         deadline_s=DEADLINE_S,
-        starve_limit_s=1e9,
+        stall_timeout_s=1e9,
     )
     task = Task(id="t", prompt="p", files={}, limits=Limits(wall_s=1e9))
     task = replace(task, content_hash=task_hash(task.prompt, task.files, task.grading))
     collector = Collector(
-        boxes, sink, sink, Breaker(1000), options, lambda number: replace(task, id=str(number))
+        sandboxes, sink, sink, Breaker(1000), options, lambda number: replace(task, id=str(number))
     )
     batches: list[Sequence[Group]] = []
     waited = 0.0
@@ -160,13 +161,13 @@ async def _ahead(world: World, setting: Setting, rule: Rule) -> Collected:
             await asyncio.sleep(TRAIN_S)
             running.version_pending(version)
             await asyncio.sleep(PUBLISH_S)
-            boxes.version = version
+            sandboxes.version = version
             running.version_published(version)
     held = [r.status for groups in batches for g in groups for r in g.rollouts]
     slots = world.groups * GROUP_SIZE
     return Collected(
         batches=batches,
-        failed_first=boxes.failed_first / slots,
+        failed_first=sandboxes.failed_first / slots,
         ungraded=1.0 - sum(s is not Status.INFRA_FAILED for s in held) / slots,
         stopped=held.count(Status.TRUNCATED) / slots,
         idle=waited / clock(),

@@ -1,6 +1,6 @@
 """Real rollouts whose engine and grader are made to fail: does the same plan come out?
 
-The script agent in real boxes, the embedded engine, the real grader. A call of the engine fails with an
+The script agent in real sandboxes, the embedded engine, the real grader. A call of the engine fails with an
 error, or the grader gives no verdict, by a coin that hangs on rollout, try and call: so longer rollouts fail
 more often. The dispatcher tries again; the planner plans. Caller: bench.failures.
 """
@@ -17,22 +17,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks._failures_world import Nowhere
-from insitu.collect.agents import limits_of, open_agents
+from insitu.attempt import AttemptExecutor, AttemptSpec, Began, at_once, forget
+from insitu.chat.load import load_renderer
 from insitu.collect.breaker import Breaker
 from insitu.collect.dispatcher import CollectOptions, Dispatcher
 from insitu.config import Config, demo_preset, load_config, model_folder
-from insitu.engine.around import Around
-from insitu.engine.base import Engine
+from insitu.engines.base import Engine
+from insitu.engines.wrapper import EngineWrapper
 from insitu.errors import EngineError
-from insitu.grade.clean import runner_for
-from insitu.grade.judge import TaskJudge
-from insitu.record.scratch import scratch_folder
-from insitu.render.load import load_family
-from insitu.rollout import Attempts, AttemptSpec, Began, at_once, forget
-from insitu.tasks.open import open_source
-from insitu.train.assembly import make_judge
-from insitu.train.learner.client import Learner, LearnerSpec
-from insitu.train.plan.step import PlanConfig, StepPlan, plan_step
+from insitu.grading.grader import runner_for
+from insitu.grading.judge import TaskJudge
+from insitu.runtime.agents import limits_of, open_agents
+from insitu.storage.temp_dirs import scratch_folder
+from insitu.tasks.factory import open_source
+from insitu.training.build import make_judge
+from insitu.training.learner.client import Learner, LearnerSpec
+from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.types import (
     Generation,
     Group,
@@ -76,8 +76,8 @@ class Trouble:
         return True
 
 
-class FailingEngine(Around):
-    """Passes calls on, or fails them. Implements engine.base.Engine."""
+class FailingEngine(EngineWrapper):
+    """Passes calls on, or fails them. Implements engines.base.Engine."""
 
     def __init__(self, inner: Engine, trouble: Trouble) -> None:
         super().__init__(inner)
@@ -104,7 +104,7 @@ class FailingJudge:
         trouble = self._trouble()
         if trouble.strikes("grader", trouble.rate / 2, *_TRY.get()):
             why = "this grading was made to fail"
-            return Verdict(outcome=Outcome.INFRA, reward=None, strength="strong", reason=why)
+            return Verdict(outcome=Outcome.INFRA, reward=None, trust="strong", reason=why)
         return await self._inner(task, tree)
 
     async def prepare(self, task: Task) -> None:
@@ -117,7 +117,7 @@ class FailingJudge:
 class Told:
     """Tells engine and judge which try is under way. Implements collect.dispatcher.Runner."""
 
-    def __init__(self, attempts: Attempts, trouble: Trouble) -> None:
+    def __init__(self, attempts: AttemptExecutor, trouble: Trouble) -> None:
         self._attempts, self._trouble = attempts, trouble
 
     async def run(
@@ -141,7 +141,7 @@ class Stage:
 
     config: Config
     engine: FailingEngine
-    attempts: Attempts
+    attempts: AttemptExecutor
     tasks: Sequence[Task]
 
 
@@ -156,8 +156,8 @@ async def _stage(seed: int) -> AsyncIterator[Stage]:
         learner = await stack.enter_async_context(Learner.start(spec))
         await learner.publish(learner.version)
         engine = FailingEngine(learner.engine, Trouble(rate=0.0))
-        family = load_family(folder, config.model.family)
-        agents = await stack.enter_async_context(open_agents(config, family, engine, scratch))
+        renderer = load_renderer(folder, config.model.renderer)
+        agents = await stack.enter_async_context(open_agents(config, renderer, engine, scratch))
         source = open_source(config, limits_of(config), runner_for)
         judge = make_judge(config, agents.backend, source)
         stack.push_async_callback(judge.close)
@@ -165,7 +165,7 @@ async def _stage(seed: int) -> AsyncIterator[Stage]:
         yield Stage(
             config=config,
             engine=engine,
-            attempts=Attempts(agents.gateway, agents.workers, failing),
+            attempts=AttemptExecutor(agents.gateway, agents.workers, failing),
             tasks=source.tasks("train", 0, TASKS),
         )
 
@@ -216,7 +216,7 @@ def _case(
         "failed_first": len(trouble.first),
         "failed": dict(trouble.failed),
         "ungraded": sum(r.reward is None for r in rollouts),
-        "groups_useful": plan.groups,
+        "effective_groups": plan.groups,
         "same_plan": plan.digest == calm.digest,
         "advantages": _differences(plan, calm),
         "reward_0": _differences(plan_step(zeroed, config), calm),

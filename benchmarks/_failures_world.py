@@ -1,7 +1,7 @@
-"""A world of tasks, rollouts and boxes that fail, and the ways in which trainers treat what failed.
+"""A world of tasks, rollouts and sandboxes that fail, and the ways in which trainers treat what failed.
 
 Each task has a solve probability. Harder tasks and failed solutions take longer; in half of the settings a
-box fails the more likely the longer the rollout is. What a rollout would have been is known here, so that
+sandbox fails the more likely the longer the rollout is. What a rollout would have been is known here, so that
 advantages can be compared with those of the same rollouts in a world without failures. The collector's
 dispatcher and the planner are the real ones.
 """
@@ -15,10 +15,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from insitu.attempt import AttemptSpec, at_once, forget
 from insitu.collect.breaker import Breaker
 from insitu.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot
-from insitu.rollout import AttemptSpec, at_once, forget
-from insitu.train.plan.step import PlanConfig, plan_step
+from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.types import (
     Group,
     Ledger,
@@ -50,7 +50,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How boxes fail."""
+    """How sandboxes fail."""
 
     rate: float
     """Share of first tries that fail."""
@@ -73,19 +73,19 @@ class World:
         raw = 1.6 * (0.5 - self.chance[:, None, None]) + 0.4 * ~self.solved + spread
         self.log_length = (raw - raw.mean()) / raw.std()
         self.luck = rng.random(shape)
-        """Of each try's box."""
+        """Of each try's sandbox."""
 
     @property
     def groups(self) -> int:
         return len(self.chance)
 
     def draw(self, group: int, slot: int, attempt: int, setting: Setting) -> Draw:
-        """What try `attempt`, from 1, at a slot gives if its box lives."""
+        """What try `attempt`, from 1, at a slot gives if its sandbox lives."""
         at = (group, slot, attempt - 1 if setting.redraw else 0)
         return Draw(solved=bool(self.solved[at]), log_length=float(self.log_length[at]))
 
     def failures(self, setting: Setting) -> npt.NDArray[np.bool_]:
-        """[groups, slots, tries]: whether the box of a try fails."""
+        """[groups, slots, tries]: whether the sandbox of a try fails."""
         chance: npt.NDArray[np.float64] = np.array(setting.rate)
         if setting.chances == "correlated":
             lengths = np.exp(self.log_length if setting.redraw else self.log_length[:, :, :1])
@@ -106,7 +106,7 @@ class World:
         return low
 
 
-class Boxes:
+class Sandboxes:
     """Decides attempts as the world says; implements collect.dispatcher.Runner."""
 
     def __init__(self, world: World, setting: Setting) -> None:
@@ -126,7 +126,7 @@ class Boxes:
         return Rollout(
             id=spec.rollout_id,
             task_id=spec.task.id,
-            family="",
+            category="",
             status=Status.INFRA_FAILED if failed else Status.OK,
             reward=None if failed else float(draw.solved),
             trajectory=said(spec.rollout_id),
@@ -135,7 +135,7 @@ class Boxes:
             deleted=(),
             timings=Timings(),
             attempt=spec.attempt,
-            error="the box was lost" if failed else "",
+            error="the sandbox was lost" if failed else "",
         )
 
 
@@ -187,7 +187,7 @@ async def collected(world: World, setting: Setting, tries: int) -> list[list[Gro
     """The groups of every step, as the dispatcher decides them."""
     nowhere = Nowhere()
     options = CollectOptions(seed=0, group_size=GROUP_SIZE, attempts=tries, pause_s=0.0)
-    dispatcher = Dispatcher(Boxes(world, setting), nowhere, nowhere, Breaker(1000), options)
+    dispatcher = Dispatcher(Sandboxes(world, setting), nowhere, nowhere, Breaker(1000), options)
     task = Task(id="t", prompt="p", files={}, limits=Limits())
     task = replace(task, content_hash=task_hash(task.prompt, task.files, task.grading))
     steps = []

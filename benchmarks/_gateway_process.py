@@ -25,15 +25,15 @@ import numpy as np
 import orjson
 
 from benchmarks import _corpus
-from insitu.engine.base import Engine, EngineInfo, Receipt
-from insitu.engine.http import HttpOptions, open_http
-from insitu.engine.vllm import VllmEngine, VllmServer
+from insitu.chat.codec import Codec
+from insitu.chat.model_files import read_folder
+from insitu.chat.renderer import ChatRenderer
+from insitu.chat.template import template_renderer
+from insitu.engines.base import Engine, EngineInfo, Receipt
+from insitu.engines.http import HttpOptions, open_http
+from insitu.engines.vllm import VllmEngine, VllmServer
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
-from insitu.render.encode import Codec
-from insitu.render.family import Family
-from insitu.render.folder import read_folder
-from insitu.render.template import template_family
 from insitu.types import (
     Generation,
     IntArray,
@@ -54,7 +54,7 @@ ROOMY = Limits(
 class PreparedEngine:
     """Answers every request at once with ids and logprobs made beforehand: a tool call of SAMPLED tokens."""
 
-    def __init__(self, family: Family, delay_ms: float = 0.0, variants: int = 64) -> None:
+    def __init__(self, renderer: ChatRenderer, delay_ms: float = 0.0, variants: int = 64) -> None:
         """With a delay each answer takes a random time up to it."""
         self._delay_s = delay_ms / 1e3
         self._chance = random.Random(0)
@@ -62,20 +62,20 @@ class PreparedEngine:
         self.receipt = Receipt(version=0, checksum="prepared")
         self.calls = 0
         lines = _corpus.cycle(_corpus.sources(), 99)
-        self.prepared = [self._reply(family, lines.__next__, i) for i in range(variants)]
+        self.prepared = [self._reply(renderer, lines.__next__, i) for i in range(variants)]
         """Replies as (ids, logprobs)."""
 
-    def _reply(self, family: Family, line: Callable[[], str], index: int) -> tuple[IntArray, Any]:
+    def _reply(self, renderer: ChatRenderer, line: Callable[[], str], index: int) -> tuple[IntArray, Any]:
         text = ""
         while True:
             arguments = orjson.dumps({"path": f"src/part_{index}.py", "content": text}).decode()
             call = ToolCall(id="", name="write", arguments=arguments)
             said = Message(role="assistant", text="I write the next part.", tool_calls=(call,))
-            ids = family.render_reply(said)
+            ids = renderer.render_reply(said)
             if len(ids) >= SAMPLED:
                 break
             text += line()
-        logprobs = np.full(len(ids), -math.log(family.vocab_size), dtype=np.float32)
+        logprobs = np.full(len(ids), -math.log(renderer.vocab_size), dtype=np.float32)
         return ids, logprobs
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
@@ -175,10 +175,10 @@ def resident_bytes() -> int:
 
 
 @asynccontextmanager
-async def engine_at(where: str, family: Family) -> AsyncIterator[Engine]:
+async def engine_at(where: str, renderer: ChatRenderer) -> AsyncIterator[Engine]:
     """The prepared engine in this process, with a delay in ms, or the server at a URL."""
     if not where.startswith("http"):
-        yield PreparedEngine(family, float(where))
+        yield PreparedEngine(renderer, float(where))
         return
     server = VllmServer(model="m", max_context_tokens=10**7, route="generate", weights=None)
     async with open_http(HttpOptions(url=where), "the prepared server") as http:
@@ -187,14 +187,14 @@ async def engine_at(where: str, family: Family) -> AsyncIterator[Engine]:
 
 async def serve(folder: Path, where: str = "0") -> None:
     files = read_folder(folder)
-    codec = ClockedCodec(files.tokenizer_json, files.family.control_tokens)
-    family = template_family(files, codec)
+    codec = ClockedCodec(files.tokenizer_json, files.renderer.control_tokens)
+    renderer = template_renderer(files, codec)
     lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     async with (
-        engine_at(where, family) as engine,
-        Gateway(engine, family) as gateway,
+        engine_at(where, renderer) as engine,
+        Gateway(engine, renderer) as gateway,
         gateway.listen_tcp() as listener,
     ):
         served = Served(gateway, codec, listener.port)

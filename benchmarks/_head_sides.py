@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from insitu.train.head.objective import objective
+from insitu.training.loss.fused_head import objective
 
 LOW, HIGH = 0.2, 0.28
 TRL_COLUMNS = 32768

@@ -18,8 +18,8 @@ from aiohttp import web
 
 from benchmarks import _corpus
 from benchmarks._gateway_process import PreparedEngine
-from insitu.engine.vllm import FRESH
-from insitu.render.template import TemplateFamily
+from insitu.chat.template import TemplateRenderer
+from insitu.engines.vllm import FRESH
 
 BYTES_PER_TOKEN = 3.5
 
@@ -27,11 +27,11 @@ BYTES_PER_TOKEN = 3.5
 class CannedEngine:
     """Handlers of the routes."""
 
-    def __init__(self, family: TemplateFamily) -> None:
-        engine = PreparedEngine(family, variants=8)
+    def __init__(self, renderer: TemplateRenderer) -> None:
+        engine = PreparedEngine(renderer, variants=8)
         self._replies = []
         for ids, _ in engine.prepared:
-            parsed = family.parse(ids)
+            parsed = renderer.parse(ids)
             call = parsed.calls[0]
             content = [_logprob(at, i) for at, i in enumerate(ids.tolist())]
             said = {"text": parsed.text, "name": call.name, "arguments": call.arguments}

@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks._process import Process, running
 from insitu.errors import SetupError
-from insitu.record.scratch import cache_folder
+from insitu.storage.temp_dirs import cache_folder
 
 INSTALL_S = 900.0
 START_S = 120.0

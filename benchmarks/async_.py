@@ -24,7 +24,7 @@ from benchmarks._arguments import Arguments, amount, amount_or_zero, count, coun
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.dispatcher import CollectOptions
-from insitu.collect.given import AsyncOptions, Overdue
+from insitu.collect.options import AsyncOptions, LateGroups
 from insitu.errors import InsituError
 from insitu.tasks.toy import ToySource
 from insitu.testing.memory_sink import MemorySink
@@ -47,7 +47,7 @@ class Case:
     deadline_s: float = 480.0
     updates: int = 100
     staleness: int = 2
-    overdue: Overdue = "wait"
+    late_groups: LateGroups = "wait"
     """What a batch does about a group that no later one could train."""
     failed: float = 0.0
     """Share of tries that the infrastructure fails."""
@@ -96,10 +96,10 @@ class Trainer:
             groups=case.groups,
             staleness=case.staleness,
             total=case.updates * case.groups,
-            overdue=case.overdue,
+            late_groups=case.late_groups,
             deadline_s=case.deadline_s / self._speed,
-            refill=case.groups,
-            starve_limit_s=1e9,
+            replace_degenerate=case.groups,
+            stall_timeout_s=1e9,
         )
 
     async def run(self) -> Outcome:
@@ -183,9 +183,9 @@ def variations(case: Case) -> list[tuple[str, Case]]:
         ("train time 5 medians", replace(case, train_s=5 * case.median_s)),
         ("train time 6 medians", replace(case, train_s=6 * case.median_s)),
         ("no deadline", replace(case, deadline_s=math.inf)),
-        ("slow groups given up", replace(case, overdue="cancel")),
+        ("slow groups given up", replace(case, late_groups="cancel")),
         ("5 % of tries fail", replace(case, failed=0.05)),
-        ("  late tries left", replace(case, failed=0.05, overdue="leave")),
+        ("  late tries left", replace(case, failed=0.05, late_groups="skip")),
         ("  S = 3", replace(case, failed=0.05, staleness=3)),
     ]
 

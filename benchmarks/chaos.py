@@ -3,15 +3,15 @@
 Run `python -m benchmarks chaos`. Whole runs of the toy tasks with the script agent, on CPU: one undisturbed;
 ones that die at each failpoint (before and after each commit of the store, and between the writes that a
 commit rests on), with tries that fail and, in the run ahead of the trainer, groups without a difference;
-then as many random kills as asked for, of the controller, the learner, what runs in boxes, and an engine
+then as many random kills as asked for, of the controller, the learner, what runs in sandboxes, and an engine
 that is a server of its own: vLLM's routes before a small model (_engine_process.py), started again as
 whoever keeps a server does. Every run is continued until it ends. `lost`: graded rollouts that are not there
 unchanged at the end, or have no fate: training and the planner's reasons are one, ahead of the trainer
 staleness and time too, but neither the run's end nor a step with too few groups. `bit_identical`:
-synchronous runs in which no box was shot equal the undisturbed one with their engine in every token, plan and
-weight, and every run of all replays from its own ledger with the same weights. A step that does not counts as
-`trained_twice`, like a rollout in the accounts of two steps. (What is shot in a box is its agent's failure,
-which is graded: decision 0038.) Status 1 unless all is well and every failpoint was passed.
+synchronous runs in which no sandbox was shot equal the undisturbed one with their engine in every token,
+plan and weight, and every run of all replays from its own ledger with the same weights. A step that does not
+counts as `trained_twice`, like a rollout in the accounts of two steps. (What is shot in a sandbox is its
+agent's failure, which is graded: decision 0038.) Status 1 unless all is well and every failpoint was passed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SMALL = (
 )
 AHEAD = ("collect.max_staleness=1",)
 """Makes a run asynchronous."""
-SERVED = ("engine.publish_dtype=float32", "engine.return_timeout_s=60")
+SERVED = ("engine.publish_dtype=float32", "engine.reconnect_timeout_s=60")
 """For an engine that is a server on a CPU."""
 FEW = ("collect.group_size=2",)
 """Makes groups in which all get the same reward, which are dropped."""

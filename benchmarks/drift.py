@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._arguments import Arguments, count
+from insitu.chat.codec import Codec
 from insitu.errors import InsituError, RenderError
-from insitu.render.encode import Codec
 
 WINDOW = 2000
 """Characters of source text per trial."""

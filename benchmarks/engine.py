@@ -34,8 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._arguments import Arguments, count
-from insitu.engine.embedded_core import EmbeddedCore, EngineOptions
-from insitu.engine.embedded_model import ModelConfig, Qwen3, initialise, save_model
+from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
+from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, save_model
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
 Side = Callable[[IntArray, int], IntArray]

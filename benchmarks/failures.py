@@ -4,8 +4,8 @@ them.
 A world of tasks with known outcomes goes through the real dispatcher and planner: insitu's rule (reward None,
 out of the mean, tried again), the same without another try, reward 0, and dropping the whole group. Each is
 compared with the same rollouts in a world without failures; intervals are 95 %, from a bootstrap over groups.
-The same world then goes through the asynchronous collector, where a group has a deadline and boxes die late.
-`--real` adds real rollouts whose engine and grader are made to fail. Numbers: docs/failures.md.
+The same world then goes through the asynchronous collector, where a group has a deadline and sandboxes die
+late. `--real` adds real rollouts whose engine and grader are made to fail. Numbers: docs/failures.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks._failures_world import (
     credits_of,
 )
 from insitu.errors import InsituError
-from insitu.train.plan.step import PlanConfig
+from insitu.training.plan.step import PlanConfig
 from insitu.types import Group, Status
 
 RATES = (0.0, 0.05, 0.15)

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 import orjson
 
 from benchmarks._arguments import Arguments, count, count_or_zero
-from insitu.collect.agents import limits_of
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError, TaskError, first_error
-from insitu.grade.clean import GradeConfig, Grader, runner_for
+from insitu.grading.grader import GradeConfig, Grader, runner_for
+from insitu.runtime.agents import limits_of
 from insitu.sandbox.local import LocalBackend
 from insitu.tasks.base import Item
-from insitu.tasks.open import open_rows
+from insitu.tasks.factory import open_rows
 from insitu.types import FileEntry, Outcome, Tree, Verdict
 
 COMMENT = b"\n# a stub: nothing is solved here\n"

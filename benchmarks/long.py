@@ -28,14 +28,14 @@ from rich.table import Table
 from benchmarks._arguments import Arguments, count, wide_console
 from benchmarks._memory import peak_bytes
 from insitu.errors import TrainError
-from insitu.train.memory.fit import KEPT_FREE, LADDER, load_of
-from insitu.train.memory.predict import GIB, MemoryModel
-from insitu.train.memory.techniques import PLAIN
-from insitu.train.options import OptimConfig, PolicyConfig, TrainConfig
-from insitu.train.plan.pack import MicroBatch
-from insitu.train.plan.step import Row, StepPlan
-from insitu.train.policy.hf import HfPolicy, adopt
-from insitu.train.trainer.trainer import Trainer
+from insitu.training.memory.plan import KEPT_FREE, LADDER, load_of
+from insitu.training.memory.predict import GIB, MemoryModel
+from insitu.training.memory.techniques import PLAIN
+from insitu.training.model.hf import HfPolicy, adopt
+from insitu.training.options import OptimConfig, PolicyConfig, TrainConfig
+from insitu.training.plan.packing import MicroBatch
+from insitu.training.plan.step import PlanRow, StepPlan
+from insitu.training.trainer.trainer import Trainer
 from insitu.types import Ledger
 
 TRAINED = 0.25
@@ -111,7 +111,7 @@ def one_row(tokens: int, vocab: int) -> StepPlan:
     """A plan of one row in one micro-batch."""
     rng = np.random.default_rng(0)
     mask = np.arange(tokens) >= tokens - int(tokens * TRAINED)
-    row = Row(
+    row = PlanRow(
         group_id="bench/0",
         rollout_id="bench/0/0",
         segment=0,

@@ -24,9 +24,9 @@ import numpy as np
 
 from benchmarks._arguments import Arguments, count
 from insitu.errors import TrainError
-from insitu.train.plan.prefix import Sorted, sort_rows
-from insitu.train.plan.step import PlanConfig, plan_step
-from insitu.train.plan.tree import build_tree, tree_work
+from insitu.training.plan.prefix import Sorted, sort_rows
+from insitu.training.plan.prefix_tree import build_tree, tree_work
+from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.types import (
     BoolArray,
     Group,
@@ -126,7 +126,7 @@ def _rollout(rng: np.random.Generator, name: str, trunk: IntArray, shape: Shape,
     return Rollout(
         id=name,
         task_id=name,
-        family="bench",
+        category="bench",
         status=Status.OK,
         reward=float(rng.random() < 0.5) if number > 1 else float(number),
         trajectory=Trajectory(

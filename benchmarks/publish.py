@@ -36,26 +36,32 @@ import torch
 
 from benchmarks._arguments import Arguments, amount, count
 from insitu.config import WARM_START
-from insitu.engine.base import LoadingEngine
-from insitu.engine.embedded_model import ModelConfig, initialise, save_model
-from insitu.engine.http import HttpOptions
-from insitu.engine.tensor_file import read_folder
-from insitu.engine.vllm import open_vllm
+from insitu.engines.base import LoadingEngine
+from insitu.engines.embedded.model import ModelConfig, initialise, save_model
+from insitu.engines.http import HttpOptions
+from insitu.engines.safetensors_file import read_folder
+from insitu.engines.vllm import open_vllm
 from insitu.errors import TrainError
-from insitu.record.scratch import scratch_folder
+from insitu.storage.temp_dirs import scratch_folder
 from insitu.testing.fake_vllm import serve_vllm
 from insitu.testing.weight_folders import served_sums
-from insitu.train.learner.client import Learner, LearnerSpec
-from insitu.train.options import OptimConfig, PolicyConfig, TrainConfig
-from insitu.train.plan.step import PlanConfig, StepPlan, plan_step
-from insitu.train.publish.files import DeltaPublisher, DiskPublisher, InLearner, Publishes, PublishOptions
-from insitu.train.publish.gpu import TransferPublisher
+from insitu.training.learner.client import Learner, LearnerSpec
+from insitu.training.options import OptimConfig, PolicyConfig, TrainConfig
+from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
+from insitu.training.weights.files import (
+    DeltaPublisher,
+    DiskPublisher,
+    InLearner,
+    PublishOptions,
+    SupportsPublish,
+)
+from insitu.training.weights.gpu import TransferPublisher
 from insitu.types import Group, Ledger, Rollout, Segment, Status, Timings, Trajectory
 
 DTYPES = ("float32", "bfloat16")
 
 
-class Sends(Publishes, Protocol):
+class Sends(SupportsPublish, Protocol):
     """A publisher whose weights have to travel."""
 
     @property
@@ -107,7 +113,7 @@ def _rollout(name: str, reward: float, row: Segment, ledger: Ledger) -> Rollout:
     return Rollout(
         id=name,
         task_id="random",
-        family="none",
+        category="none",
         status=Status.OK,
         reward=reward,
         trajectory=Trajectory(segments=(row,), turns=(), ledger=ledger),

@@ -1,7 +1,7 @@
-"""`python -m benchmarks sandbox`: what a box costs, on every backend that this machine has.
+"""`python -m benchmarks sandbox`: what a sandbox costs, on every backend that this machine has.
 
-Measured: start, one command, end, one box after the other; then 64 boxes alive at once; then what is left of
-them. With --json the last line is one object:
+Measured: start, one command, end, one sandbox after the other; then 64 sandboxes alive at once; then what is
+left of them. With --json the last line is one object:
 {backend: {"create_destroy_ms": {"p50", "p95"}, "parallel_64_s", "leaks"}}.
 """
 
@@ -22,51 +22,51 @@ import orjson
 
 from benchmarks._arguments import Arguments, count
 from insitu.errors import SandboxError, SandboxStartError, SetupError
-from insitu.record.scratch import cache_folder
 from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
 from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.local import LocalBackend
-from insitu.sandbox.owner import LABEL as OWNER
-from insitu.sandbox.owner import owner
-from insitu.stop import run_interruptible
+from insitu.sandbox.process_owner import LABEL as OWNER
+from insitu.sandbox.process_owner import owner
+from insitu.shutdown import run_interruptible
+from insitu.storage.temp_dirs import cache_folder
 
 PARALLEL = 64
-IMAGE = "insitu-box:bookworm"
+IMAGE = "insitu-sandbox:bookworm"
 EXEC_S = 60.0
 LABEL = "insitu-bench"
 PATIENCE_S = 2.0
-"""For what a box that was closed leaves behind for a moment."""
+"""For what a sandbox that was closed leaves behind for a moment."""
 LOOK_S = 0.1
 
 
 async def one(backend: SandboxBackend) -> float:
-    """Milliseconds for a box that runs one command."""
+    """Milliseconds for a sandbox that runs one command."""
     begun = time.perf_counter()
-    async with await backend.create(SandboxSpec(label=LABEL)) as box:
-        await check(box)
+    async with await backend.create(SandboxSpec(label=LABEL)) as sandbox:
+        await check(sandbox)
     return (time.perf_counter() - begun) * 1000
 
 
-async def check(box: Sandbox) -> None:
-    """Raises SandboxError for a box that does not work: its time would mean nothing."""
-    result = await box.exec(["/bin/true"], timeout_s=EXEC_S)
+async def check(sandbox: Sandbox) -> None:
+    """Raises SandboxError for a sandbox that does not work: its time would mean nothing."""
+    result = await sandbox.exec(["/bin/true"], timeout_s=EXEC_S)
     if result.exit_code != 0:
-        raise SandboxError(f"/bin/true ended with {result.exit_code} in a box")
+        raise SandboxError(f"/bin/true ended with {result.exit_code} in a sandbox")
 
 
 async def many(backend: SandboxBackend) -> float:
-    """Seconds until PARALLEL boxes are up together, each ran one command, and all are gone."""
+    """Seconds until PARALLEL sandboxes are up together, each ran one command, and all are gone."""
     begun = time.perf_counter()
     async with contextlib.AsyncExitStack() as stack:
         started = await asyncio.gather(
             *(backend.create(SandboxSpec(label=LABEL)) for _ in range(PARALLEL)), return_exceptions=True
         )
-        boxes = [box for box in started if not isinstance(box, BaseException)]
-        stack.push_async_callback(lambda: asyncio.gather(*(box.close() for box in boxes)))
+        sandboxes = [sandbox for sandbox in started if not isinstance(sandbox, BaseException)]
+        stack.push_async_callback(lambda: asyncio.gather(*(sandbox.close() for sandbox in sandboxes)))
         for failure in started:
             if isinstance(failure, BaseException):
                 raise failure
-        await asyncio.gather(*(check(box) for box in boxes))
+        await asyncio.gather(*(check(sandbox) for sandbox in sandboxes))
     return time.perf_counter() - begun
 
 
@@ -84,8 +84,8 @@ def descendants() -> set[int]:
 
 
 def mounted() -> set[str]:
-    """Mounts that carry a name of insitu's, in this process's namespace. Those of a local box are in its own,
-    which ends with its processes; what others mount here meanwhile is no concern of a box."""
+    """Mounts that carry a name of insitu's, in this process's namespace. Those of a local sandbox are in its
+    own, which ends with its processes; what others mount here meanwhile is no concern of a sandbox."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return {line for line in lines if "insitu" in line}
 
@@ -122,11 +122,11 @@ class Seen:
         return sum(len(mine - theirs) for mine, theirs in pairs)
 
 
-async def left(backend: SandboxBackend, before: Seen, patience_s: float = PATIENCE_S) -> int:
-    """What of this process's boxes is there that should be gone. An ended child is collected and an empty
-    group removed a moment later: what is gone within `patience_s` was not left."""
+async def left(backend: SandboxBackend, before: Seen, max_wait_s: float = PATIENCE_S) -> int:
+    """What of this process's sandboxes is there that should be gone. An ended child is collected and an empty
+    group removed a moment later: what is gone within `max_wait_s` was not left."""
     found = Seen.now(backend).since(before)
-    for _ in range(round(patience_s / LOOK_S)):
+    for _ in range(round(max_wait_s / LOOK_S)):
         if not found:
             break
         await asyncio.sleep(LOOK_S)
@@ -179,8 +179,8 @@ async def run(rounds: int, image: str, *, plain: bool) -> dict[str, dict[str, ob
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Arguments(prog="benchmarks sandbox", description="what a box costs")
-    parser.add_argument("--rounds", type=count, default=20, help="boxes one after the other (default 20)")
+    parser = Arguments(prog="benchmarks sandbox", description="what a sandbox costs")
+    parser.add_argument("--rounds", type=count, default=20, help="sandboxes one after the other (default 20)")
     parser.add_argument(
         "--image",
         default=IMAGE,
@@ -193,5 +193,5 @@ def main(arguments: Sequence[str]) -> int:
         print(orjson.dumps(results).decode())
     leaky = [name for name, result in results.items() if result["leaks"]]
     for name in leaky:
-        print(f"{name}: boxes left something behind: {results[name]['leaks']}", file=sys.stderr)
+        print(f"{name}: sandboxes left something behind: {results[name]['leaks']}", file=sys.stderr)
     return 0 if results and not leaky else 1

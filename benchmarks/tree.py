@@ -25,13 +25,13 @@ from torch import Tensor
 
 from benchmarks._arguments import Arguments, amount, chosen_device, count, either_share
 from benchmarks._tree_rows import Line, Work, rows_of
-from insitu.engine.embedded_model import ModelConfig, initialise
-from insitu.train.attention.tree import Piece, TreeAttend
-from insitu.train.head.objective import objective
-from insitu.train.loss.losses import Terms, token_loss
-from insitu.train.loss.options import LossConfig
-from insitu.train.plan.tree import Tree, build_tree, tree_work
-from insitu.train.policy.base import Attend
+from insitu.engines.embedded.model import ModelConfig, initialise
+from insitu.training.attention.tree import Piece, TreeAttend
+from insitu.training.loss.fused_head import objective
+from insitu.training.loss.losses import LossInputs, token_loss
+from insitu.training.loss.options import LossConfig
+from insitu.training.model.base import Attend
+from insitu.training.plan.prefix_tree import Tree, build_tree, tree_work
 
 SMALL = ModelConfig(
     vocab_size=1024, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -115,7 +115,7 @@ def train(policy: Any, passes: Sequence[Pass]) -> None:
         hidden = policy.flat(p.ids, p.positions, p.attend)[p.at]
 
         def loss(logp: Tensor, part: slice, p: Pass = p) -> Tensor:
-            return token_loss(logp, Terms(p.mu[part], p.advantage[part]), config).loss / count
+            return token_loss(logp, LossInputs(p.mu[part], p.advantage[part]), config).loss / count
 
         objective(hidden, policy.head_weight, p.targets, 1.0, loss).total.backward()  # type: ignore[no-untyped-call]
 
@@ -172,7 +172,7 @@ def ways(tree: Tree, device: torch.device) -> dict[str, Attend]:
     """How a tree can be attended to on this device."""
     found: dict[str, Attend] = {"pieces": TreeAttend.of(tree)}
     if device.type == "cuda":
-        from insitu.train.attention.flex import FlexAttend
+        from insitu.training.attention.flex import FlexAttend
 
         found["flex"] = FlexAttend.of(tree, device)
     return found
@@ -184,8 +184,8 @@ def make_policy(config: ModelConfig, dtype: torch.dtype, device: torch.device, *
         return initialise(config, 0)
     from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
-    from insitu.train.memory.techniques import Techniques
-    from insitu.train.policy.hf import NAME, HfPolicy, attention_function
+    from insitu.training.memory.techniques import MemoryOptions
+    from insitu.training.model.hf import NAME, HfPolicy, attention_function
 
     AttentionInterface.register(NAME, attention_function)
     shape: dict[str, Any] = {k: v for k, v in asdict(config).items() if k != "rope_theta"}
@@ -195,7 +195,7 @@ def make_policy(config: ModelConfig, dtype: torch.dtype, device: torch.device, *
         Qwen3Config(**shape, rope_parameters=theta), dtype=torch.float32, attn_implementation=NAME
     )
     policy = HfPolicy(model.to(device).train(), dtype=dtype)
-    policy.techniques = Techniques(checkpoint=True)
+    policy.techniques = MemoryOptions(checkpoint=True)
     return policy
 
 
@@ -250,7 +250,7 @@ def _linear_side(rows: Sequence[Line], most: int, device: torch.device) -> list[
     """The rows one after another, in float32."""
     if device.type != "cuda":
         return linear_passes(rows, most, device)
-    from insitu.train.attention.rows import Causal
+    from insitu.training.attention.rows import Causal
 
     # one row at a time: the flash kernel of the timed side does not take float32
     return [_with(p, Causal()) for row in rows for p in linear_passes([row], 1, device)]

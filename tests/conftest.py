@@ -32,7 +32,7 @@ KNOWN_SKIPS = (
     # Where root runs in a container: insitu does without.
     r"bubblewrap is not installed",
     r"cannot mount a tmpfs: .*",
-    r"no git in the box",
+    r"no git in the sandbox",
     # `make conformance` runs these agents; installing them takes gigabytes.
     r"\w+ is not installed: python -m insitu\.harness\.known \w+",
     # `make test-full` installs and starts a daemon where it is root.
@@ -80,7 +80,7 @@ def docker_host() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def docker_image(docker_host: str) -> str:
     """An image with Python on that daemon."""
-    name = "insitu-box:bookworm"
+    name = "insitu-sandbox:bookworm"
     script = Path(__file__).parents[1] / "scripts" / "docker-base"
     done = subprocess.run([script, name], capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr

@@ -38,6 +38,6 @@ def test_in_the_same_process_it_raises_and_only_while_armed() -> None:
     failpoint.hit("step.before")
     with failpoint.armed("step.before", 2):
         failpoint.hit("step.before")
-        with pytest.raises(failpoint.Reached, match=r"step\.before"):
+        with pytest.raises(failpoint.FailpointHit, match=r"step\.before"):
             failpoint.hit("step.before")
     failpoint.hit("step.before")

@@ -13,22 +13,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from insitu.engine.vllm_weights import SUPPORTED
+from insitu.agents.install import PI_VERSION, find, find_node, find_pi
+from insitu.agents.recipe import Recipe
+from insitu.agents.registry import RECIPES
+from insitu.engines.vllm_weights import SUPPORTED
 from insitu.errors import SetupError
-from insitu.harness.cli_agent import Recipe
-from insitu.harness.install import PI_VERSION, find, find_node, find_pi
-from insitu.harness.known import RECIPES
-from insitu.hints import install_extra
-from insitu.record.scratch import cache_folder
-from insitu.sandbox import layout
-from insitu.sandbox.advice import advise
+from insitu.install_hints import install_extra
+from insitu.sandbox import rootfs as layout
 from insitu.sandbox.cgroup import find as find_cgroups
+from insitu.sandbox.setup_hints import advise
+from insitu.storage.temp_dirs import cache_folder
 
 _PROBE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class MachineCheck:
     """One line. `needed` marks what insitu cannot run without."""
 
     name: str
@@ -37,15 +37,17 @@ class Finding:
     needed: bool = True
 
 
-def examine() -> Iterator[Finding]:
+def examine() -> Iterator[MachineCheck]:
     """Every finding, in the order a person would fix them."""
     version = platform.python_version()
-    yield Finding(name="python", found=sys.version_info >= (3, 11), text=f"{version} at {sys.executable}")
+    yield MachineCheck(
+        name="python", found=sys.version_info >= (3, 11), text=f"{version} at {sys.executable}"
+    )
     yield _machine()
     yield _disk()
     yield from _isolation()
     yield _cgroups()
-    yield _box_python()
+    yield _sandbox_python()
     yield _node()
     yield _pi()
     yield from (_agent(recipe) for recipe in RECIPES.values())
@@ -62,7 +64,7 @@ def doctor() -> tuple[str, bool]:
     return "\n".join(lines), all(f.found for f in findings if f.needed)
 
 
-def _training() -> Iterator[Finding]:
+def _training() -> Iterator[MachineCheck]:
     """What only `policy.kind = "hf"` and servers on GPUs need."""
     yield _package("transformers", "policy.kind hf", install_extra("hf"), needed=False)
     yield _gpus()
@@ -70,19 +72,21 @@ def _training() -> Iterator[Finding]:
     yield _compiler()
     text = f"{SUPPORTED}; started apart, it need not be in this environment"
     held = _version("vllm")
-    yield Finding(name="vllm", found=held is not None, text=f"{held or 'not here'}: {text}", needed=False)
+    yield MachineCheck(
+        name="vllm", found=held is not None, text=f"{held or 'not here'}: {text}", needed=False
+    )
 
 
-def _gpus() -> Finding:
+def _gpus() -> MachineCheck:
     done = _run(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
     lines = (
         done.stdout.decode(errors="replace").splitlines() if done is not None and not done.returncode else []
     )
     text = "; ".join(lines) or "none that nvidia-smi names: models of transformers train on the CPU"
-    return Finding(name="gpu", found=bool(lines), text=text, needed=False)
+    return MachineCheck(name="gpu", found=bool(lines), text=text, needed=False)
 
 
-def _compiler() -> Finding:
+def _compiler() -> MachineCheck:
     """Triton compiles a launcher for each kernel."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -91,22 +95,24 @@ def _compiler() -> Finding:
     text = (
         f"Triton needs {' and '.join(lacking)}; the head runs without" if lacking else f"{compiler}, {header}"
     )
-    return Finding(name="compiler", found=not lacking, text=text, needed=False)
+    return MachineCheck(name="compiler", found=not lacking, text=text, needed=False)
 
 
-def _machine() -> Finding:
+def _machine() -> MachineCheck:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
     cores = len(os.sched_getaffinity(0))
     text = f"{cores} cores, {memory:,} MiB memory, {platform.system()} {platform.release()}"
-    return Finding(name="machine", found=platform.system() == "Linux", text=text)
+    return MachineCheck(name="machine", found=platform.system() == "Linux", text=text)
 
 
-def _disk() -> Finding:
+def _disk() -> MachineCheck:
     free = shutil.disk_usage(Path.cwd()).free >> 20
-    return Finding(name="disk", found=free >= 1024, text=f"{free:,} MiB free in {Path.cwd()}", needed=False)
+    return MachineCheck(
+        name="disk", found=free >= 1024, text=f"{free:,} MiB free in {Path.cwd()}", needed=False
+    )
 
 
-def _isolation() -> Iterator[Finding]:
+def _isolation() -> Iterator[MachineCheck]:
     bwrap = shutil.which("bwrap")
     works = False
     if bwrap is None:
@@ -117,75 +123,79 @@ def _isolation() -> Iterator[Finding]:
         text = f"{_first_line([bwrap, '--version'])} at {bwrap}"
         if not works:
             said = "no answer" if probe is None else probe.stderr.decode(errors="replace").strip()
-            text += f", but it cannot make a box here: {said}; {advise(bwrap_missing=False)}"
+            text += f", but it cannot make a sandbox here: {said}; {advise(bwrap_missing=False)}"
     root = os.geteuid() == 0
-    yield Finding(name="bubblewrap", found=works, text=text, needed=not root)
+    yield MachineCheck(name="bubblewrap", found=works, text=text, needed=not root)
     if not works:
         fallback = "root: insitu makes namespaces itself" if root else "not root: insitu needs bubblewrap"
-        yield Finding(name="namespaces", found=root, text=fallback)
+        yield MachineCheck(name="namespaces", found=root, text=fallback)
 
 
-def _cgroups() -> Finding:
+def _cgroups() -> MachineCheck:
     found = find_cgroups()
     if found.cgroups is None:
-        text = f"none ({found.why}); local boxes limit the memory of each process, not of the whole box"
-        return Finding(name="cgroups", found=False, text=text, needed=False)
-    text = f"v{found.cgroups.version}; memory and processes of each local box are limited as a whole"
-    return Finding(name="cgroups", found=True, text=text, needed=False)
+        text = (
+            f"none ({found.why}); local sandboxes limit the memory of each process, not of the whole sandbox"
+        )
+        return MachineCheck(name="cgroups", found=False, text=text, needed=False)
+    text = f"v{found.cgroups.version}; memory and processes of each local sandbox are limited as a whole"
+    return MachineCheck(name="cgroups", found=True, text=text, needed=False)
 
 
-def _box_python() -> Finding:
-    """Graders and agents find it in their boxes."""
+def _sandbox_python() -> MachineCheck:
+    """Graders and agents find it in their sandboxes."""
     major, minor = layout.python_version(layout.SYSTEM_PYTHON)
     if layout.python_inside() == str(layout.SYSTEM_PYTHON):
-        return Finding(name="box python", found=True, text=f"{major}.{minor} at {layout.SYSTEM_PYTHON}")
+        return MachineCheck(
+            name="sandbox python", found=True, text=f"{major}.{minor} at {layout.SYSTEM_PYTHON}"
+        )
     why = f"{layout.SYSTEM_PYTHON} is {major}.{minor}" if major else f"no {layout.SYSTEM_PYTHON}"
     own = Path(sys.base_prefix, "bin", "python3")
-    return Finding(name="box python", found=own.exists(), text=f"{why}; boxes are lent {own}")
+    return MachineCheck(name="sandbox python", found=own.exists(), text=f"{why}; sandboxes are lent {own}")
 
 
-def _node() -> Finding:
+def _node() -> MachineCheck:
     try:
         node = find_node()
     except SetupError as error:
-        return Finding(name="node", found=False, text=str(error), needed=False)
-    return Finding(name="node", found=True, text=f"{_first_line([str(node), '--version'])} at {node}")
+        return MachineCheck(name="node", found=False, text=str(error), needed=False)
+    return MachineCheck(name="node", found=True, text=f"{_first_line([str(node), '--version'])} at {node}")
 
 
-def _pi() -> Finding:
+def _pi() -> MachineCheck:
     try:
         cache_folder()
     except SetupError as error:
-        return Finding(name="pi", found=False, text=str(error), needed=False)
+        return MachineCheck(name="pi", found=False, text=str(error), needed=False)
     try:
         install = find_pi()
     except SetupError:
         install = None  # for want of Node, which has a line of its own
     if install is None:
-        hint = f"{PI_VERSION} is not installed; run: python -m insitu.harness.install pi"
-        return Finding(name="pi", found=False, text=hint, needed=False)
-    return Finding(name="pi", found=True, text=f"{install.version} in {install.modules}")
+        hint = f"{PI_VERSION} is not installed; run: python -m insitu.agents.install pi"
+        return MachineCheck(name="pi", found=False, text=hint, needed=False)
+    return MachineCheck(name="pi", found=True, text=f"{install.version} in {install.modules}")
 
 
-def _agent(recipe: Recipe) -> Finding:
+def _agent(recipe: Recipe) -> MachineCheck:
     """One of the agents that are installed when a run first asks for them."""
     package = recipe.package
     try:
         installed = find(package)
     except SetupError as error:
-        return Finding(name=recipe.name, found=False, text=str(error), needed=False)
+        return MachineCheck(name=recipe.name, found=False, text=str(error), needed=False)
     if installed is None:
-        hint = f"{package.version} is not installed; run: python -m insitu.harness.known {recipe.name}"
-        return Finding(name=recipe.name, found=False, text=hint, needed=False)
-    return Finding(
+        hint = f"{package.version} is not installed; run: python -m insitu.agents.registry {recipe.name}"
+        return MachineCheck(name=recipe.name, found=False, text=hint, needed=False)
+    return MachineCheck(
         name=recipe.name, found=True, text=f"{package.version} in {installed.folder}", needed=False
     )
 
 
-def _package(name: str, use: str, hint: str, *, needed: bool = True) -> Finding:
+def _package(name: str, use: str, hint: str, *, needed: bool = True) -> MachineCheck:
     version = _version(name)
     text = version or f"not installed ({use}); {hint}"
-    return Finding(name=name, found=version is not None, text=text, needed=needed)
+    return MachineCheck(name=name, found=version is not None, text=text, needed=needed)
 
 
 def _version(name: str) -> str | None:

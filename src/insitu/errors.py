@@ -59,7 +59,7 @@ class SandboxError(InsituError):
 
 
 class SandboxStartError(SandboxError):
-    """A box could not be created."""
+    """A sandbox could not be created."""
 
 
 class ImageMissing(SandboxStartError):
@@ -76,12 +76,12 @@ class BackendTimeout(SandboxStartError):
 
 
 class SandboxTransient(SandboxError):
-    """The way to a box failed for a moment (a reset connection, say): the same call may succeed if made
+    """The way to a sandbox failed for a moment (a reset connection, say): the same call may succeed if made
     again. Raised only where making it again is harmless."""
 
 
 class SandboxLost(SandboxError):
-    """A live box vanished through no act of what ran in it."""
+    """A live sandbox vanished through no act of what ran in it."""
 
 
 class PolicyUnsupported(SandboxError):

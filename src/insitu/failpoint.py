@@ -3,8 +3,8 @@
 `hit(name)` does nothing unless the environment variable INSITU_FAILPOINT holds `name:count:file`; several
 have commas between them. The process that passes the place for the count-th time makes the file and kills
 itself with SIGKILL, as an out-of-memory killer would; where the file is there already, nothing happens any
-more. A test in the same process arms a place with `armed` instead and gets `Reached` raised. `POINTS` are
-the names: one before and one after each commit of the store, and those between the writes that a commit
+more. A test in the same process arms a place with `armed` instead and gets `FailpointHit` raised. `POINTS`
+are the names: one before and one after each commit of the store, and those between the writes that a commit
 rests on.
 """
 
@@ -45,10 +45,10 @@ POINTS = (
     "loop.pruned",
 )
 FAILURES = ("try.lost",)
-"""Places where a failure happens instead: a try whose box is lost."""
+"""Places where a failure happens instead: a try whose sandbox is lost."""
 
 
-class Reached(BaseException):
+class FailpointHit(BaseException):
     """A place armed in this process was passed. No handler of errors takes it for one."""
 
 
@@ -77,7 +77,7 @@ def hit(name: str) -> None:
     """Die here if this place is armed and it is time."""
     place = _due(name)
     if place is not None and not place.once:
-        raise Reached(name)
+        raise FailpointHit(name)
     if place is not None and _first(place):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -106,7 +106,7 @@ def _first(place: _Armed) -> bool:
 
 @contextmanager
 def armed(name: str, count: int = 1) -> Iterator[None]:
-    """Have `Reached` raised when this process passes the place for the `count`-th time."""
+    """Have `FailpointHit` raised when this process passes the place for the `count`-th time."""
     if name not in (*POINTS, *FAILURES):
         raise ValueError(f"no such failpoint: {name}")
     _armed[name] = _Armed(count)

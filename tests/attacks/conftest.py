@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from insitu.grade.clean import GradeConfig, Grader
+from insitu.grading.grader import GradeConfig, Grader
 from insitu.sandbox.local import LocalBackend
 from insitu.types import Case, FileEntry, GradingPlan, Oracle, Outcome, Task, Tree, Verdict, task_hash
 

@@ -11,17 +11,17 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
-from insitu.attack.command import chosen_attacks, chosen_runners, print_report
-from insitu.attack.lab import NAIVE_WORK_BYTES, Cell, Failure, Lab, try_play, try_variants
-from insitu.attack.matrix import ATTACKS, RESIDUAL, as_markdown, runners
-from insitu.attack.model import Move, Variant
-from insitu.attack.naive import Trust
-from insitu.attack.own import as_subject, run_own
-from insitu.attack.run import Report, run_matrix
-from insitu.attack.subject import FAULTY, subject, text
 from insitu.cli import main
 from insitu.errors import ConfigError, TaskError
 from insitu.sandbox.local import LocalBackend
+from insitu.suites.attacks.command import chosen_attacks, chosen_runners, print_report
+from insitu.suites.attacks.matrix import ATTACKS, RESIDUAL, as_markdown, runners
+from insitu.suites.attacks.model import Move, Variant
+from insitu.suites.attacks.naive_grader import Trust
+from insitu.suites.attacks.run import AttackReport, run_matrix
+from insitu.suites.attacks.runner import NAIVE_WORK_BYTES, AttackRunner, Cell, Failure, try_play, try_variants
+from insitu.suites.attacks.target import FAULTY, target_for, text
+from insitu.suites.attacks.user_tasks import as_target, run_user_tasks
 from insitu.types import Check, GradingPlan, HiddenTests, Oracle, Outcome, Task, Tree, Verdict, task_hash
 
 QUICK = "10,22,28,38,45,50"
@@ -56,7 +56,7 @@ SOME: tuple[Trust, ...] = ("exit code", "late reward", "judge")
 async def test_a_mistake_pays_the_honest_and_not_the_idle(
     backend: LocalBackend, careless: LocalBackend, trust: Trust
 ) -> None:
-    lab = Lab(backend, careless, subject("json_io"))
+    lab = AttackRunner(backend, careless, target_for("json_io"))
     assert await lab.naive_reward(Move(), trust, solved=True) == 1.0
     assert await lab.naive_reward(Move(), trust) == 0.0
 
@@ -84,7 +84,7 @@ class Believer:
 
     async def grade(self, task: Task, oracle: Oracle, after: Tree) -> Verdict:
         reward = {Outcome.RESOLVED: 1.0, Outcome.INFRA: None}.get(self.outcome, 0.0)
-        return Verdict(outcome=self.outcome, reward=reward, strength="weak")
+        return Verdict(outcome=self.outcome, reward=reward, trust="weak")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ class Believer:
 async def test_a_grader_that_errs_fails_the_suite(
     backend: LocalBackend, careless: LocalBackend, outcome: Outcome, failing: str
 ) -> None:
-    lab = Lab(backend, careless, subject("json_io"))
+    lab = AttackRunner(backend, careless, target_for("json_io"))
     lab.grader = Believer(outcome)  # type: ignore[assignment]
     (attack,) = chosen_attacks("47")
     cell = await try_variants(lab, attack, "json_io", "")
@@ -104,13 +104,13 @@ async def test_a_grader_that_errs_fails_the_suite(
     (leak,) = chosen_attacks("50")
     played, _ = await try_play(lab, leak, "json_io")
     assert played.failures
-    assert Report(cells=(cell, played), naive=()).as_json()["defeated"] == 0
+    assert AttackReport(cells=(cell, played), naive=()).as_json()["defeated"] == 0
 
 
 async def test_a_residual_cell_may_lose_to_the_cheat_but_is_never_masked(
     backend: LocalBackend, careless: LocalBackend
 ) -> None:
-    lab = Lab(backend, careless, subject("json_io"))
+    lab = AttackRunner(backend, careless, target_for("json_io"))
     (attack,) = chosen_attacks("47")
     lab.grader = Believer(Outcome.RESOLVED)  # type: ignore[assignment]
     cell = await try_variants(lab, attack, "json_io", "because")
@@ -120,7 +120,7 @@ async def test_a_residual_cell_may_lose_to_the_cheat_but_is_never_masked(
 
 
 async def test_a_dummy_is_found(backend: LocalBackend, careless: LocalBackend) -> None:
-    lab = Lab(backend, careless, subject("json_io"))
+    lab = AttackRunner(backend, careless, target_for("json_io"))
     dummy = Variant(name="nothing", naive="exit code", cheat=Move(instead=FAULTY + "# hello\n"))
     assert dummy.naive is not None
     assert not await lab.fools(dummy.cheat, dummy.naive)
@@ -141,7 +141,7 @@ def test_what_is_defeated_is_told_by_runner() -> None:
         Cell(id=3, runner="b", got="unresolved", defeated=True),
         Cell(id=3, runner="b", got="resolved", failures=(lost,)),
     )
-    report = Report(cells=cells, naive=())
+    report = AttackReport(cells=cells, naive=())
     assert report.by_runner("a") == (1, 0, 1)
     assert report.by_runner("b") == (1, 1, 3)
 
@@ -224,7 +224,7 @@ def _weak_task(check: str) -> tuple[Task, Oracle]:
 
 async def test_a_users_task_that_can_be_cheated_is_found(backend: LocalBackend) -> None:
     task, oracle = _weak_task("python3 -c 'import app; assert app.VALUE == 2'")
-    report = await run_own(chosen_attacks("4,12"), [as_subject(task, oracle)], backend)
+    report = await run_user_tasks(chosen_attacks("4,12"), [as_target(task, oracle)], backend)
     assert {failure.id for failure in report.failures} == {12}
     assert all("task own, " in failure.expected for failure in report.failures)
     assert "resolved" in report.failures[0].got
@@ -236,7 +236,7 @@ async def test_on_a_users_task_no_won_cheat_is_excused(
     """A cell that the matrix of the reference subject calls residual, and one that nobody wins."""
     assert 10 in RESIDUAL["swebench_log"]
     attacks = chosen_attacks("10,13")
-    report = await run_own(attacks, [subject("swebench_log")], backend)
+    report = await run_user_tasks(attacks, [target_for("swebench_log")], backend)
     assert {(f.id, f.runner) for f in report.failures} == {(10, "swebench_log")}
     assert "TestReport: no more than the base" in report.failures[0].expected
     assert report.failures[0].got.startswith("resolved")
@@ -250,9 +250,9 @@ async def test_on_a_users_task_no_won_cheat_is_excused(
 def test_a_task_without_a_python_gold_cannot_be_attacked() -> None:
     task, oracle = _weak_task("true")
     with pytest.raises(TaskError, match="task own: it has no gold"):
-        as_subject(task, replace(oracle, gold={}))
+        as_target(task, replace(oracle, gold={}))
     with pytest.raises(TaskError, match="changes no Python file"):
-        as_subject(task, replace(oracle, gold={"notes.txt": text("x")}))
+        as_target(task, replace(oracle, gold={"notes.txt": text("x")}))
 
 
 def test_code_goes_behind_what_python_wants_at_the_top() -> None:
@@ -279,12 +279,12 @@ async def test_the_whole_matrix(backend: LocalBackend, careless: LocalBackend) -
         (["sandbox.backend=docker"], "has no place in sandbox.backend = docker: it is made of no image"),
         (
             ["sandbox.backend=harbor", "sandbox.environment=e2b"],
-            "insitu attack needs boxes in which agents run; sandbox.backend = harbor",
+            "insitu attack needs sandboxes in which agents run; sandbox.backend = harbor",
         ),
         (["sandbox.nothing=1"], "unknown key sandbox.nothing"),
     ],
 )
-def test_boxes_that_cannot_be_are_refused_in_one_line(
+def test_sandboxes_that_cannot_be_are_refused_in_one_line(
     overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["attack", "--only", "1", *overrides]) == 2

@@ -55,7 +55,7 @@ import time
 time.time = time.perf_counter = lambda: 0.0
 time.sleep = lambda s: None
 """,
-    "21 result files in the box": """
+    "21 result files in the sandbox": """
 import os
 os.mkfifo('/tmp/reward.json')
 os.symlink('/etc/passwd', 'junit.xml')
@@ -212,13 +212,13 @@ def total(items):
 """
 
 
-async def test_16_17_38_no_expected_value_is_anywhere_in_the_box(lab: Any) -> None:
+async def test_16_17_38_no_expected_value_is_anywhere_in_the_sandbox(lab: Any) -> None:
     verdict = await lab(SEARCH)
     assert (verdict.outcome, verdict.passed) == (Outcome.UNRESOLVED, 0), verdict.reason
 
 
 async def test_16_the_search_would_find_it(lab: Any) -> None:
-    """The control of the test above: what is in the box, is found."""
+    """The control of the test above: what is in the sandbox, is found."""
     verdict = await lab(SEARCH, {"leak.txt": FileEntry(content=f"the answer is {lab.secret}\n".encode())})
     assert verdict.passed == 1
 
@@ -230,10 +230,10 @@ def look():
 """
 
 
-async def test_19_the_grading_box_looks_like_the_agents(lab: Any) -> None:
-    box = await lab.backend.create(SandboxSpec(files=lab.files))
-    async with box:
-        seen = await box.exec(["python3", "-c", LOOK + "print(look())"], timeout_s=10)
+async def test_19_the_grading_sandbox_looks_like_the_agents(lab: Any) -> None:
+    sandbox = await lab.backend.create(SandboxSpec(files=lab.files))
+    async with sandbox:
+        seen = await sandbox.exec(["python3", "-c", LOOK + "print(look())"], timeout_s=10)
     same = f"if look() != {seen.stdout.decode().strip()!r}:\n    raise SystemExit\n"
     assert (await lab(LOOK + same + FIXED)).outcome is Outcome.RESOLVED
 

@@ -146,14 +146,14 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 async def test_28_30_32_34_what_an_agent_leaves_is_judged_by_its_files(lab: Any, name: str) -> None:
     command, reward = LEFT[name]
-    box = await lab.backend.create(SandboxSpec(files=lab.files, env={"FIX": FIXED}))
-    async with box:
-        done = await box.exec(["/bin/sh", "-c", command], timeout_s=20)
+    sandbox = await lab.backend.create(SandboxSpec(files=lab.files, env={"FIX": FIXED}))
+    async with sandbox:
+        done = await sandbox.exec(["/bin/sh", "-c", command], timeout_s=20)
         if b"git: not found" in done.stderr:
-            pytest.skip("no git in the box")
+            pytest.skip("no git in the sandbox")
         assert done.exit_code == 0, done.stderr
-        await box.kill_all()
-        after = await box.get_tree()
+        await sandbox.kill_all()
+        after = await sandbox.get_tree()
     verdict = await lab.grader.grade(lab.task(), lab.oracle, after)
     assert verdict.reward == reward, verdict.reason
 

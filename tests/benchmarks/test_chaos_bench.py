@@ -17,13 +17,13 @@ from benchmarks._chaos_run import Run, StuckError
 from benchmarks._engine_process import served
 from benchmarks.chaos import AHEAD, AHEAD_POINTS, SYNCHRONOUS, VERDICT, Chaos, main
 from insitu import failpoint
+from insitu.attempt import AttemptSpec
 from insitu.collect.dispatcher import Slot
 from insitu.config import load_config
-from insitu.engine.embedded_model import ModelConfig, Qwen3, initialise, save_model
-from insitu.engine.http import HttpOptions
-from insitu.engine.vllm import open_vllm
-from insitu.record.run import RunDir
-from insitu.rollout import AttemptSpec
+from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, save_model
+from insitu.engines.http import HttpOptions
+from insitu.engines.vllm import open_vllm
+from insitu.storage.run_dir import RunDir
 from insitu.tasks.toy import ToySource
 from insitu.testing.fake_attempts import fake_rollout
 from insitu.testing.fake_vllm import listening

@@ -13,7 +13,7 @@ from benchmarks._failures_ahead import DEADLINE_S, MEDIAN_S, ahead, credits_ahea
 from benchmarks._failures_run import Trouble
 from benchmarks._failures_world import MOST_TRIES, TRIES, Setting, World, collected, credits_of
 from benchmarks.failures import MEASURES, _cases, sums_of, table
-from insitu.train.plan.step import PlanConfig
+from insitu.training.plan.step import PlanConfig
 
 PLAN = PlanConfig()
 
@@ -50,7 +50,7 @@ def test_tries_again_until_graded_gives_back_the_advantages_of_a_world_without_f
     assert found["kept"]["share"] == 1.0
 
 
-def test_reward_0_takes_credit_from_solutions_whose_box_died() -> None:
+def test_reward_0_takes_credit_from_solutions_whose_sandbox_died() -> None:
     found = case(0.15, "uncorrelated", "reward_0")
     assert found["solved"]["high"] < -0.05
     insitu = case(0.15, "uncorrelated", "insitu", TRIES)
@@ -106,7 +106,7 @@ def test_injected_trouble_is_a_function_of_its_place() -> None:
 LATE = Setting(rate=0.1, chances="correlated")
 
 
-def test_boxes_die_in_the_middle_at_their_rate() -> None:
+def test_sandboxes_die_in_the_middle_at_their_rate() -> None:
     world = World(400, 1)
     takes = MEDIAN_S * np.exp(world.log_length)
     for chances in ("uncorrelated", "correlated"):
@@ -116,7 +116,7 @@ def test_boxes_die_in_the_middle_at_their_rate() -> None:
 
 def test_ahead_of_the_trainer_a_late_failure_leaves_no_bias_and_shared_time_would() -> None:
     """What insitu grades is what a world without failures grades; a further try with what the lost one left
-    is stopped, and graded 0, for the box that died."""
+    is stopped, and graded 0, for the sandbox that died."""
     world = World(160, 0)
     calm = ahead(world, Setting(rate=0.0, chances="uncorrelated"))
     truth = {r.id: (r.reward, r.status) for groups in calm.batches for g in groups for r in g.rollouts}

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import planner
 from insitu.errors import TrainError
-from insitu.train.plan.prefix import Sorted, sort_rows
+from insitu.training.plan.prefix import Sorted, sort_rows
 
 
 def test_it_prints_seconds_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:

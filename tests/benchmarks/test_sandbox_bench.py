@@ -51,10 +51,10 @@ def test_what_is_left_behind_is_a_failure(
     assert sandbox.main(["--rounds", "1", "--json"]) == 1
     said = capsys.readouterr()
     assert orjson.loads(said.out)["local"]["leaks"] == 2
-    assert "local: boxes left something behind: 2" in said.err
+    assert "local: sandboxes left something behind: 2" in said.err
 
 
-async def test_a_box_that_is_left_is_counted() -> None:
+async def test_a_sandbox_that_is_left_is_counted() -> None:
     backend = LocalBackend()
     async with await backend.create(SandboxSpec()):  # of an earlier measurement: not this one's
         before = sandbox.Seen.now(backend)
@@ -74,7 +74,7 @@ async def test_what_goes_within_a_moment_was_not_left() -> None:
 
 def test_what_others_mount_meanwhile_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = "601 29 0:52 / /var/lib/docker/overlay2/1f/merged rw - overlay overlay rw\n"
-    ours = "602 29 0:53 / /tmp/insitu-box-1/work rw - tmpfs tmpfs rw\n"
+    ours = "602 29 0:53 / /tmp/insitu-sandbox-1/work rw - tmpfs tmpfs rw\n"
     backend = LocalBackend()
     before = sandbox.Seen.now(backend)
     known = Path("/proc/self/mountinfo").read_text()

@@ -12,8 +12,8 @@ import torch
 from benchmarks import tree
 from benchmarks._tree_rows import Line, Work, rows_of
 from benchmarks.tree import SMALL, operations
-from insitu.train.attention.tree import TreeAttend
-from insitu.train.plan.tree import build_tree
+from insitu.training.attention.tree import TreeAttend
+from insitu.training.plan.prefix_tree import build_tree
 
 pytestmark = pytest.mark.numeric
 

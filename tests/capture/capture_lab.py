@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from insitu.capture.drift import PromptPlan
+from insitu.capture.export import per_request
 from insitu.capture.forest import Forest
-from insitu.capture.history import History, Memory
+from insitu.capture.message_history import DigestCache, History
 from insitu.capture.tree import check_tree, tree
-from insitu.capture.views import per_request
 from insitu.types import (
     Finish,
     Generation,
@@ -118,7 +118,7 @@ class Lab:
     ) -> None:
         """`splices`: requests that begin like an earlier one leave out what is known, as the gateway does."""
         self._splices = splices
-        self._asked: list[tuple[tuple[Message, ...], Memory]] = []
+        self._asked: list[tuple[tuple[Message, ...], DigestCache]] = []
         self.forest = Forest(rollout_id, pointer_key, train_auxiliary=train_auxiliary)
         self.calls: list[Call] = []
         self.version = 0
@@ -135,7 +135,7 @@ class Lab:
     def _spliced(self, messages: tuple[Message, ...]) -> Sequence[Message]:
         if not self._splices:
             return messages
-        memory, known, before = Memory(), 0, None
+        memory, known, before = DigestCache(), 0, None
         for earlier, kept in self._asked:
             if known < len(earlier) and messages[: len(earlier)] == earlier:
                 known, before = len(earlier), kept.told
@@ -148,13 +148,13 @@ class Lab:
         tools: Sequence[ToolSpec] = (SHELL,),
         hints: Hints = (),
         *,
-        barred: bool = False,
+        tool_choice_none: bool = False,
         stream: bool = False,
     ) -> Call:
         """Plan, render what is left, extend. `barred`: tools are sent and none may be called."""
-        offered = () if barred else tools
+        offered = () if tool_choice_none else tools
         asked = self.request(self._spliced(tuple(messages)), offered)
-        request = replace(asked, hints=hints, barred=barred, stream=stream)
+        request = replace(asked, hints=hints, tool_choice_none=tool_choice_none, stream=stream)
         plan = self.forest.plan(request, FINGERPRINT)
         if self._splices:  # what an earlier request left known changes nothing that is found
             whole = self.forest.plan(replace(request, messages=tuple(messages)), FINGERPRINT)
@@ -239,11 +239,11 @@ class Lab:
         tools: Sequence[ToolSpec] = (SHELL,),
         hints: Hints = (),
         *,
-        barred: bool = False,
+        tool_choice_none: bool = False,
         stream: bool = False,
     ) -> Call:
         """One ordinary delivered call."""
-        asked = self.ask(messages, tools, hints, barred=barred, stream=stream)
+        asked = self.ask(messages, tools, hints, tool_choice_none=tool_choice_none, stream=stream)
         return self.deliver(self.sample(asked, reply))
 
 

@@ -264,7 +264,7 @@ def test_a_changed_tool_list_starts_a_root_that_takes_the_main_line_along(later:
 def test_a_final_answer_with_the_tools_barred_is_main_line() -> None:
     lab = Lab()
     history = work(lab, START, 2)
-    lab.turn(history, says("The answer."), barred=True)
+    lab.turn(history, says("The answer."), tool_choice_none=True)
     trajectory = export(lab)
     assert reasons_of(trajectory) == {0: "", 1: "", 2: ""}
     assert labels(trajectory) == ["wipe", "final"]
@@ -273,7 +273,7 @@ def test_a_final_answer_with_the_tools_barred_is_main_line() -> None:
 def test_the_line_goes_on_after_a_plan_with_the_tools_barred() -> None:
     lab = Lab()
     history = work(lab, START, 1)
-    lab.turn(history, says("The plan."), barred=True)
+    lab.turn(history, says("The plan."), tool_choice_none=True)
     history = work(lab, [*history, says("The plan."), user("do it")], 1, "d")
     lab.turn([SYS, user("so far: d 0")], says("", call("e0")))
     lab.turn([SYS, user("so far: d 0"), says("", call("e0")), answer("e0")], says("done"))
@@ -287,7 +287,7 @@ def test_a_call_that_cannot_act_is_auxiliary_whatever_it_sends() -> None:
     lab = Lab()
     history = work(lab, START, 1)
     lab.turn([*history, user("summarise")], says("it was long"), tools=())
-    lab.turn([SYS, user("a title, please")], says("A title"), barred=True)
+    lab.turn([SYS, user("a title, please")], says("A title"), tool_choice_none=True)
     lab.turn(history, says("done"))
     trajectory = export(lab)
     assert reasons_of(trajectory) == {0: "", 1: "auxiliary", 2: "auxiliary", 3: ""}

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from capture_lab import FINGERPRINT, SHELL, START, Lab, answer, call, long_chain, says, user
 
-from insitu.capture import match
+from insitu.capture import digests as match
 from insitu.capture.forest import Forest
-from insitu.capture.history import History, Memory
+from insitu.capture.message_history import DigestCache, History
 from insitu.capture.nodes import ContextNode, Nodes
 from insitu.types import Generation, IntArray, Message, ModelRequest
 
@@ -75,14 +75,14 @@ def test_each_spelling_of_arguments_is_parsed_once(monkeypatch: pytest.MonkeyPat
 def test_a_request_deep_in_a_long_line_looks_at_each_held_turn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     forest, messages = long_chain(2000)
     looked = 0
-    holds = match.Conversation.holds
+    holds = match.DigestedMessages.holds
 
-    def counted(self: match.Conversation, run: match.Run, start: int) -> bool:
+    def counted(self: match.DigestedMessages, run: match.DigestRun, start: int) -> bool:
         nonlocal looked
         looked += 1
         return holds(self, run, start)
 
-    monkeypatch.setattr(match.Conversation, "holds", counted)
+    monkeypatch.setattr(match.DigestedMessages, "holds", counted)
     plan = forest.plan(Lab.request([*messages[:-1], user("another way")]), FINGERPRINT)
     assert plan.base is not None
     assert looked <= 2000 + 10
@@ -110,7 +110,7 @@ def test_a_request_that_begins_like_an_earlier_one_goes_on_where_that_ended(
         reply = says("look", call(f"call_{turn}", f'{{"n":{turn}}}'))
         lab.deliver(lab.sample(prompt, reply))
         messages += [reply, answer(f"call_{turn}", f"line {turn}")]
-    memory, before = Memory(), lab._asked[-1]
+    memory, before = DigestCache(), lab._asked[-1]
     known = History(
         tuple(messages[-2:]),
         memory,

@@ -29,8 +29,8 @@ from capture_lab import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from insitu.capture.diagnosis import CAUSES
-from insitu.capture.pointer import sign
+from insitu.capture.drift_diagnosis import CAUSES
+from insitu.capture.turn_refs import sign
 from insitu.types import Message, ToolSpec, Trajectory
 
 # One history costs as much as ten bodies.

@@ -22,15 +22,15 @@ from insitu.cli import report, verbs
 from insitu.cli.options import parse
 from insitu.config import Config, demo_preset, dump_toml, load_config
 from insitu.errors import ConfigError, EngineError, SandboxError
-from insitu.hints import install_extra
-from insitu.record.run import RunDir
+from insitu.install_hints import install_extra
+from insitu.storage.run_dir import RunDir
 from insitu.types import Ledger, Rollout, Status, Timings, Trajectory
 from insitu.view.base import View
 
 ROLLOUT = Rollout(
     id="train/00001/000/00",
     task_id="t",
-    family="swapped",
+    category="swapped",
     status=Status.OK,
     reward=1.0,
     trajectory=Trajectory(segments=(), turns=(), ledger=Ledger()),
@@ -217,9 +217,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             f"insitu: [Errno {errno.EADDRINUSE}] Address already in use",
         ),
         (
-            ExceptionGroup("g", [ValueError("consequence"), ExceptionGroup("h", [SandboxError("no box")])]),
+            ExceptionGroup(
+                "g", [ValueError("consequence"), ExceptionGroup("h", [SandboxError("no sandbox")])]
+            ),
             1,
-            "insitu: no box",
+            "insitu: no sandbox",
         ),
         (BaseExceptionGroup("g", [KeyboardInterrupt()]), 130, "insitu: stopped"),
     ],
@@ -307,7 +309,7 @@ def test_a_damaged_run_is_said_to_be_unreadable(
 def test_a_run_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunDir.create(load_config(None, [f"run.dir={tmp_path / 'r'}"])):
         code = (
-            "import sys; from pathlib import Path; from insitu.record.run import RunDir\n"
+            "import sys; from pathlib import Path; from insitu.storage.run_dir import RunDir\n"
             "RunDir.open(Path(sys.argv[1]))"
         )
         env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from insitu import doctor
-from insitu.doctor import Finding
+from insitu.doctor import MachineCheck
 
 
-def training() -> dict[str, Finding]:
+def training() -> dict[str, MachineCheck]:
     return {finding.name: finding for finding in doctor._training()}
 
 

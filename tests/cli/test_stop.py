@@ -15,7 +15,7 @@ from insitu import cli
 
 PROGRAM = """
 import asyncio, signal, subprocess, sys, time
-from insitu import stop
+from insitu import shutdown as stop
 # pytest may run under nohup, which this inherits
 signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)
 mode = sys.argv[1]
@@ -116,7 +116,9 @@ sys.exit(main(["show", "--json", "nowhere"]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("module", ["insitu.cli.options", "insitu.cli.report", "numpy", "insitu.record.run"])
+@pytest.mark.parametrize(
+    "module", ["insitu.cli.options", "insitu.cli.report", "numpy", "insitu.storage.run_dir"]
+)
 def test_a_signal_while_modules_are_imported_is_one_line(module: str, number: int) -> None:
     env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
     argv = [sys.executable, "-c", EARLY, str(int(number)), module]

@@ -14,17 +14,17 @@ from typing import Self
 import aiohttp
 import pytest
 
-from insitu.collect.agents import limits_of, open_agents
+from insitu.agents.base import AgentResult, Left, ModelAccess
+from insitu.agents.pool import Sockets, WorkerPool
+from insitu.attempt import AttemptExecutor, AttemptSpec, Judge
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import load_config
-from insitu.demo.warm import write_family
+from insitu.demo.warm_start import write_renderer
 from insitu.errors import HarnessError, SandboxLost
 from insitu.gateway.server import Gateway
-from insitu.harness.base import AgentResult, Left, ModelAccess
-from insitu.harness.pool import Sockets, WorkerPool
-from insitu.record.logs import AgentLogs
-from insitu.render.folder import read_folder
-from insitu.render.template import TemplateFamily, template_family
-from insitu.rollout import Attempts, AttemptSpec, Judge
+from insitu.runtime.agents import limits_of, open_agents
+from insitu.storage.logs import AgentLogs
 from insitu.tasks.toy import ToySource
 from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.types import FileEntry, Limits, Message, Outcome, Rollout, Setup, Status, Task, Tree, Verdict
@@ -66,46 +66,46 @@ class Agent:
 
 
 async def unresolved(task: Task, tree: Tree) -> Verdict:
-    return Verdict(outcome=Outcome.UNRESOLVED, reward=0.0, strength="strong")
+    return Verdict(outcome=Outcome.UNRESOLVED, reward=0.0, trust="strong")
 
 
 @pytest.fixture
-def family(tmp_path: Path) -> TemplateFamily:
-    write_family(tmp_path / "family", "")
-    return template_family(read_folder(tmp_path / "family"))
+def renderer(tmp_path: Path) -> TemplateRenderer:
+    write_renderer(tmp_path / "family", "")
+    return template_renderer(read_folder(tmp_path / "family"))
 
 
-def scripted(family: TemplateFamily) -> ScriptedEngine:
+def scripted(renderer: TemplateRenderer) -> ScriptedEngine:
     reply = Message(role="assistant", text="done")
-    return ScriptedEngine(family, lambda ids, key: reply, sampled=True)
+    return ScriptedEngine(renderer, lambda ids, key: reply, sampled=True)
 
 
 @asynccontextmanager
 async def attempts(
-    family: TemplateFamily, tmp_path: Path, end: End, judge: Judge = unresolved
-) -> AsyncIterator[Attempts]:
+    renderer: TemplateRenderer, tmp_path: Path, end: End, judge: Judge = unresolved
+) -> AsyncIterator[AttemptExecutor]:
     async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(Gateway(scripted(family), family))
+        gateway = await stack.enter_async_context(Gateway(scripted(renderer), renderer))
         await stack.enter_async_context(gateway.listen_unix(tmp_path / "g"))
         agent = Agent(tmp_path / "g", end)
         pool = await stack.enter_async_context(WorkerPool(agent, 1, Sockets([tmp_path / "g"])))
         (tmp_path / "logs").mkdir()
-        yield Attempts(gateway, pool, judge, keep_log=AgentLogs(tmp_path / "logs").keep)
+        yield AttemptExecutor(gateway, pool, judge, keep_log=AgentLogs(tmp_path / "logs").keep)
 
 
-async def run(family: TemplateFamily, tmp_path: Path, end: End) -> Rollout:
-    async with attempts(family, tmp_path, end) as under_test:
+async def run(renderer: TemplateRenderer, tmp_path: Path, end: End) -> Rollout:
+    async with attempts(renderer, tmp_path, end) as under_test:
         return await under_test.run(SPEC)
 
 
-@pytest.mark.parametrize("error", [SandboxLost("the box vanished"), HarnessError("no answer")])
+@pytest.mark.parametrize("error", [SandboxLost("the sandbox vanished"), HarnessError("no answer")])
 async def test_tokens_of_an_attempt_that_raises_stay_in_the_ledger(
-    family: TemplateFamily, tmp_path: Path, error: Exception
+    renderer: TemplateRenderer, tmp_path: Path, error: Exception
 ) -> None:
     def end(task: Task) -> AgentResult:
         raise error
 
-    rollout = await run(family, tmp_path, end)
+    rollout = await run(renderer, tmp_path, end)
     assert (rollout.status, rollout.error) == (Status.INFRA_FAILED, str(error))
     ledger = rollout.trajectory.ledger
     assert ledger.captured > 0
@@ -117,46 +117,46 @@ async def test_tokens_of_an_attempt_that_raises_stay_in_the_ledger(
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -0.5, 7.0, None])
 async def test_a_reward_that_can_be_none_is_a_failure_of_the_grader_and_not_a_zero(
-    family: TemplateFamily, tmp_path: Path, reward: float | None
+    renderer: TemplateRenderer, tmp_path: Path, reward: float | None
 ) -> None:
     async def judge(task: Task, tree: Tree) -> Verdict:
-        return Verdict(outcome=Outcome.UNRESOLVED, reward=reward, strength="strong")
+        return Verdict(outcome=Outcome.UNRESOLVED, reward=reward, trust="strong")
 
     def end(task: Task) -> AgentResult:
         return AgentResult(exit="finished", tree=task.files)
 
-    async with attempts(family, tmp_path, end, judge) as under_test:
+    async with attempts(renderer, tmp_path, end, judge) as under_test:
         rollout = await under_test.run(SPEC)
     assert (rollout.status, rollout.reward) == (Status.INFRA_FAILED, None)
     assert rollout.error == f"the grader gave reward {reward}, which is no number from 0 to 1"
     assert rollout.trajectory.ledger.excluded == {"infra": rollout.trajectory.ledger.captured}
 
 
-async def test_what_the_judge_refuses_is_not_kept(family: TemplateFamily, tmp_path: Path) -> None:
+async def test_what_the_judge_refuses_is_not_kept(renderer: TemplateRenderer, tmp_path: Path) -> None:
     def end(task: Task) -> AgentResult:
         junk = {"junk.bin": FileEntry(content=bytes(6 << 20))}
         return AgentResult(exit="finished", tree={**task.files, **junk})
 
-    rollout = await run(family, tmp_path, end)
+    rollout = await run(renderer, tmp_path, end)
     assert (rollout.status, rollout.changed, rollout.deleted) == (Status.OK, {}, ())
 
 
-async def test_only_what_the_judge_saw_is_kept(family: TemplateFamily, tmp_path: Path) -> None:
+async def test_only_what_the_judge_saw_is_kept(renderer: TemplateRenderer, tmp_path: Path) -> None:
     def end(task: Task) -> AgentResult:
         added = {name: FileEntry(content=b"x = 1\n") for name in ("note.py", "a.pyc", "conftest.py")}
         return AgentResult(exit="finished", tree={**task.files, **added})
 
-    assert list((await run(family, tmp_path, end)).changed) == ["note.py"]
+    assert list((await run(renderer, tmp_path, end)).changed) == ["note.py"]
 
 
 async def test_the_log_of_a_failed_agent_is_kept_and_that_of_a_good_one_is_not(
-    family: TemplateFamily, tmp_path: Path
+    renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     results = [
         AgentResult(exit="failed", tree=TASK.files, detail="exit code 3", log=b"Traceback: boom"),
         AgentResult(exit="finished", tree=TASK.files, log=b"all is well"),
     ]
-    async with attempts(family, tmp_path, lambda task: results.pop(0)) as under_test:
+    async with attempts(renderer, tmp_path, lambda task: results.pop(0)) as under_test:
         await under_test.run(SPEC)
         await under_test.run(AttemptSpec(rollout_id="train/00001/000/01", task=TASK, seed=1))
     (log,) = (tmp_path / "logs").iterdir()
@@ -164,12 +164,14 @@ async def test_the_log_of_a_failed_agent_is_kept_and_that_of_a_good_one_is_not(
     assert log.read_text() == "--- attempt 1: agent_failed exit code 3\nTraceback: boom\n"
 
 
-async def test_the_operators_port_serves_the_session_of_a_box(family: TemplateFamily, tmp_path: Path) -> None:
+async def test_the_operators_port_serves_the_session_of_a_sandbox(
+    renderer: TemplateRenderer, tmp_path: Path
+) -> None:
     """A call by hand with the session's secret, on the port of `gateway.port`."""
     (tmp_path / "s").mkdir()
     config = load_config(None, ["harness.agent=script", "harness.workers=1", f"gateway.port={free_port()}"])
     async with (
-        open_agents(config, family, scripted(family), tmp_path / "s") as agents,
+        open_agents(config, renderer, scripted(renderer), tmp_path / "s") as agents,
         aiohttp.ClientSession() as http,
     ):
         session = agents.gateway.open_session(

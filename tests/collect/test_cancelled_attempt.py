@@ -1,4 +1,4 @@
-"""Cancelling an attempt reaches all three: the engine's request, the agent's process and its box."""
+"""Cancelling an attempt reaches all three: the engine's request, the agent's process and its sandbox."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from insitu.agents.base import AwayTime, ModelAccess, no_time
+from insitu.agents.pool import Sockets, WorkerPool
+from insitu.agents.script import ScriptHarness
+from insitu.attempt import AttemptExecutor, AttemptSpec, _seal, _Under, unheard
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.dispatcher import CollectOptions
-from insitu.collect.given import AsyncOptions
-from insitu.demo.warm import write_family
-from insitu.engine.away import away
+from insitu.collect.options import AsyncOptions
+from insitu.demo.warm_start import write_renderer
+from insitu.engines.downtime import away
 from insitu.gateway.host_tools import HostTool
 from insitu.gateway.server import Gateway, GatewayConfig
-from insitu.harness.base import AwayTime, ModelAccess, no_time
-from insitu.harness.pool import Sockets, WorkerPool
-from insitu.harness.script import ScriptHarness
-from insitu.render.folder import read_folder
-from insitu.render.template import TemplateFamily, template_family
-from insitu.rollout import Attempts, AttemptSpec, _seal, _Under, unheard
 from insitu.tasks.toy import ToySource
 from insitu.testing.fake_run import FakeRun
 from insitu.testing.fake_sandbox import FakeBackend
@@ -51,9 +51,9 @@ SPEC = AttemptSpec(rollout_id="train/00001/000/00", task=ToySource(Limits()).tas
 
 @dataclass
 class World:
-    """Real gateway, harness, pool and attempts; engine, box and agent are fakes that can be looked at."""
+    """Real gateway, harness, pool and attempts; engine, sandbox and agent are fakes that can be looked at."""
 
-    attempts: Attempts
+    attempts: AttemptExecutor
     engine: ScriptedEngine
     backend: FakeBackend
     pool: WorkerPool
@@ -79,7 +79,7 @@ async def world(tmp_path: Path, *, warm: bool, tools: tuple[HostTool, ...] = ())
             await asyncio.sleep(3600)
 
     async def agent(run: FakeRun) -> int:
-        """Asks twice, as an agent in a box would."""
+        """Asks twice, as an agent in a sandbox would."""
         url = run.env["OPENAI_BASE_URL"].split("/s/")[1]
         head = {"Authorization": f"Bearer {run.env['OPENAI_API_KEY']}"}
         messages = [{"role": "user", "content": "hello"}]
@@ -97,32 +97,32 @@ async def world(tmp_path: Path, *, warm: bool, tools: tuple[HostTool, ...] = ())
         return 0
 
     async def judge(task: Task, tree: Tree) -> Verdict:
-        return Verdict(outcome=Outcome.UNRESOLVED, reward=0.0, strength="strong")
+        return Verdict(outcome=Outcome.UNRESOLVED, reward=0.0, trust="strong")
 
-    family = scripted_family(tmp_path)
+    renderer = scripted_family(tmp_path)
     calls = (ToolCall(id="", name="report", arguments='{"sure": 1}'),) if tools else ()
     said = Message(role="assistant", text="done", tool_calls=calls)
-    engine = ScriptedEngine(family, lambda ids, key: said, sampled=True, before=second_call_hangs)
+    engine = ScriptedEngine(renderer, lambda ids, key: said, sampled=True, before=second_call_hangs)
     backend = FakeBackend({"agent": agent})
     async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(Gateway(engine, family, GatewayConfig(tools=tools)))
+        gateway = await stack.enter_async_context(Gateway(engine, renderer, GatewayConfig(tools=tools)))
         await stack.enter_async_context(gateway.listen_unix(socket))
         harness = ScriptHarness(["agent"], {}, backend, warm=warm)
         pool = WorkerPool(harness, 1, Sockets([socket]), strict=not warm)
         await stack.enter_async_context(pool)
         kept: list[tuple[str, int, Sequence[Mapping[str, object]]]] = []
-        attempts = Attempts(gateway, pool, judge, keep_calls=lambda *call: kept.append(call))
+        attempts = AttemptExecutor(gateway, pool, judge, keep_calls=lambda *call: kept.append(call))
         made = World(attempts, engine, backend, pool, host_calls=kept)
         yield made
 
 
-def scripted_family(tmp_path: Path) -> TemplateFamily:
-    write_family(tmp_path / "family", "")
-    return template_family(read_folder(tmp_path / "family"))
+def scripted_family(tmp_path: Path) -> TemplateRenderer:
+    write_renderer(tmp_path / "family", "")
+    return template_renderer(read_folder(tmp_path / "family"))
 
 
 @pytest.mark.parametrize("warm", [False, True])
-async def test_engine_agent_and_box_stop_at_once_and_what_was_sampled_is_handed_over(
+async def test_engine_agent_and_sandbox_stop_at_once_and_what_was_sampled_is_handed_over(
     tmp_path: Path, warm: bool
 ) -> None:
     async with world(tmp_path, warm=warm) as w:
@@ -130,7 +130,7 @@ async def test_engine_agent_and_box_stop_at_once_and_what_was_sampled_is_handed_
         running = asyncio.create_task(w.attempts.run(SPEC, unheard, lost.append))
         async with asyncio.timeout(10.0):
             await w.hangs.wait()
-        (box,) = w.backend.open
+        (sandbox,) = w.backend.open
         began = time.monotonic()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -139,21 +139,21 @@ async def test_engine_agent_and_box_stop_at_once_and_what_was_sampled_is_handed_
         assert [key.turn for key in w.engine.aborted] == [1]
         assert w.engine.in_flight == 0
         assert w.ended == ["killed"]
-        assert box.closed
+        assert sandbox.closed
         assert w.backend.open == []
         (rollout,) = lost
         assert (rollout.status, rollout.reward, rollout.error) == (Status.INFRA_FAILED, None, "cancelled")
         ledger = rollout.trajectory.ledger
         assert ledger.captured > 0, "the first reply was sampled"
         assert ledger.balanced
-        # the place is free again: the next attempt gets a box of its own
+        # the place is free again: the next attempt gets a sandbox of its own
         w.hangs.clear()
         after = asyncio.create_task(w.attempts.run(SPEC, unheard))
         async with asyncio.timeout(10.0):
             await w.hangs.wait()
         after.cancel()
         await asyncio.wait([after])
-        assert len(w.backend.boxes) == 2
+        assert len(w.backend.sandboxes) == 2
 
 
 async def test_the_host_calls_of_a_cancelled_try_are_kept(tmp_path: Path) -> None:
@@ -175,22 +175,22 @@ class Quiet:
     def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None: ...
 
 
-async def test_a_version_on_its_way_stops_what_it_makes_too_old_in_engine_agent_and_box(
+async def test_a_version_on_its_way_stops_what_it_makes_too_old_in_engine_agent_and_sandbox(
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path, warm=True) as w:
         sink = MemorySink()
         members = CollectOptions(seed=1, group_size=1)
-        options = AsyncOptions(members=members, groups=1, staleness=0, total=1, starve_limit_s=9.0)
+        options = AsyncOptions(members=members, groups=1, staleness=0, total=1, stall_timeout_s=9.0)
         collector = Collector(w.attempts, sink, Quiet(), Breaker(), options, lambda number: SPEC.task)
         async with asyncio.timeout(10.0), collector.open() as c:
             await w.hangs.wait()
-            (box,) = w.backend.open
+            (sandbox,) = w.backend.open
             c.version_pending(1)
             await asyncio.sleep(0.5)
             assert w.engine.in_flight == 0
             assert w.ended == ["killed"]
-            assert box.closed
+            assert sandbox.closed
             assert sink.discarded == {SPEC.rollout_id: "stale"}
             assert sink.lost["stale"] > 0
             assert len(sink.planned) == 1, "nothing begins before the version is live"

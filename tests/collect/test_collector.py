@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from insitu.attempt import AttemptSpec, Began
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.dispatcher import CollectOptions
-from insitu.collect.draft import HeldDraw
-from insitu.collect.given import AsyncOptions, Before, Use, any_use
+from insitu.collect.options import AsyncOptions, RejectReason, ResumeState, accept_all
+from insitu.collect.pending_group import ResumedGroup
 from insitu.errors import EngineError, SandboxError, TrainError
-from insitu.rollout import AttemptSpec, Began
 from insitu.tasks.toy import ToySource
 from insitu.testing.fake_attempts import FakeAttempts, fake_rollout
 from insitu.testing.memory_sink import MemorySink
@@ -62,7 +62,7 @@ class Versions(FakeAttempts):
 
 def options(**changes: Any) -> AsyncOptions:
     members = CollectOptions(seed=5, group_size=SIZE, attempts=2, pause_s=1.0)
-    base = AsyncOptions(members=members, groups=GROUPS, staleness=1, total=30, starve_limit_s=100.0)
+    base = AsyncOptions(members=members, groups=GROUPS, staleness=1, total=30, stall_timeout_s=100.0)
     return replace(base, **changes)
 
 
@@ -80,7 +80,7 @@ def collector(
     sink: MemorySink,
     o: AsyncOptions,
     *,
-    use: Use = any_use,
+    use: RejectReason = accept_all,
     **more: Any,
 ) -> Collector:
     return Collector(attempts, sink, Quiet(), Breaker(6), o, supply, use=use, **more)
@@ -151,7 +151,7 @@ async def test_a_straggler_is_overtaken_within_the_window_only() -> None:
 
     # 6 places and a window of 4: draws 1, 2 and 3 may go before draw 0, draw 4 may not.
     async with collector(
-        Versions(lambda s: 1.0, delay_s=delay), MemorySink(), options(window=0.7)
+        Versions(lambda s: 1.0, delay_s=delay), MemorySink(), options(lookahead=0.7)
     ).open() as c:
         first = await c.next_batch()
         assert [g.id[-3:] for g in first.groups] == ["001", "002", "000"]
@@ -170,7 +170,7 @@ async def test_overdue_cancel_never_waits_and_loses_the_slow_group_with_its_toke
         return 100.0 if spec.rollout_id == "train/00001/002/01" else 1.0
 
     attempts, sink = Versions(lambda s: 1.0, delay_s=delay), MemorySink()
-    async with collector(attempts, sink, options(window=1.0, overdue="cancel")).open() as c:
+    async with collector(attempts, sink, options(lookahead=1.0, late_groups="cancel")).open() as c:
         for version in (1, 2):
             await c.next_batch()
             attempts.version = version
@@ -196,10 +196,10 @@ def test_overdue_leave_goes_without_a_late_further_try_if_enough_are_graded(
     async def run() -> None:
         late = "train/00001/000/00"
         attempts = Versions(
-            lambda spec: "box lost" if (spec.rollout_id, spec.attempt) == (late, 1) else 1.0,
+            lambda spec: "sandbox lost" if (spec.rollout_id, spec.attempt) == (late, 1) else 1.0,
             delay_s=lambda spec: 50.0 if (spec.rollout_id, spec.attempt) == (late, 2) else 1.0,
         )
-        sink, o = MemorySink(), options(overdue="leave", window=1.0, group_min=least)
+        sink, o = MemorySink(), options(late_groups="skip", lookahead=1.0, group_min=least)
         async with collector(attempts, sink, o).open() as c:
             await asyncio.sleep(4.0)
             await c.next_batch()
@@ -223,7 +223,7 @@ def test_overdue_leave_goes_without_a_late_further_try_if_enough_are_graded(
 async def test_overdue_leave_waits_for_a_first_try() -> None:
     slow = "train/00001/000/00"
     attempts = Versions(lambda spec: 1.0, delay_s=lambda spec: 50.0 if spec.rollout_id == slow else 1.0)
-    sink, o = MemorySink(), options(overdue="leave", window=1.0, group_min=1)
+    sink, o = MemorySink(), options(late_groups="skip", lookahead=1.0, group_min=1)
     async with collector(attempts, sink, o).open() as c:
         await c.next_batch()
         c.version_published(1)
@@ -238,7 +238,7 @@ async def test_a_group_without_a_gradient_is_replaced_at_once_and_boundedly() ->
         return "degenerate" if int(group.id[-3:]) == 1 else ""
 
     attempts, sink = Versions(lambda spec: 1.0, delay_s=lambda spec: 1.0), MemorySink()
-    async with collector(attempts, sink, options(staleness=0, refill=1), use=even).open() as c:
+    async with collector(attempts, sink, options(staleness=0, replace_degenerate=1), use=even).open() as c:
         batch = await c.next_batch()
         assert [g.id for g in batch.groups] == ["train/00001/000", "train/00001/002", "train/00002/000"]
         assert batch.dropped == {"degenerate": 1}
@@ -254,8 +254,8 @@ async def test_a_group_without_a_gradient_is_replaced_at_once_and_boundedly() ->
 async def test_failed_tries_are_repeated_boundedly_and_only_they_shrink_a_group() -> None:
     def fate(spec: AttemptSpec) -> float | str:
         if spec.rollout_id == "train/00001/000/00":
-            return "box lost"
-        return "box lost" if spec.rollout_id == "train/00001/001/00" and spec.attempt == 1 else 1.0
+            return "sandbox lost"
+        return "sandbox lost" if spec.rollout_id == "train/00001/001/00" and spec.attempt == 1 else 1.0
 
     sink = MemorySink()
     async with collector(Versions(fate), sink, options()).open() as c:
@@ -270,12 +270,12 @@ async def test_failed_tries_are_repeated_boundedly_and_only_they_shrink_a_group(
 
 @virtual
 async def test_at_its_deadline_an_agent_is_stopped_and_graded_and_each_try_has_all_its_time() -> None:
-    """A retry with what its lost sibling left would be stopped early and graded for a box that died."""
+    """A retry with what its lost sibling left would be stopped early and graded for a sandbox that died."""
     seen: dict[tuple[str, int], float] = {}
 
     def fate(spec: AttemptSpec) -> float | str:
         seen[spec.rollout_id, spec.attempt] = spec.task.limits.wall_s
-        return "box lost" if spec.rollout_id.endswith("000/00") and spec.attempt == 1 else 1.0
+        return "sandbox lost" if spec.rollout_id.endswith("000/00") and spec.attempt == 1 else 1.0
 
     attempts = Versions(fate, delay_s=lambda spec: min(40.0, spec.task.limits.wall_s))
     async with collector(attempts, MemorySink(), options(deadline_s=60.0)).open() as c:
@@ -286,8 +286,8 @@ async def test_at_its_deadline_an_agent_is_stopped_and_graded_and_each_try_has_a
 
 
 @virtual
-async def test_a_box_lost_late_costs_its_rollout_no_reward() -> None:
-    """Every solution takes 400 s of 480 and is right; one box is lost at 390 s."""
+async def test_a_sandbox_lost_late_costs_its_rollout_no_reward() -> None:
+    """Every solution takes 400 s of 480 and is right; one sandbox is lost at 390 s."""
 
     class Late(FakeAttempts):
         async def run(
@@ -301,10 +301,10 @@ async def test_a_box_lost_late_costs_its_rollout_no_reward() -> None:
         return spec.rollout_id.endswith("000/00") and spec.attempt == 1
 
     attempts = Late(
-        lambda spec: "box lost" if first(spec) else 1.0,
+        lambda spec: "sandbox lost" if first(spec) else 1.0,
         delay_s=lambda spec: 390.0 if first(spec) else min(400.0, spec.task.limits.wall_s),
     )
-    o = options(deadline_s=480.0, staleness=0, starve_limit_s=1e4)
+    o = options(deadline_s=480.0, staleness=0, stall_timeout_s=1e4)
     async with collector(attempts, MemorySink(), o).open() as c:
         batch = await c.next_batch()
     rollouts = [r for g in batch.groups for r in g.rollouts]
@@ -316,7 +316,7 @@ async def test_a_box_lost_late_costs_its_rollout_no_reward() -> None:
 async def test_nothing_begins_while_weights_are_on_their_way_also_not_what_waited_for_a_worker() -> None:
     version, sink = [0], MemorySink()
     attempts = SimulatedAttempts(2, Chances(seed=1), lambda: version[0])
-    async with collector(attempts, sink, options(starve_limit_s=1e4)).open() as c:
+    async with collector(attempts, sink, options(stall_timeout_s=1e4)).open() as c:
         await c.next_batch()
         began = len(sink.started)
         assert began < len(sink.planned), "there are more rollouts than workers"
@@ -337,7 +337,7 @@ async def test_what_hangs_is_cut_without_a_deadline_too() -> None:
     def delay(spec: AttemptSpec) -> float:
         return math.inf if spec.rollout_id == "train/00001/000/01" else 1.0
 
-    sink, o = MemorySink(), options(staleness=0, total=3, grace_s=30.0, starve_limit_s=1e4)
+    sink, o = MemorySink(), options(staleness=0, total=3, grace_s=30.0, stall_timeout_s=1e4)
     async with collector(Versions(lambda s: 1.0, delay_s=delay), sink, o).open() as c:
         batch = await c.next_batch()
     assert now() == pytest.approx(1030.0)
@@ -356,7 +356,7 @@ async def test_no_try_is_given_up_for_the_time_in_which_the_engine_was_away() ->
             return await super().run(spec, lambda: began(lambda: min(500.0, now())), cancelled, ready)
 
     attempts, sink = Away(lambda s: 1.0, delay_s=lambda s: 1500.0), MemorySink()
-    o = options(staleness=0, total=3, grace_s=30.0, starve_limit_s=1e4)
+    o = options(staleness=0, total=3, grace_s=30.0, stall_timeout_s=1e4)
     async with collector(attempts, sink, o).open() as c:
         batch = await c.next_batch()
     assert now() == pytest.approx(1500.0)
@@ -372,7 +372,7 @@ async def test_the_grace_of_one_try_is_not_used_up_by_another() -> None:
         return 19.0 if spec.attempt == 1 else 49.0
 
     def fate(spec: AttemptSpec) -> float | str:
-        return "box lost" if spec.attempt == 1 and spec.rollout_id == "train/00001/000/01" else 1.0
+        return "sandbox lost" if spec.attempt == 1 and spec.rollout_id == "train/00001/000/01" else 1.0
 
     sink, o = MemorySink(), options(staleness=0, total=3, deadline_s=20.0, grace_s=30.0)
     async with collector(Versions(fate, delay_s=delay), sink, o).open() as c:
@@ -414,7 +414,7 @@ async def test_a_group_of_which_nobody_was_decided_is_replaced_whatever_the_boun
         return math.inf if draw_of(spec) == 1 else 1.0
 
     sink = MemorySink()
-    o = options(staleness=0, deadline_s=20.0, grace_s=30.0, refill=0, total=3)
+    o = options(staleness=0, deadline_s=20.0, grace_s=30.0, replace_degenerate=0, total=3)
     async with collector(Versions(lambda s: 1.0, delay_s=delay), sink, o).open() as c:
         batch = await c.next_batch()
     assert [g.id for g in batch.groups] == ["train/00001/000", "train/00001/002", "train/00002/000"]
@@ -485,20 +485,20 @@ async def test_a_dead_learner_ends_the_run_at_once() -> None:
 
 @virtual
 async def test_what_an_earlier_process_left_is_completed_first_and_the_too_old_is_dropped() -> None:
-    def held(number: int, members: int, version: int) -> HeldDraw:
+    def held(number: int, members: int, version: int) -> ResumedGroup:
         ids = [f"train/0000{1 + number // GROUPS}/00{number % GROUPS}/0{s}" for s in range(members)]
         task = supply(number)
         rollouts = {
             i: with_tokens(fake_rollout(AttemptSpec(rollout_id=i, task=task, seed=5), 1.0), version, version)
             for i in ids
         }
-        return HeldDraw(
+        return ResumedGroup(
             number=number, task=task, rollouts=rollouts, tried={f"train/00002/001/0{s}": 3 for s in range(2)}
         )
 
     attempts, sink = Versions(lambda s: 0.0, delay_s=lambda s: 1.0), MemorySink()
     attempts.version = 2
-    before = Before(draws=[held(2, 2, 0), held(3, 2, 1), held(4, 1, 1)], next_draw=5, delivered=2)
+    before = ResumeState(draws=[held(2, 2, 0), held(3, 2, 1), held(4, 1, 1)], next_draw=5, delivered=2)
     for draw in before.draws:
         sink.plan([], "", 0)
         sink.planned |= {
@@ -531,15 +531,22 @@ async def test_a_cancelled_run_leaves_what_ran_undecided_for_the_next_process() 
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("overdue", ["wait", "leave", "cancel"])
+@pytest.mark.parametrize("overdue", ["wait", "skip", "cancel"])
 def test_every_planned_rollout_has_one_fate_and_no_batch_is_older_than_the_bound(
-    seed: int, overdue: Any
+    seed: int, late_groups: Any
 ) -> None:
     async def run() -> None:
         version, sink = [0], MemorySink()
         chances = Chances(seed=seed, failed=0.1, solved=0.8)
         attempts = SimulatedAttempts(10, chances, lambda: version[0])
-        o = options(staleness=1, total=45, refill=2, deadline_s=6.0, overdue=overdue, starve_limit_s=1e4)
+        o = options(
+            staleness=1,
+            total=45,
+            replace_degenerate=2,
+            deadline_s=6.0,
+            late_groups=late_groups,
+            stall_timeout_s=1e4,
+        )
         o = replace(o, members=replace(o.members, attempts=3))
         trained: list[str] = []
 
@@ -561,7 +568,7 @@ def test_every_planned_rollout_has_one_fate_and_no_batch_is_older_than_the_bound
         assert len(set(trained)) == len(trained)
         assert set(trained).isdisjoint(sink.discarded)
         assert set(trained) | set(sink.discarded) == set(sink.planned)
-        assert overdue == "cancel" or "stale" not in sink.discarded.values()
+        assert late_groups == "cancel" or "stale" not in sink.discarded.values()
         assert attempts.running == 0
 
     run_virtual(run())

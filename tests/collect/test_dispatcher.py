@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from insitu.attempt import AttemptSpec, Began, at_once, forget
 from insitu.collect.breaker import Breaker
 from insitu.collect.dispatcher import Check, CollectOptions, Dispatcher, Phase, Slot
 from insitu.errors import CaptureError, EngineError, SandboxError, TrainError
-from insitu.rollout import AttemptSpec, Began, at_once, forget
 from insitu.tasks.toy import ToySource
 from insitu.testing.fake_attempts import FakeAttempts, fake_rollout
 from insitu.testing.simulated_attempts import with_tokens
@@ -94,9 +94,9 @@ async def test_groups_keep_task_and_slot_order_although_attempts_end_in_another(
 async def test_only_infrastructure_failures_start_another_attempt_and_boundedly() -> None:
     def fate(spec: AttemptSpec) -> float | str:
         if spec.rollout_id == "train/00001/000/00":
-            return "box lost"
+            return "sandbox lost"
         if spec.rollout_id == "train/00001/000/01":
-            return 1.0 if spec.attempt == 2 else "box lost"
+            return 1.0 if spec.attempt == 2 else "sandbox lost"
         return 0.0
 
     attempts, sink = FakeAttempts(fate), Memory()
@@ -148,14 +148,14 @@ async def test_a_dead_learner_ends_the_step_at_once_and_decides_no_slot() -> Non
 
 
 async def test_a_pause_lies_between_tries_and_grows() -> None:
-    attempts = FakeAttempts(lambda spec: "box lost" if spec.attempt < 3 else 0.0)
+    attempts = FakeAttempts(lambda spec: "sandbox lost" if spec.attempt < 3 else 0.0)
     began = time.monotonic()
     await dispatcher(attempts, Memory(), pause_s=0.05).collect("train", 1, TASKS[:1], group_size=1)
     assert 0.15 <= time.monotonic() - began < 1.0
 
 
 async def test_tries_of_an_earlier_process_are_not_numbered_again() -> None:
-    attempts, sink = FakeAttempts(lambda spec: "box lost"), Memory()
+    attempts, sink = FakeAttempts(lambda spec: "sandbox lost"), Memory()
     sink.tries = {"train/00001/000/00": 2}
     (group,) = await dispatcher(attempts, sink).collect("train", 1, TASKS[:1], group_size=1)
     assert [spec.attempt for spec in attempts.specs] == [3, 4, 5]
@@ -243,7 +243,7 @@ def test_a_step_in_which_nothing_begins_ends_the_run() -> None:
             raise AssertionError
 
     async def run() -> None:
-        options = CollectOptions(seed=5, group_size=2, grace_s=30.0, starve_limit_s=4000.0)
+        options = CollectOptions(seed=5, group_size=2, grace_s=30.0, stall_timeout_s=4000.0)
         made = Dispatcher(NoWorker(lambda s: 1.0), Memory(), Quiet(), Breaker(20), options)
         await made.collect("train", 1, TASKS)
 
@@ -254,7 +254,7 @@ def test_a_step_in_which_nothing_begins_ends_the_run() -> None:
 def test_a_long_step_in_which_rollouts_end_is_no_starvation() -> None:
     async def run() -> None:
         attempts = FakeAttempts(lambda s: 1.0, delay_s=lambda s: 300.0 * (1 + int(s.rollout_id[-1])))
-        options = CollectOptions(seed=5, group_size=4, grace_s=math.inf, starve_limit_s=400.0)
+        options = CollectOptions(seed=5, group_size=4, grace_s=math.inf, stall_timeout_s=400.0)
         await Dispatcher(attempts, Memory(), Quiet(), Breaker(20), options).collect("train", 1, TASKS)
         assert asyncio.get_running_loop().time() == pytest.approx(1200.0)
 

@@ -34,10 +34,10 @@ REPOSITORY = Path(__file__).parents[2]
         ("collect.group_min=9", "collect.group_min is larger than collect.group_size"),
         ("limits.max_call_tokens=4096", "leaves no room for a prompt"),
         ("train.min_groups=13", "no step could train"),
-        ('tasks.families=["nope"]', "tasks.families.0: input should be 'operator', "),
+        ('tasks.kinds=["nope"]', "tasks.kinds.0: input should be 'operator', "),
         (
-            "sandbox.permits=12",
-            "sandbox.permits = 12 is too few: 8 harness.workers and 2 grade.workers need 13",
+            "sandbox.max_sandboxes=12",
+            "sandbox.max_sandboxes = 12 is too few: 8 harness.workers and 2 grade.workers need 13",
         ),
         (
             "sandbox.image=debian:12",
@@ -63,18 +63,23 @@ def test_choices_that_exclude_each_other_are_one_line() -> None:
 
 
 def test_a_provider_keeps_or_drops_reasoning_by_its_own_rules() -> None:
-    with pytest.raises(ConfigError, match=r"model\.retention means nothing with engine\.kind upstream"):
+    with pytest.raises(ConfigError, match=r"model\.keep_reasoning means nothing with engine\.kind upstream"):
         load_config(
             None,
-            ["model.retention=template", "engine.kind=upstream", "engine.url=http://a", "engine.model=m"],
+            [
+                "model.keep_reasoning=template",
+                "engine.kind=upstream",
+                "engine.url=http://a",
+                "engine.model=m",
+            ],
         )
-    assert load_config(None, ["model.retention=template"]).model.retention == "template"
+    assert load_config(None, ["model.keep_reasoning=template"]).model.keep_reasoning == "template"
 
 
 def test_permits_that_are_enough_or_left_to_the_run_are_taken() -> None:
-    for enough in ("sandbox.permits=13", "sandbox.permits=0", "harness.workers=500"):
+    for enough in ("sandbox.max_sandboxes=13", "sandbox.max_sandboxes=0", "harness.workers=500"):
         config = load_config(None, [enough])
-        assert config.sandbox.permits in (0, config.boxes_needed)
+        assert config.sandbox.max_sandboxes in (0, config.sandboxes_needed)
 
 
 def test_the_families_are_those_of_the_toy_source() -> None:
@@ -111,14 +116,14 @@ def test_overrides_take_toml_values_and_bare_strings() -> None:
     texts = [
         "run.dir=/tmp/a b",
         "harness.agent=script",
-        'tasks.families=["swapped", "extreme"]',
+        'tasks.kinds=["swapped", "extreme"]',
         "train.lr=1",
         "run.plain=true",
     ]
     config = load_config(None, texts)
     assert config.run.dir == "/tmp/a b"
     assert config.harness.agent == "script"
-    assert config.tasks.families == ("swapped", "extreme")
+    assert config.tasks.kinds == ("swapped", "extreme")
     assert config.train.lr == 1.0
     assert config.run.plain is True
 
@@ -132,7 +137,7 @@ def test_text_fields_take_what_stands_there(text: str) -> None:
 def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     keys = ["run.dir", "model.path", "sft.run", "gateway.tools", "engine.publish_dir", "train.reference"]
-    keys += [f"tasks.{key}" for key in ("path", "assets", "images", "gate")]
+    keys += [f"tasks.{key}" for key in ("path", "assets", "images", "allowlist")]
     for key in keys:
         table, _, name = key.partition(".")
         more = {"kind": "sglang", "url": "http://h:1"} if table == "engine" else {}
@@ -148,12 +153,12 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @given(
     text=st.text(alphabet=st.characters(exclude_categories=["Cs"])).filter(lambda text: text[:1] != "~"),
-    families=st.lists(st.sampled_from(get_args(ToyFamily)), max_size=3),
+    kinds=st.lists(st.sampled_from(get_args(ToyFamily)), max_size=3),
     lr=st.floats(min_value=1e-12, max_value=1e6),
     comments=st.booleans(),
 )
-def test_the_dump_parses_back_equal(text: str, families: list[str], lr: float, comments: bool) -> None:
-    base = {"run": {"dir": text}, "tasks": {"families": families}, "train": {"lr": lr}}
+def test_the_dump_parses_back_equal(text: str, kinds: list[str], lr: float, comments: bool) -> None:
+    base = {"run": {"dir": text}, "tasks": {"kinds": kinds}, "train": {"lr": lr}}
     config = load_config(base=base)
     assert load_config(base=tomllib.loads(dump_toml(config, comments=comments))) == config
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from insitu.config import dump_toml, load_config
-from insitu.config.learning import TRAIN_KEYS, TrainTable
+from insitu.config.training import TRAIN_KEYS, TrainTable
 from insitu.errors import ConfigError
-from insitu.train.loss.losses import Terms, token_loss
-from insitu.train.loss.options import LossConfig
-from insitu.train.options import TrainConfig
-from insitu.train.plan.step import PlanConfig
+from insitu.training.loss.losses import LossInputs, token_loss
+from insitu.training.loss.options import LossConfig
+from insitu.training.options import TrainConfig
+from insitu.training.plan.step import PlanConfig
 
 CORRECTED: dict[str, object] = {"loss": "ppo_clip", "ratio": "trainer"}
 OTHER: dict[str, object] = {"ratio": "trainer", "correction": "tis", "correction_level": "rollout"}
@@ -99,7 +99,7 @@ def test_gspo_alone_is_against_the_trainer_unless_it_is_set(train: dict[str, obj
 def test_what_rounding_puts_between_sampler_and_trainer_costs_gspo_no_gradient() -> None:
     """A rollout of 100 tokens, none moved, the sampler's record off as bfloat16's: more than the bounds."""
     mu = torch.full((100,), -1.0)
-    terms = Terms(mu=mu, advantage=torch.ones(100), live_mu=torch.full((100,), 1e-3))
+    terms = LossInputs(mu=mu, advantage=torch.ones(100), live_mu=torch.full((100,), 1e-3))
     live = mu + 1e-3
     chosen = TrainConfig.of(load_config(base={"train": {"loss": "gspo"}})).loss
     assert not token_loss(live, terms, chosen).cut.any()
@@ -129,7 +129,7 @@ def test_choices_reach_the_learner_and_the_planner() -> None:
         "correction_level": "rollout_mean",
         "correction_low": 0.25,
         "correction_high": 4.0,
-        "opsm": 0.5,
+        "off_policy_mask": 0.5,
         "kl": "k3",
         "kl_weight": 0.01,
         "kl_unbiased": False,
@@ -152,6 +152,6 @@ def test_choices_reach_the_learner_and_the_planner() -> None:
 
 def test_every_choice_of_a_loss_is_explained() -> None:
     text = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
-    words = {*TRAIN_KEYS, "loss", "advantage", "reducer", "kl", "opsm", "kl_alarm"}
+    words = {*TRAIN_KEYS, "loss", "advantage", "reducer", "kl", "off_policy_mask", "kl_alarm"}
     words |= {value for _, values in TRAIN_KEYS.values() for value in values}
     assert {word for word in words if f"`{word}`" not in text and f'"{word}"' not in text} == set()

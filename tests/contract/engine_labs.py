@@ -12,20 +12,20 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import template_renderer
 from insitu.config import WARM_START
-from insitu.engine.base import Engine
-from insitu.engine.external import ExternalEngine
-from insitu.engine.external_http import serve_external
-from insitu.engine.http import HttpOptions
-from insitu.engine.sglang import open_sglang
-from insitu.engine.vllm import open_vllm
-from insitu.render.folder import read_folder
-from insitu.render.template import template_family
+from insitu.engines.base import Engine
+from insitu.engines.external import ExternalEngine
+from insitu.engines.external_http import serve_external
+from insitu.engines.http import HttpOptions
+from insitu.engines.sglang import open_sglang
+from insitu.engines.vllm import open_vllm
 from insitu.testing.fake_sampler import FakeSampler, Job
 from insitu.testing.fake_sglang import serve_sglang
 from insitu.testing.fake_vllm import serve_vllm
 from insitu.testing.scripted_engine import ScriptedEngine
-from insitu.train.learner.client import Learner, LearnerSpec
+from insitu.training.learner.client import Learner, LearnerSpec
 from insitu.types import IntArray, RequestKey, SamplingParams
 
 VOCAB = 448
@@ -59,8 +59,8 @@ async def scripted() -> AsyncIterator[Lab]:
     def policy(ids: IntArray, key: RequestKey) -> IntArray:
         return np.random.default_rng([key.turn, len(key.rollout_id)]).integers(50, VOCAB, size=64)
 
-    family = template_family(read_folder(Path(WARM_START)))
-    engine = ScriptedEngine(family, policy, sampled=True, max_context_tokens=2048)
+    renderer = template_renderer(read_folder(Path(WARM_START)))
+    engine = ScriptedEngine(renderer, policy, sampled=True, max_context_tokens=2048)
     yield Lab(engine=engine, sampled=False)
 
 

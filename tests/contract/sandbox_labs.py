@@ -29,9 +29,9 @@ class Lab:
 
     backend: SandboxBackend
     small: Callable[[int], SandboxBackend] | None = None
-    """The same backend with that many bytes of memory for a whole box."""
+    """The same backend with that many bytes of memory for a whole sandbox."""
     image: str = ""
-    """Image that boxes can be made of; empty = the backend has none."""
+    """Image that sandboxes can be made of; empty = the backend has none."""
     skips: Mapping[str, str] = field(default_factory=dict)
     """Test -> why the backend does not promise what it asks for."""
 
@@ -63,9 +63,9 @@ HARBOR_SKIPS = {
     "test_a_spawned_process_talks_and_dies_on_demand": _PIPES,
     "test_a_spawned_process_that_ends_by_itself": _PIPES,
     "test_kill_all_finds_daemons_and_spares_spawned": _PIPES,
-    "test_a_timeout_spares_other_work": "harbor: the box behind the fake ends what nobody holds",
+    "test_a_timeout_spares_other_work": "harbor: the sandbox behind the fake ends what nobody holds",
     "test_wipe_empties_every_writable_place": "harbor: its own bookkeeping of a command lies in /tmp",
-    "test_boxes_do_not_see_each_other": _ARGUMENTS,
+    "test_sandboxes_do_not_see_each_other": _ARGUMENTS,
     "test_binds_are_read_only": "harbor: it shows no folder of this machine",
     "test_kill_all_beats_a_fork_bomb": "harbor: it has no limit of processes",
     "test_the_gateway_is_reached_and_nothing_else": "harbor: it offers no network gateway_only",
@@ -87,11 +87,11 @@ LABS: dict[str, Callable[[Path, str], Lab]] = {
 }
 
 
-async def sh(box: Sandbox, script: str, timeout_s: float = 20.0) -> ExecResult:
-    return await box.exec(["sh", "-c", script], timeout_s=timeout_s)
+async def sh(sandbox: Sandbox, script: str, timeout_s: float = 20.0) -> ExecResult:
+    return await sandbox.exec(["sh", "-c", script], timeout_s=timeout_s)
 
 
-async def out(box: Sandbox, script: str) -> str:
-    result = await sh(box, script)
+async def out(sandbox: Sandbox, script: str) -> str:
+    result = await sh(sandbox, script)
     assert result.exit_code == 0, result
     return result.stdout.decode().strip()

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from engine_labs import LABS, Lab, real_vllm
 
-from insitu.engine.probe import probe_engine
+from insitu.engines.probe import probe_engine
 from insitu.errors import EngineError
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 

@@ -42,29 +42,32 @@ def promised(request: pytest.FixtureRequest, lab: Lab) -> None:
 
 
 @pytest.fixture
-async def box(lab: Lab) -> AsyncIterator[Sandbox]:
+async def sandbox(lab: Lab) -> AsyncIterator[Sandbox]:
     async with await lab.backend.create(SandboxSpec(files=FILES)) as sandbox:
         yield sandbox
 
 
-async def living(box: Sandbox, word: str) -> int:
-    """Processes of the box whose command line holds `word` (the searching shell does not count itself)."""
+async def living(sandbox: Sandbox, word: str) -> int:
+    """Processes of the sandbox whose command line holds `word` (the searching shell does not count
+    itself)."""
     pattern = f"[{word[0]}]{word[1:]}"
-    return int((await sh(box, f"cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -c '^{pattern}$'")).stdout)
+    return int(
+        (await sh(sandbox, f"cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -c '^{pattern}$'")).stdout
+    )
 
 
-async def begun(box: Sandbox, word: str, count: int) -> None:
+async def begun(sandbox: Sandbox, word: str, count: int) -> None:
     """Wait until so many run: a shell may have forked and not yet begun what it was asked for."""
     async with asyncio.timeout(10):
-        while await living(box, word) != count:
+        while await living(sandbox, word) != count:
             pass
 
 
 # Commands
 
 
-async def test_exec_gives_code_streams_and_takes_input_folder_and_environment(box: Sandbox) -> None:
-    result = await box.exec(
+async def test_exec_gives_code_streams_and_takes_input_folder_and_environment(sandbox: Sandbox) -> None:
+    result = await sandbox.exec(
         ["sh", "-c", "cat; echo $A; pwd; echo problem >&2; exit 7"],
         timeout_s=20,
         stdin=b"in\x00put\n",
@@ -78,108 +81,108 @@ async def test_exec_gives_code_streams_and_takes_input_folder_and_environment(bo
     assert not result.truncated
 
 
-async def test_exec_begins_in_the_work_folder(box: Sandbox) -> None:
-    assert await out(box, "pwd") == box.workdir == "/work"
+async def test_exec_begins_in_the_work_folder(sandbox: Sandbox) -> None:
+    assert await out(sandbox, "pwd") == sandbox.workdir == "/work"
 
 
-async def test_arguments_reach_the_program_unchanged(box: Sandbox) -> None:
+async def test_arguments_reach_the_program_unchanged(sandbox: Sandbox) -> None:
     odd = ["a b", "$HOME", "`id`", "'\"", "\xe9\n", "", "-x", "*"]
-    result = await box.exec(["printf", "%s|", *odd], timeout_s=20)
+    result = await sandbox.exec(["printf", "%s|", *odd], timeout_s=20)
     assert result.stdout.decode() == "|".join([*odd, ""])
 
 
-async def test_missing_command_is_an_ordinary_failure(box: Sandbox) -> None:
-    missing = await box.exec(["no-such-command"], timeout_s=20)
+async def test_missing_command_is_an_ordinary_failure(sandbox: Sandbox) -> None:
+    missing = await sandbox.exec(["no-such-command"], timeout_s=20)
     assert (missing.exit_code, b"no-such-command" in missing.stderr) == (127, True)
 
 
-async def test_missing_folder_is_an_ordinary_failure(box: Sandbox) -> None:
-    assert (await box.exec(["true"], timeout_s=20, cwd="/nowhere")).exit_code == 126
+async def test_missing_folder_is_an_ordinary_failure(sandbox: Sandbox) -> None:
+    assert (await sandbox.exec(["true"], timeout_s=20, cwd="/nowhere")).exit_code == 126
 
 
-async def test_no_command_and_a_nul_are_refused(box: Sandbox) -> None:
+async def test_no_command_and_a_nul_are_refused(sandbox: Sandbox) -> None:
     with pytest.raises(SandboxError):
-        await box.exec([], timeout_s=20)
+        await sandbox.exec([], timeout_s=20)
     with pytest.raises(SandboxError, match="NUL"):
-        await box.exec(["echo", "a\0b"], timeout_s=20)
+        await sandbox.exec(["echo", "a\0b"], timeout_s=20)
 
 
-async def test_input_of_megabytes_arrives_whole(box: Sandbox) -> None:
+async def test_input_of_megabytes_arrives_whole(sandbox: Sandbox) -> None:
     data = os.urandom(3 << 20)
-    result = await box.exec(["cat"], timeout_s=20, stdin=data, max_output_bytes=4 << 20)
+    result = await sandbox.exec(["cat"], timeout_s=20, stdin=data, max_output_bytes=4 << 20)
     assert result.stdout == data
 
 
-async def test_output_is_bounded_and_says_so(box: Sandbox) -> None:
-    result = await sh(box, "yes | head -c 5000000; yes | head -c 3000000 >&2")
+async def test_output_is_bounded_and_says_so(sandbox: Sandbox) -> None:
+    result = await sh(sandbox, "yes | head -c 5000000; yes | head -c 3000000 >&2")
     assert result.exit_code == 0
     assert (len(result.stdout), len(result.stderr)) == (1 << 20, 1 << 20)
     assert result.truncated
 
 
-async def test_a_killed_command_is_not_exit_zero(box: Sandbox) -> None:
-    assert (await sh(box, "kill -9 $$")).exit_code in (-9, 137)
-    assert (await sh(box, "kill -TERM $$")).exit_code in (-15, 143)
+async def test_a_killed_command_is_not_exit_zero(sandbox: Sandbox) -> None:
+    assert (await sh(sandbox, "kill -9 $$")).exit_code in (-9, 137)
+    assert (await sh(sandbox, "kill -TERM $$")).exit_code in (-15, 143)
 
 
-async def test_a_timeout_kills_the_whole_tree(box: Sandbox) -> None:
+async def test_a_timeout_kills_the_whole_tree(sandbox: Sandbox) -> None:
     begun = time.monotonic()
     daemon = "(setsid sh -c 'setsid sleep 5151 & ' >/dev/null 2>&1 &); sleep 5151 & trap '' TERM; sleep 5151"
-    result = await sh(box, daemon, timeout_s=0.5)
+    result = await sh(sandbox, daemon, timeout_s=0.5)
     assert time.monotonic() - begun < 15
     assert result.timed_out
     assert result.exit_code in (-9, 137)
-    assert await living(box, "5151") == 0
+    assert await living(sandbox, "5151") == 0
 
 
-async def test_a_timeout_spares_other_work(box: Sandbox) -> None:
-    process = await box.spawn(["sh", "-c", "sleep 6161 & wait"])
-    slow = asyncio.create_task(sh(box, "sleep 1; echo done"))
-    assert (await sh(box, "sleep 60", timeout_s=0.3)).timed_out
+async def test_a_timeout_spares_other_work(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn(["sh", "-c", "sleep 6161 & wait"])
+    slow = asyncio.create_task(sh(sandbox, "sleep 1; echo done"))
+    assert (await sh(sandbox, "sleep 60", timeout_s=0.3)).timed_out
     assert (await slow).stdout == b"done\n"
     assert process.poll() is None
-    await begun(box, "6161", 1)
+    await begun(sandbox, "6161", 1)
 
 
-async def test_what_a_timeout_killed_cannot_go_on_to_exit_zero(box: Sandbox) -> None:
+async def test_what_a_timeout_killed_cannot_go_on_to_exit_zero(sandbox: Sandbox) -> None:
     for _ in range(5):
-        late = await sh(box, "sleep 60; exit 0", timeout_s=0.05)
+        late = await sh(sandbox, "sleep 60; exit 0", timeout_s=0.05)
         assert late.timed_out
         assert late.exit_code in (-9, 137)
 
 
-async def test_output_before_a_timeout_is_kept(box: Sandbox) -> None:
-    assert (await sh(box, "echo begun; sleep 60", timeout_s=1)).stdout == b"begun\n"
+async def test_output_before_a_timeout_is_kept(sandbox: Sandbox) -> None:
+    assert (await sh(sandbox, "echo begun; sleep 60", timeout_s=1)).stdout == b"begun\n"
 
 
-async def test_exec_does_not_wait_for_what_it_left_behind(box: Sandbox) -> None:
+async def test_exec_does_not_wait_for_what_it_left_behind(sandbox: Sandbox) -> None:
     start = time.monotonic()
-    assert (await sh(box, "sleep 7171 & echo early")).stdout == b"early\n"
+    assert (await sh(sandbox, "sleep 7171 & echo early")).stdout == b"early\n"
     assert time.monotonic() - start < 15
-    await begun(box, "7171", 1)
+    await begun(sandbox, "7171", 1)
 
 
-async def test_a_cancelled_exec_leaves_no_process(box: Sandbox) -> None:
-    task = asyncio.create_task(sh(box, "sleep 929394"))
+async def test_a_cancelled_exec_leaves_no_process(sandbox: Sandbox) -> None:
+    task = asyncio.create_task(sh(sandbox, "sleep 929394"))
     for _ in range(100):
-        if await living(box, "929394"):
+        if await living(sandbox, "929394"):
             break
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await living(box, "929394") == 0
+    assert await living(sandbox, "929394") == 0
 
 
-async def test_many_commands_at_once(box: Sandbox) -> None:
-    results = await asyncio.gather(*(sh(box, f"sleep 0.1; echo {n}") for n in range(20)))
+async def test_many_commands_at_once(sandbox: Sandbox) -> None:
+    results = await asyncio.gather(*(sh(sandbox, f"sleep 0.1; echo {n}") for n in range(20)))
     assert [int(result.stdout) for result in results] == list(range(20))
 
 
 # Processes with pipes
 
 
-async def test_a_spawned_process_talks_and_dies_on_demand(box: Sandbox) -> None:
-    process = await box.spawn(["sh", "-c", 'while read line; do echo "$X $line"; done'], env={"X": "1"})
+async def test_a_spawned_process_talks_and_dies_on_demand(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn(["sh", "-c", 'while read line; do echo "$X $line"; done'], env={"X": "1"})
     await process.write(b"one\ntwo\n")
     assert [await process.readline(20), await process.readline(20)] == [b"1 one\n", b"1 two\n"]
     with pytest.raises(TimeoutError):
@@ -196,16 +199,16 @@ async def test_a_spawned_process_talks_and_dies_on_demand(box: Sandbox) -> None:
         await process.write(b"x")
 
 
-async def test_killing_a_spawned_process_kills_what_it_started(box: Sandbox) -> None:
-    process = await box.spawn(["sh", "-c", "sleep 3131 & setsid sleep 3131 & echo up; wait"])
+async def test_killing_a_spawned_process_kills_what_it_started(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn(["sh", "-c", "sleep 3131 & setsid sleep 3131 & echo up; wait"])
     assert await process.readline(20) == b"up\n"
     await process.kill()
     assert await process.wait(20) != 0
-    assert await living(box, "3131") == 0
+    assert await living(sandbox, "3131") == 0
 
 
-async def test_a_spawned_process_that_ends_by_itself(box: Sandbox) -> None:
-    process = await box.spawn(["sh", "-c", "seq 1 100000 >&2; echo last >&2; echo out; exit 3"])
+async def test_a_spawned_process_that_ends_by_itself(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn(["sh", "-c", "seq 1 100000 >&2; echo last >&2; echo out; exit 3"])
     assert await process.readline(20) == b"out\n"
     assert await process.wait(20) == 3
     await asyncio.sleep(0.1)
@@ -214,31 +217,31 @@ async def test_a_spawned_process_that_ends_by_itself(box: Sandbox) -> None:
     assert len(tail) <= 16 << 10
 
 
-async def test_long_lines_come_whole(box: Sandbox) -> None:
-    process = await box.spawn(["sh", "-c", "head -c 3000000 /dev/zero | tr '\\0' x; echo"])
+async def test_long_lines_come_whole(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn(["sh", "-c", "head -c 3000000 /dev/zero | tr '\\0' x; echo"])
     assert len(await process.readline(20)) == 3_000_001
 
 
-async def test_kill_all_finds_daemons_and_spares_spawned(box: Sandbox) -> None:
-    process = await box.spawn(["sh", "-c", "while read line; do echo $line; done"])
-    await sh(box, "(setsid sh -c 'setsid sleep 8181 & ' >/dev/null 2>&1 &) ; sleep 0.1")
-    await begun(box, "8181", 1)
-    await box.kill_all()
-    await box.kill_all()
-    assert await living(box, "8181") == 0
+async def test_kill_all_finds_daemons_and_spares_spawned(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn(["sh", "-c", "while read line; do echo $line; done"])
+    await sh(sandbox, "(setsid sh -c 'setsid sleep 8181 & ' >/dev/null 2>&1 &) ; sleep 0.1")
+    await begun(sandbox, "8181", 1)
+    await sandbox.kill_all()
+    await sandbox.kill_all()
+    assert await living(sandbox, "8181") == 0
     await process.write(b"still here\n")
     assert await process.readline(20) == b"still here\n"
 
 
-async def test_kill_all_finds_what_cleared_its_environment_and_spares_spawned(box: Sandbox) -> None:
-    process = await box.spawn(["sleep", "8383"])
+async def test_kill_all_finds_what_cleared_its_environment_and_spares_spawned(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn(["sleep", "8383"])
     hide = "(env -i setsid sh -c 'sleep 8282 & sleep 8282 & wait' >/dev/null 2>&1 &) ; sleep 0.2"
-    assert (await sh(box, hide)).exit_code == 0
-    await begun(box, "8282", 2)
+    assert (await sh(sandbox, hide)).exit_code == 0
+    await begun(sandbox, "8282", 2)
     for _ in range(4):  # also while the backend looks at what it spawned
-        await box.kill_all()
-    assert await living(box, "8282") == 0
-    assert await living(box, "8383") >= 1
+        await sandbox.kill_all()
+    assert await living(sandbox, "8282") == 0
+    assert await living(sandbox, "8383") >= 1
     assert process.poll() is None
     await process.kill()
 
@@ -246,51 +249,52 @@ async def test_kill_all_finds_what_cleared_its_environment_and_spares_spawned(bo
 # Files
 
 
-async def test_a_tree_goes_in_and_comes_out_unchanged(box: Sandbox) -> None:
-    assert await box.get_tree() == FILES
-    assert await out(box, "pkg/run.sh") == "ran"
+async def test_a_tree_goes_in_and_comes_out_unchanged(sandbox: Sandbox) -> None:
+    assert await sandbox.get_tree() == FILES
+    assert await out(sandbox, "pkg/run.sh") == "ran"
 
 
-async def test_changes_come_out(box: Sandbox) -> None:
-    await sh(box, "echo 2 >> a.py; rm empty; mkdir new; echo n > new/file; chmod +x new/file")
-    tree = await box.get_tree()
+async def test_changes_come_out(sandbox: Sandbox) -> None:
+    await sh(sandbox, "echo 2 >> a.py; rm empty; mkdir new; echo n > new/file; chmod +x new/file")
+    tree = await sandbox.get_tree()
     assert tree["a.py"].content == b"print(1)\n2\n"
     assert "empty" not in tree
     assert tree["new/file"] == FileEntry(content=b"n\n", executable=True)
 
 
-async def test_put_tree_replaces_and_lay_adds(box: Sandbox) -> None:
-    await box.put_tree({"only": FileEntry(content=b"x"), "d/e": FileEntry(content=b"y")})
-    assert sorted(await box.get_tree()) == ["d/e", "only"]
-    await box.lay({"d/f": FileEntry(content=b"z")}, remove=["only"])
-    assert sorted(await box.get_tree()) == ["d/e", "d/f"]
+async def test_put_tree_replaces_and_lay_adds(sandbox: Sandbox) -> None:
+    await sandbox.put_tree({"only": FileEntry(content=b"x"), "d/e": FileEntry(content=b"y")})
+    assert sorted(await sandbox.get_tree()) == ["d/e", "only"]
+    await sandbox.lay({"d/f": FileEntry(content=b"z")}, remove=["only"])
+    assert sorted(await sandbox.get_tree()) == ["d/e", "d/f"]
 
 
-async def test_lay_replaces_what_is_in_the_way_and_follows_nothing(box: Sandbox) -> None:
+async def test_lay_replaces_what_is_in_the_way_and_follows_nothing(sandbox: Sandbox) -> None:
     await sh(
-        box, "rm -rf * && mkdir ~/out && echo old > ~/out/f && ln -s ~/out d && ln -s ~/out/f f && mkdir g"
+        sandbox,
+        "rm -rf * && mkdir ~/out && echo old > ~/out/f && ln -s ~/out d && ln -s ~/out/f f && mkdir g",
     )
-    await box.lay({name: FileEntry(content=b"new") for name in ("d/f", "f", "g")})
-    assert {path: entry.content for path, entry in (await box.get_tree()).items()} == {
+    await sandbox.lay({name: FileEntry(content=b"new") for name in ("d/f", "f", "g")})
+    assert {path: entry.content for path, entry in (await sandbox.get_tree()).items()} == {
         "d/f": b"new", "f": b"new", "g": b"new",
     }  # fmt: skip
-    assert await out(box, "cat ~/out/f") == "old"
+    assert await out(sandbox, "cat ~/out/f") == "old"
 
 
 async def test_files_of_root_cannot_be_touched(lab: Lab) -> None:
     if "file_owner" not in lab.backend.capabilities:
         pytest.skip("the namespaces mode needs root")
-    async with await lab.backend.create(SandboxSpec()) as box:
-        await box.put_tree({"t/hidden.py": FileEntry(content=b"true")}, owner="root")
+    async with await lab.backend.create(SandboxSpec()) as sandbox:
+        await sandbox.put_tree({"t/hidden.py": FileEntry(content=b"true")}, owner="root")
         for script in (
             "echo x > t/hidden.py", "rm -f t/hidden.py", "mv t/hidden.py t/x", "mv t u",
             "chmod 777 t t/hidden.py", "rm -rf t; test ! -e t",
         ):  # fmt: skip
-            assert (await sh(box, script)).exit_code != 0, script
-        assert await out(box, "cat t/hidden.py; echo own > t/own.py; cat t/own.py") == "trueown"
+            assert (await sh(sandbox, script)).exit_code != 0, script
+        assert await out(sandbox, "cat t/hidden.py; echo own > t/own.py; cat t/own.py") == "trueown"
 
 
-async def test_links_pipes_sockets_and_odd_names_are_left_out(box: Sandbox) -> None:
+async def test_links_pipes_sockets_and_odd_names_are_left_out(sandbox: Sandbox) -> None:
     plant = """
 import os, socket
 os.symlink("/etc/passwd", "link"); os.symlink("/", "rootlink"); os.mkfifo("pipe"); os.symlink("self", "self")
@@ -298,9 +302,9 @@ s = socket.socket(socket.AF_UNIX); s.bind("sock")
 open(b"bad-\\xff", "w").write("x"); os.mkdir(b"dir-\\xff")
 os.mkdir("shut"); open("shut/in", "w").write("s"); os.chmod("shut/in", 0); os.chmod("shut", 0)
 """
-    await box.put_tree({"good": FileEntry(content=b"g")})
-    assert (await box.exec(["python3", "-c", plant], timeout_s=20)).exit_code == 0
-    assert await box.get_tree() == {"good": FileEntry(content=b"g"), "shut/in": FileEntry(content=b"s")}
+    await sandbox.put_tree({"good": FileEntry(content=b"g")})
+    assert (await sandbox.exec(["python3", "-c", plant], timeout_s=20)).exit_code == 0
+    assert await sandbox.get_tree() == {"good": FileEntry(content=b"g"), "shut/in": FileEntry(content=b"s")}
 
 
 @pytest.mark.parametrize(
@@ -313,123 +317,125 @@ os.mkdir("shut"); open("shut/in", "w").write("s"); os.chmod("shut/in", 0); os.ch
     ],
     ids=["bytes", "sparse", "files", "entries"],
 )
-async def test_a_tree_over_a_cap_is_the_agents_doing(box: Sandbox, plant: str) -> None:
-    await sh(box, plant)
+async def test_a_tree_over_a_cap_is_the_agents_doing(sandbox: Sandbox, plant: str) -> None:
+    await sh(sandbox, plant)
     with pytest.raises(TreeTooLarge) as caught:
-        await box.get_tree(max_bytes=1 << 20, max_files=20)
+        await sandbox.get_tree(max_bytes=1 << 20, max_files=20)
     assert not caught.value.infra
 
 
-async def test_what_lies_deeper_than_any_path_leads_is_left_out(box: Sandbox) -> None:
+async def test_what_lies_deeper_than_any_path_leads_is_left_out(sandbox: Sandbox) -> None:
     plant = "p=.; for i in $(seq {}); do p=$p/d; done; mkdir -p $p; echo 1 > $p/{}"
-    await sh(box, plant.format(80, "deep"))
-    await sh(box, plant.format(300, "deeper"))
-    found = await box.get_tree(max_bytes=1 << 20)
+    await sh(sandbox, plant.format(80, "deep"))
+    await sh(sandbox, plant.format(300, "deeper"))
+    found = await sandbox.get_tree(max_bytes=1 << 20)
     assert [path for path in found if path.startswith("d/")] == ["d/" * 80 + "deep"]
 
 
-async def test_put_and_get_one_file(box: Sandbox) -> None:
-    await box.put("/home/agent/.config/tool/key", bytes(range(256)))
-    assert await box.get("/home/agent/.config/tool/key") == bytes(range(256))
-    await box.put("/tmp/run", b"#!/bin/sh\necho hi\n", executable=True)
-    assert await out(box, "/tmp/run") == "hi"
-    assert await box.get("/tmp/none") is None
+async def test_put_and_get_one_file(sandbox: Sandbox) -> None:
+    await sandbox.put("/home/agent/.config/tool/key", bytes(range(256)))
+    assert await sandbox.get("/home/agent/.config/tool/key") == bytes(range(256))
+    await sandbox.put("/tmp/run", b"#!/bin/sh\necho hi\n", executable=True)
+    assert await out(sandbox, "/tmp/run") == "hi"
+    assert await sandbox.get("/tmp/none") is None
     with pytest.raises(SandboxError):
-        await box.get("/home/agent/.config/tool/key", max_bytes=255)
+        await sandbox.get("/home/agent/.config/tool/key", max_bytes=255)
 
 
-async def test_get_reads_no_link_pipe_or_folder(box: Sandbox) -> None:
-    await sh(box, "mkfifo p; ln -s /etc/passwd l; mkdir d; ln -s /etc e")
+async def test_get_reads_no_link_pipe_or_folder(sandbox: Sandbox) -> None:
+    await sh(sandbox, "mkfifo p; ln -s /etc/passwd l; mkdir d; ln -s /etc e")
     for path in ("p", "l", "d", "e/passwd"):
-        assert await box.get(f"/work/{path}") is None, path
+        assert await sandbox.get(f"/work/{path}") is None, path
 
 
 @pytest.mark.parametrize("path", ["/usr/x", "/work/../usr/x", "/work", "relative", "/home/agent/a/../../x"])
-async def test_put_stays_inside(box: Sandbox, path: str) -> None:
+async def test_put_stays_inside(sandbox: Sandbox, path: str) -> None:
     with pytest.raises(SandboxError):
-        await box.put(path, b"x")
+        await sandbox.put(path, b"x")
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/x", "a/../../x", ""])
-async def test_a_tree_with_a_path_outside_is_refused(box: Sandbox, path: str) -> None:
+async def test_a_tree_with_a_path_outside_is_refused(sandbox: Sandbox, path: str) -> None:
     with pytest.raises(SandboxError):
-        await box.put_tree({path: FileEntry(content=b"x")})
+        await sandbox.put_tree({path: FileEntry(content=b"x")})
 
 
-async def test_put_follows_no_link(box: Sandbox) -> None:
-    await sh(box, "ln -s /home/agent dir; echo old > ~/target; ln -s ~/target f")
+async def test_put_follows_no_link(sandbox: Sandbox) -> None:
+    await sh(sandbox, "ln -s /home/agent dir; echo old > ~/target; ln -s ~/target f")
     with pytest.raises(SandboxError):
-        await box.put("/work/dir/x", b"x")
-    await box.put("/work/f", b"new")
-    assert await out(box, "cat ~/target; cat f") == "old\nnew"
+        await sandbox.put("/work/dir/x", b"x")
+    await sandbox.put("/work/f", b"new")
+    assert await out(sandbox, "cat ~/target; cat f") == "old\nnew"
 
 
 async def test_more_places_can_be_had(lab: Lab) -> None:
-    async with await lab.backend.create(SandboxSpec(places=("/logs",))) as box:
-        assert await out(box, "echo 1 > /logs/reward && ls -A /logs") == "reward"
-        assert await box.get("/logs/reward") == b"1\n"
+    async with await lab.backend.create(SandboxSpec(places=("/logs",))) as sandbox:
+        assert await out(sandbox, "echo 1 > /logs/reward && ls -A /logs") == "reward"
+        assert await sandbox.get("/logs/reward") == b"1\n"
 
 
-async def test_wipe_empties_every_writable_place(box: Sandbox) -> None:
-    await sh(box, "for p in /work ~ /tmp /dev/shm /var/tmp; do mkdir $p/d; echo > $p/d/f; chmod 0 $p/d; done")
-    await box.kill_all()
-    await box.wipe()
-    assert await out(box, "find /work ~ /tmp /dev/shm /var/tmp/ -mindepth 1 | wc -l") == "0"
-    assert await out(box, "touch /work/x /tmp/x ~/x && echo ok") == "ok"
+async def test_wipe_empties_every_writable_place(sandbox: Sandbox) -> None:
+    await sh(
+        sandbox, "for p in /work ~ /tmp /dev/shm /var/tmp; do mkdir $p/d; echo > $p/d/f; chmod 0 $p/d; done"
+    )
+    await sandbox.kill_all()
+    await sandbox.wipe()
+    assert await out(sandbox, "find /work ~ /tmp /dev/shm /var/tmp/ -mindepth 1 | wc -l") == "0"
+    assert await out(sandbox, "touch /work/x /tmp/x ~/x && echo ok") == "ok"
 
 
-async def test_a_full_disk_is_the_boxs_own(box: Sandbox) -> None:
-    result = await sh(box, "head -c 400000000 /dev/zero > /tmp/fill")
+async def test_a_full_disk_is_the_boxs_own(sandbox: Sandbox) -> None:
+    result = await sh(sandbox, "head -c 400000000 /dev/zero > /tmp/fill")
     assert result.exit_code != 0
     assert b"No space" in result.stderr
-    await box.wipe()
-    assert await out(box, "echo ok > /tmp/x && cat /tmp/x") == "ok"
+    await sandbox.wipe()
+    assert await out(sandbox, "echo ok > /tmp/x && cat /tmp/x") == "ok"
 
 
 # Walls
 
 
-async def test_no_privilege(box: Sandbox) -> None:
-    status = (await out(box, "grep -E '^(Cap|NoNewPrivs)' /proc/self/status; id -u; hostname")).split()
-    assert status[-1] == "box"
+async def test_no_privilege(sandbox: Sandbox) -> None:
+    status = (await out(sandbox, "grep -E '^(Cap|NoNewPrivs)' /proc/self/status; id -u; hostname")).split()
+    assert status[-1] == "sandbox"
     assert status[-2] != "0"
     fields = dict(zip(status[:-2:2], status[1:-2:2], strict=True))
     assert int(fields.pop("NoNewPrivs:")) == 1
     assert {name: int(value, 16) for name, value in fields.items()} == dict.fromkeys(fields, 0)
 
 
-async def test_programs_can_tell_who_they_are(box: Sandbox) -> None:
-    assert await out(box, "id -un; python3 -c 'import os, pwd; print(pwd.getpwuid(os.getuid()).pw_dir)'") == (
-        "agent\n/home/agent"
-    )
+async def test_programs_can_tell_who_they_are(sandbox: Sandbox) -> None:
+    assert await out(
+        sandbox, "id -un; python3 -c 'import os, pwd; print(pwd.getpwuid(os.getuid()).pw_dir)'"
+    ) == ("agent\n/home/agent")
 
 
-async def test_system_is_read_only(box: Sandbox) -> None:
+async def test_system_is_read_only(sandbox: Sandbox) -> None:
     for path in ("/usr/x", "/etc/x", "/x", "/opt/x", "/run/x", "/home/x", "/proc/sys/kernel/hostname"):
-        assert (await sh(box, f"echo x > {path}")).exit_code != 0, path
+        assert (await sh(sandbox, f"echo x > {path}")).exit_code != 0, path
 
 
-async def test_init_cannot_be_killed_or_read(box: Sandbox) -> None:
-    await sh(box, "kill -9 1; kill -TERM 1; kill -INT 1")
-    assert await out(box, "echo alive") == "alive"
+async def test_init_cannot_be_killed_or_read(sandbox: Sandbox) -> None:
+    await sh(sandbox, "kill -9 1; kill -TERM 1; kill -INT 1")
+    assert await out(sandbox, "echo alive") == "alive"
     for name in ("mem", "environ", "fd/0", "root/"):
-        assert (await sh(box, f"head -c1 /proc/1/{name}")).exit_code != 0, name
+        assert (await sh(sandbox, f"head -c1 /proc/1/{name}")).exit_code != 0, name
 
 
-async def test_no_network(box: Sandbox) -> None:
+async def test_no_network(sandbox: Sandbox) -> None:
     dial = "import socket; socket.create_connection(({!r}, {}), 2)"
     for host, port in (("192.0.2.1", 80), ("169.254.169.254", 80), ("127.0.0.1", 22), ("::1", 22)):
-        result = await box.exec(["python3", "-c", dial.format(host, port)], timeout_s=20)
+        result = await sandbox.exec(["python3", "-c", dial.format(host, port)], timeout_s=20)
         assert result.exit_code == 1, host
-    assert (await out(box, "cut -d: -f1 -s /proc/net/dev")).split() == ["lo"]
+    assert (await out(sandbox, "cut -d: -f1 -s /proc/net/dev")).split() == ["lo"]
 
 
-async def test_boxes_do_not_see_each_other(lab: Lab, box: Sandbox) -> None:
+async def test_sandboxes_do_not_see_each_other(lab: Lab, sandbox: Sandbox) -> None:
     async with await lab.backend.create(SandboxSpec()) as other:
         await other.spawn(["sleep", "4242"])
         await sh(other, "echo x > /tmp/mark; echo x > /dev/shm/mark")
-        assert await living(box, "4242") == 0
-        assert (await sh(box, "ls /tmp/mark /dev/shm/mark")).exit_code != 0
+        assert await living(sandbox, "4242") == 0
+        assert (await sh(sandbox, "ls /tmp/mark /dev/shm/mark")).exit_code != 0
         assert await living(other, "4242") == 1
 
 
@@ -437,11 +443,11 @@ async def test_the_hosts_environment_does_not_leak(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOST_SECRET", "do-not-leak")
-    async with await lab.backend.create(SandboxSpec(env={"OWN": "1"})) as box:
-        names = {line.split("=", 1)[0] for line in (await out(box, "env")).splitlines()}
+    async with await lab.backend.create(SandboxSpec(env={"OWN": "1"})) as sandbox:
+        names = {line.split("=", 1)[0] for line in (await out(sandbox, "env")).splitlines()}
         assert {"PATH", "HOME", "OWN"} <= names
         assert "HOST_SECRET" not in names
-        assert (await sh(box, f"ls '{tmp_path}'")).exit_code != 0
+        assert (await sh(sandbox, f"ls '{tmp_path}'")).exit_code != 0
 
 
 @pytest.fixture
@@ -456,14 +462,14 @@ def tool(tmp_path: Path) -> Path:
 async def test_binds_are_read_only(lab: Lab, tool: Path) -> None:
     async with await lab.backend.create(
         SandboxSpec(binds=(Bind(source=tool, target="/opt/deep/tool"),))
-    ) as box:
-        assert await out(box, "cat /opt/deep/tool/data") == "shown"
-        assert (await sh(box, "echo x > /opt/deep/tool/data")).exit_code != 0
-        assert (await sh(box, "touch /opt/deep/tool/new /opt/deep/new /opt/new")).exit_code != 0
+    ) as sandbox:
+        assert await out(sandbox, "cat /opt/deep/tool/data") == "shown"
+        assert (await sh(sandbox, "echo x > /opt/deep/tool/data")).exit_code != 0
+        assert (await sh(sandbox, "touch /opt/deep/tool/new /opt/deep/new /opt/new")).exit_code != 0
     assert (tool / "data").read_text() == "shown"
 
 
-async def test_limits_hold_and_neighbours_do_not_feel_them(lab: Lab, box: Sandbox) -> None:
+async def test_limits_hold_and_neighbours_do_not_feel_them(lab: Lab, sandbox: Sandbox) -> None:
     if "resource_limits" not in lab.backend.capabilities:
         with pytest.raises(PolicyUnsupported):
             await lab.backend.create(SandboxSpec(max_processes=40))
@@ -473,7 +479,7 @@ async def test_limits_hold_and_neighbours_do_not_feel_them(lab: Lab, box: Sandbo
         assert (await limited.exec(["python3", "-c", greedy], timeout_s=20)).exit_code not in (0, None)
         many = "import os\nfor _ in range(60):\n    if os.fork() == 0:\n        import time; time.sleep(60)\n"
         assert (await limited.exec(["python3", "-c", many], timeout_s=20)).exit_code == 1
-        assert await out(box, "python3 -c 'x = bytearray(400 << 20); print(len(x) >> 20)'") == "400"
+        assert await out(sandbox, "python3 -c 'x = bytearray(400 << 20); print(len(x) >> 20)'") == "400"
         await limited.kill_all()
         assert await out(limited, "echo alive") == "alive"
 
@@ -503,8 +509,8 @@ sys.exit(max(137 if code == -9 else 0 for code in codes))
 """
 
 
-async def test_a_boxs_memory_is_bounded_as_a_whole(lab: Lab, box: Sandbox) -> None:
-    if "box_memory" not in lab.backend.capabilities or lab.small is None:
+async def test_a_boxs_memory_is_bounded_as_a_whole(lab: Lab, sandbox: Sandbox) -> None:
+    if "sandbox_memory" not in lab.backend.capabilities or lab.small is None:
         return
     small = lab.small(128 << 20)
     async with await small.create(SandboxSpec()) as tight, await small.create(SandboxSpec()) as neighbour:
@@ -520,7 +526,7 @@ async def test_a_boxs_memory_is_bounded_as_a_whole(lab: Lab, box: Sandbox) -> No
         assert (own.exit_code, own.out_of_memory) == (137, False)
         unharmed = await beside
         assert (unharmed.stdout, unharmed.out_of_memory) == (b"[0, 0, 0, 0]\n", False)
-        assert memory_kills(neighbour) == memory_kills(box) == 0
+        assert memory_kills(neighbour) == memory_kills(sandbox) == 0
 
 
 HEADLESS = """
@@ -536,24 +542,26 @@ ctypes.CDLL(None).pthread_exit(None)
 """
 
 
-async def test_kill_all_finds_a_process_that_lost_its_first_thread(lab: Lab, box: Sandbox) -> None:
-    await box.exec(["python3", "-c", HEADLESS], timeout_s=20)
-    gone = await sh(box, "until grep -qs '^State:.Z' /proc/[0-9]*/status && ls beat; do sleep .1; done", 20)
+async def test_kill_all_finds_a_process_that_lost_its_first_thread(lab: Lab, sandbox: Sandbox) -> None:
+    await sandbox.exec(["python3", "-c", HEADLESS], timeout_s=20)
+    gone = await sh(
+        sandbox, "until grep -qs '^State:.Z' /proc/[0-9]*/status && ls beat; do sleep .1; done", 20
+    )
     assert gone.exit_code == 0
-    await box.kill_all()
-    last = await box.get(f"{box.workdir}/beat")
+    await sandbox.kill_all()
+    last = await sandbox.get(f"{sandbox.workdir}/beat")
     await asyncio.sleep(0.1)
-    assert await box.get(f"{box.workdir}/beat") == last
+    assert await sandbox.get(f"{sandbox.workdir}/beat") == last
 
 
 async def test_kill_all_beats_a_fork_bomb(lab: Lab) -> None:
-    async with await lab.backend.create(SandboxSpec(max_processes=50)) as box:
+    async with await lab.backend.create(SandboxSpec(max_processes=50)) as sandbox:
         bomb = "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nif os.fork(): os._exit(0)\n"
         bomb += "os.setsid()\nwhile True:\n    try:\n        os.fork()\n    except OSError: pass\n"
-        await box.exec(["python3", "-c", bomb], timeout_s=20)
+        await sandbox.exec(["python3", "-c", bomb], timeout_s=20)
         await asyncio.sleep(0.1)
-        await box.kill_all()
-        assert await out(box, "echo alive") == "alive"
+        await sandbox.kill_all()
+        assert await out(sandbox, "echo alive") == "alive"
 
 
 async def test_the_gateway_is_reached_and_nothing_else(lab: Lab, tmp_path: Path) -> None:
@@ -572,15 +580,15 @@ print(d[:9].decode(), len(d))
 """
     async with await asyncio.start_unix_server(answer, str(path)):
         spec = SandboxSpec(network="gateway_only", gateway_socket=path, gateway_port=9090)
-        async with await lab.backend.create(spec) as box:
+        async with await lab.backend.create(spec) as sandbox:
             for _ in range(2):
-                result = await box.exec(["python3", "-c", ask], timeout_s=20)
+                result = await sandbox.exec(["python3", "-c", ask], timeout_s=20)
                 assert result.stdout == b"got hello 3000010\n", result
-                await box.kill_all()
+                await sandbox.kill_all()
             for taken in ("s.bind(('127.0.0.1', 9090))", "s.connect(('127.0.0.1', 9091))"):
                 code = f"import socket; s = socket.socket(); {taken}"
-                assert (await box.exec(["python3", "-c", code], timeout_s=20)).exit_code == 1
-            assert (await sh(box, f"ls {path}")).exit_code != 0
+                assert (await sandbox.exec(["python3", "-c", code], timeout_s=20)).exit_code == 1
+            assert (await sh(sandbox, f"ls {path}")).exit_code != 0
 
 
 @pytest.mark.parametrize(
@@ -596,7 +604,7 @@ print(d[:9].decode(), len(d))
 )
 async def test_more_than_is_offered_is_refused_before_start(lab: Lab, spec: SandboxSpec, word: str) -> None:
     if spec.network == "public" and lab.backend.name.startswith("harbor"):
-        pytest.skip("harbor: its boxes may have a public network")
+        pytest.skip("harbor: its sandboxes may have a public network")
     with pytest.raises(PolicyUnsupported, match=word) as caught:
         await lab.backend.create(spec)
     assert not caught.value.infra
@@ -608,52 +616,59 @@ async def test_an_image_is_taken_or_refused(lab: Lab) -> None:
             await lab.backend.create(SandboxSpec(image="some/image"))
         return
     spec = SandboxSpec(image=lab.image, workdir="/srv/job", files=FILES)
-    async with await lab.backend.create(spec) as box:
-        assert await out(box, "pwd; touch made && echo ok") == "/srv/job\nok"
-        assert (await box.get_tree()).keys() == {*FILES, "made"}
+    async with await lab.backend.create(spec) as sandbox:
+        assert await out(sandbox, "pwd; touch made && echo ok") == "/srv/job\nok"
+        assert (await sandbox.get_tree()).keys() == {*FILES, "made"}
 
 
 # The end
 
 
 async def test_close_ends_everything_and_may_be_called_again(lab: Lab) -> None:
-    box = await lab.backend.create(SandboxSpec())
-    process = await box.spawn(["sleep", "919293"])
-    await box.close()
-    await box.close()
+    sandbox = await lab.backend.create(SandboxSpec())
+    process = await sandbox.spawn(["sleep", "919293"])
+    await sandbox.close()
+    await sandbox.close()
     assert await process.wait(20) != 0
-    for refused in (box.exec(["true"], timeout_s=1), box.get_tree(), box.kill_all(), box.spawn(["true"])):
+    for refused in (
+        sandbox.exec(["true"], timeout_s=1),
+        sandbox.get_tree(),
+        sandbox.kill_all(),
+        sandbox.spawn(["true"]),
+    ):
         with pytest.raises(SandboxLost):
             await refused
 
 
 async def test_a_cancelled_close_finishes(lab: Lab) -> None:
-    box = await lab.backend.create(SandboxSpec())
-    closing = asyncio.create_task(box.close())
+    sandbox = await lab.backend.create(SandboxSpec())
+    closing = asyncio.create_task(sandbox.close())
     await asyncio.sleep(0)
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    await box.close()
+    await sandbox.close()
     with pytest.raises(SandboxLost):
-        await box.exec(["true"], timeout_s=1)
+        await sandbox.exec(["true"], timeout_s=1)
 
 
 async def test_closing_while_a_command_runs_is_no_exit_code(lab: Lab) -> None:
-    box = await lab.backend.create(SandboxSpec())
-    running = asyncio.create_task(sh(box, "touch started; sleep 60"))
+    sandbox = await lab.backend.create(SandboxSpec())
+    running = asyncio.create_task(sh(sandbox, "touch started; sleep 60"))
     for _ in range(1000):
-        if await box.get(f"{box.workdir}/started") is not None:
+        if await sandbox.get(f"{sandbox.workdir}/started") is not None:
             break
         await asyncio.sleep(0.02)
-    await box.close()
+    await sandbox.close()
     assert (await running).exit_code is None
 
 
-async def test_many_boxes_at_once(lab: Lab) -> None:
-    boxes = await asyncio.gather(*(lab.backend.create(SandboxSpec()) for _ in range(6)))
+async def test_many_sandboxes_at_once(lab: Lab) -> None:
+    sandboxes = await asyncio.gather(*(lab.backend.create(SandboxSpec()) for _ in range(6)))
     try:
-        results = await asyncio.gather(*(out(box, f"echo {n} > m; cat m") for n, box in enumerate(boxes)))
+        results = await asyncio.gather(
+            *(out(sandbox, f"echo {n} > m; cat m") for n, sandbox in enumerate(sandboxes))
+        )
         assert results == [str(n) for n in range(6)]
     finally:
-        await asyncio.gather(*(box.close() for box in boxes))
+        await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))

@@ -11,23 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from insitu.agents.install import find_pi
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import WARM_START, demo_preset, load_config
-from insitu.demo.policy import Habits
+from insitu.demo.demonstrator import Habits
+from insitu.demo.rendered_demonstrations import Demonstration, render
 from insitu.demo.sft_data import Phase, Recorded, SftJob, read_job, read_recorded, write_job, write_recorded
 from insitu.demo.sft_job import GATE, gate
-from insitu.demo.synth import Demonstration, render
-from insitu.demo.warm import RECORDED, constant_ids, record
-from insitu.engine.embedded_model import load_model
-from insitu.harness.install import find_pi
-from insitu.render.folder import read_folder
-from insitu.render.template import TemplateFamily, template_family
+from insitu.demo.warm_start import RECORDED, constant_ids, record
+from insitu.engines.embedded.model import load_model
 from insitu.tasks.toy import ToyProblem, make_problem
 from insitu.view.plain import PlainView
 
 
 @pytest.fixture(scope="module")
-def family() -> TemplateFamily:
-    return template_family(read_folder(WARM_START))
+def renderer() -> TemplateRenderer:
+    return template_renderer(read_folder(WARM_START))
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def problem_of(demonstration: Demonstration) -> ToyProblem:
     return make_problem(int(demonstration.task_id.removeprefix("toy-")))
 
 
-def same(recorded: Demonstration, family: TemplateFamily, habits: Habits, seed: int) -> bool:
-    rendered = render(family, problem_of(recorded), habits, seed)
+def same(recorded: Demonstration, renderer: TemplateRenderer, habits: Habits, seed: int) -> bool:
+    rendered = render(renderer, problem_of(recorded), habits, seed)
     return np.array_equal(recorded.ids, rendered.ids) and np.array_equal(recorded.mask, rendered.mask)
 
 
@@ -49,27 +49,27 @@ def test_at_least_300_demonstrations_were_recorded_through_pi(recorded: Recorded
 
 
 def test_every_recorded_demonstration_equals_its_rendering(
-    recorded: Recorded, family: TemplateFamily
+    recorded: Recorded, renderer: TemplateRenderer
 ) -> None:
     job = read_job(WARM_START / "job.json")
     for phase, rows in recorded.rows.items():
         for demonstration in rows:
-            assert same(demonstration, family, job.phases[phase].habits, job.seed), demonstration.task_id
+            assert same(demonstration, renderer, job.phases[phase].habits, job.seed), demonstration.task_id
 
 
 def test_the_demonstrator_is_often_wrong_and_often_does_not_look(
-    recorded: Recorded, family: TemplateFamily
+    recorded: Recorded, renderer: TemplateRenderer
 ) -> None:
     """The last phase's habits are what RL starts from."""
     rows = recorded.rows[max(recorded.rows)]
-    looked = [family.decode(d.ids[d.mask]).split("</tool_call>")[0].count('"edit"') == 0 for d in rows]
+    looked = [renderer.decode(d.ids[d.mask]).split("</tool_call>")[0].count('"edit"') == 0 for d in rows]
     assert 0.02 < np.mean(looked) < 0.3
 
 
 def test_the_shipped_weights_pass_the_gate_in_every_family(
-    recorded: Recorded, family: TemplateFamily
+    recorded: Recorded, renderer: TemplateRenderer
 ) -> None:
-    measured = gate(load_model(WARM_START), family, recorded.prefixes[0], tasks=192)
+    measured = gate(load_model(WARM_START), renderer, recorded.prefixes[0], tasks=192)
     stated = json.loads((WARM_START / "gate.json").read_text())
     assert set(measured) == set(stated)
     assert all(rate >= GATE for rate in stated.values())
@@ -82,11 +82,11 @@ def test_the_shipped_weights_are_small() -> None:
 
 
 def test_a_live_pi_sends_the_prompt_the_warm_start_knows_and_the_same_ids(
-    recorded: Recorded, family: TemplateFamily, monkeypatch: pytest.MonkeyPatch
+    recorded: Recorded, renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if find_pi() is None and not os.environ.get("INSITU_REQUIRE_PI"):
         pytest.skip("Pi is not installed; scripts/setup installs it")
-    monkeypatch.setattr("insitu.demo.warm.RECORDED", 24)
+    monkeypatch.setattr("insitu.demo.warm_start.RECORDED", 24)
     config = load_config(None, ["harness.workers=3"], demo_preset())
     view = PlainView(io.StringIO())
     prefix = asyncio.run(constant_ids(config, "pi", WARM_START, view))
@@ -95,7 +95,7 @@ def test_a_live_pi_sends_the_prompt_the_warm_start_knows_and_the_same_ids(
     live = asyncio.run(record(config, WARM_START, job, [prefix], view))
     assert sum(len(rows) for rows in live.rows.values()) == 24
     for phase, rows in live.rows.items():
-        assert all(same(d, family, job.phases[phase].habits, job.seed) for d in rows)
+        assert all(same(d, renderer, job.phases[phase].habits, job.seed) for d in rows)
 
 
 def test_job_and_recordings_round_trip(tmp_path: Path, recorded: Recorded) -> None:

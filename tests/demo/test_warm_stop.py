@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from insitu import cli
-from insitu.stop import descendants
+from insitu.shutdown import descendants
 
 PROGRAM = """
 import sys
@@ -20,9 +20,9 @@ from insitu.config import WARM_START
 from insitu.cli import main
 from insitu.demo import warm
 from insitu.demo.sft_data import read_recorded
-from insitu.render.load import load_family
+from insitu.chat.load import load_renderer
 
-shipped, family = read_recorded(WARM_START / "recorded.npz"), load_family(WARM_START)
+shipped, family = read_recorded(WARM_START / "recorded.npz"), load_renderer(WARM_START)
 order = ("pi", "script")
 
 async def constant_text(config, agent, view):

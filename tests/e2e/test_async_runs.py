@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from insitu.errors import RecordError
-from insitu.record.run import read_store
+from insitu.storage.run_dir import read_store
 
 pytestmark = pytest.mark.full
 DEADLINE_S = 900

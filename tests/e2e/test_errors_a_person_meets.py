@@ -65,7 +65,7 @@ def test_everything_that_is_wrong_is_said_at_once_before_anything_starts(tmp_pat
         done = insitu(
             "demo", "--agent", "script", "--plain", f"run.dir={tmp_path / 'runs'}", f"model.path={model}",
             f"gateway.port={server.getsockname()[1]}", "tasks.source=jsonl", "tasks.path=nowhere.jsonl",
-            "tasks.evaluate_response=nowhere:score", f"gateway.tools={tmp_path / 'tools.json'}", *TINY,
+            "tasks.reward=nowhere:score", f"gateway.tools={tmp_path / 'tools.json'}", *TINY,
         )  # fmt: skip
     line = line_of(done, 2)
     assert line.startswith("insitu: 4 problems: (1) ")
@@ -95,11 +95,11 @@ def test_a_start_that_fails_later_leaves_no_run_directory(tmp_path: Path, there:
 def test_without_node_and_network_the_line_says_what_to_do(tmp_path: Path) -> None:
     """An empty cache, no Node on the PATH and no wheel: nothing that Pi could run on."""
     (tmp_path / "bin").mkdir()
-    if bwrap := shutil.which("bwrap"):  # what an ordinary user's boxes need is asked for first
+    if bwrap := shutil.which("bwrap"):  # what an ordinary user's sandboxes need is asked for first
         (tmp_path / "bin" / "bwrap").symlink_to(bwrap)
     hidden = {"PATH": str(tmp_path / "bin"), "INSITU_CACHE": str(tmp_path / "cache")}
     program = (
-        "import sys, insitu.harness.install as i\n"
+        "import sys, insitu.agents.install as i\n"
         "i._wheel_node = lambda: None\n"
         "from insitu.cli import main\n"
         "sys.exit(main(sys.argv[1:]))\n"

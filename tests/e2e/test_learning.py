@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from insitu.harness.install import find_pi
+from insitu.agents.install import find_pi
 
 TASKS = 96
 

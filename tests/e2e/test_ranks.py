@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from insitu.stop import descendants
+from insitu.shutdown import descendants
 
 SMALL = [
     "run.steps=2", "run.eval_tasks=2", "tasks.groups_per_step=3", "collect.group_size=4", "harness.workers=4",
@@ -45,7 +45,7 @@ def peers(root: int) -> list[int]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"insitu.train.learner.peers" in command:
+        if b"insitu.training.learner.ranks" in command:
             found.append(pid)
     return found
 

@@ -1,4 +1,5 @@
-"""One attempt for real: box, agent, gateway, forest, diff, second box, verdict. The engine is scripted."""
+"""One attempt for real: sandbox, agent, gateway, forest, diff, second sandbox, verdict. The engine is
+scripted."""
 
 from __future__ import annotations
 
@@ -9,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from insitu.collect.agents import Means, limits_of, open_agents
-from insitu.collect.boxes import make_pool
+from insitu.agents.script import ScriptHarness
+from insitu.attempt import AttemptExecutor, AttemptSpec
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import Config, load_config
-from insitu.demo.policy import call, edit
-from insitu.demo.warm import write_family
+from insitu.demo.demonstrator import call, edit
+from insitu.demo.warm_start import write_renderer
 from insitu.errors import EngineError
-from insitu.grade.clean import Grader
-from insitu.harness.script import ScriptHarness
-from insitu.render.folder import read_folder
-from insitu.render.template import TemplateFamily, template_family
-from insitu.rollout import Attempts, AttemptSpec
+from insitu.grading.grader import Grader
+from insitu.runtime.agents import Means, limits_of, open_agents
+from insitu.runtime.sandboxes import make_pool
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.types import IntArray, Message, Outcome, RequestKey, Rollout, Status, Task, Tree, Verdict
@@ -30,7 +31,7 @@ class Stage:
     """Everything but the policy."""
 
     config: Config
-    family: TemplateFamily
+    renderer: TemplateRenderer
     source: ToySource
     tmp: Path
 
@@ -43,17 +44,17 @@ class Stage:
         return self.source.problem(self.task)
 
     @contextlib.asynccontextmanager
-    async def attempts(self, engine: ScriptedEngine) -> AsyncIterator[Attempts]:
-        async with open_agents(self.config, self.family, engine, self.tmp) as agents:
+    async def attempts(self, engine: ScriptedEngine) -> AsyncIterator[AttemptExecutor]:
+        async with open_agents(self.config, self.renderer, engine, self.tmp) as agents:
             grader = Grader(agents.backend)
 
             async def judge(task: Task, tree: Tree) -> Verdict:
                 return await grader.grade(task, self.source.oracle(task), tree)
 
-            yield Attempts(agents.gateway, agents.workers, judge)
+            yield AttemptExecutor(agents.gateway, agents.workers, judge)
 
     async def run(self, script: list[Message], **changes: object) -> tuple[Rollout, ScriptedEngine]:
-        engine = ScriptedEngine(self.family, playing(script), sampled=True)
+        engine = ScriptedEngine(self.renderer, playing(script), sampled=True)
         spec = AttemptSpec(rollout_id="train/00001/000/00", task=self.task, seed=1)
         async with self.attempts(engine) as attempts:
             return await attempts.run(replace(spec, **changes)), engine  # type: ignore[arg-type]
@@ -76,11 +77,11 @@ def stage(tmp_path: Path) -> Stage:
             "model.max_context_tokens=16384",
         ],
     )
-    write_family(tmp_path / "family", "")
+    write_renderer(tmp_path / "family", "")
     (tmp_path / "s").mkdir()
     return Stage(
         config,
-        template_family(read_folder(tmp_path / "family")),
+        template_renderer(read_folder(tmp_path / "family")),
         ToySource(limits_of(config)),
         tmp_path / "s",
     )
@@ -95,7 +96,7 @@ async def test_a_right_edit_is_resolved_and_every_token_kept(stage: Stage) -> No
     assert (rollout.status, rollout.reward) == (Status.OK, 1.0)
     assert rollout.verdict is not None
     assert rollout.verdict.outcome is Outcome.RESOLVED
-    assert rollout.verdict.strength == "strong"
+    assert rollout.verdict.trust == "strong"
     assert rollout.changed[p.path].content.decode() == p.text(solved=True)
     (segment,) = rollout.trajectory.segments
     assert len(engine.sent) == 3
@@ -146,7 +147,7 @@ async def test_an_agent_that_never_stops_is_truncated_and_graded(stage: Stage) -
 
 async def test_an_engine_failure_is_unscorable_and_in_the_ledger(stage: Stage) -> None:
     engine = ScriptedEngine(
-        stage.family,
+        stage.renderer,
         playing([call("read", path=stage.problem.path)]),
         sampled=True,
         fail=lambda key: EngineError("engine on fire") if key.turn == 1 else None,
@@ -165,7 +166,7 @@ async def test_the_secret_of_a_rollout_dies_with_it(stage: Stage) -> None:
     secrets: set[str] = set()
     p = stage.problem
     leak = call("bash", command="echo $OPENAI_API_KEY > key.txt")
-    engine = ScriptedEngine(stage.family, playing([leak, DONE]), sampled=True)
+    engine = ScriptedEngine(stage.renderer, playing([leak, DONE]), sampled=True)
     async with stage.attempts(engine) as attempts:
         for slot in range(3):
             spec = AttemptSpec(rollout_id=f"train/00001/000/0{slot}", task=stage.task, seed=1)
@@ -210,7 +211,7 @@ for key, body in {sent!r}:
     ],
 )
 async def test_an_agent_that_never_calls_the_model_is_not_graded(stage: Stage, agent: str, why: str) -> None:
-    engine = ScriptedEngine(stage.family, playing([DONE]), sampled=True)
+    engine = ScriptedEngine(stage.renderer, playing([DONE]), sampled=True)
     pool = make_pool(stage.config)
     means = Means(pool=pool, harness=ScriptHarness(("python3", "-c", agent), {}, pool))
     task = replace(stage.task, limits=replace(stage.task.limits, wall_s=2.0))
@@ -218,8 +219,8 @@ async def test_an_agent_that_never_calls_the_model_is_not_graded(stage: Stage, a
     async def judge(task: Task, tree: Tree) -> Verdict:
         raise AssertionError("graded")
 
-    async with open_agents(stage.config, stage.family, engine, stage.tmp, means) as agents:
-        attempts = Attempts(agents.gateway, agents.workers, judge)
+    async with open_agents(stage.config, stage.renderer, engine, stage.tmp, means) as agents:
+        attempts = AttemptExecutor(agents.gateway, agents.workers, judge)
         rollout = await attempts.run(AttemptSpec(rollout_id="train/00001/000/00", task=task, seed=1))
     assert (rollout.status, rollout.reward) == (Status.INFRA_FAILED, None)
     assert rollout.error == why

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from insitu.record.run import RunDir, has_rollouts, read_store
-from insitu.stop import descendants
-from insitu.train.start_model import START_MODEL
+from insitu.shutdown import descendants
+from insitu.storage.run_dir import RunDir, has_rollouts, read_store
+from insitu.training.start_model import START_MODEL
 from insitu.types import Status
 
 SMALL = [
@@ -113,16 +113,16 @@ def test_kill_9_at_any_moment_loses_and_repeats_nothing(
         child = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         _wait_for_rollouts(run_dir, child)
         time.sleep(rng.uniform(0.0, 3.0))
-        family = descendants(child.pid)
+        renderer = descendants(child.pid)
         child.send_signal(signal.SIGKILL)
         child.wait(10)
-        assert gone(family, 10.0), "a child outlived its killed controller"
+        assert gone(renderer, 10.0), "a child outlived its killed controller"
         arguments = command("demo", "--plain", "--json", "--resume", run_dir)
     summary = finish(arguments)
     assert summary["weights"] == reference[1]["weights"]
     assert summary["rollouts"] == reference[1]["rollouts"]
     assert plans(run_dir) == plans(reference[0])
-    tries = summary["tries_by_end"]
+    tries = summary["attempts_by_end"]
     assert (tries["decided"], tries["running"], tries["untold"]) == (summary["rollouts"], 0, 0)
 
 
@@ -170,7 +170,7 @@ def test_a_learner_that_may_not_come_back_ends_the_run_at_once_with_one_line(tmp
 
 def _is_learner(pid: int) -> bool:
     try:
-        return b"insitu.train.learner.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"insitu.training.learner.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
@@ -200,7 +200,7 @@ def test_an_evaluation_that_a_kill_cut_short_is_finished_on_resume(
 TIMED = """
 import json, sys, time
 from insitu.config import demo_preset, load_config
-from insitu.train.loop import TrainOptions, train
+from insitu.training.loop import TrainOptions, train
 from insitu.view.plain import PlainView
 config = load_config(None, sys.argv[1:], demo_preset())
 options = TrainOptions(began=time.monotonic() - 100, extra={"warm_start_s": 1.5})
@@ -278,7 +278,7 @@ def test_ctrl_c_stops_cleanly_and_resumes(reference: tuple[Path, dict[str, Any]]
     )
     _wait_for_rollouts(run_dir, child)  # type: ignore[arg-type]
     time.sleep(1.0)
-    family = descendants(child.pid)
+    renderer = descendants(child.pid)
     began = time.monotonic()
     os.killpg(child.pid, signal.SIGINT)
     _, errors = child.communicate(timeout=20)
@@ -286,7 +286,7 @@ def test_ctrl_c_stops_cleanly_and_resumes(reference: tuple[Path, dict[str, Any]]
     assert child.returncode == 130
     assert errors.splitlines()[-1].startswith("insitu: stopped; continue with: insitu demo --resume")
     assert "Traceback" not in errors
-    assert family
-    assert gone(family, 2.0)
+    assert renderer
+    assert gone(renderer, 2.0)
     summary = finish(command("demo", "--plain", "--json", "--resume", run_dir))
     assert summary["weights"] == reference[1]["weights"]

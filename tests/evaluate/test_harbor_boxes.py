@@ -1,4 +1,5 @@
-"""Verbs over boxes of Harbor's interface: what needs boxes for grading alone works, the rest is refused."""
+"""Verbs over sandboxes of Harbor's interface: what needs sandboxes for grading alone works, the rest is
+refused."""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from insitu.attack.subject import subject, text
+from insitu.chat.renderer import ChatRenderer
 from insitu.cli import main
 from insitu.config import Config, load_config
 from insitu.evaluate.run import RolloutOptions, rollout
-from insitu.grade.clean import Grader
-from insitu.hints import install_extra
-from insitu.render.family import Family
+from insitu.grading.grader import Grader
+from insitu.install_hints import install_extra
 from insitu.sandbox.harbor import HarborBackend
+from insitu.suites.attacks.target import target_for, text
 from insitu.testing.fake_harbor import local_environment
 from insitu.testing.scripted_engine import ScriptedEngine
-from insitu.train.learner.sampler import Sampler
+from insitu.training.learner.sampler import Sampler
 from insitu.types import WORKDIR, HiddenTests, IntArray, Message, RequestKey
 from insitu.view.plain import PlainView
 
@@ -40,7 +41,7 @@ def tasks(tmp_path: Path) -> list[str]:
 
 
 @asynccontextmanager
-async def sampler(config: Config, family: Family, log: Path, say: object) -> AsyncIterator[Sampler]:
+async def sampler(config: Config, renderer: ChatRenderer, log: Path, say: object) -> AsyncIterator[Sampler]:
     def policy(ids: IntArray, key: RequestKey) -> Message:
         solved = key.rollout_id.endswith("/00")
         return Message(role="assistant", text=f"```python\n{RIGHT if solved else WRONG + '# so'}\n```")
@@ -48,7 +49,7 @@ async def sampler(config: Config, family: Family, log: Path, say: object) -> Asy
     async def check() -> None:
         return None
 
-    yield Sampler(engine=ScriptedEngine(family, policy, sampled=True), check=check)
+    yield Sampler(engine=ScriptedEngine(renderer, policy, sampled=True), check=check)
 
 
 def test_rollouts_without_an_agent_are_graded_there_and_graded_again(
@@ -60,7 +61,7 @@ def test_rollouts_without_an_agent_are_graded_there_and_graded_again(
          "limits.max_call_tokens=512", "model.max_context_tokens=8192"],
     )  # fmt: skip
     summary = rollout(config, PlainView(StringIO()), RolloutOptions(sampler=sampler))
-    assert (summary["graded"], summary["verdict"]["resolved"], summary["strength"]) == (2, 1, {"strong": 2})
+    assert (summary["graded"], summary["verdict"]["resolved"], summary["trust"]) == (2, 1, {"strong": 2})
     assert main(["grade", str(tmp_path / "run"), "--json"]) == 0
     compared, said = map(json.loads, capsys.readouterr().out.splitlines()[-2:])
     assert (said["resolved"], said["unresolved"], compared["compared"]["differences"]) == (1, 1, [])
@@ -82,7 +83,7 @@ def test_what_cannot_be_is_one_line(
         main(["rollout", str(tmp_path / "any.toml"), "--plain", *tasks, *FAKE, f"run.dir={tmp_path / 'run'}"])
         == 2
     )
-    assert "insitu: no agent runs in boxes of sandbox.backend = harbor" in capsys.readouterr().err
+    assert "insitu: no agent runs in sandboxes of sandbox.backend = harbor" in capsys.readouterr().err
     if "harbor" not in sys.modules:
         there = ["sandbox.backend=harbor", "sandbox.environment=e2b", "sandbox.image=any"]
         assert main(["tasks", "validate", *tasks, *there, "--out", str(tmp_path / "gate")]) == 1
@@ -96,7 +97,7 @@ echo $((1 - $?)) > /logs/verifier/reward.txt
 
 @pytest.mark.parametrize("runner", ["json_io", "command", "swebench_log", "harbor"])
 async def test_every_runner_that_shows_no_folder_judges_there(runner: str) -> None:
-    judged = subject(runner)
+    judged = target_for(runner)
     oracle = judged.oracle
     if runner == "harbor":  # the subject's own brings a whole pytest, file by file
         oracle = replace(oracle, tests=HiddenTests(files={"tests/test.sh": text(SCRIPT)}))

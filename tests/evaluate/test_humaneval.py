@@ -65,7 +65,7 @@ async def test_replies_of_a_model_are_graded_without_an_agent(tmp_path: Path) ->
     summary = json.loads(out.splitlines()[-1])
     assert (summary["graded"], summary["verdict"]["resolved"], summary["calls"]) == (16, 8, 16)
     assert (summary["pass_at"]["1"]["value"], summary["pass_at"]["2"]["value"]) == (0.5, 0.5)
-    assert set(summary["strength"]) <= {"strong", "standard", "weak"}
+    assert set(summary["trust"]) <= {"strong", "standard", "weak"}
     lines = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
     for line in lines:
         number = int(line["task_id"].split("/")[1])

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
+from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, load_config
-from insitu.demo.policy import call, edit
+from insitu.demo.demonstrator import call, edit
 from insitu.errors import ConfigError, EngineError, RecordError, SetupError, TaskError, TrainError
 from insitu.evaluate.run import RolloutOptions, rollout
-from insitu.record.run import read_store
-from insitu.render.family import Family
+from insitu.storage.run_dir import read_store
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.testing.scripted_engine import ScriptedEngine
-from insitu.train.learner.sampler import Sampler
-from insitu.train.loop import TrainOptions, train
+from insitu.training.learner.sampler import Sampler
+from insitu.training.loop import TrainOptions, train
 from insitu.types import IntArray, Limits, Message, RequestKey, Rollout
 from insitu.view.plain import PlainView
 
@@ -50,8 +50,10 @@ class Scripted:
         return solving[key.turn] if slot == 0 else DONE
 
     @asynccontextmanager
-    async def sampler(self, config: Config, family: Family, log: Path, say: object) -> AsyncIterator[Sampler]:
-        self.engine = ScriptedEngine(family, self.policy, sampled=True, fail=self._fail)
+    async def sampler(
+        self, config: Config, renderer: ChatRenderer, log: Path, say: object
+    ) -> AsyncIterator[Sampler]:
+        self.engine = ScriptedEngine(renderer, self.policy, sampled=True, fail=self._fail)
 
         async def check() -> None:
             return None
@@ -81,7 +83,7 @@ def test_the_numbers_are_those_of_what_happened(tmp_path: Path) -> None:
     assert summary["ledger"]["trained"] == 0
     assert summary["ledger"]["excluded"] == {"evaluation": summary["ledger"]["captured"]}
     assert summary["cost"] is None
-    assert summary["strength"] == {"strong": 6}
+    assert summary["trust"] == {"strong": 6}
     assert summary["masked"] == {}
 
 
@@ -123,7 +125,7 @@ def test_a_run_in_which_nothing_moves_ends_with_one_line(
     monkeypatch.setattr("insitu.evaluate.run.Attempts", Hung)
     began = time.monotonic()
     with pytest.raises(TrainError, match=r"none was decided for [12] s: 0 of 6 rollouts are decided$"):
-        run(tmp_path, Scripted(), "limits.wall_s=0.5", "collect.starve_limit_s=0.5")
+        run(tmp_path, Scripted(), "limits.wall_s=0.5", "collect.stall_timeout_s=0.5")
     assert time.monotonic() - began < 20.0
 
 
@@ -146,7 +148,7 @@ def test_a_run_is_continued_by_its_own_verb_only(tmp_path: Path) -> None:
     ("override", "error", "said"),
     [
         ("rollout.tasks=0", ConfigError, "say how many in rollout.tasks"),
-        ("tasks.families=['nonsense']", ConfigError, "tasks.families"),
+        ("tasks.kinds=['nonsense']", ConfigError, "tasks.kinds"),
     ],
 )
 def test_a_choice_of_tasks_that_cannot_be(
@@ -178,7 +180,7 @@ def test_a_fall_back_takes_over_from_docker_that_is_not_there(tmp_path: Path, in
     assert (summary["graded"], summary["verdict"]["resolved"], summary["tries"]) == (6, 3, 6)
     assert summary["ledger"]["excluded"] == {"evaluation": summary["ledger"]["captured"]}
     (line,) = [line for line in shown.getvalue().splitlines() if "sandbox" in line]
-    assert "boxes come from local" in line
+    assert "sandboxes come from local" in line
     assert ("daemon does not answer" if installed else "is not installed") in line
 
 
@@ -202,12 +204,12 @@ def test_without_a_fall_back_docker_that_is_not_there_ends_the_run(tmp_path: Pat
         ),
         (
             ["sandbox.backend=harbor", "sandbox.environment=e2b"],
-            "no agent runs in boxes of sandbox.backend = harbor: its boxes do not reach the gateway; "
+            "no agent runs in sandboxes of sandbox.backend = harbor: its sandboxes do not reach the gateway; "
             "harness.agent = single_turn",
         ),
         (
             ["sandbox.fallback=harbor", "sandbox.environment=e2b"],
-            "no agent runs in boxes of sandbox.fallback = harbor",
+            "no agent runs in sandboxes of sandbox.fallback = harbor",
         ),
     ],
 )
@@ -254,7 +256,7 @@ def test_tasks_that_are_judged_weaker_than_asked_for_are_refused(tmp_path: Path)
     path = tmp_path / "a.jsonl"
     row = {"id": "t", "prompt": "Fix.", "files": {"m.py": "x = 1\n"}, "checks": [{"command": "true"}]}
     path.write_text(json.dumps(row) + "\n")
-    tasks = ["tasks.source=jsonl", f"tasks.path={path}", "tasks.eval_share=1", "grade.min_strength=strong"]
+    tasks = ["tasks.source=jsonl", f"tasks.path={path}", "tasks.eval_share=1", "grade.min_trust=strong"]
     scripted = Scripted()
     with pytest.raises(TaskError, match="task t, weak: runner command"):
         run(tmp_path, scripted, *tasks)

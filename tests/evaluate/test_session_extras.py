@@ -11,9 +11,9 @@ import pytest
 from test_rollout_verb import DONE, Scripted, run
 
 from insitu.config import load_config
-from insitu.demo.policy import call
+from insitu.demo.demonstrator import call
 from insitu.errors import ConfigError
-from insitu.record.run import read_store
+from insitu.storage.run_dir import read_store
 from insitu.types import IntArray, Message, RequestKey, Rollout
 
 REPORT: dict[str, Any] = {
@@ -59,8 +59,8 @@ def test_host_tools_of_a_run_are_offered_acknowledged_and_kept(tmp_path: Path) -
     summary = run(tmp_path, scripted, tool_file(tmp_path, REPORT), "rollout.tasks=1")
     assert summary["graded"] == 2
     assert scripted.engine is not None
-    family = scripted.engine._family
-    prompts = {(s.key.rollout_id[-2:], s.key.turn): family.decode(s.ids) for s in scripted.engine.sent}
+    renderer = scripted.engine._renderer
+    prompts = {(s.key.rollout_id[-2:], s.key.turn): renderer.decode(s.ids) for s in scripted.engine.sent}
     assert all("Say how sure you are." in prompt for prompt in prompts.values())
     assert '{"ok":true}' in prompts["00", 1]
     assert "7 is greater than the maximum of 1" in prompts["01", 1]
@@ -81,8 +81,8 @@ def test_the_shim_of_a_run_turns_text_into_calls_and_labels_the_turns(tmp_path: 
     run(tmp_path, scripted, "gateway.shim_tool=bash", *one, shown=shown)
     assert "shim_tool" not in shown.getvalue()
     assert scripted.engine is not None
-    family = scripted.engine._family
-    assert "found" in family.decode(scripted.engine.sent[1].ids).split("```")[-1]
+    renderer = scripted.engine._renderer
+    assert "found" in renderer.decode(scripted.engine.sent[1].ids).split("```")[-1]
     (rollout,) = stored(tmp_path)
     hints = [[value for name, value in turn.hints if name == "label"] for turn in rollout.trajectory.turns]
     assert hints == [["shim"], []]

@@ -1,4 +1,4 @@
-"""`insitu rollout` before a provider, as a person runs it: a real process, real boxes, a fake provider
+"""`insitu rollout` before a provider, as a person runs it: a real process, real sandboxes, a fake provider
 here."""
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 import insitu
-from insitu.record.run import has_rollouts, read_store
-from insitu.stop import descendants
+from insitu.shutdown import descendants
+from insitu.storage.run_dir import has_rollouts, read_store
 from insitu.tasks.toy import ToyProblem, make_problem
 from insitu.testing.fake_provider import KEY, FakeProvider, serve_provider
 from insitu.types import Limits, Status
-from insitu.view.finish import show_run
+from insitu.view.run_report import show_run
 
 DEADLINE_S = 90
 TASKS, PER_TASK = 4, 3
@@ -100,7 +100,7 @@ def config_file(tmp_path: Path, fake: FakeProvider) -> list[object]:
     return [file, f"run.dir={tmp_path / 'run'}", *SETTINGS]
 
 
-async def test_a_provider_is_evaluated_with_an_agent_in_boxes(tmp_path: Path) -> None:
+async def test_a_provider_is_evaluated_with_an_agent_in_sandboxes(tmp_path: Path) -> None:
     async with provider() as fake:
         fake.busy = [(429, "0.2"), (503, "")]
         code, summary, err = await run(*config_file(tmp_path, fake))
@@ -131,14 +131,14 @@ async def test_kill_9_loses_and_repeats_nothing_that_was_graded(tmp_path: Path) 
         fake.reply_delay_s = 0.3
         process = await start(*config_file(tmp_path, fake))
         await stored(run_dir, 3, process)
-        family = descendants(process.pid)
+        renderer = descendants(process.pid)
         process.kill()
         await process.communicate()
         with read_store(run_dir) as store:
             before = {o.rollout_id: o for o in store.outcomes("rollout", 0)}
         assert 0 < len(before) < TASKS * PER_TASK, "the kill came too late to tell"
         assert f"{len(before)} rollouts so far" in show_run(run_dir)
-        assert await gone(family, 10.0)
+        assert await gone(renderer, 10.0)
         fake.reply_delay_s = 0.0
         asked = Counter(player(fake).begun)
         code, summary, err = await run("--resume", run_dir)
@@ -166,15 +166,15 @@ async def test_ctrl_c_ends_it_within_five_seconds_without_orphans(tmp_path: Path
         async with asyncio.timeout(DEADLINE_S):
             while not fake.received:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        family = descendants(process.pid)
-        assert family
+        renderer = descendants(process.pid)
+        assert renderer
         began = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
         _, err = await process.communicate()
         assert time.monotonic() - began <= 5.5
         assert process.returncode == 130
         assert b"Traceback" not in err
-        assert await gone(family, 2.0)
+        assert await gone(renderer, 2.0)
 
 
 async def test_a_refused_key_is_one_line_and_no_zero(tmp_path: Path) -> None:

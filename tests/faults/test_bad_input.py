@@ -1,7 +1,7 @@
 """Input that a trainer meets and must not swallow: one clear error or the documented way out, nothing lost.
 
 Here are those that cross folders. A receipt for other weights, an engine that refuses an update or never
-answers: tests/train/test_publish.py. A group that never fills: tests/collect/test_collector.py.
+answers: tests/training/test_weights.py. A group that never fills: tests/collect/test_collector.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from train_lab import group, sampled_groups, slow_logprobs, small_model
 
 from insitu import cli
 from insitu.capture.forest import Forest
-from insitu.engine.embedded_model import Qwen3, load_model
+from insitu.engines.embedded.model import Qwen3, load_model
 from insitu.errors import TrainError
-from insitu.train.options import OptimConfig, TrainConfig
-from insitu.train.plan.step import PlanConfig, StepPlan, plan_step
-from insitu.train.trainer import checkpoint
-from insitu.train.trainer.trainer import Trainer
+from insitu.training.options import OptimConfig, TrainConfig
+from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
+from insitu.training.trainer import checkpoint
+from insitu.training.trainer.trainer import Trainer
 from insitu.types import Generation, Message, ModelRequest, Rollout
 
 SMALL = TrainConfig(optim=OptimConfig(lr=1e-3))

@@ -40,8 +40,9 @@ def pydantic_ai() -> Any:
 
 
 def _agents(api: str, handoff: bool = False) -> Any:
-    import agents
     from openai import AsyncOpenAI
+
+    import agents
 
     agents.set_default_openai_client(AsyncOpenAI(base_url=ADDRESS, api_key=KEY, max_retries=0), False)
     agents.set_default_openai_api(api)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Whole attempts with real agents, task to verdict, in every kind of box; only the policy is scripted."""
+"""Whole attempts with real agents, task to verdict, in every kind of sandbox; only the policy is scripted."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from insitu.conformance.director import FILES, PROMPT, RIGHT, Director
-from insitu.conformance.plays import PLAYS, Play
-from insitu.conformance.run import make_harness
+from insitu.agents.base import ModelAccess
+from insitu.agents.install import Installed, cache_folder, find
+from insitu.agents.pool import Sockets, WorkerPool
+from insitu.agents.recipe import CliHarness
+from insitu.agents.registry import RECIPES
+from insitu.agents.script import ScriptHarness
+from insitu.attempt import AttemptExecutor, AttemptSpec
+from insitu.chat.template import TemplateRenderer
 from insitu.errors import HarnessError
 from insitu.gateway.server import Gateway
-from insitu.grade.clean import Grader
-from insitu.harness.base import ModelAccess
-from insitu.harness.cli_agent import CliHarness
-from insitu.harness.install import Installed, cache_folder, find
-from insitu.harness.known import RECIPES
-from insitu.harness.pool import Sockets, WorkerPool
-from insitu.harness.script import ScriptHarness
-from insitu.render.template import TemplateFamily
-from insitu.rollout import Attempts, AttemptSpec
+from insitu.grading.grader import Grader
 from insitu.sandbox.base import SandboxBackend, SandboxSpec
 from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.local import LocalBackend
-from insitu.testing.open_family import Splitter, open_family
+from insitu.suites.conformance.agent_tools import PLAYS, AgentTools
+from insitu.suites.conformance.run import make_harness
+from insitu.suites.conformance.scripted_policy import FILES, PROMPT, RIGHT, ScriptedPolicy
+from insitu.testing.open_renderer import Splitter, open_renderer
 from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.types import (
     Case,
@@ -60,7 +60,7 @@ KNOCK = "import socket; socket.socket().connect_ex(('192.0.2.7', 80))"
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    open_family(folder)
+    open_renderer(folder)
     return folder
 
 
@@ -114,11 +114,11 @@ def task_for(setup: Setup) -> Task:
 
 @asynccontextmanager
 async def attempts(
-    lab: Lab, name: str, play: Play, model: Path, tmp_path: Path
-) -> AsyncIterator[tuple[Attempts, ScriptedEngine]]:
-    family: TemplateFamily = open_family(model)
-    director = Director(family, Splitter(model / "tokenizer.json", seed=5), play)
-    engine = ScriptedEngine(family, director, sampled=True)
+    lab: Lab, name: str, play: AgentTools, model: Path, tmp_path: Path
+) -> AsyncIterator[tuple[AttemptExecutor, ScriptedEngine]]:
+    renderer: TemplateRenderer = open_renderer(model)
+    director = ScriptedPolicy(renderer, Splitter(model / "tokenizer.json", seed=5), play)
+    engine = ScriptedEngine(renderer, director, sampled=True)
     told = ModelAccess(
         public_id="",
         secret="",
@@ -128,16 +128,16 @@ async def attempts(
     harness = make_harness(name, lab.backend, told)
     grader = Grader(lab.backend)
     async with (
-        Gateway(engine, family) as gateway,
+        Gateway(engine, renderer) as gateway,
         gateway.listen_unix(tmp_path / "g"),
         WorkerPool(harness, 1, Sockets([tmp_path / "g"]), strict=True) as workers,
     ):
-        yield Attempts(gateway, workers, AreaJudge(grader)), engine
+        yield AttemptExecutor(gateway, workers, AreaJudge(grader)), engine
         await grader.close()
 
 
 async def attempt(
-    lab: Lab, name: str, play: Play, model: Path, tmp_path: Path, setup: Setup
+    lab: Lab, name: str, play: AgentTools, model: Path, tmp_path: Path, setup: Setup
 ) -> tuple[Rollout, ScriptedEngine]:
     short = replace(play, spawn=None, wait=None, compacts=False, repeats=0)
     async with attempts(lab, name, short, model, tmp_path) as (under_test, engine):
@@ -153,7 +153,7 @@ async def test_an_agent_that_mends_it_is_resolved_and_every_token_kept(
     rollout, engine = await attempt(lab, name, PLAYS[name], model, tmp_path, setup)
     assert (rollout.status, rollout.error, rollout.reward) == (Status.OK, "", 1.0)
     assert rollout.verdict is not None
-    assert (rollout.verdict.outcome, rollout.verdict.strength) == (Outcome.RESOLVED, "strong")
+    assert (rollout.verdict.outcome, rollout.verdict.trust) == (Outcome.RESOLVED, "strong")
     assert RIGHT in rollout.changed["app.py"].content.decode()
     assert rollout.changed["ran.txt"].content == b"checked\n"
     assert set(rollout.changed) == {"app.py", "ran.txt"}
@@ -166,19 +166,19 @@ async def test_an_agent_that_mends_it_is_resolved_and_every_token_kept(
     assert rollout.egress_attempts is not None
 
 
-async def test_the_boxes_have_next_to_nothing(docker_lab: Lab, tmp_path: Path) -> None:
+async def test_the_sandboxes_have_next_to_nothing(docker_lab: Lab, tmp_path: Path) -> None:
     """What the tests above show, they show without any of this."""
     missing = "git xz node npm curl wget cc /etc/ssl/certs"
     look = f"for n in {missing}; do command -v $n || ls $n; done; id -u; cat /sys/class/net/*/address"
-    async with await docker_lab.backend.create(SandboxSpec(image=docker_lab.image)) as box:
-        seen = await box.exec(["sh", "-c", f"({look}) 2> /dev/null"], timeout_s=20)
+    async with await docker_lab.backend.create(SandboxSpec(image=docker_lab.image)) as sandbox:
+        seen = await sandbox.exec(["sh", "-c", f"({look}) 2> /dev/null"], timeout_s=20)
     assert seen.stdout.decode().split() == ["1000", "00:00:00:00:00:00"]
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 async def test_every_agent_starts_in_an_image(docker_lab: Lab, name: str, tmp_path: Path) -> None:
     if find(RECIPES[name].package) is None:
-        pytest.skip(f"{name} is not installed: python -m insitu.harness.known {name}")
+        pytest.skip(f"{name} is not installed: python -m insitu.agents.registry {name}")
     harness = make_harness(name, docker_lab.backend, ModelAccess(public_id="", secret=""))
     async with harness.worker(tmp_path / "g", Setup(image=docker_lab.image)) as worker:
         assert worker.healthy

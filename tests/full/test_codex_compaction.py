@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from insitu.conformance import run
-from insitu.conformance.plays import PLAYS
+from insitu.agents.codex import CONFIG, RECIPE
+from insitu.agents.recipe import Start
 from insitu.gateway.dialects.compaction import REQUEST
-from insitu.harness.cli_agent import Start
-from insitu.harness.codex import CONFIG, RECIPE
 from insitu.sandbox.local import LocalBackend
+from insitu.suites.conformance import run
+from insitu.suites.conformance.agent_tools import PLAYS
 
 pytestmark = pytest.mark.full
 

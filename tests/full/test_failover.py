@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pytest
 
+from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, load_config
-from insitu.demo.policy import call, edit
+from insitu.demo.demonstrator import call, edit
 from insitu.errors import SetupError
 from insitu.evaluate.run import RolloutOptions, rollout
-from insitu.record.run import read_store
-from insitu.render.family import Family
+from insitu.storage.run_dir import read_store
 from insitu.tasks.toy import ToySource
 from insitu.testing.docker_daemon import docker_daemon
 from insitu.testing.scripted_engine import ScriptedEngine
-from insitu.train.learner.sampler import Sampler
+from insitu.training.learner.sampler import Sampler
 from insitu.types import IntArray, Limits, Message, RequestKey
 from insitu.view.plain import PlainView
 
 pytestmark = pytest.mark.full
-IMAGE = "insitu-box:bookworm"
+IMAGE = "insitu-sandbox:bookworm"
 TASKS = 4
 
 
@@ -44,7 +44,7 @@ def daemon() -> Iterator[int]:
         pytest.skip(str(error))
 
 
-def test_a_run_whose_docker_daemon_ends_goes_on_in_local_boxes(daemon: int, tmp_path: Path) -> None:
+def test_a_run_whose_docker_daemon_ends_goes_on_in_local_sandboxes(daemon: int, tmp_path: Path) -> None:
     source = ToySource(Limits())
     problems = [source.problem(task) for task in source.tasks("eval", 0, TASKS)]
     ended = False
@@ -61,11 +61,13 @@ def test_a_run_whose_docker_daemon_ends_goes_on_in_local_boxes(daemon: int, tmp_
         return [call("read", path=p.path), edit(p, p.fault.old, p.fault.new), done][key.turn]
 
     @asynccontextmanager
-    async def sampler(config: Config, family: Family, log: Path, say: object) -> AsyncIterator[Sampler]:
+    async def sampler(
+        config: Config, renderer: ChatRenderer, log: Path, say: object
+    ) -> AsyncIterator[Sampler]:
         async def check() -> None:
             return None
 
-        yield Sampler(engine=ScriptedEngine(family, policy, sampled=True), check=check)
+        yield Sampler(engine=ScriptedEngine(renderer, policy, sampled=True), check=check)
 
     config = load_config(
         None,
@@ -83,6 +85,6 @@ def test_a_run_whose_docker_daemon_ends_goes_on_in_local_boxes(daemon: int, tmp_
     assert sum(ledger["excluded"].values()) == ledger["captured"]
     downs = [line for line in shown.getvalue().splitlines() if "docker sandbox is down" in line]
     assert len(downs) <= 1
-    assert all("boxes come from local" in line for line in downs)
+    assert all("sandboxes come from local" in line for line in downs)
     with read_store(tmp_path / "run") as store:
         assert {outcome.reward for outcome in store.outcomes("rollout", 0)} == {1.0}

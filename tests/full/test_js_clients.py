@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from gateway_rig import Rig, call, said
-from render_families import write_family
+from render_families import write_renderer
 
-from insitu.harness.install import Package, find_node, install
-from insitu.render.folder import read_folder
-from insitu.render.template import template_family
+from insitu.agents.install import Package, find_node, install
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import template_renderer
 from insitu.types import Message
 
 pytestmark = pytest.mark.full
@@ -52,8 +52,8 @@ def folders() -> dict[str, str]:
 
 @pytest.mark.parametrize("client", ["openai", "openai chat", "anthropic"])
 async def test_the_vercel_sdk_finishes_its_loop(folders: dict[str, str], tmp_path: Path, client: str) -> None:
-    family = template_family(read_folder(write_family(tmp_path / "hermes")))
-    async with Rig(family, SCRIPT) as rig:
+    renderer = template_renderer(read_folder(write_renderer(tmp_path / "hermes")))
+    async with Rig(renderer, SCRIPT) as rig:
         given = {"ADDRESS": rig.base.removesuffix("/v1"), "KEY": rig.session.secret, "CLIENT": client}
         process = await asyncio.create_subprocess_exec(
             find_node(),

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from gateway_rig import Rig, call, said
-from render_families import write_family
+from render_families import write_renderer
 
-from insitu.harness.install import Package, install
-from insitu.render.folder import read_folder
-from insitu.render.template import template_family
-from insitu.sandbox.layout import python_inside
+from insitu.agents.install import Package, install
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import template_renderer
+from insitu.sandbox.rootfs import python_inside
 from insitu.types import Message
 
 pytestmark = pytest.mark.full
@@ -61,9 +61,9 @@ async def test_a_library_finishes_its_loop_and_all_of_it_is_trained(
     site: str, python: str, tmp_path: Path, client: str
 ) -> None:
     """The final answer after a handoff comes from another agent, without tools."""
-    family = template_family(read_folder(write_family(tmp_path / "hermes")))
+    renderer = template_renderer(read_folder(write_renderer(tmp_path / "hermes")))
     last = HAND_OVER if client == "agents handoff" else LOOK
-    async with Rig(family, [LOOK, last, said("Done.")]) as rig:
+    async with Rig(renderer, [LOOK, last, said("Done.")]) as rig:
         given = {"ADDRESS": rig.base, "KEY": rig.session.secret, "CLIENT": client, "PYTHONPATH": site}
         process = await asyncio.create_subprocess_exec(
             python,

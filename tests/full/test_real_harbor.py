@@ -46,7 +46,7 @@ except SetupError as error:
     assert "known: " in str(error) and "e2b" in str(error), error
 else:
     raise SystemExit("an unknown kind was taken")
-from insitu.collect.boxes import LACKS, make_backend
+from insitu.runtime.sandboxes import LACKS, make_backend
 from insitu.config import load_config
 here = ["sandbox.backend=harbor", "sandbox.environment=docker", "sandbox.image=python:3.12"]
 backend = make_backend(load_config(None, here))
@@ -102,11 +102,11 @@ def test_the_real_interface_is_the_one_that_the_adapter_and_the_fake_have(
     name, *capabilities = done.stdout.split()
     assert name == "harbor:docker"
     assert {"images", "pid_isolation"} <= set(capabilities)
-    # Through the command line: Harbor says itself that this environment keeps no box from the network.
+    # Through the command line: Harbor says itself that this environment keeps no sandbox from the network.
     there = ["sandbox.backend=harbor", "sandbox.environment=docker", "sandbox.image=python:3.12"]
     done = run("-m", "insitu.cli", "tasks", "validate", *there, "--limit", "1", "--out", "gate")
     if "network_none" in capabilities:
-        assert "box failed" in done.stdout + done.stderr
+        assert "sandbox failed" in done.stdout + done.stderr
     else:
         assert done.stderr == "insitu: grading needs network_none; harbor:docker has not\n"
     done = run(

@@ -19,23 +19,23 @@ import pytest
 import pytest_asyncio
 import torch
 
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import template_renderer
 from insitu.config import WARM_START, load_config
-from insitu.engine.base import Engine
-from insitu.engine.embedded_model import Qwen3, load_model, save_model
-from insitu.engine.http import HttpOptions
-from insitu.engine.open import open_engine, probe_prompt
-from insitu.engine.probe import probe_engine
-from insitu.engine.vllm import VllmEngine, open_vllm
+from insitu.engines.base import Engine
+from insitu.engines.embedded.model import Qwen3, load_model, save_model
+from insitu.engines.factory import open_engine, probe_prompt
+from insitu.engines.http import HttpOptions
+from insitu.engines.probe import probe_engine
+from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import EngineError
 from insitu.gateway.server import Gateway
-from insitu.render.folder import read_folder
-from insitu.render.template import template_family
 from insitu.testing.vllm_server import RealVllm, installed_vllm, start_vllm
 from insitu.types import Generation, IntArray, Limits, RequestKey, SamplingParams
 
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
 
-FAMILY = template_family(read_folder(WARM_START))
+FAMILY = template_renderer(read_folder(WARM_START))
 PROMPT = probe_prompt(FAMILY)
 CLOSE = 1e-3
 """Nats between vLLM's logprobs and ours, both float32."""

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from vllm_lab import train
 
 from insitu.config import WARM_START
-from insitu.record.run import read_store
+from insitu.storage.run_dir import read_store
 from insitu.testing.vllm_server import RealVllm, installed_vllm, start_vllm
 
 pytestmark = pytest.mark.full

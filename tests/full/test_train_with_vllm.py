@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm_lab import train
 
-from insitu.record.run import read_store
+from insitu.storage.run_dir import read_store
 from insitu.testing.vllm_server import RealVllm
 
 pytestmark = pytest.mark.full

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from insitu.collect.upstream import UpstreamGateway, spent_in
-from insitu.conformance.director import FILES, PROMPT, Director
-from insitu.conformance.plays import PLAYS
-from insitu.conformance.run import make_harness
-from insitu.gateway.black_box import UpstreamOptions
-from insitu.gateway.passthrough import open_passthrough
+from insitu.agents.base import ModelAccess
+from insitu.agents.pool import Sockets, WorkerPool
+from insitu.attempt import AttemptExecutor, AttemptSpec
+from insitu.gateway.provider_session import UpstreamOptions
+from insitu.gateway.proxy import open_proxy
 from insitu.gateway.server import Gateway
-from insitu.grade.clean import Grader
-from insitu.harness.base import ModelAccess
-from insitu.harness.pool import Sockets, WorkerPool
-from insitu.rollout import Attempts, AttemptSpec
+from insitu.grading.grader import Grader
+from insitu.runtime.upstream import UpstreamGateway, spent_in
 from insitu.sandbox.local import LocalBackend
-from insitu.testing.open_family import Splitter, open_family
+from insitu.suites.conformance.agent_tools import PLAYS
+from insitu.suites.conformance.run import make_harness
+from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
+from insitu.testing.open_renderer import Splitter, open_renderer
 from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.types import Case, GradingPlan, Limits, Oracle, Status, Task, Tree, Verdict, task_hash
 
@@ -56,16 +56,16 @@ ORACLE = Oracle(
 @asynccontextmanager
 async def upstream(agent: str, tmp_path: Path) -> AsyncIterator[tuple[UpstreamGateway, ScriptedEngine]]:
     """A scripted model behind a gateway, as a provider, and the pass-through before it."""
-    family = open_family(tmp_path)
+    renderer = open_renderer(tmp_path)
     play = replace(PLAYS[agent], spawn=None, wait=None, compacts=False, repeats=0)
-    director = Director(family, Splitter(tmp_path / "tokenizer.json", seed=5), play)
-    engine = ScriptedEngine(family, director, sampled=True)
-    async with Gateway(engine, family) as inner, inner.listen_tcp() as listener:
+    director = ScriptedPolicy(renderer, Splitter(tmp_path / "tokenizer.json", seed=5), play)
+    engine = ScriptedEngine(renderer, director, sampled=True)
+    async with Gateway(engine, renderer) as inner, inner.listen_tcp() as listener:
         session = inner.open_session("provider", seed=0, limits=LIMITS)
         options = UpstreamOptions(
-            url=f"{listener.origin}/s/{session.public_id}", model=MODEL, key=session.secret, patience_s=30.0
+            url=f"{listener.origin}/s/{session.public_id}", model=MODEL, key=session.secret, max_wait_s=30.0
         )
-        async with open_passthrough(options, tmp_path / "records") as through:
+        async with open_proxy(options, tmp_path / "records") as through:
             yield UpstreamGateway(through, tmp_path / "records"), engine
 
 
@@ -90,7 +90,7 @@ async def test_an_agent_before_a_provider_is_graded_and_holds_no_token(agent: st
         gateway.listen_unix(tmp_path / "g"),
         WorkerPool(harness, 1, Sockets([tmp_path / "g"]), strict=True) as workers,
     ):
-        attempts = Attempts(gateway, workers, judge, model=MODEL)
+        attempts = AttemptExecutor(gateway, workers, judge, model=MODEL)
         rollout = await attempts.run(
             AttemptSpec(rollout_id="rollout/00000/000/00", task=TASK, seed=1, evaluation=True)
         )

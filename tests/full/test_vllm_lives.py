@@ -16,7 +16,7 @@ import pytest
 from vllm_lab import train
 
 from insitu.config import WARM_START
-from insitu.record.run import read_store
+from insitu.storage.run_dir import read_store
 from insitu.testing.vllm_server import installed_vllm, start_vllm, untied_copy
 
 pytestmark = pytest.mark.full
@@ -39,7 +39,7 @@ def test_a_server_that_is_killed_9_in_a_run_samples_on_with_the_runs_weights(tmp
         "run": {"steps": steps, "eval_tasks": 8},
         "train": {"lr": 1e-3},
         "collect": {"max_staleness": 1},
-        "engine": {"publish_dtype": "float32", "return_timeout_s": 600.0},
+        "engine": {"publish_dtype": "float32", "reconnect_timeout_s": 600.0},
     }
     with contextlib.ExitStack() as lives:
         server = lives.enter_context(start_vllm(venv, model, tmp_path / "first.log"))

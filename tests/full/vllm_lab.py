@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from insitu.record.run import read_store
+from insitu.storage.run_dir import read_store
 
 
 def train(folder: Path, url: str, tables: Mapping[str, Mapping[str, object]]) -> tuple[Path, dict[str, Any]]:

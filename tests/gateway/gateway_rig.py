@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import aiohttp
 
+from insitu.chat.template import TemplateRenderer
 from insitu.gateway.server import CallReport, Gateway, GatewayConfig
-from insitu.render.template import TemplateFamily
 from insitu.testing.exactness import training_faults
 from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.types import IntArray, Limits, Message, RequestKey, ToolCall, Trajectory
@@ -48,7 +48,7 @@ class Rig:
 
     def __init__(
         self,
-        family: TemplateFamily,
+        renderer: TemplateRenderer,
         script: Sequence[Message | IntArray],
         *,
         unix: Path | None = None,
@@ -58,7 +58,7 @@ class Rig:
     ) -> None:
         self.script = list(script)
         engine.setdefault("sampled", True)
-        self._family, self._engine_options = family, engine
+        self._renderer, self._engine_options = renderer, engine
         self._unix, self._config = unix, config or GatewayConfig()
         self._limits = limits or Limits(max_context_tokens=100_000)
         self._stack = AsyncExitStack()
@@ -69,8 +69,8 @@ class Rig:
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
-        self.engine = ScriptedEngine(self._family, self._policy, **self._engine_options)
-        self.gateway = await enter(Gateway(self.engine, self._family, self._config, self.reports.append))
+        self.engine = ScriptedEngine(self._renderer, self._policy, **self._engine_options)
+        self.gateway = await enter(Gateway(self.engine, self._renderer, self._config, self.reports.append))
         if self._unix is None:
             listener = await enter(self.gateway.listen_tcp())
             self.origin = f"http://127.0.0.1:{listener.port}"

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
 
+from insitu.chat.template import TemplateRenderer
 from insitu.errors import ConfigError
 from insitu.gateway.admin import Admin
 from insitu.gateway.request import GatewayConfig
-from insitu.render.template import TemplateFamily
 from insitu.types import Limits, Message
 
 SUBMIT = {"name": "submit", "description": "Hand in.", "parameters": {"type": "object"}}
@@ -49,9 +49,9 @@ class AdminRig(Rig):
             return response.status, await response.json()
 
 
-async def test_a_session_from_opening_to_export(family: TemplateFamily) -> None:
+async def test_a_session_from_opening_to_export(renderer: TemplateRenderer) -> None:
     reply = Message(role="assistant", tool_calls=(call("submit", "{}"),))
-    async with AdminRig(family, [reply, said("Done.")], version=3) as rig:
+    async with AdminRig(renderer, [reply, said("Done.")], version=3) as rig:
         body = {
             "rollout_id": "task-1",
             "seed": 5,
@@ -102,8 +102,8 @@ async def test_a_session_from_opening_to_export(family: TemplateFamily) -> None:
 
 
 @pytest.mark.case(53)
-async def test_only_the_admin_secret_opens_it_and_it_opens_nothing_else(family: TemplateFamily) -> None:
-    async with AdminRig(family, [said("x")]) as rig:
+async def test_only_the_admin_secret_opens_it_and_it_opens_nothing_else(renderer: TemplateRenderer) -> None:
+    async with AdminRig(renderer, [said("x")]) as rig:
         _, opened = await rig.ask("POST", "/sessions", {"tools": [SUBMIT]})
         for secret in (opened["secret"], opened["tool_secret"], "x" * 43, ""):
             for method, path in (
@@ -146,9 +146,9 @@ async def test_only_the_admin_secret_opens_it_and_it_opens_nothing_else(family: 
     ],
 )
 async def test_bad_requests_are_one_clear_line(
-    family: TemplateFamily, body: object, status: int, word: str
+    renderer: TemplateRenderer, body: object, status: int, word: str
 ) -> None:
-    async with AdminRig(family, [said("x")]) as rig:
+    async with AdminRig(renderer, [said("x")]) as rig:
         got, answer = await rig.ask("POST", "/sessions", body)
         assert got == status
         assert word in answer["error"]["message"]
@@ -156,8 +156,8 @@ async def test_bad_requests_are_one_clear_line(
         assert (await rig.ask("GET", "/sessions"))[1] == {"sessions": []}
 
 
-async def test_it_is_bounded(family: TemplateFamily) -> None:
-    async with AdminRig(family, [said("x")]) as rig:
+async def test_it_is_bounded(renderer: TemplateRenderer) -> None:
+    async with AdminRig(renderer, [said("x")]) as rig:
         names = []
         for i in range(4):
             _, opened = await rig.ask("POST", "/sessions", {"rollout_id": f"r{i}"})
@@ -180,9 +180,9 @@ def logs_of(folder: Path) -> list[Path]:
 
 
 async def test_the_log_of_what_falls_out_goes_when_the_operator_has_it(
-    family: TemplateFamily, tmp_path: Path
+    renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
-    async with AdminRig(family, [said("x")], config=GatewayConfig(log_dir=tmp_path)) as rig:
+    async with AdminRig(renderer, [said("x")], config=GatewayConfig(log_dir=tmp_path)) as rig:
         names = []
         for _ in range(4):
             _, opened = await rig.ask("POST", "/sessions", {})
@@ -196,8 +196,8 @@ async def test_the_log_of_what_falls_out_goes_when_the_operator_has_it(
     assert {file.stem for file in logs_of(tmp_path)} == {own, *names[1:]}
 
 
-async def test_a_unix_socket_serves_it_too(family: TemplateFamily, tmp_path: Path) -> None:
-    async with AdminRig(family, [said("x")]) as rig, rig.admin.listen_unix(tmp_path / "admin"):
+async def test_a_unix_socket_serves_it_too(renderer: TemplateRenderer, tmp_path: Path) -> None:
+    async with AdminRig(renderer, [said("x")]) as rig, rig.admin.listen_unix(tmp_path / "admin"):
         connector = aiohttp.UnixConnector(str(tmp_path / "admin"))
         async with (
             aiohttp.ClientSession(connector=connector) as http,
@@ -206,8 +206,8 @@ async def test_a_unix_socket_serves_it_too(family: TemplateFamily, tmp_path: Pat
             assert (await response.json())["defects"] == 0
 
 
-async def test_deleting_an_open_session_aborts_its_calls(family: TemplateFamily) -> None:
-    async with AdminRig(family, [said("x")], delay_s=30.0) as rig:
+async def test_deleting_an_open_session_aborts_its_calls(renderer: TemplateRenderer) -> None:
+    async with AdminRig(renderer, [said("x")], delay_s=30.0) as rig:
         _, opened = await rig.ask("POST", "/sessions", {})
         running = asyncio.create_task(rig.say(opened, {"messages": ASK}))
         async with asyncio.timeout(3.0):
@@ -218,6 +218,6 @@ async def test_deleting_an_open_session_aborts_its_calls(family: TemplateFamily)
         assert len(rig.engine.aborted) == 1
 
 
-def test_a_short_secret_is_refused(family: TemplateFamily) -> None:
+def test_a_short_secret_is_refused(renderer: TemplateRenderer) -> None:
     with pytest.raises(ConfigError, match="16 characters"):
         Admin(None, secret="short")  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from gateway_rig import ASK, Rig, said
 
-from insitu.render.template import TemplateFamily
+from insitu.chat.template import TemplateRenderer
 from insitu.types import Limits
 
 
@@ -16,8 +16,8 @@ from insitu.types import Limits
 @pytest.mark.parametrize("header", ["Authorization", "x-api-key", "x-goog-api-key"])
 @pytest.mark.parametrize("secret", ["right", "wrong", "other", "empty"])
 @pytest.mark.parametrize("route", ["own", "none", "other", "unknown"])
-async def test_matrix(family: TemplateFamily, header: str, secret: str, route: str) -> None:
-    async with Rig(family, [said("x")]) as rig:
+async def test_matrix(renderer: TemplateRenderer, header: str, secret: str, route: str) -> None:
+    async with Rig(renderer, [said("x")]) as rig:
         other = rig.gateway.open_session("r/1", seed=7, limits=Limits())
         key = {"right": rig.session.secret, "other": other.secret, "wrong": "x" * 43, "empty": ""}[secret]
         prefix = {
@@ -43,17 +43,17 @@ async def test_matrix(family: TemplateFamily, header: str, secret: str, route: s
             assert not rig.engine.sent
 
 
-async def test_a_key_in_the_url_does_not_count(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")]) as rig:
+async def test_a_key_in_the_url_does_not_count(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")]) as rig:
         url = f"{rig.base}/chat/completions?key={rig.session.secret}"
         async with rig.http.post(url, json={"messages": ASK}) as response:
             assert response.status == 401
 
 
 async def test_a_bound_session_is_served_through_its_own_socket_and_the_operators_port_only(
-    family: TemplateFamily, tmp_path: Path
+    renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
-    async with Rig(family, [said("x")], unix=tmp_path / "a.sock") as rig:
+    async with Rig(renderer, [said("x")], unix=tmp_path / "a.sock") as rig:
         body = {"messages": ASK}
         async with rig.gateway.listen_tcp() as tcp, aiohttp.ClientSession() as http:
             url = f"http://127.0.0.1:{tcp.port}/v1/chat/completions"
@@ -70,8 +70,8 @@ async def test_a_bound_session_is_served_through_its_own_socket_and_the_operator
 
 
 @pytest.mark.case(52)
-async def test_the_secret_dies_with_the_session(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")]) as rig:
+async def test_the_secret_dies_with_the_session(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")]) as rig:
         assert (await rig.post({"messages": ASK}))[0] == 200
         await rig.session.seal(1.0)
         status, body = await rig.post({"messages": ASK})

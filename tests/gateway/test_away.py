@@ -8,10 +8,11 @@ import time
 import pytest
 from gateway_rig import ASK, Rig, said
 
-from insitu.engine.away import away
-from insitu.gateway import clock, session_spec
+from insitu.chat.template import TemplateRenderer
+from insitu.engines.downtime import away
+from insitu.gateway import deadlines as clock
+from insitu.gateway import session_spec
 from insitu.gateway.server import GatewayConfig
-from insitu.render.template import TemplateFamily
 from insitu.types import Limits, RequestKey
 
 ANSWER = said("done")
@@ -33,8 +34,8 @@ class Away:
         await asyncio.sleep(self.then_s)
 
 
-async def test_the_wall_stands_still_and_goes_on(family: TemplateFamily) -> None:
-    async with Rig(family, [ANSWER], limits=Limits(wall_s=0.4), before=Away(0.8)) as rig:
+async def test_the_wall_stands_still_and_goes_on(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [ANSWER], limits=Limits(wall_s=0.4), before=Away(0.8)) as rig:
         status, _ = await rig.post({"messages": ASK})
         stats = rig.session.stats
         assert (status, stats.budget_stop, stats.infra_error) == (200, "", "")
@@ -47,39 +48,39 @@ async def test_the_wall_stands_still_and_goes_on(family: TemplateFamily) -> None
         assert (stats.budget_stop, stats.infra_error) == ("wall", "")
 
 
-async def test_the_engines_deadline_counts_only_while_it_is_there(family: TemplateFamily) -> None:
+async def test_the_engines_deadline_counts_only_while_it_is_there(renderer: TemplateRenderer) -> None:
     config = GatewayConfig(engine_deadline_s=0.4)
-    async with Rig(family, [ANSWER], config=config, before=Away(0.8)) as rig:
+    async with Rig(renderer, [ANSWER], config=config, before=Away(0.8)) as rig:
         assert (await rig.post({"messages": ASK}))[0] == 200
-    async with Rig(family, [ANSWER], config=config, before=Away(0.2, then_s=30.0)) as rig:
+    async with Rig(renderer, [ANSWER], config=config, before=Away(0.2, then_s=30.0)) as rig:
         assert (await rig.post({"messages": ASK}))[0] != 200
         assert rig.session.stats.infra_error == "engine gave no answer within 0.4 s"
 
 
 async def test_the_deadline_of_a_queued_call_stands_still_while_the_engine_is_away(
-    family: TemplateFamily,
+    renderer: TemplateRenderer,
 ) -> None:
     """One call waits for the engine and holds the only place; another waits for the place."""
     config = GatewayConfig(max_concurrent_calls=1, engine_deadline_s=0.4)
-    async with Rig(family, [ANSWER], config=config, before=Away(1.2)) as rig:
+    async with Rig(renderer, [ANSWER], config=config, before=Away(1.2)) as rig:
         first = asyncio.create_task(rig.post({"messages": ASK}))
         await asyncio.wait_for(rig.engine.before.waits.wait(), 10.0)  # type: ignore[union-attr]
         second = asyncio.create_task(rig.post({"messages": [*ASK, *ASK]}))
         assert [(await call)[0] for call in (first, second)] == [200, 200]
 
 
-async def test_a_call_that_waits_for_tokens_stands_still_too(family: TemplateFamily) -> None:
+async def test_a_call_that_waits_for_tokens_stands_still_too(renderer: TemplateRenderer) -> None:
     limits = Limits(max_session_tokens=40, max_call_tokens=40)
     config = GatewayConfig(engine_deadline_s=0.4)
-    async with Rig(family, [ANSWER], limits=limits, config=config, before=Away(1.2)) as rig:
+    async with Rig(renderer, [ANSWER], limits=limits, config=config, before=Away(1.2)) as rig:
         first = asyncio.create_task(rig.post({"messages": ASK}))
         await asyncio.wait_for(rig.engine.before.waits.wait(), 10.0)  # type: ignore[union-attr]
         second = asyncio.create_task(rig.post({"messages": MORE}))
         assert [(await call)[0] for call in (first, second)] == [200, 200]
 
 
-async def test_a_parallel_call_that_does_not_wait_has_the_longer_wall_too(family: TemplateFamily) -> None:
-    async with Rig(family, [ANSWER], limits=Limits(wall_s=0.5), before=Away(1.2)) as rig:
+async def test_a_parallel_call_that_does_not_wait_has_the_longer_wall_too(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [ANSWER], limits=Limits(wall_s=0.5), before=Away(1.2)) as rig:
         first = asyncio.create_task(rig.post({"messages": ASK}))
         await asyncio.wait_for(rig.engine.before.waits.wait(), 10.0)  # type: ignore[union-attr]
         rig.engine.before = Away(0.0, then_s=0.8)
@@ -88,8 +89,8 @@ async def test_a_parallel_call_that_does_not_wait_has_the_longer_wall_too(family
         assert rig.session.stats.budget_stop == ""
 
 
-async def test_a_session_that_is_sealed_meanwhile_is_no_agents_failure(family: TemplateFamily) -> None:
-    async with Rig(family, [ANSWER], before=Away(60.0)) as rig:
+async def test_a_session_that_is_sealed_meanwhile_is_no_agents_failure(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [ANSWER], before=Away(60.0)) as rig:
         call = asyncio.create_task(rig.post({"messages": ASK}))
         await asyncio.wait_for(rig.engine.before.waits.wait(), 10.0)  # type: ignore[union-attr]
         await rig.session.seal(0.0)
@@ -97,8 +98,8 @@ async def test_a_session_that_is_sealed_meanwhile_is_no_agents_failure(family: T
         await asyncio.wait([call])
 
 
-async def test_a_client_that_gave_up_and_is_answered_later_misses_nothing(family: TemplateFamily) -> None:
-    async with Rig(family, [ANSWER], before=Away(60.0)) as rig:
+async def test_a_client_that_gave_up_and_is_answered_later_misses_nothing(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [ANSWER], before=Away(60.0)) as rig:
         rig.session._grace_s = 0.0
         call = asyncio.create_task(rig.post({"messages": ASK}))
         await asyncio.wait_for(rig.engine.before.waits.wait(), 10.0)  # type: ignore[union-attr]
@@ -110,10 +111,10 @@ async def test_a_client_that_gave_up_and_is_answered_later_misses_nothing(family
         assert rig.session.stats.infra_error == ""
 
 
-async def test_no_session_waits_for_ever(family: TemplateFamily, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_session_waits_for_ever(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (clock, session_spec):
         monkeypatch.setattr(module, "AWAY_MOST_S", 0.2)
-    async with Rig(family, [ANSWER], limits=Limits(wall_s=0.2), before=Away(60.0)) as rig:
+    async with Rig(renderer, [ANSWER], limits=Limits(wall_s=0.2), before=Away(60.0)) as rig:
         assert (await rig.post({"messages": ASK}))[0] != 200
         stats = rig.session.stats
         assert (stats.budget_stop, stats.away_s) == ("", 0.2)

@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from insitu.capture.forest import Forest
+from insitu.chat.template import TemplateRenderer
 from insitu.gateway import request
-from insitu.gateway.bodies import BodyName
+from insitu.gateway.body_cache import BodyName
 from insitu.gateway.dialects.anthropic import AnthropicDialect
 from insitu.gateway.dialects.base import Dialect, WireError
 from insitu.gateway.dialects.gemini import GeminiDialect
 from insitu.gateway.host_tools import HostTool, ToolBox
 from insitu.gateway.request import crowded, decode, loads
 from insitu.gateway.server import GatewayConfig
-from insitu.render.template import TemplateFamily
 from insitu.types import Limits
 
 BIG = 123456789012345678901234567890
@@ -52,10 +52,10 @@ async def closed(*pairs: Pair) -> None:
             await pair[1].wait_closed()
 
 
-async def test_bodies_that_no_session_has_taken_on_share_one_bound(family: TemplateFamily) -> None:
+async def test_bodies_that_no_session_has_taken_on_share_one_bound(renderer: TemplateRenderer) -> None:
     """Slow senders cannot fill the memory together; who asks again after them is served."""
     body = json.dumps({"messages": [*ASK, {"role": "user", "content": "x" * 60_000}]}).encode()
-    async with Rig(family, [said("ok")], config=GatewayConfig(max_intake_bytes=100_000)) as rig:
+    async with Rig(renderer, [said("ok")], config=GatewayConfig(max_intake_bytes=100_000)) as rig:
 
         async def send(part: bytes) -> Pair:
             pair = await connect(rig)
@@ -81,13 +81,13 @@ async def test_bodies_that_no_session_has_taken_on_share_one_bound(family: Templ
 
 
 @pytest.mark.case(47)
-async def test_while_a_body_of_60_mb_is_read_other_sessions_are_served(family: TemplateFamily) -> None:
+async def test_while_a_body_of_60_mb_is_read_other_sessions_are_served(renderer: TemplateRenderer) -> None:
     """At the default limits, and of what is slowest to look through: beginnings of markers."""
     body = b'{"messages":[{"role":"user","content":"' + b"<" * 59_999_999 + b"<|im_end|>" + b'"}]}'
     small = {"messages": ASK}
     served = 0
     # A context that such a body might fit.
-    async with Rig(family, [said("ok")], limits=Limits(max_context_tokens=1_000_000)) as rig:
+    async with Rig(renderer, [said("ok")], limits=Limits(max_context_tokens=1_000_000)) as rig:
         limits = Limits(max_context_tokens=100_000, max_calls=10_000)
         other = rig.gateway.open_session("r/1", seed=7, limits=limits)
         url = f"{rig.origin}/s/{other.public_id}/v1/chat/completions"
@@ -113,9 +113,9 @@ async def test_while_a_body_of_60_mb_is_read_other_sessions_are_served(family: T
 
 @pytest.mark.case(16, 47)
 async def test_more_messages_than_the_context_has_tokens_are_not_looked_at(
-    family: TemplateFamily, monkeypatch: pytest.MonkeyPatch
+    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with Rig(family, [said("ok")], limits=Limits(max_context_tokens=500)) as rig:
+    async with Rig(renderer, [said("ok")], limits=Limits(max_context_tokens=500)) as rig:
         monkeypatch.setattr(Forest, "plan", None)
         many = {"messages": [{"role": "user", "content": ""}] * 501}
         status, body = await rig.post(many)
@@ -173,8 +173,8 @@ def test_a_text_without_end_is_looked_at_once(raw: bytes) -> None:
     assert not crowded(raw + b"," * 10, 20)
 
 
-async def test_connections_beyond_the_bound_push_out_those_without_a_key(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")], config=GatewayConfig(max_connections=3)) as rig:
+async def test_connections_beyond_the_bound_push_out_those_without_a_key(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")], config=GatewayConfig(max_connections=3)) as rig:
 
         async def asked(pair: Pair, path: str = "/health") -> int:
             key = rig.auth["Authorization"]
@@ -210,8 +210,8 @@ async def test_connections_beyond_the_bound_push_out_those_without_a_key(family:
         assert answer == 200
 
 
-async def test_each_of_several_connections_at_once_pushes_out_another_one(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")], config=GatewayConfig(max_connections=3)) as rig:
+async def test_each_of_several_connections_at_once_pushes_out_another_one(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")], config=GatewayConfig(max_connections=3)) as rig:
         host, port = rig.origin.removeprefix("http://").split(":")
         # None is accepted before all are there: this test holds the loop.
         opened = [socket.create_connection((host, int(port))) for _ in range(9)]
@@ -230,12 +230,12 @@ async def test_each_of_several_connections_at_once_pushes_out_another_one(family
 
 
 def test_what_host_tools_are_sent_is_bounded_in_bytes() -> None:
-    box = ToolBox([HostTool(name="note", description="", parameters={"type": "object"})], max_bytes=50)
-    assert box.call("note", {"a": "x" * 20})["ok"]
+    sandbox = ToolBox([HostTool(name="note", description="", parameters={"type": "object"})], max_bytes=50)
+    assert sandbox.call("note", {"a": "x" * 20})["ok"]
     with pytest.raises(WireError, match="too much"):
-        box.call("note", {"a": "x" * 20})
-    assert box.call("note", {})["ok"]
-    assert len(box.calls) == 2
+        sandbox.call("note", {"a": "x" * 20})
+    assert sandbox.call("note", {})["ok"]
+    assert len(sandbox.calls) == 2
 
 
 USED = {"type": "tool_use", "id": "t", "name": "f", "input": {"n": BIG}}

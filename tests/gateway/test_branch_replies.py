@@ -16,7 +16,7 @@ from openai.types.responses import Response
 from test_cases import WIRES, send
 from test_hard_replies import GO_ON
 
-from insitu.render.template import TemplateFamily
+from insitu.chat.template import TemplateRenderer
 from insitu.types import Message
 
 READS: Mapping[str, Callable[[Any], object]] = {
@@ -51,8 +51,8 @@ def after(name: str, body: dict[str, Any], reply: Any, text: str) -> dict[str, A
 
 @pytest.mark.case(27)
 @pytest.mark.parametrize("name", WIRES)
-async def test_turns_that_say_the_same_stay_in_their_places(family: TemplateFamily, name: str) -> None:
-    async with Rig(family, [said("OK")]) as rig:
+async def test_turns_that_say_the_same_stay_in_their_places(renderer: TemplateRenderer, name: str) -> None:
+    async with Rig(renderer, [said("OK")]) as rig:
         body = WIRES[name].body("Fix f.")
         for step in range(3):
             body = after(name, body, await ask(rig, name, body), f"On {step}.")
@@ -62,9 +62,11 @@ async def test_turns_that_say_the_same_stay_in_their_places(family: TemplateFami
 
 @pytest.mark.case(32, 34, 36)
 @pytest.mark.parametrize("name", WIRES)
-async def test_a_prompt_that_comes_twice_and_two_ways_on_from_it(family: TemplateFamily, name: str) -> None:
+async def test_a_prompt_that_comes_twice_and_two_ways_on_from_it(
+    renderer: TemplateRenderer, name: str
+) -> None:
     """A sub-agent under exactly the main prompt; a compaction that is asked for again; a step back."""
-    async with Rig(family, [said("One."), said("Two."), said("Three.")]) as rig:
+    async with Rig(renderer, [said("One."), said("Two."), said("Three.")]) as rig:
         body = WIRES[name].body("Fix f.")
         twins = [await ask(rig, name, body) for _ in range(2)]
         for twin in reversed(twins):
@@ -78,8 +80,10 @@ async def test_a_prompt_that_comes_twice_and_two_ways_on_from_it(family: Templat
 
 @pytest.mark.case(35, 37)
 @pytest.mark.parametrize("name", WIRES)
-async def test_other_tools_in_mid_session_and_a_title_before_it(family: TemplateFamily, name: str) -> None:
-    async with Rig(family, [said("A title"), THINK, said("Done."), said("All.")]) as rig:
+async def test_other_tools_in_mid_session_and_a_title_before_it(
+    renderer: TemplateRenderer, name: str
+) -> None:
+    async with Rig(renderer, [said("A title"), THINK, said("Done."), said("All.")]) as rig:
         body = WIRES[name].body("Fix f.")
         await ask(rig, name, {key: value for key, value in body.items() if key != "tools"})
         later = after(name, body, await ask(rig, name, body), "On.")
@@ -94,8 +98,8 @@ async def test_other_tools_in_mid_session_and_a_title_before_it(family: Template
 
 @pytest.mark.case(15, 26)
 @pytest.mark.parametrize("given", ["same", ""])
-async def test_call_ids_that_are_used_again_or_left_out(family: TemplateFamily, given: str) -> None:
-    async with Rig(family, [LOOK]) as rig:
+async def test_call_ids_that_are_used_again_or_left_out(renderer: TemplateRenderer, given: str) -> None:
+    async with Rig(renderer, [LOOK]) as rig:
         messages: list[Any] = list(ASK)
         for _ in range(3):
             reply = await ask(rig, "chat", {"messages": messages, "tools": TOOLS})
@@ -109,9 +113,9 @@ async def test_call_ids_that_are_used_again_or_left_out(family: TemplateFamily, 
 @pytest.mark.case(28)
 @pytest.mark.parametrize("signature", ["", "forged", None])
 async def test_a_signature_that_is_removed_forged_or_beside_another_text(
-    family: TemplateFamily, signature: str | None
+    renderer: TemplateRenderer, signature: str | None
 ) -> None:
-    async with Rig(family, [THINK, said("On.")]) as rig:
+    async with Rig(renderer, [THINK, said("On.")]) as rig:
         body = WIRES["anthropic"].body("Fix f.")
         reply = await ask(rig, "anthropic", body)
         if signature is None:

@@ -8,11 +8,11 @@ from collections.abc import Awaitable
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
 
+from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.dialects.chat import ChatDialect
 from insitu.gateway.server import GatewayConfig
 from insitu.gateway.turn import mint_call_id
-from insitu.render.template import TemplateFamily
 from insitu.types import Limits, Message, RequestKey
 
 LOOP = Message(role="assistant", tool_calls=(call("read", "{}"),))
@@ -31,9 +31,9 @@ def grown(n: int) -> list[dict[str, str]]:
     ],
 )
 async def test_an_exhausted_budget_stops_the_agent(
-    family: TemplateFamily, limits: Limits, budget: str, calls: int
+    renderer: TemplateRenderer, limits: Limits, budget: str, calls: int
 ) -> None:
-    async with Rig(family, [LOOP], limits=limits) as rig:
+    async with Rig(renderer, [LOOP], limits=limits) as rig:
         for i in range(calls + 2):
             status, body = await rig.post({"messages": grown(i), "tools": TOOLS})
             assert status == 200
@@ -49,8 +49,8 @@ async def test_an_exhausted_budget_stops_the_agent(
         assert trajectory.ledger.captured == rig.session.stats.sampled_tokens
 
 
-async def test_wall_time_ends_a_call_at_the_engine(family: TemplateFamily) -> None:
-    async with Rig(family, [LOOP], limits=Limits(wall_s=0.1), delay_s=30.0) as rig:
+async def test_wall_time_ends_a_call_at_the_engine(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [LOOP], limits=Limits(wall_s=0.1), delay_s=30.0) as rig:
         status, body = await rig.post({"messages": ASK})
         assert status == 200
         assert body["choices"][0]["finish_reason"] == "stop"
@@ -59,7 +59,7 @@ async def test_wall_time_ends_a_call_at_the_engine(family: TemplateFamily) -> No
         assert rig.session.stats.infra_error == ""
 
 
-async def test_tokens_held_back_for_a_parallel_call_are_waited_for(family: TemplateFamily) -> None:
+async def test_tokens_held_back_for_a_parallel_call_are_waited_for(renderer: TemplateRenderer) -> None:
     """A call may take all that is left, but it comes back short: the other one is no budget stop."""
     release = asyncio.Event()
 
@@ -68,7 +68,7 @@ async def test_tokens_held_back_for_a_parallel_call_are_waited_for(family: Templ
             await release.wait()
 
     limits = Limits(max_call_tokens=100, max_session_tokens=100)
-    async with Rig(family, [said("x"), said("y")], limits=limits, before=hold) as rig:
+    async with Rig(renderer, [said("x"), said("y")], limits=limits, before=hold) as rig:
         first = asyncio.create_task(rig.post({"messages": ASK}))
         async with asyncio.timeout(5.0):
             while not rig.engine.in_flight:  # noqa: ASYNC110
@@ -80,13 +80,13 @@ async def test_tokens_held_back_for_a_parallel_call_are_waited_for(family: Templ
             texts = [(await task)[1]["choices"][0]["message"]["content"] for task in (first, second)]
         assert texts == ["x", "y"]
         assert rig.session.stats.budget_stop == ""
-        assert rig.engine.sent[1].params.max_tokens == 100 - len(family.render_reply(said("x")))
+        assert rig.engine.sent[1].params.max_tokens == 100 - len(renderer.render_reply(said("x")))
 
 
 @pytest.mark.case(16)
-async def test_limits_of_one_call(family: TemplateFamily) -> None:
+async def test_limits_of_one_call(renderer: TemplateRenderer) -> None:
     limits = Limits(max_call_tokens=6, max_session_tokens=15, max_context_tokens=60)
-    async with Rig(family, [said("abc def ghi jkl mno pqr stu")], limits=limits) as rig:
+    async with Rig(renderer, [said("abc def ghi jkl mno pqr stu")], limits=limits) as rig:
         _, body = await rig.post({"messages": ASK, "max_tokens": 4})
         assert body["choices"][0]["finish_reason"] == "length"
         await rig.post({"messages": grown(1), "max_tokens": 10**9})
@@ -98,14 +98,14 @@ async def test_limits_of_one_call(family: TemplateFamily) -> None:
 
 @pytest.mark.case(16)
 async def test_a_prompt_at_the_limit_fits_with_one_token_and_one_more_does_not(
-    family: TemplateFamily,
+    renderer: TemplateRenderer,
 ) -> None:
     prompt = 0
-    async with Rig(family, [said("a")]) as rig:
+    async with Rig(renderer, [said("a")]) as rig:
         await rig.post({"messages": ASK})
         prompt = len(rig.engine.sent[0].ids)
     for room, status in ((1, 200), (0, 400)):
-        async with Rig(family, [said("a")], limits=Limits(max_context_tokens=prompt + room)) as rig:
+        async with Rig(renderer, [said("a")], limits=Limits(max_context_tokens=prompt + room)) as rig:
             got, body = await rig.post({"messages": ASK, "stream": False})
             assert got == status
             if status == 400:
@@ -115,28 +115,28 @@ async def test_a_prompt_at_the_limit_fits_with_one_token_and_one_more_does_not(
             assert (await rig.session.seal(1.0)).ledger.balanced
 
 
-async def test_overflows_count_as_calls_so_that_no_agent_loops(family: TemplateFamily) -> None:
-    async with Rig(family, [said("a")], limits=Limits(max_context_tokens=3, max_calls=4)) as rig:
+async def test_overflows_count_as_calls_so_that_no_agent_loops(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("a")], limits=Limits(max_context_tokens=3, max_calls=4)) as rig:
         statuses = [(await rig.post({"messages": ASK}))[0] for _ in range(6)]
         assert statuses == [400, 400, 400, 400, 200, 200]
 
 
-async def test_call_ids_are_a_function_of_their_place(family: TemplateFamily) -> None:
+async def test_call_ids_are_a_function_of_their_place(renderer: TemplateRenderer) -> None:
     twice = Message(role="assistant", tool_calls=(call("read", "{}"), call("read", "{}")))
     seen = []
     for _ in range(2):
-        async with Rig(family, [twice]) as rig:
+        async with Rig(renderer, [twice]) as rig:
             _, body = await rig.post({"messages": ASK, "tools": TOOLS})
             seen.append([c["id"] for c in body["choices"][0]["message"]["tool_calls"]])
     assert seen[0] == seen[1] == [mint_call_id(7, "r/0", 0, 0), mint_call_id(7, "r/0", 0, 1)]
 
 
-async def test_a_count_is_within_the_budgets_and_the_cap(family: TemplateFamily) -> None:
+async def test_a_count_is_within_the_budgets_and_the_cap(renderer: TemplateRenderer) -> None:
     def counted(rig: Rig) -> Awaitable[int]:
         return rig.session.count_tokens(ChatDialect().parse({"messages": ASK}, "").request)
 
     config = GatewayConfig(max_concurrent_calls=1, max_waiting_calls=0, inline_chars=0)
-    async with Rig(family, [said("a")], limits=Limits(max_calls=1), config=config) as rig:
+    async with Rig(renderer, [said("a")], limits=Limits(max_calls=1), config=config) as rig:
         first = asyncio.ensure_future(counted(rig))
         await asyncio.sleep(0)
         with pytest.raises(WireError) as refused:
@@ -150,8 +150,8 @@ async def test_a_count_is_within_the_budgets_and_the_cap(family: TemplateFamily)
         assert rig.session.stats.budget_stop == ""
 
 
-async def test_text_that_cannot_fit_is_not_encoded(family: TemplateFamily) -> None:
-    async with Rig(family, [said("a")], limits=Limits(max_context_tokens=1000)) as rig:
+async def test_text_that_cannot_fit_is_not_encoded(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("a")], limits=Limits(max_context_tokens=1000)) as rig:
         # Few tokens for its length, if it were encoded: what refuses it is its length.
         body = {"messages": [{"role": "user", "content": "x" * 17_000}]}
         with pytest.raises(WireError) as refused:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from gateway_rig import ASK, Rig, said
 
+from insitu.chat.template import TemplateRenderer
 from insitu.gateway import connection
 from insitu.gateway.dialects.base import WireError, positive
-from insitu.render.template import TemplateFamily
 from insitu.types import Limits, RequestKey
 
 SECRET = b"the-prompt-of-an-agent"
@@ -51,10 +51,10 @@ CALL = b'{"model": "m", "messages": [{"role": "user", "content": "Fix f."}]}'
 
 
 async def test_bytes_that_are_no_http_are_one_bounded_line(
-    family: TemplateFamily, caplog: pytest.LogCaptureFixture
+    renderer: TemplateRenderer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    async with Rig(family, [said("x")]) as rig:
+    async with Rig(renderer, [said("x")]) as rig:
         key = rig.auth["Authorization"].encode()
         for ending in (b"\n", b"\r\n"):
             for _ in range(100):
@@ -74,8 +74,8 @@ async def test_bytes_that_are_no_http_are_one_bounded_line(
         assert (await rig.post({"messages": ASK}))[0] == 200
 
 
-async def test_a_client_that_waits_for_100_continue_gets_it(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")]) as rig:
+async def test_a_client_that_waits_for_100_continue_gets_it(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")]) as rig:
         host, port = rig.origin.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         head = request(rig, b"", "Expect: 100-continue", length=len(CALL))
@@ -90,8 +90,8 @@ async def test_a_client_that_waits_for_100_continue_gets_it(family: TemplateFami
         assert refused.startswith(b"HTTP/1.1 401")
 
 
-async def test_a_client_that_closed_its_sending_half_gets_its_answer(family: TemplateFamily) -> None:
-    async with Rig(family, [said("Done.")], delay_s=0.4) as rig:
+async def test_a_client_that_closed_its_sending_half_gets_its_answer(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("Done.")], delay_s=0.4) as rig:
         first, rest = await raw(rig, request(rig, CALL), half_close=True)
         whole = first + rest
         assert whole.startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -103,7 +103,7 @@ async def test_a_client_that_closed_its_sending_half_gets_its_answer(family: Tem
 
 
 async def test_the_standard_library_reads_the_answer_on_a_half_closed_connection(
-    family: TemplateFamily,
+    renderer: TemplateRenderer,
 ) -> None:
     def ask(rig: Rig) -> tuple[int, bytes]:
         client = http.client.HTTPConnection(rig.origin.removeprefix("http://"), timeout=5)
@@ -113,19 +113,19 @@ async def test_the_standard_library_reads_the_answer_on_a_half_closed_connection
             answer = client.getresponse()
             return answer.status, answer.read()
 
-    async with Rig(family, [said("Done.")], delay_s=0.4) as rig:
+    async with Rig(renderer, [said("Done.")], delay_s=0.4) as rig:
         status, body = await asyncio.to_thread(ask, rig)
         assert (status, b"Done." in body) == (200, True)
 
 
-async def test_a_client_that_closed_both_halves_is_noticed_at_once(family: TemplateFamily) -> None:
+async def test_a_client_that_closed_both_halves_is_noticed_at_once(renderer: TemplateRenderer) -> None:
     began = asyncio.Event()
 
     async def look(key: RequestKey) -> None:
         began.set()
         await asyncio.sleep(30)
 
-    async with Rig(family, [said("x")], before=look) as rig:
+    async with Rig(renderer, [said("x")], before=look) as rig:
         host, port = rig.origin.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(request(rig, CALL))
@@ -137,10 +137,10 @@ async def test_a_client_that_closed_both_halves_is_noticed_at_once(family: Templ
 
 
 async def test_a_connection_without_a_request_is_closed(
-    family: TemplateFamily, monkeypatch: pytest.MonkeyPatch
+    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "FIRST_REQUEST_S", 0.1)
-    async with Rig(family, [said("x")]) as rig:
+    async with Rig(renderer, [said("x")]) as rig:
         for begun in (b"", b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nX-Slow: "):
             host, port = rig.origin.removeprefix("http://").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
@@ -163,18 +163,18 @@ async def test_a_connection_without_a_request_is_closed(
     ids=str,
 )
 async def test_unknown_routes_are_refused_in_the_providers_shape(
-    family: TemplateFamily, path: str, headers: dict[str, str], shape: str
+    renderer: TemplateRenderer, path: str, headers: dict[str, str], shape: str
 ) -> None:
-    async with Rig(family, [said("x")]) as rig:
+    async with Rig(renderer, [said("x")]) as rig:
         url = rig.base.removesuffix("/v1") + path
         async with rig.http.post(url, json={}, headers={**rig.auth, **headers}) as answer:
             assert answer.status == 404
             assert shape in await answer.text()
 
 
-async def test_gemini_takes_its_key_from_the_query(family: TemplateFamily) -> None:
+async def test_gemini_takes_its_key_from_the_query(renderer: TemplateRenderer) -> None:
     body = {"contents": [{"parts": [{"text": "Hi"}]}]}
-    async with Rig(family, [said("x")]) as rig:
+    async with Rig(renderer, [said("x")]) as rig:
         base = rig.base.removesuffix("/v1")
         for path, secret, status in (
             ("/v1beta/models/g:generateContent", rig.session.secret, 200),
@@ -187,8 +187,8 @@ async def test_gemini_takes_its_key_from_the_query(family: TemplateFamily) -> No
                 assert rig.session.secret not in await answer.text()
 
 
-async def test_every_answer_names_its_request(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")]) as rig:
+async def test_every_answer_names_its_request(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")]) as rig:
         seen = set()
         for stream, path in ((False, "/chat/completions"), (True, "/chat/completions"), (False, "/none")):
             body = {"messages": ASK, "stream": stream}
@@ -207,8 +207,8 @@ def test_a_whole_number_may_be_written_as_a_float() -> None:
             positive(wrong, "max_tokens")
 
 
-async def test_logprobs_that_never_vary_are_refused_over_short_replies(family: TemplateFamily) -> None:
-    async with Rig(family, [said("ok")], sampled=True) as rig:
+async def test_logprobs_that_never_vary_are_refused_over_short_replies(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("ok")], sampled=True) as rig:
         honest = rig.engine.generate
 
         async def filled_in(*args: Any) -> Any:
@@ -221,22 +221,22 @@ async def test_logprobs_that_never_vary_are_refused_over_short_replies(family: T
         assert statuses[-1] == 403
         assert "logprobs of this session" in rig.session.stats.infra_error
         await rig.session.seal(0.0)
-    async with Rig(family, [said("ok")]) as rig:
+    async with Rig(renderer, [said("ok")]) as rig:
         statuses = [(await rig.post({"messages": ASK, "user": str(i)}))[0] for i in range(40)]
         assert set(statuses) == {200}
 
 
-async def test_a_body_that_cannot_fit_the_context_is_not_read_to_its_end(family: TemplateFamily) -> None:
+async def test_a_body_that_cannot_fit_the_context_is_not_read_to_its_end(renderer: TemplateRenderer) -> None:
     """Reading tens of megabytes keeps other sessions waiting, whatever comes of it."""
     limits = Limits(max_context_tokens=4096)
     body = b'{"messages": [{"role": "user", "content": "' + b"x" * (9 << 20) + b'"}]}'
-    async with Rig(family, [said("x")], limits=limits) as rig:
+    async with Rig(renderer, [said("x")], limits=limits) as rig:
         url = f"{rig.base}/chat/completions"
         async with rig.http.post(url, data=io.BytesIO(body), headers=rig.auth) as answer:
             assert answer.status == 413
         assert rig.session.bodies.parsed_bytes == 0
         assert (await rig.post({"messages": ASK}))[0] == 200
-    async with Rig(family, [said("x")], limits=Limits(max_context_tokens=200_000)) as rig:
+    async with Rig(renderer, [said("x")], limits=Limits(max_context_tokens=200_000)) as rig:
         url = f"{rig.base}/chat/completions"
         async with rig.http.post(url, data=io.BytesIO(body), headers=rig.auth) as answer:
             assert answer.status == 400

@@ -11,18 +11,18 @@ import pytest
 from gateway_rig import ASK, said
 from test_admin import AdminRig
 
-from insitu.render.template import TemplateFamily
-from insitu.serve import sealing
-from insitu.serve.voice import Voice
+from insitu.chat.template import TemplateRenderer
+from insitu.serving import session_export as sealing
+from insitu.serving.console import Console
 from insitu.types import Limits
 
 
 async def test_sessions_are_sealed_after_their_time(
-    family: TemplateFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    renderer: TemplateRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sealing, "EXPIRED_S", 0.05)
     monkeypatch.setattr(sealing, "LOOK_S", 0.02)
-    async with AdminRig(family, [said("x")], limits=Limits(wall_s=1.5)) as rig:
+    async with AdminRig(renderer, [said("x")], limits=Limits(wall_s=1.5)) as rig:
         status, opened = await rig.ask("POST", "/sessions", {"rollout_id": "../a", "limits": {"wall_s": 1.5}})
         assert status == 201
         lasting = rig.gateway.open_session("lasting", seed=0, limits=Limits(wall_s=60.0))
@@ -30,7 +30,7 @@ async def test_sessions_are_sealed_after_their_time(
         assert (await rig.say(opened, {"messages": ASK}))[0] == 200
         own, ledgers = [rig.session, lasting], sealing.Ledgers()
         rig.session.rollout_id = "serve-0"
-        voice = Voice(io.StringIO(), json=True)
+        voice = Console(io.StringIO(), json=True)
         expiry = asyncio.create_task(sealing.expire(voice, tmp_path, own, rig.gateway, rig.admin, ledgers))
         async with asyncio.timeout(20):
             while len(ledgers) < 2:  # noqa: ASYNC110

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from gateway_rig import ASK, Rig, said
 
-from insitu.collect.gateway import gateway_config
+from insitu.chat.template import TemplateRenderer
 from insitu.config import load_config
 from insitu.errors import CaptureError, EngineError, EngineUnavailable, GatewayError
 from insitu.gateway.server import GatewayConfig
-from insitu.render.template import TemplateFamily
+from insitu.runtime.gateway import gateway_config
 from insitu.types import Generation, IntArray, Limits, RequestKey, SamplingParams
 
 GRACE = GatewayConfig(disconnect_grace_s=0.1)
@@ -44,8 +44,8 @@ async def send_raw(rig: Rig, body: dict[str, object]) -> tuple[asyncio.StreamRea
 
 @pytest.mark.case(42)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_aborts_the_engine(family: TemplateFamily, stream: bool) -> None:
-    async with Rig(family, [said("x")], config=GRACE, delay_s=30.0) as rig:
+async def test_a_client_that_leaves_aborts_the_engine(renderer: TemplateRenderer, stream: bool) -> None:
+    async with Rig(renderer, [said("x")], config=GRACE, delay_s=30.0) as rig:
         _, writer = await send_raw(rig, {"messages": ASK, "stream": stream})
         await until(lambda: rig.engine.in_flight)
         writer.close()
@@ -57,14 +57,14 @@ async def test_a_client_that_leaves_aborts_the_engine(family: TemplateFamily, st
 
 
 @pytest.mark.case(41)
-async def test_a_retry_within_the_grace_takes_over_the_call(family: TemplateFamily) -> None:
+async def test_a_retry_within_the_grace_takes_over_the_call(renderer: TemplateRenderer) -> None:
     release = asyncio.Event()
 
     async def hold(key: RequestKey) -> None:
         await release.wait()
 
     body: dict[str, object] = {"messages": ASK, "stream": False}
-    async with Rig(family, [said("x")], before=hold) as rig:
+    async with Rig(renderer, [said("x")], before=hold) as rig:
         _, writer = await send_raw(rig, body)
         await until(lambda: rig.engine.in_flight)
         writer.close()
@@ -78,7 +78,7 @@ async def test_a_retry_within_the_grace_takes_over_the_call(family: TemplateFami
         assert ledger.captured == ledger.trained
 
 
-async def test_a_reply_that_was_not_delivered_is_replayed(family: TemplateFamily) -> None:
+async def test_a_reply_that_was_not_delivered_is_replayed(renderer: TemplateRenderer) -> None:
     release = asyncio.Event()
 
     async def hold(key: RequestKey) -> None:
@@ -86,7 +86,7 @@ async def test_a_reply_that_was_not_delivered_is_replayed(family: TemplateFamily
             await release.wait()
 
     body: dict[str, object] = {"messages": ASK, "stream": True}
-    async with Rig(family, [said("first"), said("second")], before=hold) as rig:
+    async with Rig(renderer, [said("first"), said("second")], before=hold) as rig:
         _, writer = await send_raw(rig, body)
         await until(lambda: rig.engine.in_flight)
         writer.close()
@@ -102,12 +102,12 @@ async def test_a_reply_that_was_not_delivered_is_replayed(family: TemplateFamily
 
 @pytest.mark.case(41)
 async def test_a_client_that_leaves_in_the_middle_of_its_reply_gets_it_again(
-    family: TemplateFamily, tmp_path: Path
+    renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
-    words = np.tile(family.codec.encode_content(" answers questions"), 300_000)
-    big = np.append(words, family.end_ids[0]).astype(np.int32)
+    words = np.tile(renderer.codec.encode_content(" answers questions"), 300_000)
+    big = np.append(words, renderer.end_ids[0]).astype(np.int32)
     limits = Limits(max_call_tokens=10**7, max_session_tokens=10**7, max_context_tokens=10**7)
-    async with Rig(family, [big], unix=tmp_path / "gw.sock", limits=limits) as rig:
+    async with Rig(renderer, [big], unix=tmp_path / "gw.sock", limits=limits) as rig:
         url = f"{rig.base}/chat/completions"
         body = {"messages": ASK, "stream": True}
         async with rig.http.post(url, json=body, headers=rig.auth) as response:
@@ -123,13 +123,13 @@ async def test_a_client_that_leaves_in_the_middle_of_its_reply_gets_it_again(
         assert ledger.trained == len(big)
 
 
-async def test_a_reply_nobody_fetched_is_excluded(family: TemplateFamily) -> None:
+async def test_a_reply_nobody_fetched_is_excluded(renderer: TemplateRenderer) -> None:
     release = asyncio.Event()
 
     async def hold(key: RequestKey) -> None:
         await release.wait()
 
-    async with Rig(family, [said("first")], before=hold) as rig:
+    async with Rig(renderer, [said("first")], before=hold) as rig:
         _, writer = await send_raw(rig, {"messages": ASK})
         await until(lambda: rig.engine.in_flight)
         writer.close()
@@ -144,9 +144,9 @@ async def test_a_reply_nobody_fetched_is_excluded(family: TemplateFamily) -> Non
 
 
 @pytest.mark.case(38, 43)
-async def test_twins_in_flight_get_their_own_samples(family: TemplateFamily) -> None:
+async def test_twins_in_flight_get_their_own_samples(renderer: TemplateRenderer) -> None:
     script = [said(f"sample {i}") for i in range(4)]
-    async with Rig(family, script, delay_s=0.05) as rig:
+    async with Rig(renderer, script, delay_s=0.05) as rig:
         answers = await asyncio.gather(*(rig.post({"messages": ASK}) for _ in range(4)))
         texts = {body["choices"][0]["message"]["content"] for _, body in answers}
         assert texts == {f"sample {i}" for i in range(4)}
@@ -156,15 +156,15 @@ async def test_twins_in_flight_get_their_own_samples(family: TemplateFamily) -> 
         assert trajectory.ledger.balanced
 
 
-async def test_too_many_at_a_time_is_a_rate_limit(family: TemplateFamily) -> None:
+async def test_too_many_at_a_time_is_a_rate_limit(renderer: TemplateRenderer) -> None:
     config = GatewayConfig(max_concurrent_calls=2, max_waiting_calls=0)
-    async with Rig(family, [said("x")], config=config, delay_s=0.1) as rig:
+    async with Rig(renderer, [said("x")], config=config, delay_s=0.1) as rig:
         answers = await asyncio.gather(*(rig.post({"messages": ASK}) for _ in range(3)))
         assert sorted(status for status, _ in answers) == [200, 200, 429]
 
 
 @pytest.mark.parametrize("count", [17, 60])
-async def test_parallel_calls_beyond_the_cap_wait_their_turn(family: TemplateFamily, count: int) -> None:
+async def test_parallel_calls_beyond_the_cap_wait_their_turn(renderer: TemplateRenderer, count: int) -> None:
     """As official clients send them, who know no limit; the engine never has more than the cap."""
     busiest = 0
 
@@ -174,7 +174,7 @@ async def test_parallel_calls_beyond_the_cap_wait_their_turn(family: TemplateFam
 
     ask = [{"messages": ASK, "user": str(i), "stream": bool(i % 2)} for i in range(count)]
     limits = Limits(max_context_tokens=4096, max_calls=100)
-    async with Rig(family, [said("x")], limits=limits, delay_s=0.02, before=look) as rig:
+    async with Rig(renderer, [said("x")], limits=limits, delay_s=0.02, before=look) as rig:
         url = f"{rig.base}/chat/completions"
 
         async def post(body: dict[str, object]) -> int:
@@ -189,7 +189,7 @@ async def test_parallel_calls_beyond_the_cap_wait_their_turn(family: TemplateFam
         assert len(trajectory.turns) == count
 
 
-async def test_a_call_does_not_wait_for_ever_and_gives_its_place_back(family: TemplateFamily) -> None:
+async def test_a_call_does_not_wait_for_ever_and_gives_its_place_back(renderer: TemplateRenderer) -> None:
     """With one place and an engine that never answers: the first call fails at its deadline, the one that
     left takes no place after it, so the next one gets it, and the last one has waited too long by then."""
     release = asyncio.Event()
@@ -198,7 +198,7 @@ async def test_a_call_does_not_wait_for_ever_and_gives_its_place_back(family: Te
         await release.wait()
 
     config = GatewayConfig(max_concurrent_calls=1, engine_deadline_s=0.8, disconnect_grace_s=0.0)
-    async with Rig(family, [said("x")], config=config, before=hold) as rig:
+    async with Rig(renderer, [said("x")], config=config, before=hold) as rig:
 
         async def post(user: str) -> tuple[int, str]:
             status, body = await rig.post({"messages": ASK, "user": user})
@@ -222,14 +222,14 @@ async def test_a_call_does_not_wait_for_ever_and_gives_its_place_back(family: Te
         assert len(rig.engine.sent) == 3
 
 
-async def test_a_client_that_sends_and_leaves_cannot_pile_up_calls(family: TemplateFamily) -> None:
+async def test_a_client_that_sends_and_leaves_cannot_pile_up_calls(renderer: TemplateRenderer) -> None:
     release = asyncio.Event()
 
     async def hold(key: RequestKey) -> None:
         await release.wait()
 
     config = GatewayConfig(max_concurrent_calls=2, max_waiting_calls=0, disconnect_grace_s=30.0)
-    async with Rig(family, [said("x")], config=config, before=hold) as rig:
+    async with Rig(renderer, [said("x")], config=config, before=hold) as rig:
         for number in range(2):
             _, writer = await send_raw(rig, {"messages": ASK, "user": str(number)})
             await until(lambda number=number: rig.engine.in_flight == number + 1)
@@ -245,14 +245,14 @@ async def test_a_client_that_sends_and_leaves_cannot_pile_up_calls(family: Templ
         assert (await rig.post({"messages": ASK, "user": "2"}))[0] == 200
 
 
-async def test_one_outage_under_parallel_calls_counts_once(family: TemplateFamily) -> None:
+async def test_one_outage_under_parallel_calls_counts_once(renderer: TemplateRenderer) -> None:
     def fail(key: RequestKey) -> EngineError | None:
         return EngineUnavailable("restarting") if key.turn < 5 or key.turn in (10, 11, 12) else None
 
     def ask(number: int) -> dict[str, object]:
         return {"messages": [{"role": "user", "content": f"Fix {number}."}]}
 
-    async with Rig(family, [said("x")], fail=fail, delay_s=0.05) as rig:
+    async with Rig(renderer, [said("x")], fail=fail, delay_s=0.05) as rig:
         down = await asyncio.gather(*(rig.post(ask(i)) for i in range(5)))
         assert {status for status, _ in down} == {500}
         up = await asyncio.gather(*(rig.post(ask(i)) for i in range(5)))
@@ -264,11 +264,11 @@ async def test_one_outage_under_parallel_calls_counts_once(family: TemplateFamil
         assert rig.session.stats.engine_failures == 8
 
 
-async def test_a_failed_call_is_made_good_by_its_own_retry_only(family: TemplateFamily) -> None:
+async def test_a_failed_call_is_made_good_by_its_own_retry_only(renderer: TemplateRenderer) -> None:
     def fail(key: RequestKey) -> EngineError | None:
         return EngineUnavailable("restarting") if key.turn == 0 else None
 
-    async with Rig(family, [said("x")], fail=fail) as rig:
+    async with Rig(renderer, [said("x")], fail=fail) as rig:
         assert (await rig.post({"messages": ASK}))[0] == 500
         other = {"messages": [{"role": "user", "content": "A title, please."}]}
         assert (await rig.post(other))[0] == 200
@@ -278,10 +278,10 @@ async def test_a_failed_call_is_made_good_by_its_own_retry_only(family: Template
 
 
 async def test_a_header_that_is_no_text_does_not_break_the_log(
-    family: TemplateFamily, tmp_path: Path
+    renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     config = GatewayConfig(log_dir=tmp_path)
-    async with Rig(family, [said("x")], config=config) as rig:
+    async with Rig(renderer, [said("x")], config=config) as rig:
         host, port = rig.origin.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         payload = json.dumps({"messages": ASK}).encode()
@@ -296,8 +296,8 @@ async def test_a_header_that_is_no_text_does_not_break_the_log(
         assert len((await rig.session.seal(1.0)).turns) == 1
 
 
-async def test_an_engine_failure_makes_the_session_unscorable(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")], fail=lambda key: EngineError("out of memory at /host/path")) as rig:
+async def test_an_engine_failure_makes_the_session_unscorable(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")], fail=lambda key: EngineError("out of memory at /host/path")) as rig:
         status, body = await rig.post({"messages": ASK})
         assert status == 500
         assert body["error"]["type"] == "server_error"
@@ -307,9 +307,9 @@ async def test_an_engine_failure_makes_the_session_unscorable(family: TemplateFa
         assert (await rig.session.seal(1.0)).ledger.balanced
 
 
-async def test_an_engine_that_hangs_is_given_up(family: TemplateFamily) -> None:
+async def test_an_engine_that_hangs_is_given_up(renderer: TemplateRenderer) -> None:
     config = GatewayConfig(engine_deadline_s=0.05)
-    async with Rig(family, [said("x")], config=config, delay_s=30.0) as rig:
+    async with Rig(renderer, [said("x")], config=config, delay_s=30.0) as rig:
         assert (await rig.post({"messages": ASK}))[0] == 500
         assert "0.05 s" in rig.session.stats.infra_error
         assert len(rig.engine.aborted) == 1
@@ -317,7 +317,7 @@ async def test_an_engine_that_hangs_is_given_up(family: TemplateFamily) -> None:
 
 @pytest.mark.case(44)
 async def test_a_generation_may_take_as_long_as_configured_and_one_that_is_too_long_may_be_asked_again(
-    family: TemplateFamily,
+    renderer: TemplateRenderer,
 ) -> None:
     keys = ["engine.kind=vllm", "engine.url=http://x", "engine.call_timeout_s=0.3"]
     config = gateway_config(load_config(None, keys))
@@ -326,7 +326,7 @@ async def test_a_generation_may_take_as_long_as_configured_and_one_that_is_too_l
     async def slow(key: RequestKey) -> None:
         await asyncio.sleep(late["s"])
 
-    async with Rig(family, [said("x")], config=config, before=slow) as rig:
+    async with Rig(renderer, [said("x")], config=config, before=slow) as rig:
         began = asyncio.get_running_loop().time()
         assert (await rig.post({"messages": ASK}))[0] == 500
         assert 0.3 <= asyncio.get_running_loop().time() - began < 20.0
@@ -358,8 +358,8 @@ def broken(kind: str, n: int) -> Generation:
 
 @pytest.mark.case(45)
 @pytest.mark.parametrize("kind", ["short", "nan", "positive", "empty", "foreign", "version"])
-async def test_nonsense_from_the_engine_fails_closed(family: TemplateFamily, kind: str) -> None:
-    async with Rig(family, [said("x")]) as rig:
+async def test_nonsense_from_the_engine_fails_closed(renderer: TemplateRenderer, kind: str) -> None:
+    async with Rig(renderer, [said("x")]) as rig:
 
         async def nonsense(ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
             return broken(kind, 3)
@@ -374,8 +374,8 @@ async def test_nonsense_from_the_engine_fails_closed(family: TemplateFamily, kin
             assert (await rig.session.seal(1.0)).ledger.captured == 0
 
 
-async def test_a_defect_is_not_swallowed(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")]) as rig:
+async def test_a_defect_is_not_swallowed(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")]) as rig:
         rig.script = ["not a reply"]  # type: ignore[list-item]
         assert (await rig.post({"messages": ASK}))[0] == 500
         with pytest.raises((TypeError, AttributeError)):
@@ -383,8 +383,8 @@ async def test_a_defect_is_not_swallowed(family: TemplateFamily) -> None:
 
 
 @pytest.mark.case(57)
-async def test_sealing_with_calls_in_flight(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")], delay_s=30.0) as rig:
+async def test_sealing_with_calls_in_flight(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")], delay_s=30.0) as rig:
         calls = [asyncio.create_task(rig.post({"messages": ASK})) for _ in range(3)]
         await until(lambda: rig.engine.in_flight == 3)
         trajectory = await rig.session.seal(0.1)
@@ -396,8 +396,8 @@ async def test_sealing_with_calls_in_flight(family: TemplateFamily) -> None:
             await rig.session.seal(0.1)
 
 
-async def test_sealing_waits_for_a_call_that_ends_in_time(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")], delay_s=0.1) as rig:
+async def test_sealing_waits_for_a_call_that_ends_in_time(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")], delay_s=0.1) as rig:
         call = asyncio.create_task(rig.post({"messages": ASK}))
         await until(lambda: rig.engine.in_flight)
         trajectory = await rig.session.seal(5.0)
@@ -406,7 +406,9 @@ async def test_sealing_waits_for_a_call_that_ends_in_time(family: TemplateFamily
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_whenever_a_session_is_sealed_every_call_is_answered(family: TemplateFamily, seed: int) -> None:
+async def test_whenever_a_session_is_sealed_every_call_is_answered(
+    renderer: TemplateRenderer, seed: int
+) -> None:
     """Calls, lost clients and the seal at random times: answers for all, nothing left, ledger balanced."""
     dice = random.Random(seed)
 
@@ -414,7 +416,7 @@ async def test_whenever_a_session_is_sealed_every_call_is_answered(family: Templ
         await asyncio.sleep(dice.random() * 0.03)
 
     config = GatewayConfig(disconnect_grace_s=0.01, hold_headers_s=0.01, keep_alive_s=0.005)
-    async with Rig(family, [said("x"), said("y")], before=pause, config=config) as rig:
+    async with Rig(renderer, [said("x"), said("y")], before=pause, config=config) as rig:
 
         async def client(index: int) -> int | None:
             await asyncio.sleep(dice.random() * 0.03)
@@ -440,8 +442,8 @@ async def test_whenever_a_session_is_sealed_every_call_is_answered(family: Templ
         assert rig.gateway.counters.defects == 0
 
 
-async def test_closing_the_gateway_leaves_nothing_running(family: TemplateFamily) -> None:
-    rig = Rig(family, [said("x")], delay_s=30.0)
+async def test_closing_the_gateway_leaves_nothing_running(renderer: TemplateRenderer) -> None:
+    rig = Rig(renderer, [said("x")], delay_s=30.0)
     async with rig:
         call = asyncio.create_task(rig.post({"messages": ASK}))
         await until(lambda: rig.engine.in_flight)
@@ -451,8 +453,8 @@ async def test_closing_the_gateway_leaves_nothing_running(family: TemplateFamily
     assert rig.session.state == "sealed"
 
 
-async def test_many_sessions_at_once_keep_apart(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")], delay_s=0.01) as rig:
+async def test_many_sessions_at_once_keep_apart(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")], delay_s=0.01) as rig:
         sessions = [rig.gateway.open_session(f"r/{i}", seed=i, limits=Limits()) for i in range(50)]
 
         async def one(index: int) -> int:
@@ -464,5 +466,5 @@ async def test_many_sessions_at_once_keep_apart(family: TemplateFamily) -> None:
         assert set(await asyncio.gather(*(one(i) for i in range(50)))) == {200}
         for sent in rig.engine.sent:
             index = int(sent.key.rollout_id.split("/")[1])
-            assert f"I am {index}<|im_end|>" in family.decode(sent.ids)
+            assert f"I am {index}<|im_end|>" in renderer.decode(sent.ids)
             assert sent.key.seed == index

@@ -11,7 +11,7 @@ import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
 from test_cases import WIRES, send
 
-from insitu.render.template import TemplateFamily
+from insitu.chat.template import TemplateRenderer
 from insitu.types import Generation, IntArray, Message, RequestKey, SamplingParams
 
 
@@ -41,9 +41,9 @@ GO_ON: Mapping[str, tuple[str, Callable[[Any, Any, str], list[Any]]]] = {
 """Key of the conversation, and the conversation after a reply."""
 
 
-def with_end(family: TemplateFamily, text: str) -> IntArray:
+def with_end(renderer: TemplateRenderer, text: str) -> IntArray:
     """`text` as sampled ids, then the end token."""
-    return np.concatenate([family.codec.encode(text), family.end_ids[:1]]).astype(np.int32)
+    return np.concatenate([renderer.codec.encode(text), renderer.end_ids[:1]]).astype(np.int32)
 
 
 async def talk(rig: Rig, name: str) -> Any:
@@ -57,13 +57,13 @@ async def talk(rig: Rig, name: str) -> Any:
     return reply
 
 
-async def check(rig: Rig, family: TemplateFamily, ids: IntArray, closed: str = "") -> None:
+async def check(rig: Rig, renderer: TemplateRenderer, ids: IntArray, closed: str = "") -> None:
     """The engine got its own ids again, as they were, and what stands behind them is the template's, after
     `closed`, which the policy did not come to say."""
     first, second = rig.engine.sent
     held = np.concatenate([first.ids, ids])
     assert np.array_equal(second.ids[: len(held)], held)
-    assert family.decode(second.ids[len(held) :]).startswith(f"{closed}\n<|im_start|>user\nGo on.")
+    assert renderer.decode(second.ids[len(held) :]).startswith(f"{closed}\n<|im_start|>user\nGo on.")
     trajectory = await rig.sealed()
     assert [turn.parent for turn in trajectory.turns] == [-1, 0]
     assert trajectory.ledger.excluded == {}
@@ -72,25 +72,25 @@ async def check(rig: Rig, family: TemplateFamily, ids: IntArray, closed: str = "
 
 @pytest.mark.case(1)
 @pytest.mark.parametrize("name", WIRES)
-async def test_letters_that_no_tokenizer_would_choose(family: TemplateFamily, name: str) -> None:
+async def test_letters_that_no_tokenizer_would_choose(renderer: TemplateRenderer, name: str) -> None:
     said_so = "The function is mended."
-    ids = np.concatenate([family.codec.encode(letter) for letter in said_so]).astype(np.int32)
-    assert len(ids) > len(family.codec.encode(said_so))
-    ids = np.concatenate([ids, family.end_ids[:1]]).astype(np.int32)
-    async with Rig(family, [ids, said("On.")]) as rig:
+    ids = np.concatenate([renderer.codec.encode(letter) for letter in said_so]).astype(np.int32)
+    assert len(ids) > len(renderer.codec.encode(said_so))
+    ids = np.concatenate([ids, renderer.end_ids[:1]]).astype(np.int32)
+    async with Rig(renderer, [ids, said("On.")]) as rig:
         assert said_so in str(await talk(rig, name))
-        await check(rig, family, ids)
+        await check(rig, renderer, ids)
 
 
 @pytest.mark.case(2)
 @pytest.mark.parametrize("name", WIRES)
-async def test_half_a_character_at_the_end(family: TemplateFamily, name: str) -> None:
-    emoji = family.codec.encode("\U0001f642")
+async def test_half_a_character_at_the_end(renderer: TemplateRenderer, name: str) -> None:
+    emoji = renderer.codec.encode("\U0001f642")
     assert len(emoji) > 1
-    ids = np.concatenate([family.codec.encode("Done \U0001f642 "), emoji[:-1], family.end_ids[:1]])
-    async with Rig(family, [ids.astype(np.int32), said("On.")]) as rig:
+    ids = np.concatenate([renderer.codec.encode("Done \U0001f642 "), emoji[:-1], renderer.end_ids[:1]])
+    async with Rig(renderer, [ids.astype(np.int32), said("On.")]) as rig:
         assert "Done \U0001f642 " in str(await talk(rig, name))
-        await check(rig, family, ids)
+        await check(rig, renderer, ids)
 
 
 CUTS = {"text": "I think th", "reasoning": "<think>\nLet me s", "call": '<tool_call>\n{"name": "read", "argu'}
@@ -99,20 +99,22 @@ CUTS = {"text": "I think th", "reasoning": "<think>\nLet me s", "call": '<tool_c
 @pytest.mark.case(6)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", WIRES)
-async def test_a_reply_that_is_cut_goes_on(family: TemplateFamily, name: str, cut: str) -> None:
-    ids = family.codec.encode(CUTS[cut])
-    async with Rig(family, [ids, said("On.")]) as rig:
+async def test_a_reply_that_is_cut_goes_on(renderer: TemplateRenderer, name: str, cut: str) -> None:
+    ids = renderer.codec.encode(CUTS[cut])
+    async with Rig(renderer, [ids, said("On.")]) as rig:
         reply = await talk(rig, name)
         assert any(word in str(reply) for word in ("'length'", "max_tokens", "incomplete", "MAX_TOKENS"))
         assert not any(word in str(reply) for word in ("tool_use", "function_call'", "functionCall"))
-        await check(rig, family, ids, closed="</think><|im_end|>" if cut == "reasoning" else "<|im_end|>")
+        await check(rig, renderer, ids, closed="</think><|im_end|>" if cut == "reasoning" else "<|im_end|>")
 
 
 @pytest.mark.case(14)
 @pytest.mark.parametrize("kept", [(1, 0), (1,), (0,)])
-async def test_answers_in_another_order_or_one_missing(family: TemplateFamily, kept: tuple[int, ...]) -> None:
+async def test_answers_in_another_order_or_one_missing(
+    renderer: TemplateRenderer, kept: tuple[int, ...]
+) -> None:
     both = tuple(call("read", json.dumps({"path": path})) for path in "ab")
-    async with Rig(family, [Message(role="assistant", tool_calls=both), said("On.")]) as rig:
+    async with Rig(renderer, [Message(role="assistant", tool_calls=both), said("On.")]) as rig:
         _, reply = await rig.post({"messages": ASK, "tools": TOOLS})
         echo = reply["choices"][0]["message"]
         ids = [made["id"] for made in echo["tool_calls"]]
@@ -126,42 +128,42 @@ async def test_answers_in_another_order_or_one_missing(family: TemplateFamily, k
 @pytest.mark.parametrize("space", [" ", "\n", "\n\n", " \t\n "])
 @pytest.mark.parametrize("name", WIRES)
 async def test_white_space_before_the_end_stays_before_the_scaffolds_line_break(
-    family: TemplateFamily, name: str, space: str
+    renderer: TemplateRenderer, name: str, space: str
 ) -> None:
-    ids = with_end(family, f"Done.{space}")
-    async with Rig(family, [ids, said("On.")]) as rig:
+    ids = with_end(renderer, f"Done.{space}")
+    async with Rig(renderer, [ids, said("On.")]) as rig:
         assert WIRES[name].stops(await talk(rig, name))
-        assert family.decode(rig.engine.sent[1].ids).count(f"Done.{space}<|im_end|>\n<|im_start|>user") == 1
-        await check(rig, family, ids)
+        assert renderer.decode(rig.engine.sent[1].ids).count(f"Done.{space}<|im_end|>\n<|im_start|>user") == 1
+        await check(rig, renderer, ids)
 
 
 @pytest.mark.case(7)
 @pytest.mark.parametrize("name", WIRES)
-async def test_an_end_within_open_reasoning_ends_it(family: TemplateFamily, name: str) -> None:
-    ids = with_end(family, "<think>\nLet me see, perhaps")
-    async with Rig(family, [ids, said("On.")]) as rig:
+async def test_an_end_within_open_reasoning_ends_it(renderer: TemplateRenderer, name: str) -> None:
+    ids = with_end(renderer, "<think>\nLet me see, perhaps")
+    async with Rig(renderer, [ids, said("On.")]) as rig:
         reply = await talk(rig, name)
         assert "Let me see, perhaps" in str(reply)
         assert "<think>" not in str(reply)
-        await check(rig, family, ids)
+        await check(rig, renderer, ids)
 
 
 @pytest.mark.case(8)
 @pytest.mark.parametrize("name", WIRES)
-async def test_a_reply_of_only_the_end_goes_on(family: TemplateFamily, name: str) -> None:
-    ids = with_end(family, "")
+async def test_a_reply_of_only_the_end_goes_on(renderer: TemplateRenderer, name: str) -> None:
+    ids = with_end(renderer, "")
     assert len(ids) == 1
-    async with Rig(family, [ids, said("On.")]) as rig:
+    async with Rig(renderer, [ids, said("On.")]) as rig:
         await talk(rig, name)
-        await check(rig, family, ids)
+        await check(rig, renderer, ids)
 
 
 @pytest.mark.case(8)
 @pytest.mark.parametrize("name", WIRES)
-async def test_a_reply_of_no_token_may_be_asked_for_again(family: TemplateFamily, name: str) -> None:
+async def test_a_reply_of_no_token_may_be_asked_for_again(renderer: TemplateRenderer, name: str) -> None:
     """The model's end is a token too, so the engine sampled nothing: its failure, not the session's end."""
     wire = WIRES[name]
-    async with Rig(family, [said("Here.")]) as rig:
+    async with Rig(renderer, [said("Here.")]) as rig:
         answers = rig.engine.generate
 
         async def nothing(ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:

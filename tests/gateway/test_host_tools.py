@@ -13,10 +13,10 @@ from gateway_rig import ASK, TOOLS, Rig, call, said
 from mcp.client.client import Client
 from mcp.client.streamable_http import streamable_http_client
 
+from insitu.chat.template import TemplateRenderer
 from insitu.errors import ConfigError
 from insitu.gateway.host_tools import RESERVED, HostTool, ToolBox, exposed_names
 from insitu.gateway.request import GatewayConfig
-from insitu.render.template import TemplateFamily
 from insitu.types import Limits, Message
 
 SUBMIT = HostTool(
@@ -61,8 +61,8 @@ class ToolRig(Rig):
             yield client
 
 
-async def test_a_call_is_checked_kept_and_acknowledged(family: TemplateFamily) -> None:
-    async with ToolRig(family, [said("x")]) as rig:
+async def test_a_call_is_checked_kept_and_acknowledged(renderer: TemplateRenderer) -> None:
+    async with ToolRig(renderer, [said("x")]) as rig:
         assert await rig.use("submit", {"answer": "42"}) == (200, {"ok": True})
         status, body = await rig.use("submit", {"answer": 42})
         assert (status, body["ok"]) == (422, False)
@@ -85,8 +85,8 @@ async def test_a_call_is_checked_kept_and_acknowledged(family: TemplateFamily) -
 
 
 @pytest.mark.case(53)
-async def test_each_secret_opens_its_own_scope_only(family: TemplateFamily) -> None:
-    async with ToolRig(family, [said("x")]) as rig:
+async def test_each_secret_opens_its_own_scope_only(renderer: TemplateRenderer) -> None:
+    async with ToolRig(renderer, [said("x")]) as rig:
         assert (await rig.use("submit", {"answer": "a"}, **rig.auth))[0] == 401
         async with rig.http.post(f"{rig.origin}/mcp", json={}, headers=rig.auth) as response:
             assert response.status == 401
@@ -103,13 +103,13 @@ async def test_each_secret_opens_its_own_scope_only(family: TemplateFamily) -> N
 
 
 async def test_injected_tools_are_part_of_the_root_and_answered_by_the_gateway(
-    family: TemplateFamily,
+    renderer: TemplateRenderer,
 ) -> None:
     both = Message(
         role="assistant", tool_calls=(call("submit", '{"answer": "42"}'), call("read", '{"path": "a"}'))
     )
     wrong = Message(role="assistant", tool_calls=(call("submit", '{"answer": 1}'),))
-    async with ToolRig(family, [both, wrong, said("Done.")]) as rig:
+    async with ToolRig(renderer, [both, wrong, said("Done.")]) as rig:
         messages: list[Any] = [*ASK]
         for _ in range(3):
             _, body = await rig.post({"messages": messages, "tools": TOOLS})
@@ -119,7 +119,7 @@ async def test_injected_tools_are_part_of_the_root_and_answered_by_the_gateway(
                 known = made["function"]["name"] == "read"
                 text = "x = 1" if known else f"Tool {made['function']['name']} not found"
                 messages.append({"role": "tool", "tool_call_id": made["id"], "content": text})
-        first, second, third = (family.decode(s.ids) for s in rig.engine.sent)
+        first, second, third = (renderer.decode(s.ids) for s in rig.engine.sent)
         assert "Hand in the answer." in first
         assert '{"ok":true}' in second
         assert "x = 1" in second
@@ -135,10 +135,10 @@ async def test_injected_tools_are_part_of_the_root_and_answered_by_the_gateway(
         assert trajectory.ledger.trained == trajectory.ledger.captured
 
 
-async def test_after_a_call_of_an_injected_tool_only_what_is_new_is_read(family: TemplateFamily) -> None:
+async def test_after_a_call_of_an_injected_tool_only_what_is_new_is_read(renderer: TemplateRenderer) -> None:
     submit = Message(role="assistant", tool_calls=(call("submit", '{"answer": "42"}'),))
     read = Message(role="assistant", tool_calls=(call("read", '{"path": "a"}'),))
-    async with ToolRig(family, [submit, *[read] * 8, submit, *[read] * 3, said("Done.")]) as rig:
+    async with ToolRig(renderer, [submit, *[read] * 8, submit, *[read] * 3, said("Done.")]) as rig:
         messages: list[Any] = [*ASK]
         costs: list[int] = []
         for _ in range(14):
@@ -150,7 +150,7 @@ async def test_after_a_call_of_an_injected_tool_only_what_is_new_is_read(family:
             for made in messages[-1].get("tool_calls", []):
                 messages.append({"role": "tool", "tool_call_id": made["id"], "content": "x = 1\n" * 500})
         assert max(costs) < 5000, costs
-        last = family.decode(rig.engine.sent[-1].ids)
+        last = renderer.decode(rig.engine.sent[-1].ids)
         assert last.count('{"ok":true}') == 2
         assert last.count("x = 1\n" * 500) == 11
         trajectory = await rig.session.seal(1.0)
@@ -160,26 +160,26 @@ async def test_after_a_call_of_an_injected_tool_only_what_is_new_is_read(family:
 
 @pytest.mark.parametrize("name", sorted(exposed_names("submit")))
 async def test_a_tool_that_the_agent_offers_itself_is_not_injected_again(
-    family: TemplateFamily, name: str
+    renderer: TemplateRenderer, name: str
 ) -> None:
     offered = {"type": "function", "function": {"name": name, "description": "Mine.", "parameters": {}}}
     reply = Message(role="assistant", tool_calls=(call(name, '{"answer": "1"}'),))
-    async with ToolRig(family, [reply]) as rig:
+    async with ToolRig(renderer, [reply]) as rig:
         await rig.post({"messages": ASK, "tools": [*TOOLS, offered]})
-        prompt = family.decode(rig.engine.sent[0].ids)
+        prompt = renderer.decode(rig.engine.sent[0].ids)
         assert "Hand in the answer." not in prompt
         assert "Say something." in prompt
         assert not rig.session.tools.calls
 
 
-async def test_a_request_without_tools_gets_none(family: TemplateFamily) -> None:
-    async with ToolRig(family, [said("A title")]) as rig:
+async def test_a_request_without_tools_gets_none(renderer: TemplateRenderer) -> None:
+    async with ToolRig(renderer, [said("A title")]) as rig:
         await rig.post({"messages": ASK})
-        assert "submit" not in family.decode(rig.engine.sent[0].ids)
+        assert "submit" not in renderer.decode(rig.engine.sent[0].ids)
 
 
-async def test_the_official_mcp_client_lists_and_calls(family: TemplateFamily) -> None:
-    async with ToolRig(family, [said("x")]) as rig, rig.mcp(rig.session.tool_secret) as client:
+async def test_the_official_mcp_client_lists_and_calls(renderer: TemplateRenderer) -> None:
+    async with ToolRig(renderer, [said("x")]) as rig, rig.mcp(rig.session.tool_secret) as client:
         tools = (await client.list_tools()).tools
         assert [t.name for t in tools] == ["submit", "note"]
         assert tools[0].input_schema == SUBMIT.parameters
@@ -203,9 +203,9 @@ async def test_the_official_mcp_client_lists_and_calls(family: TemplateFamily) -
     ],
 )
 async def test_mcp_errors_are_json_rpc_errors(
-    family: TemplateFamily, message: dict[str, Any], code: int | None
+    renderer: TemplateRenderer, message: dict[str, Any], code: int | None
 ) -> None:
-    async with ToolRig(family, [said("x")]) as rig:
+    async with ToolRig(renderer, [said("x")]) as rig:
         async with rig.http.post(f"{rig.origin}/mcp", json=message, headers=rig.tool_auth) as response:
             assert response.status == 200
             assert (await response.json())["error"]["code"] == (code or -32602)
@@ -238,12 +238,12 @@ def test_schemas_that_cannot_be_checked(parameters: dict[str, object]) -> None:
         ToolBox([HostTool(name="a", description="", parameters=parameters)])
 
 
-async def test_what_is_kept_is_bounded(family: TemplateFamily) -> None:
-    box = ToolBox([NOTE], max_calls=2)
+async def test_what_is_kept_is_bounded(renderer: TemplateRenderer) -> None:
+    sandbox = ToolBox([NOTE], max_calls=2)
     config = GatewayConfig(max_tool_body_bytes=1000)
-    async with ToolRig(family, [said("x")], config=config) as rig:
-        rig.session.tools = box
+    async with ToolRig(renderer, [said("x")], config=config) as rig:
+        rig.session.tools = sandbox
         statuses = [(await rig.use("note", {}))[0] for _ in range(4)]
         assert statuses == [200, 200, 429, 429]
-        assert len(box.calls) == 2
+        assert len(sandbox.calls) == 2
         assert (await rig.use("note", {"a": "x" * 1000}))[0] == 413

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gateway_rig import TOOLS, Rig, call
 
-from insitu.render.template import TemplateFamily
+from insitu.chat.template import TemplateRenderer
 from insitu.types import IntArray, Limits, Message
 
 TURNS = 200
@@ -29,24 +29,24 @@ class Counting:
         return self._inner.encode_batch_fast(texts, **options)
 
 
-def prepared(family: TemplateFamily) -> IntArray:
-    return family.render_reply(
+def prepared(renderer: TemplateRenderer) -> IntArray:
+    return renderer.render_reply(
         Message(role="assistant", text="I read on.", tool_calls=(call("read", '{"path": "app.py"}'),))
     )
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_over_two_hundred_turns_only_new_text_is_encoded_and_parsed(
-    family: TemplateFamily, monkeypatch: pytest.MonkeyPatch, stream: bool
+    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    ids = prepared(family)
-    tokenizer = Counting(family.codec._plain)
-    monkeypatch.setattr(family.codec, "_plain", tokenizer)
+    ids = prepared(renderer)
+    tokenizer = Counting(renderer.codec._plain)
+    monkeypatch.setattr(renderer.codec, "_plain", tokenizer)
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "You fix code. " * 200},
         {"role": "user", "content": "Fix f."},
     ]
-    async with Rig(family, [ids], limits=ROOMY) as rig:
+    async with Rig(renderer, [ids], limits=ROOMY) as rig:
         encoded, parsed = [], []
         for turn in range(TURNS):
             before = tokenizer.characters, rig.session.bodies.parsed_bytes

@@ -13,10 +13,10 @@ import orjson
 import pytest
 
 from insitu.capture.forest import Forest
-from insitu.capture.history import History
-from insitu.gateway.bodies import CUTS, Bodies
+from insitu.capture.message_history import History
+from insitu.gateway.body_cache import CUTS, BodyCache
 from insitu.gateway.dialects.base import Dialect, WireCall, WireError
-from insitu.gateway.elements import whole_list
+from insitu.gateway.json_offsets import whole_list
 from insitu.gateway.server import DIALECTS
 from insitu.types import Generation, ModelRequest
 
@@ -108,7 +108,7 @@ class Lab:
     def __init__(self, dialect: Dialect) -> None:
         self.dialect = dialect
         self.action = ACTIONS.get(dialect.name, "call")
-        self.bodies = Bodies(128, 1 << 20)
+        self.bodies = BodyCache(128, 1 << 20)
         self.forest = Forest("r/0")
 
     def parse(self, raw: bytes) -> WireCall:
@@ -287,7 +287,7 @@ def test_what_is_wrong_with_new_elements_is_named_as_when_parsed_whole(tail: byt
     with pytest.raises(WireError) as told:
         lab.bodies.parse(lab.dialect, bad, lab.action)
     with pytest.raises(WireError) as fresh:
-        Bodies(128, 1 << 20).parse(lab.dialect, bad, lab.action)
+        BodyCache(128, 1 << 20).parse(lab.dialect, bad, lab.action)
     assert (str(told.value), told.value.param) == (str(fresh.value), fresh.value.param)
     assert lab.known(raw) > 0
 
@@ -305,7 +305,7 @@ def test_depth_is_counted_from_the_top_of_the_body() -> None:
 
 
 def test_names_of_equal_bodies_are_the_same_however_spelled() -> None:
-    bodies = Bodies(128, 1 << 20)
+    bodies = BodyCache(128, 1 << 20)
     dialect = DIALECTS["chat"]
     body = chat(2, words)
 

@@ -13,18 +13,18 @@ import pytest
 from gateway_rig import ASK, Rig, said
 
 from insitu.capture.forest import Forest
-from insitu.gateway.bodies import INLINE_BYTES, INLINE_VALUES, Bodies
+from insitu.chat.template import TemplateRenderer
+from insitu.gateway.body_cache import INLINE_BYTES, INLINE_VALUES, BodyCache
 from insitu.gateway.dialects.base import WireCall, WireError
 from insitu.gateway.dialects.chat import ChatDialect
-from insitu.gateway.prompt import planned
+from insitu.gateway.prompt_ids import planned
 from insitu.gateway.server import GatewayConfig
-from insitu.render.template import TemplateFamily
 
 Body = dict[str, Any]
 
 
 async def test_a_long_body_does_not_hold_up_the_event_loop() -> None:
-    bodies = Bodies(128, 1 << 20)
+    bodies = BodyCache(128, 1 << 20)
     for text, inline in (("x", True), ("\\ud83d" * (INLINE_BYTES // 6 + 1), False)):
         raw = b'{"messages":[{"role":"user","content":"' + text.encode() + b'"}]}'
         reading = asyncio.create_task(bodies.read(ChatDialect(), raw, ""))
@@ -35,7 +35,7 @@ async def test_a_long_body_does_not_hold_up_the_event_loop() -> None:
 
 
 async def test_nor_does_a_short_one_of_many_values_while_they_are_new() -> None:
-    bodies = Bodies(128, 1 << 20)
+    bodies = BodyCache(128, 1 << 20)
     many = [{"role": "user", "content": "x"}] * (INLINE_VALUES // 3 + 1)
     for messages, inline in ((many, False), ([*many, {"role": "user", "content": "y"}], True)):
         raw = orjson.dumps({"messages": messages})
@@ -67,7 +67,7 @@ class Slow(ChatDialect):
 
 @pytest.mark.case(24)
 async def test_a_client_that_leaves_while_its_body_is_parsed_finds_it_parsed_once() -> None:
-    bodies, dialect = Bodies(128, 1 << 20), Slow()
+    bodies, dialect = BodyCache(128, 1 << 20), Slow()
     short: list[Body] = [{"role": "user", "content": "x"}]
     wire, _ = await bodies.read(dialect, orjson.dumps({"messages": short}), "")
     Forest("r").plan(wire.request, "f")
@@ -92,7 +92,7 @@ LONG = [{"role": "user", "content": "x"}] * INLINE_VALUES
 
 async def test_known_messages_of_a_long_body_are_read_again_in_a_thread() -> None:
     """The second body goes on from the first one, which was refused: nothing sampled holds its messages."""
-    bodies, forest, dialect = Bodies(128, 1 << 20), Forest("r"), ChatDialect()
+    bodies, forest, dialect = BodyCache(128, 1 << 20), Forest("r"), ChatDialect()
     for more in ([], [{"role": "user", "content": "y"}]):
         wire, _ = await bodies.read(dialect, orjson.dumps({"messages": [*LONG, *more]}), "")
         planning = asyncio.create_task(planned(forest, wire.request, "f"))
@@ -104,7 +104,7 @@ async def test_known_messages_of_a_long_body_are_read_again_in_a_thread() -> Non
 
 
 async def test_short_known_messages_are_read_again_at_once() -> None:
-    bodies, forest, dialect = Bodies(128, 1 << 20), Forest("r"), ChatDialect()
+    bodies, forest, dialect = BodyCache(128, 1 << 20), Forest("r"), ChatDialect()
     for count in (2, 3):
         wire, _ = await bodies.read(dialect, orjson.dumps({"messages": LONG[:count]}), "")
         planning = asyncio.create_task(planned(forest, wire.request, "f"))
@@ -112,21 +112,23 @@ async def test_short_known_messages_are_read_again_at_once() -> None:
         assert planning.done()
 
 
-async def test_a_client_that_leaves_and_comes_back_is_served(family: TemplateFamily) -> None:
+async def test_a_client_that_leaves_and_comes_back_is_served(renderer: TemplateRenderer) -> None:
     long = {"messages": [*ASK, *LONG]}
-    async with Rig(family, [said("ok")]) as rig:
+    async with Rig(renderer, [said("ok")]) as rig:
         assert (await rig.post({"messages": ASK}))[0] == 200
-        for patience_s in (0.04, 0.06):
+        for max_wait_s in (0.04, 0.06):
             with suppress(TimeoutError):
-                await asyncio.wait_for(rig.post(long), patience_s)
+                await asyncio.wait_for(rig.post(long), max_wait_s)
         status, _ = await rig.post(long)
         assert (status, rig.gateway.counters.defects) == (200, 0)
 
 
-async def test_a_body_that_is_refused_when_read_as_a_whole_overflows_nothing(family: TemplateFamily) -> None:
+async def test_a_body_that_is_refused_when_read_as_a_whole_overflows_nothing(
+    renderer: TemplateRenderer,
+) -> None:
     """Its parts were within the limit on values, and nothing sampled holds the first of them."""
     part = [{"role": "user", "content": "x"}] * 20
-    async with Rig(family, [said("ok")], config=GatewayConfig(max_json_items=100)) as rig:
+    async with Rig(renderer, [said("ok")], config=GatewayConfig(max_json_items=100)) as rig:
         bodies = rig.session.bodies
         wire, name = await bodies.read(ChatDialect(), orjson.dumps({"messages": part}), "")
         Forest("r").plan(wire.request, "f")
@@ -140,11 +142,11 @@ async def test_a_body_that_is_refused_when_read_as_a_whole_overflows_nothing(fam
 
 @pytest.mark.case(47)
 async def test_other_sessions_are_served_while_many_messages_are_read_and_rendered(
-    family: TemplateFamily,
+    renderer: TemplateRenderer,
 ) -> None:
     """By CPU time, of which other work on the machine takes nothing: the longest stretch of the event loop
     against all that the call needs."""
-    async with Rig(family, [said("ok")]) as rig:
+    async with Rig(renderer, [said("ok")]) as rig:
         assert (await rig.post({"messages": ASK}))[0] == 200
         for more in (0, 1):
             began, worst = time.process_time(), 0.0

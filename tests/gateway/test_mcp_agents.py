@@ -11,11 +11,11 @@ import pytest
 from gateway_rig import call, said
 from test_host_tools import SUBMIT, ToolRig
 
+from insitu.agents.install import install
+from insitu.agents.recipe import Start
+from insitu.agents.registry import RECIPES
+from insitu.chat.template import TemplateRenderer
 from insitu.errors import SetupError
-from insitu.harness.cli_agent import Start
-from insitu.harness.install import install
-from insitu.harness.known import RECIPES
-from insitu.render.template import TemplateFamily
 from insitu.types import Message
 
 
@@ -28,11 +28,11 @@ def installed_program(name: str) -> str:
 
 
 @pytest.mark.full
-async def test_claude_code_calls_a_host_tool_over_mcp(family: TemplateFamily, tmp_path: Path) -> None:
+async def test_claude_code_calls_a_host_tool_over_mcp(renderer: TemplateRenderer, tmp_path: Path) -> None:
     name = "mcp__insitu__submit"
     script = [Message(role="assistant", tool_calls=(call(name, '{"answer": "42"}'),)), said("All done.")]
     recipe = RECIPES["claude_code"]
-    async with ToolRig(family, script) as rig:
+    async with ToolRig(renderer, script) as rig:
         start = Start(
             address=f"{rig.origin}/s/{rig.session.public_id}",
             secret=rig.session.secret,
@@ -63,10 +63,10 @@ async def test_claude_code_calls_a_host_tool_over_mcp(family: TemplateFamily, tm
                 await process.wait()
         assert b"All done." in out, out[-2000:]
         assert [(c.name, c.source, c.error) for c in rig.session.tools.calls] == [("submit", "agent", "")]
-        first = family.decode(rig.engine.sent[0].ids)
+        first = renderer.decode(rig.engine.sent[0].ids)
         # It offers the tool under the server's name: it is not injected a second time.
         assert first.count(SUBMIT.description) == 1
         assert name in first
-        assert '"ok":true' in family.decode(rig.engine.sent[-1].ids)
+        assert '"ok":true' in renderer.decode(rig.engine.sent[-1].ids)
         trajectory = await rig.session.seal(1.0)
         assert trajectory.ledger.balanced

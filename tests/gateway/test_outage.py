@@ -11,9 +11,9 @@ from insitu.gateway.outage import LEAST_S, Outage
 class Away:
     """An outage whose clock the test turns."""
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, max_wait_s: float) -> None:
         self.now, self.said = 100.0, list[str]()
-        self.outage = Outage("http://p", patience_s, self.said.append, lambda: self.now)
+        self.outage = Outage("http://p", max_wait_s, self.said.append, lambda: self.now)
 
     def fail_for(self, seconds: float) -> None:
         for _ in range(int(seconds) + 1):
@@ -27,7 +27,7 @@ def test_it_is_said_within_seconds_and_once_and_so_is_its_end() -> None:
     (line,) = away.said
     assert line == (
         "the provider at http://p does not answer: Connection refused; asking again for 120 s"
-        " (engine.patience_s)"
+        " (engine.max_wait_s)"
     )
     away.outage.check()
     away.outage.answered()
@@ -55,9 +55,9 @@ def test_two_failures_with_nobody_asking_between_are_no_outage() -> None:
     assert away.said == []
 
 
-@pytest.mark.parametrize(("patience_s", "limit_s"), [(120.0, 120.0), (0.0, LEAST_S)])
-def test_a_run_ends_once_the_patience_of_a_call_is_over(patience_s: float, limit_s: float) -> None:
-    away = Away(patience_s)
+@pytest.mark.parametrize(("max_wait_s", "limit_s"), [(120.0, 120.0), (0.0, LEAST_S)])
+def test_a_run_ends_once_the_patience_of_a_call_is_over(max_wait_s: float, limit_s: float) -> None:
+    away = Away(max_wait_s)
     away.fail_for(limit_s - 2)
     assert not away.outage.over
     away.outage.check()

@@ -10,10 +10,10 @@ import pytest
 from gateway_rig import Rig, call, said
 from test_host_tools import SUBMIT, ToolRig
 
-from insitu.harness.install import PI_PACKAGE, PiInstall, find_pi, install_pi
-from insitu.harness.pi import PI_TOOLS
-from insitu.render.template import TemplateFamily
-from insitu.serve.agents import Access, setup
+from insitu.agents.install import PI_PACKAGE, PiInstall, find_pi, install_pi
+from insitu.agents.pi import PI_TOOLS
+from insitu.chat.template import TemplateRenderer
+from insitu.serving.agent_setup import Access, setup
 from insitu.types import Message
 
 
@@ -23,7 +23,7 @@ def pi() -> PiInstall:
         return install_pi()
     found = find_pi()
     if found is None:
-        pytest.skip("Pi is not installed: python -m insitu.harness.install pi (or set INSITU_REQUIRE_PI=1)")
+        pytest.skip("Pi is not installed: python -m insitu.agents.install pi (or set INSITU_REQUIRE_PI=1)")
     return found
 
 
@@ -69,7 +69,7 @@ async def run_pi(pi: PiInstall, rig: ToolRig, home: Path) -> tuple[int, str]:
     return process.returncode or 0, out.decode()
 
 
-async def test_pi_calls_a_host_tool(family: TemplateFamily, pi: PiInstall, tmp_path: Path) -> None:
+async def test_pi_calls_a_host_tool(renderer: TemplateRenderer, pi: PiInstall, tmp_path: Path) -> None:
     script = [
         Message(role="assistant", tool_calls=(call("submit", '{"answer": "42", "sure": true}'),)),
         # Pi's own check lets this pass; the schema's does not.
@@ -77,14 +77,14 @@ async def test_pi_calls_a_host_tool(family: TemplateFamily, pi: PiInstall, tmp_p
         Message(role="assistant", tool_calls=(call("bash", '{"command": "echo key=[$INSITU_TOOLS_KEY]"}'),)),
         said("All done."),
     ]
-    async with ToolRig(family, script) as rig:
+    async with ToolRig(renderer, script) as rig:
         code, output = await run_pi(pi, rig, tmp_path)
         assert code == 0, output
         assert "All done." in output
         calls = rig.session.tools.calls
         assert (calls[0].name, calls[0].source) == ("submit", "agent")
         assert calls[0].error == ""
-        prompts = [family.decode(sent.ids) for sent in rig.engine.sent]
+        prompts = [renderer.decode(sent.ids) for sent in rig.engine.sent]
         assert len(prompts) == 4
         # Pi offers the tools itself: nothing is injected a second time.
         assert prompts[0].count(SUBMIT.description) == 1
@@ -98,11 +98,11 @@ async def test_pi_calls_a_host_tool(family: TemplateFamily, pi: PiInstall, tmp_p
 
 
 async def test_pi_without_the_address_goes_on_without_tools(
-    family: TemplateFamily, pi: PiInstall, tmp_path: Path
+    renderer: TemplateRenderer, pi: PiInstall, tmp_path: Path
 ) -> None:
     assert PI_TOOLS.is_file()
-    async with Rig(family, [said("Hello.")]) as plain:
-        rig = ToolRig(family, [said("Hello.")])
+    async with Rig(renderer, [said("Hello.")]) as plain:
+        rig = ToolRig(renderer, [said("Hello.")])
         rig.session, rig.origin, rig.engine = plain.session, plain.origin, plain.engine
         rig.tool_url = ""
         code, output = await run_pi(pi, rig, tmp_path)

@@ -7,23 +7,23 @@ import io
 
 from gateway_rig import ASK, Rig, said
 
+from insitu.chat.template import TemplateRenderer
 from insitu.errors import EngineError
 from insitu.gateway.server import CallReport, GatewayConfig
-from insitu.render.template import TemplateFamily
-from insitu.serve.voice import Voice
+from insitu.serving.console import Console
 from insitu.types import Limits
 
 
 def line_of(report: CallReport) -> str:
     stream = io.StringIO()
-    Voice(stream, json=False).call(report)
+    Console(stream, json=False).call(report)
     return stream.getvalue()
 
 
-async def test_a_failure_that_was_told_in_the_stream_is_no_stop(family: TemplateFamily) -> None:
+async def test_a_failure_that_was_told_in_the_stream_is_no_stop(renderer: TemplateRenderer) -> None:
     config = GatewayConfig(hold_headers_s=0.02, keep_alive_s=0.02)
     gone = EngineError("out of memory\nat layer 3")
-    async with Rig(family, [said("x")], config=config, fail=lambda key: gone, delay_s=0.2) as rig:
+    async with Rig(renderer, [said("x")], config=config, fail=lambda key: gone, delay_s=0.2) as rig:
         assert b"engine_failed" in await rig.stream({"messages": ASK, "stream": True})
         assert (await rig.post({"messages": ASK}))[0] == 403
         failed, refused = rig.reports
@@ -35,8 +35,8 @@ async def test_a_failure_that_was_told_in_the_stream_is_no_stop(family: Template
     assert line_of(refused).startswith("r/0 chat      refused: session_failed | the session is dead: ")
 
 
-async def test_an_overflow_that_codex_hears_in_its_stream_is_no_stop(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")], limits=Limits(max_context_tokens=16, max_call_tokens=4)) as rig:
+async def test_an_overflow_that_codex_hears_in_its_stream_is_no_stop(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")], limits=Limits(max_context_tokens=16, max_call_tokens=4)) as rig:
         body = {"model": "x", "stream": True, "input": "Fix this. " * 20}
         async with rig.http.post(f"{rig.base}/responses", json=body, headers=rig.auth) as answer:
             assert answer.status == 200
@@ -45,8 +45,8 @@ async def test_an_overflow_that_codex_hears_in_its_stream_is_no_stop(family: Tem
         assert rig.reports[0].dead == ""
 
 
-async def test_refused_calls_are_told_with_their_cause(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")]) as rig:
+async def test_refused_calls_are_told_with_their_cause(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")]) as rig:
         assert (await rig.post({"messages": ASK, "n": 2}))[0] == 400
         assert (await rig.post({"messages": ASK}, Authorization="Bearer wrong"))[0] == 401
         rig.session.leave()
@@ -55,8 +55,8 @@ async def test_refused_calls_are_told_with_their_cause(family: TemplateFamily) -
     assert told == [("r/0", "invalid_request", -1), ("", "unauthorized", -1), ("r/0", "session_closed", -1)]
 
 
-async def test_a_storm_of_refusals_is_counted_and_not_told_one_by_one(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")]) as rig:
+async def test_a_storm_of_refusals_is_counted_and_not_told_one_by_one(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")]) as rig:
         assert rig.gateway._refusals is not None
         rig.gateway._refusals._every_s = 0.3
         bad = {"messages": ASK, "n": 2}

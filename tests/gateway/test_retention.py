@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, call
-from render_families import QWEN3_HEAD, QWEN3_REASONING, write_family
+from render_families import QWEN3_HEAD, QWEN3_REASONING, write_renderer
 
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.errors import ConfigError
 from insitu.gateway.request import GatewayConfig
-from insitu.record.session_log import recover
-from insitu.render.folder import read_folder
-from insitu.render.template import TemplateFamily, template_family
+from insitu.storage.session_log import recover
 from insitu.types import Message
 
 
 @pytest.fixture(scope="module")
-def dropping(tmp_path_factory: pytest.TempPathFactory) -> TemplateFamily:
-    return template_family(
-        read_folder(write_family(tmp_path_factory.mktemp("m") / "q", QWEN3_HEAD + QWEN3_REASONING))
+def dropping(tmp_path_factory: pytest.TempPathFactory) -> TemplateRenderer:
+    return template_renderer(
+        read_folder(write_renderer(tmp_path_factory.mktemp("m") / "q", QWEN3_HEAD + QWEN3_REASONING))
     )
 
 
@@ -50,12 +50,12 @@ async def converse(rig: Rig) -> list[str]:
             messages.append({"role": "tool", "tool_call_id": made["id"], "content": f"r{turn}"})
         if not said.get("tool_calls"):
             messages.append({"role": "user", "content": f"question {turn}"})
-    return [rig.gateway._family.decode(sent.ids) for sent in rig.engine.sent]
+    return [rig.gateway._renderer.decode(sent.ids) for sent in rig.engine.sent]
 
 
 @pytest.mark.case(9)
 async def test_each_question_is_a_branch_without_the_reasoning_before_it(
-    dropping: TemplateFamily, tmp_path: Path
+    dropping: TemplateRenderer, tmp_path: Path
 ) -> None:
     config = GatewayConfig(retention="template", log_dir=tmp_path)
     async with Rig(dropping, SCRIPT, config=config) as rig:
@@ -78,14 +78,16 @@ async def test_each_question_is_a_branch_without_the_reasoning_before_it(
 
 
 @pytest.mark.case(9)
-async def test_by_default_all_reasoning_stays(dropping: TemplateFamily) -> None:
+async def test_by_default_all_reasoning_stays(dropping: TemplateRenderer) -> None:
     async with Rig(dropping, SCRIPT) as rig:
         prompts = await converse(rig)
         assert all(w in prompts[-1] for w in ("First.", "Second.", "Third.", "Fourth."))
         assert [turn.parent for turn in (await rig.sealed()).turns] == [-1, 0, 1, 2, 3]
 
 
-async def test_a_retry_of_a_question_samples_from_the_branch_that_is_there(dropping: TemplateFamily) -> None:
+async def test_a_retry_of_a_question_samples_from_the_branch_that_is_there(
+    dropping: TemplateRenderer,
+) -> None:
     config = GatewayConfig(retention="template")
     async with Rig(dropping, [SCRIPT[1], SCRIPT[4]], config=config) as rig:
         _, body = await rig.post({"messages": ASK, "tools": TOOLS})
@@ -98,8 +100,8 @@ async def test_a_retry_of_a_question_samples_from_the_branch_that_is_there(dropp
         assert rig.session.stats.forks == 1
 
 
-def test_rules_that_keep_all_reasoning_refuse_the_mode(family: TemplateFamily) -> None:
+def test_rules_that_keep_all_reasoning_refuse_the_mode(renderer: TemplateRenderer) -> None:
     from insitu.gateway.server import Gateway
 
     with pytest.raises(ConfigError, match="keep all reasoning"):
-        Gateway(None, family, GatewayConfig(retention="template"))  # type: ignore[arg-type]
+        Gateway(None, renderer, GatewayConfig(retention="template"))  # type: ignore[arg-type]

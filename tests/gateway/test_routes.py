@@ -7,9 +7,9 @@ from gateway_rig import ASK, TOOLS, Rig, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects.chat import ChatDialect
 from insitu.gateway.routes import Route, dialect_of, take_apart
-from insitu.render.template import TemplateFamily
 from insitu.types import Limits
 
 
@@ -70,8 +70,8 @@ def test_no_path_breaks_it(path: str) -> None:
     assert route is None or route.methods
 
 
-async def test_the_compatibility_prefix_serves_by_both_ids(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")]) as rig:
+async def test_the_compatibility_prefix_serves_by_both_ids(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")]) as rig:
         session = rig.gateway.open_session("rollout-7", seed=1, limits=Limits(max_context_tokens=4096))
         auth = {"Authorization": f"Bearer {session.secret}"}
         for name, key, status in (
@@ -86,8 +86,8 @@ async def test_the_compatibility_prefix_serves_by_both_ids(family: TemplateFamil
                 assert response.status == status, name
 
 
-async def test_hello_health_and_models(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")]) as rig:
+async def test_hello_health_and_models(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")]) as rig:
         prefix = f"{rig.origin}/s/{rig.session.public_id}"
         for path in ("/api/hello", prefix.removeprefix(rig.origin) + "/api/hello", "/health"):
             async with rig.http.head(rig.origin + path) as response:
@@ -102,8 +102,8 @@ async def test_hello_health_and_models(family: TemplateFamily) -> None:
             assert response.status == 405
 
 
-async def test_exit_closes_the_session_for_the_agent_only(family: TemplateFamily) -> None:
-    async with Rig(family, [said("x")]) as rig:
+async def test_exit_closes_the_session_for_the_agent_only(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")]) as rig:
         assert (await rig.post({"messages": ASK}))[0] == 200
         url = f"{rig.origin}/rollout/{rig.session.public_id}/exit"
         async with rig.http.post(url) as response:
@@ -118,8 +118,8 @@ async def test_exit_closes_the_session_for_the_agent_only(family: TemplateFamily
         assert trajectory.ledger.trained == rig.session.stats.sampled_tokens > 0
 
 
-async def test_a_count_is_what_the_call_would_send_and_changes_nothing(family: TemplateFamily) -> None:
-    async with Rig(family, [said("first"), said("second")]) as rig:
+async def test_a_count_is_what_the_call_would_send_and_changes_nothing(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("first"), said("second")]) as rig:
         dialect = ChatDialect()
         body = {"messages": ASK, "tools": TOOLS}
         counts = [await rig.session.count_tokens(dialect.parse(body, "").request)]
@@ -139,9 +139,9 @@ async def test_a_count_is_what_the_call_would_send_and_changes_nothing(family: T
 
 
 async def test_what_an_agent_says_of_itself_labels_its_turns_and_steers_nothing(
-    family: TemplateFamily,
+    renderer: TemplateRenderer,
 ) -> None:
-    async with Rig(family, [said("x")]) as rig:
+    async with Rig(renderer, [said("x")]) as rig:
         echo = {"role": "assistant", "content": "x"}
         for agent, more in (("sub-1", []), ("sub-2" + "x" * 500, [echo, {"role": "user", "content": "on"}])):
             body = {"messages": [*ASK, *more]}

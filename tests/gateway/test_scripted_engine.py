@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
 
+from insitu.chat.template import TemplateRenderer
 from insitu.errors import EngineError
-from insitu.render.template import TemplateFamily
 from insitu.testing.exactness import training_faults
 from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.types import Message, RequestKey, SamplingParams
@@ -19,52 +19,52 @@ KEY = RequestKey(seed=0, rollout_id="r", turn=0)
 PROMPT = np.array([1, 2], dtype=np.int32)
 
 
-def params(family: TemplateFamily, max_tokens: int = 100) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, stop_ids=family.stop_ids)
+def params(renderer: TemplateRenderer, max_tokens: int = 100) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, stop_ids=renderer.stop_ids)
 
 
-async def test_replies_are_whole_cut_or_ended_at_the_first_stop(family: TemplateFamily) -> None:
-    whole = family.render_reply(said("abc"))
-    engine = ScriptedEngine(family, lambda ids, key: np.concatenate([whole, whole]), sampled=True)
-    got = await engine.generate(PROMPT, params(family), KEY)
+async def test_replies_are_whole_cut_or_ended_at_the_first_stop(renderer: TemplateRenderer) -> None:
+    whole = renderer.render_reply(said("abc"))
+    engine = ScriptedEngine(renderer, lambda ids, key: np.concatenate([whole, whole]), sampled=True)
+    got = await engine.generate(PROMPT, params(renderer), KEY)
     assert (got.ids.tolist(), got.finish) == (whole.tolist(), "stop")
     assert got.logprobs is not None
     assert np.all((got.logprobs < 0) & np.isfinite(got.logprobs))
     assert len(set(got.logprobs.tolist())) == len(whole)
-    again = await engine.generate(PROMPT, params(family), RequestKey(seed=0, rollout_id="r", turn=1))
+    again = await engine.generate(PROMPT, params(renderer), RequestKey(seed=0, rollout_id="r", turn=1))
     assert not np.isin(again.logprobs, got.logprobs).any()
-    got = await engine.generate(PROMPT, params(family, len(whole) - 1), KEY)
+    got = await engine.generate(PROMPT, params(renderer, len(whole) - 1), KEY)
     assert (got.ids.tolist(), got.finish) == (whole[:-1].tolist(), "length")
     assert [s.ids.tolist() for s in engine.sent] == [[1, 2]] * 3
 
 
-async def test_pause_waits_for_what_is_in_flight_and_holds_new_requests(family: TemplateFamily) -> None:
-    engine = ScriptedEngine(family, lambda ids, key: said("x"), delay_s=0.02)
-    first = asyncio.create_task(engine.generate(PROMPT, params(family), KEY))
+async def test_pause_waits_for_what_is_in_flight_and_holds_new_requests(renderer: TemplateRenderer) -> None:
+    engine = ScriptedEngine(renderer, lambda ids, key: said("x"), delay_s=0.02)
+    first = asyncio.create_task(engine.generate(PROMPT, params(renderer), KEY))
     await asyncio.sleep(0)
     await engine.pause()
     assert first.done()
-    second = asyncio.create_task(engine.generate(PROMPT, params(family), KEY))
+    second = asyncio.create_task(engine.generate(PROMPT, params(renderer), KEY))
     await asyncio.sleep(0.05)
     assert len(engine.sent) == 1
     await engine.resume()
     assert (await second).finish == "stop"
 
 
-async def test_failures_are_injected_by_key(family: TemplateFamily) -> None:
+async def test_failures_are_injected_by_key(renderer: TemplateRenderer) -> None:
     engine = ScriptedEngine(
-        family, lambda i, k: said("x"), fail=lambda k: EngineError("no") if k.turn else None
+        renderer, lambda i, k: said("x"), fail=lambda k: EngineError("no") if k.turn else None
     )
-    await engine.generate(PROMPT, params(family), KEY)
+    await engine.generate(PROMPT, params(renderer), KEY)
     with pytest.raises(EngineError):
-        await engine.generate(PROMPT, params(family), RequestKey(seed=0, rollout_id="r", turn=1))
+        await engine.generate(PROMPT, params(renderer), RequestKey(seed=0, rollout_id="r", turn=1))
     assert engine.in_flight == 0
 
 
-async def test_a_demonstration_through_the_gateway_gives_the_rendered_ids(family: TemplateFamily) -> None:
+async def test_a_demonstration_through_the_gateway_gives_the_rendered_ids(renderer: TemplateRenderer) -> None:
     """What is recorded through the gateway equals what the family renders of the same conversation."""
     first = Message(role="assistant", text="I look.", tool_calls=(call("read", '{"path": "a"}'),))
-    async with Rig(family, [first, said("Done.")], sampled=False) as rig:
+    async with Rig(renderer, [first, said("Done.")], sampled=False) as rig:
         _, body = await rig.post({"messages": ASK, "tools": TOOLS})
         echo = body["choices"][0]["message"]
         result = {"role": "tool", "tool_call_id": echo["tool_calls"][0]["id"], "content": "x = 1"}
@@ -73,13 +73,13 @@ async def test_a_demonstration_through_the_gateway_gives_the_rendered_ids(family
         trajectory = await rig.sealed()
     assert [s.kind for s in trajectory.segments] == ["demonstrated"]
     segment = trajectory.segments[0]
-    sampled = [family.render_reply(m) for m in (first, said("Done."))]
+    sampled = [renderer.render_reply(m) for m in (first, said("Done."))]
     pieces = [
         rig.engine.sent[0].ids,
         sampled[0],
-        family.close(sampled[0], "stop"),
-        family.append([Message(role="tool", text="x = 1", tool_call_id="any")]),
-        family.generation_prompt(),
+        renderer.close(sampled[0], "stop"),
+        renderer.append([Message(role="tool", text="x = 1", tool_call_id="any")]),
+        renderer.generation_prompt(),
         sampled[1],
     ]
     assert segment.ids.tolist() == np.concatenate(pieces).tolist()
@@ -89,8 +89,10 @@ async def test_a_demonstration_through_the_gateway_gives_the_rendered_ids(family
 
 
 @pytest.mark.parametrize("fault", ["none", "shifted", "sliced", "mask", "ids", "swapped"])
-async def test_rows_that_are_not_what_the_engine_gave_are_seen(family: TemplateFamily, fault: str) -> None:
-    async with Rig(family, [said("Long and equal."), said("Long and equal.")]) as rig:
+async def test_rows_that_are_not_what_the_engine_gave_are_seen(
+    renderer: TemplateRenderer, fault: str
+) -> None:
+    async with Rig(renderer, [said("Long and equal."), said("Long and equal.")]) as rig:
         for text in ("One", "Two"):
             await rig.post({"messages": [*ASK, {"role": "user", "content": text}]})
         trajectory = await rig.sealed()
@@ -114,16 +116,16 @@ async def test_rows_that_are_not_what_the_engine_gave_are_seen(family: TemplateF
     assert bool(told) == (fault != "none")
 
 
-async def test_an_edited_turn_is_counted_and_starts_a_branch(family: TemplateFamily) -> None:
+async def test_an_edited_turn_is_counted_and_starts_a_branch(renderer: TemplateRenderer) -> None:
     first = Message(role="assistant", tool_calls=(call("read", '{"path": "a"}'),))
-    async with Rig(family, [first, said("Done.")]) as rig:
+    async with Rig(renderer, [first, said("Done.")]) as rig:
         _, body = await rig.post({"messages": ASK, "tools": TOOLS})
         echo = body["choices"][0]["message"]
         result = {"role": "tool", "tool_call_id": echo["tool_calls"][0]["id"], "content": "x"}
         echo["tool_calls"][0]["function"]["arguments"] = '{"path": "b"}'
         await rig.post({"messages": [*ASK, echo, result], "tools": TOOLS})
         assert rig.session.stats.edited == 1
-        assert '{"path": "b"}' in family.decode(rig.engine.sent[1].ids)
+        assert '{"path": "b"}' in renderer.decode(rig.engine.sent[1].ids)
         trajectory = await rig.sealed()
         assert [t.parent for t in trajectory.turns] == [-1, -1]
         assert trajectory.ledger.balanced

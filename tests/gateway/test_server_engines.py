@@ -13,11 +13,11 @@ import aiohttp
 import numpy as np
 import pytest
 
-from insitu.engine.http import HttpOptions
-from insitu.engine.vllm import VllmEngine, open_vllm
+from insitu.chat.template import TemplateRenderer
+from insitu.engines.http import HttpOptions
+from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.gateway.server import Gateway, GatewayConfig
 from insitu.gateway.session import MAX_OUTAGES, Session
-from insitu.render.template import TemplateFamily
 from insitu.testing.fake_vllm import FakeVllm, serve_vllm
 from insitu.testing.weight_folders import chance_folder
 from insitu.types import Limits
@@ -40,13 +40,13 @@ class Lab:
 
 
 @asynccontextmanager
-async def lab(family: TemplateFamily, **options: Any) -> AsyncIterator[Lab]:
+async def lab(renderer: TemplateRenderer, **options: Any) -> AsyncIterator[Lab]:
     it = Lab()
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        it.fake = await enter(serve_vllm(family.vocab_size, **options))
+        it.fake = await enter(serve_vllm(renderer.vocab_size, **options))
         it.engine = await enter(open_vllm(HttpOptions(url=it.fake.url, call_deadline_s=10.0, retries=0)))
-        gateway = await enter(Gateway(it.engine, family, GatewayConfig(disconnect_grace_s=0.05)))
+        gateway = await enter(Gateway(it.engine, renderer, GatewayConfig(disconnect_grace_s=0.05)))
         listener = await enter(gateway.listen_tcp())
         limits = Limits(max_context_tokens=4096, max_call_tokens=64)
         it.session = gateway.open_session("r/0", seed=7, limits=limits)
@@ -74,12 +74,12 @@ FAULTS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.case(45)
 @pytest.mark.parametrize("name", FAULTS)
-async def test_a_reply_that_cannot_be_trusted_ends_the_session(family: TemplateFamily, name: str) -> None:
+async def test_a_reply_that_cannot_be_trusted_ends_the_session(renderer: TemplateRenderer, name: str) -> None:
     def corrupt(answer: dict[str, Any]) -> object:
         FAULTS[name](answer)
         return answer
 
-    async with lab(family) as it:
+    async with lab(renderer) as it:
         status, first = await it.post()
         assert status == 200
         kept = first["usage"]["completion_tokens"]
@@ -97,8 +97,8 @@ async def test_a_reply_that_cannot_be_trusted_ends_the_session(family: TemplateF
 
 
 @pytest.mark.case(46)
-async def test_a_restart_in_the_middle_of_a_call(family: TemplateFamily, tmp_path: Path) -> None:
-    async with lab(family, token_delay_s=0.02) as it:
+async def test_a_restart_in_the_middle_of_a_call(renderer: TemplateRenderer, tmp_path: Path) -> None:
+    async with lab(renderer, token_delay_s=0.02) as it:
         chance_folder(tmp_path, "one")
         await it.engine.load(tmp_path, 3)
         call = asyncio.create_task(it.post())
@@ -114,8 +114,8 @@ async def test_a_restart_in_the_middle_of_a_call(family: TemplateFamily, tmp_pat
 
 
 @pytest.mark.case(46)
-async def test_a_reload_in_the_middle_of_a_call(family: TemplateFamily, tmp_path: Path) -> None:
-    async with lab(family, token_delay_s=0.02) as it:
+async def test_a_reload_in_the_middle_of_a_call(renderer: TemplateRenderer, tmp_path: Path) -> None:
+    async with lab(renderer, token_delay_s=0.02) as it:
         chance_folder(tmp_path, "one")
         call = asyncio.create_task(it.post())
         await until(lambda: it.fake.sampler.jobs and len(it.fake.sampler.jobs[0].ids) > 3)
@@ -130,8 +130,8 @@ async def test_a_reload_in_the_middle_of_a_call(family: TemplateFamily, tmp_path
 
 
 @pytest.mark.case(42)
-async def test_a_client_that_leaves_aborts_at_the_server(family: TemplateFamily) -> None:
-    async with lab(family, token_delay_s=0.05) as it:
+async def test_a_client_that_leaves_aborts_at_the_server(renderer: TemplateRenderer) -> None:
+    async with lab(renderer, token_delay_s=0.05) as it:
         call = asyncio.create_task(it.post())
         await until(lambda: it.fake.sampler.jobs)
         call.cancel()
@@ -144,8 +144,8 @@ async def test_a_client_that_leaves_aborts_at_the_server(family: TemplateFamily)
 
 @pytest.mark.case(46)
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_a_busy_server_does_not_end_the_session(family: TemplateFamily, status: int) -> None:
-    async with lab(family) as it:
+async def test_a_busy_server_does_not_end_the_session(renderer: TemplateRenderer, status: int) -> None:
+    async with lab(renderer) as it:
         it.fake.busy, it.fake.busy_status = 1, status
         assert (await it.post())[0] == 500
         assert (await it.post())[0] == 200
@@ -155,8 +155,10 @@ async def test_a_busy_server_does_not_end_the_session(family: TemplateFamily, st
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_a_server_that_goes_on_refusing_ends_the_session(family: TemplateFamily, status: int) -> None:
-    async with lab(family) as it:
+async def test_a_server_that_goes_on_refusing_ends_the_session(
+    renderer: TemplateRenderer, status: int
+) -> None:
+    async with lab(renderer) as it:
         it.fake.busy, it.fake.busy_status = 100, status
         statuses = [(await it.post())[0] for _ in range(MAX_OUTAGES + 2)]
         assert statuses == [500] * MAX_OUTAGES + [403] * 2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from gateway_rig import ASK, TOOLS, Rig, call, chunks_of
 
+from insitu.chat.template import TemplateRenderer
 from insitu.gateway import sse
 from insitu.gateway.server import GatewayConfig
-from insitu.render.template import TemplateFamily
 from insitu.types import Message
 
 
@@ -32,10 +32,10 @@ class SseParser:
                 assert not text or text.startswith(":")
 
 
-async def test_every_cut_gives_the_same_events(family: TemplateFamily) -> None:
+async def test_every_cut_gives_the_same_events(renderer: TemplateRenderer) -> None:
     reply = Message(role="assistant", text="Édith 🙂\r\n\n", tool_calls=(call("read", '{"path": "日本"}'),))
     config = GatewayConfig(hold_headers_s=0.01, keep_alive_s=0.02)
-    async with Rig(family, [reply], config=config, delay_s=0.1) as rig:
+    async with Rig(renderer, [reply], config=config, delay_s=0.1) as rig:
         body = {"messages": ASK, "tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}}
         raw = await rig.stream(body)
     assert raw.count(sse.KEEP_ALIVE) >= 2

@@ -1,4 +1,4 @@
-"""Puts this folder's helper on the path of its tests; a backend and a box of each local mode."""
+"""Puts this folder's helper on the path of its tests; a backend and a sandbox of each local mode."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def backend(request: pytest.FixtureRequest) -> LocalBackend:
 
 
 @pytest.fixture
-async def box(backend: LocalBackend) -> AsyncIterator[LocalSandbox]:
+async def sandbox(backend: LocalBackend) -> AsyncIterator[LocalSandbox]:
     async with await backend.create(SandboxSpec()) as sandbox:
         yield sandbox

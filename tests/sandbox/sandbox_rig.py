@@ -1,4 +1,5 @@
-"""Shared by the sandbox tests: small helpers that look at a box from inside and at the host from outside."""
+"""Shared by the sandbox tests: small helpers that look at a sandbox from inside and at the host from
+outside."""
 
 from __future__ import annotations
 
@@ -7,18 +8,18 @@ from pathlib import Path
 from insitu.sandbox.base import ExecResult, Sandbox
 
 
-async def sh(box: Sandbox, script: str, timeout_s: float = 10.0) -> ExecResult:
-    return await box.exec(["sh", "-c", script], timeout_s=timeout_s)
+async def sh(sandbox: Sandbox, script: str, timeout_s: float = 10.0) -> ExecResult:
+    return await sandbox.exec(["sh", "-c", script], timeout_s=timeout_s)
 
 
-async def out(box: Sandbox, script: str) -> str:
-    result = await sh(box, script)
+async def out(sandbox: Sandbox, script: str) -> str:
+    result = await sh(sandbox, script)
     assert result.exit_code == 0, result
     return result.stdout.decode().strip()
 
 
-async def python(box: Sandbox, code: str, timeout_s: float = 10.0) -> str:
-    result = await box.exec(["python3", "-c", code], timeout_s=timeout_s)
+async def python(sandbox: Sandbox, code: str, timeout_s: float = 10.0) -> str:
+    result = await sandbox.exec(["python3", "-c", code], timeout_s=timeout_s)
     assert result.exit_code == 0, result.stderr.decode()
     return result.stdout.decode().strip()
 

@@ -14,10 +14,10 @@ import pytest
 from sandbox_rig import host_processes, open_descriptors, out, python, sh
 
 from insitu.errors import SandboxStartError, SetupError
-from insitu.sandbox import layout
+from insitu.sandbox import rootfs as layout
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend
-from insitu.sandbox.local_box import LocalSandbox
+from insitu.sandbox.local_sandbox import LocalSandbox
 
 
 def fake_bwrap(folder: Path, script: str) -> None:
@@ -82,40 +82,40 @@ print(d[:9].decode(), len(d))
 """
     async with server:
         spec = SandboxSpec(network="gateway_only", gateway_socket=socket_path, gateway_port=9090)
-        async with await backend.create(spec) as box, await backend.create(spec) as other:
-            assert await python(box, ask) == "got hello 3000010"
+        async with await backend.create(spec) as sandbox, await backend.create(spec) as other:
+            assert await python(sandbox, ask) == "got hello 3000010"
             assert await python(other, ask) == "got hello 3000010"
-            await box.kill_all()
-            assert await python(box, ask) == "got hello 3000010"
+            await sandbox.kill_all()
+            assert await python(sandbox, ask) == "got hello 3000010"
             taken = "import socket; s = socket.socket(); s.bind(('127.0.0.1', 9090))"
-            assert (await box.exec(["python3", "-c", taken], timeout_s=5)).exit_code == 1
+            assert (await sandbox.exec(["python3", "-c", taken], timeout_s=5)).exit_code == 1
             for port in (80, 8080, 9091):
                 refused = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
-                assert (await box.exec(["python3", "-c", refused], timeout_s=5)).exit_code == 1
-            assert (await out(box, "cut -d: -f1 -s /proc/net/dev")).split() == ["lo"]
-            assert (await sh(box, f"ls {tmp_path} {socket_path}")).exit_code != 0
+                assert (await sandbox.exec(["python3", "-c", refused], timeout_s=5)).exit_code == 1
+            assert (await out(sandbox, "cut -d: -f1 -s /proc/net/dev")).split() == ["lo"]
+            assert (await sh(sandbox, f"ls {tmp_path} {socket_path}")).exit_code != 0
         server.close()
-        async with await backend.create(spec) as box:
-            assert (await box.exec(["python3", "-c", ask], timeout_s=15)).exit_code in (0, 1)
+        async with await backend.create(spec) as sandbox:
+            assert (await sandbox.exec(["python3", "-c", ask], timeout_s=15)).exit_code in (0, 1)
 
 
 async def test_a_machine_without_system_python_lends_its_own(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "python_inside", lambda: f"{layout.OWN_PYTHON}/bin/python3")
-    async with await LocalBackend(backend.mode).create(SandboxSpec()) as box:
-        assert "/opt/python" in await out(box, "tr '\\0' ' ' < /proc/1/cmdline; echo $PATH")
+    async with await LocalBackend(backend.mode).create(SandboxSpec()) as sandbox:
+        assert "/opt/python" in await out(sandbox, "tr '\\0' ' ' < /proc/1/cmdline; echo $PATH")
         run = "import sys, json, ssl; print(sys.prefix)"
-        result = await box.exec([f"{layout.OWN_PYTHON}/bin/python3", "-c", run], timeout_s=10)
+        result = await sandbox.exec([f"{layout.OWN_PYTHON}/bin/python3", "-c", run], timeout_s=10)
         assert result.stdout == b"/opt/python\n", result
 
 
-async def test_many_boxes_at_once(backend: LocalBackend) -> None:
-    boxes = await asyncio.gather(*(backend.create(SandboxSpec()) for _ in range(8)))
+async def test_many_sandboxes_at_once(backend: LocalBackend) -> None:
+    sandboxes = await asyncio.gather(*(backend.create(SandboxSpec()) for _ in range(8)))
     try:
-        assert await asyncio.gather(*(out(box, "echo $$") for box in boxes)) == ["2"] * 8
+        assert await asyncio.gather(*(out(sandbox, "echo $$") for sandbox in sandboxes)) == ["2"] * 8
     finally:
-        await asyncio.gather(*(box.close() for box in boxes))
+        await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
 
 
 CONTROLLER = """
@@ -123,9 +123,9 @@ import asyncio, sys
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend
 async def main():
-    box = await LocalBackend(sys.argv[1]).create(SandboxSpec())
-    await box.spawn(["sleep", "959697"])
-    await box.exec(["sh", "-c", "setsid setsid sleep 959697 >/dev/null 2>&1 &"], timeout_s=5)
+    sandbox = await LocalBackend(sys.argv[1]).create(SandboxSpec())
+    await sandbox.spawn(["sleep", "959697"])
+    await sandbox.exec(["sh", "-c", "setsid setsid sleep 959697 >/dev/null 2>&1 &"], timeout_s=5)
     print("up", flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
@@ -157,12 +157,12 @@ from insitu.sandbox.local import LocalBackend
 from insitu.types import FileEntry
 async def main():
     spec = SandboxSpec(files={"a": FileEntry(content=b"1")}, max_processes=100)
-    async with await LocalBackend("bubblewrap").create(spec) as box:
+    async with await LocalBackend("bubblewrap").create(spec) as sandbox:
         look = "echo $(id -u) $(grep CapEff /proc/self/status) $(cat a)"
         shut = "echo 2 > a; mkdir d; echo x > d/f; chmod 0 d"
-        r = await box.exec(["sh", "-c", look + ";" + shut], timeout_s=5)
-        print(r.stdout.decode(), (await box.get_tree())["a"].content)
-        await box.wipe(); print(await box.get_tree())
+        r = await sandbox.exec(["sh", "-c", look + ";" + shut], timeout_s=5)
+        print(r.stdout.decode(), (await sandbox.get_tree())["a"].content)
+        await sandbox.wipe(); print(await sandbox.get_tree())
 asyncio.run(main())
 """
 
@@ -184,13 +184,13 @@ def test_works_for_an_ordinary_user() -> None:
     assert done.stdout.split() == ["1000", "CapEff:", "0" * 16, "1", "b'2\\n'", "{}"], done.stderr
 
 
-def test_a_loop_that_ends_while_a_box_closes_leaves_no_child() -> None:
+def test_a_loop_that_ends_while_a_sandbox_closes_leaves_no_child() -> None:
     async def begin() -> LocalSandbox:
-        box = await LocalBackend().create(SandboxSpec())
-        closing = asyncio.create_task(box.close())
+        sandbox = await LocalBackend().create(SandboxSpec())
+        closing = asyncio.create_task(sandbox.close())
         await asyncio.sleep(0)
         assert not closing.done()
-        return box
+        return sandbox
 
-    box = asyncio.run(begin())
-    assert box._process.returncode is not None
+    sandbox = asyncio.run(begin())
+    assert sandbox._process.returncode is not None

@@ -1,4 +1,4 @@
-"""What agents and machines do to boxes: each a typed outcome in one line, and the neighbours live on."""
+"""What agents and machines do to sandboxes: each a typed outcome in one line, and the neighbours live on."""
 
 from __future__ import annotations
 
@@ -32,36 +32,38 @@ async def pool(backend: LocalBackend) -> AsyncIterator[Pool]:
 
 @contextlib.asynccontextmanager
 async def neighbour(pool: Pool) -> AsyncIterator[None]:
-    """A box that works before and must work after, its processes untouched."""
-    async with await pool.create(SandboxSpec()) as box:
-        process = await box.spawn(["cat"])
+    """A sandbox that works before and must work after, its processes untouched."""
+    async with await pool.create(SandboxSpec()) as sandbox:
+        process = await sandbox.spawn(["cat"])
         yield
         await process.write(b"still here\n")
         assert await process.readline(20) == b"still here\n"
-        assert await out(box, "echo $((6 * 7)) > f && cat f") == "42"
+        assert await out(sandbox, "echo $((6 * 7)) > f && cat f") == "42"
 
 
 async def test_a_fork_bomb_is_a_timeout(pool: Pool) -> None:
-    async with neighbour(pool), await pool.create(SandboxSpec(max_processes=60)) as box:
-        result = await box.exec(["bash", "-c", "b() { b | b & }; b; sleep 60"], timeout_s=2)
+    async with neighbour(pool), await pool.create(SandboxSpec(max_processes=60)) as sandbox:
+        result = await sandbox.exec(["bash", "-c", "b() { b | b & }; b; sleep 60"], timeout_s=2)
         assert result.timed_out or result.exit_code != 0
         assert result.exit_code != 0
-        await box.kill_all()
+        await sandbox.kill_all()
 
 
 async def test_a_full_disk_is_the_agents_failure_and_its_tree_is_still_read(pool: Pool) -> None:
-    async with neighbour(pool), await pool.create(SandboxSpec()) as box:
-        result = await sh(box, "echo kept > first; head -c 50000000 /dev/zero > fill; echo more > last")
+    async with neighbour(pool), await pool.create(SandboxSpec()) as sandbox:
+        result = await sh(sandbox, "echo kept > first; head -c 50000000 /dev/zero > fill; echo more > last")
         assert result.exit_code != 0
         assert b"No space left on device" in result.stderr
-        assert (await box.get_tree())["first"].content == b"kept\n"
-        assert await out(box, "rm fill; echo ok > last; cat last") == "ok"
+        assert (await sandbox.get_tree())["first"].content == b"kept\n"
+        assert await out(sandbox, "rm fill; echo ok > last; cat last") == "ok"
 
 
 async def test_endless_output_is_cut_and_costs_no_memory(pool: Pool) -> None:
-    async with neighbour(pool), await pool.create(SandboxSpec()) as box:
+    async with neighbour(pool), await pool.create(SandboxSpec()) as sandbox:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        result = await box.exec(["sh", "-c", "yes out & yes err >&2"], timeout_s=2, max_output_bytes=1 << 20)
+        result = await sandbox.exec(
+            ["sh", "-c", "yes out & yes err >&2"], timeout_s=2, max_output_bytes=1 << 20
+        )
         assert result.timed_out
         assert result.truncated
         assert (len(result.stdout), len(result.stderr)) == (1 << 20, 1 << 20)
@@ -70,25 +72,25 @@ async def test_endless_output_is_cut_and_costs_no_memory(pool: Pool) -> None:
 
 
 async def test_an_agent_that_never_exits_is_a_timeout(pool: Pool) -> None:
-    async with neighbour(pool), await pool.create(SandboxSpec()) as box:
+    async with neighbour(pool), await pool.create(SandboxSpec()) as sandbox:
         script = "trap '' TERM INT HUP QUIT; while :; do sleep 0.05; done"
-        result = await box.exec(["bash", "-c", script], timeout_s=0.5)
+        result = await sandbox.exec(["bash", "-c", script], timeout_s=0.5)
         assert (result.timed_out, result.exit_code) == (True, -9)
-        assert await out(box, "echo usable") == "usable"
+        assert await out(sandbox, "echo usable") == "usable"
 
 
-async def test_a_box_that_dies_under_a_command_is_lost_and_says_so(pool: Pool) -> None:
-    async with neighbour(pool), await pool.create(SandboxSpec()) as box:
-        process = await box.spawn(["sleep", "858585"])
-        running = asyncio.ensure_future(box.exec(["sleep", "858586"], timeout_s=60))
+async def test_a_sandbox_that_dies_under_a_command_is_lost_and_says_so(pool: Pool) -> None:
+    async with neighbour(pool), await pool.create(SandboxSpec()) as sandbox:
+        process = await sandbox.spawn(["sleep", "858585"])
+        running = asyncio.ensure_future(sandbox.exec(["sleep", "858586"], timeout_s=60))
         while not host_processes("858586"):  # noqa: ASYNC110 - another program's start has no event here
             await asyncio.sleep(0.02)
         os.kill(parent(host_processes("858586")[0]), signal.SIGKILL)
         result = await running
         assert (result.exit_code, result.timed_out) == (None, False)
         assert await process.wait(20) == -9
-        with pytest.raises(SandboxLost, match="^the box is gone$"):
-            await box.get_tree()
+        with pytest.raises(SandboxLost, match="^the sandbox is gone$"):
+            await sandbox.get_tree()
 
 
 def parent(pid: int) -> int:
@@ -119,28 +121,30 @@ def test_forbidden_user_namespaces_are_one_clear_line() -> None:
 
 
 def mounts() -> set[str]:
-    """Mount points of the kinds that boxes are made of; other programs mount others meanwhile."""
+    """Mount points of the kinds that sandboxes are made of; other programs mount others meanwhile."""
     lines = [line.split(" - ") for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return {
         left.split()[4] for left, right in lines if right.split()[0] in ("tmpfs", "proc", "devpts", "mqueue")
     }
 
 
-async def test_64_boxes_at_once_leave_nothing(backend: LocalBackend) -> None:
+async def test_64_sandboxes_at_once_leave_nothing(backend: LocalBackend) -> None:
     await asyncio.sleep(0)
     before, mounted = open_descriptors(), mounts()
     async with Pool([LocalBackend(backend.mode)], PoolOptions(warm=0)) as pool:
-        boxes = await asyncio.gather(*(pool.create(SandboxSpec()) for _ in range(64)))
-        assert len(set(map(id, boxes))) == pool.live == 64
-        said = await asyncio.gather(*(out(box, f"echo {n} > f; cat f") for n, box in enumerate(boxes)))
+        sandboxes = await asyncio.gather(*(pool.create(SandboxSpec()) for _ in range(64)))
+        assert len(set(map(id, sandboxes))) == pool.live == 64
+        said = await asyncio.gather(
+            *(out(sandbox, f"echo {n} > f; cat f") for n, sandbox in enumerate(sandboxes))
+        )
         assert said == [str(number) for number in range(64)]
-        await asyncio.gather(*(box.spawn(["sleep", "848484"]) for box in boxes))
+        await asyncio.gather(*(sandbox.spawn(["sleep", "848484"]) for sandbox in sandboxes))
         for _ in range(300):  # a spawned process is there a moment before it is `sleep`
             if len(host_processes("848484")) == 64:
                 break
             await asyncio.sleep(0.1)
         assert len(host_processes("848484")) == 64
-        await asyncio.gather(*(box.close() for box in boxes))
+        await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
         assert pool.live == 0
     assert host_processes("848484") == []
     await asyncio.sleep(0.05)
@@ -156,16 +160,16 @@ from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import Pool
 async def main():
     async with Pool([LocalBackend(sys.argv[1])]) as pool:
-        boxes = [await pool.create(SandboxSpec()) for _ in range(4)]
-        for box in boxes:
-            await detached.start(box, ["sleep", "838383"])
-            await box.spawn(["sleep", "838383"])
+        sandboxes = [await pool.create(SandboxSpec()) for _ in range(4)]
+        for sandbox in sandboxes:
+            await detached.start(sandbox, ["sleep", "838383"])
+            await sandbox.spawn(["sleep", "838383"])
         print("up", flush=True)
-        while True:  # so that the kill also meets boxes that are being made and ended
+        while True:  # so that the kill also meets sandboxes that are being made and ended
             await asyncio.gather(*(turn(pool) for _ in range(4)))
 async def turn(pool):
-    async with await pool.create(SandboxSpec(env={"X": "838383"})) as box:
-        await box.exec(["true"], timeout_s=20)
+    async with await pool.create(SandboxSpec(env={"X": "838383"})) as sandbox:
+        await sandbox.exec(["true"], timeout_s=20)
 asyncio.run(main())
 """
 
@@ -181,16 +185,16 @@ async def test_after_kill_9_of_the_owner_nothing_is_left_at_the_next_start(backe
             try:
                 assert await asyncio.to_thread(owner.stdout.readline) == "up\n"
                 assert len(host_processes("838383")) >= 8
-                family = descendants(owner.pid)
+                renderer = descendants(owner.pid)
                 await asyncio.sleep(wait_s)
-                family |= descendants(owner.pid)
+                renderer |= descendants(owner.pid)
             finally:
                 owner.kill()
-        assert len(family) > 8
-        async with Pool([LocalBackend(backend.mode)]) as pool, await pool.create(SandboxSpec()) as box:
-            assert await out(box, "echo on") == "on"
+        assert len(renderer) > 8
+        async with Pool([LocalBackend(backend.mode)]) as pool, await pool.create(SandboxSpec()) as sandbox:
+            assert await out(sandbox, "echo on") == "on"
             async with asyncio.timeout(10):
-                while alive(family):  # noqa: ASYNC110 - strangers' ends have no event here
+                while alive(renderer):  # noqa: ASYNC110 - strangers' ends have no event here
                     await asyncio.sleep(0.02)
             assert host_processes("838383") == []
     assert mounts() <= mounted

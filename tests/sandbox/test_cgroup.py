@@ -1,4 +1,4 @@
-"""Control groups of local boxes: made, entered, counted, removed, reaped; and machines that have none."""
+"""Control groups of local sandboxes: made, entered, counted, removed, reaped; and machines that have none."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sandbox_rig import out, python, sh
 
 from insitu.sandbox import cgroup
 from insitu.sandbox.base import SandboxSpec
-from insitu.sandbox.cgroup import Cgroups, Found
+from insitu.sandbox.cgroup import Cgroups, CgroupSupport
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import Pool
 
-NONE = Found(cgroups=None, why="switched off")
+NONE = CgroupSupport(cgroups=None, why="switched off")
 
 
 @pytest.fixture
@@ -29,17 +29,17 @@ def cgroups(backend: LocalBackend) -> Cgroups:
     return backend.cgroups
 
 
-async def test_a_box_has_a_group_for_as_long_as_it_lives(backend: LocalBackend, cgroups: Cgroups) -> None:
+async def test_a_sandbox_has_a_group_for_as_long_as_it_lives(backend: LocalBackend, cgroups: Cgroups) -> None:
     before = cgroups.names()
-    async with await backend.create(SandboxSpec()) as box:
+    async with await backend.create(SandboxSpec()) as sandbox:
         (name,) = cgroups.names() - before
-        assert {line.split(":", 2)[2] for line in (await out(box, "cat /proc/self/cgroup")).splitlines()} == {
-            "/"
-        }
+        assert {
+            line.split(":", 2)[2] for line in (await out(sandbox, "cat /proc/self/cgroup")).splitlines()
+        } == {"/"}
         for parent in cgroups.parents:
             inside = (parent / name / "cgroup.procs").read_text().split()
             assert len(inside) == cgroup.OUTSIDE
-        await sh(box, "setsid sleep 4243 >/dev/null 2>&1 & sleep 0.1")
+        await sh(sandbox, "setsid sleep 4243 >/dev/null 2>&1 & sleep 0.1")
     assert cgroups.names() == before
 
 
@@ -47,17 +47,17 @@ async def test_what_processes_share_and_files_in_memory_count(
     backend: LocalBackend, cgroups: Cgroups
 ) -> None:
     small = LocalBackend(backend.mode, memory_bytes=96 << 20)
-    async with await small.create(SandboxSpec()) as box:
+    async with await small.create(SandboxSpec()) as sandbox:
         shared = "import mmap; m = mmap.mmap(-1, 128 << 20)\nfor i in range(0, 128 << 20, 4096): m[i] = 1"
-        result = await box.exec(["python3", "-c", shared], timeout_s=20)
+        result = await sandbox.exec(["python3", "-c", shared], timeout_s=20)
         assert (result.exit_code, result.out_of_memory) == (-9, True)
         half = ["python3", "-c", "x = bytearray(60 << 20)"]
-        assert (await box.exec(half, timeout_s=20)).exit_code == 0
-        assert not (await sh(box, "head -c 60000000 /dev/zero > /tmp/big")).out_of_memory
-        result = await box.exec(half, timeout_s=20)
+        assert (await sandbox.exec(half, timeout_s=20)).exit_code == 0
+        assert not (await sh(sandbox, "head -c 60000000 /dev/zero > /tmp/big")).out_of_memory
+        result = await sandbox.exec(half, timeout_s=20)
         assert (result.exit_code, result.out_of_memory) == (-9, True)
-        await sh(box, "rm /tmp/big")
-        assert (await box.exec(half, timeout_s=20)).exit_code == 0
+        await sh(sandbox, "rm /tmp/big")
+        assert (await sandbox.exec(half, timeout_s=20)).exit_code == 0
 
 
 async def test_a_fork_bomb_is_bounded_by_the_group_alone(
@@ -77,17 +77,17 @@ try:
 except OSError:
     print(n)
 """
-    async with await old.create(SandboxSpec(max_processes=30)) as box:
-        assert int(await python(box, many)) == 29
-        await box.kill_all()
-        assert await out(box, "echo alive") == "alive"
+    async with await old.create(SandboxSpec(max_processes=30)) as sandbox:
+        assert int(await python(sandbox, many)) == 29
+        await sandbox.kill_all()
+        assert await out(sandbox, "echo alive") == "alive"
 
 
-async def test_boxes_at_once_leave_no_group(backend: LocalBackend, cgroups: Cgroups) -> None:
+async def test_sandboxes_at_once_leave_no_group(backend: LocalBackend, cgroups: Cgroups) -> None:
     before = cgroups.names()
-    boxes = await asyncio.gather(*(backend.create(SandboxSpec()) for _ in range(8)))
+    sandboxes = await asyncio.gather(*(backend.create(SandboxSpec()) for _ in range(8)))
     assert len(cgroups.names() - before) == 8
-    await asyncio.gather(*(box.close() for box in boxes))
+    await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
     assert cgroups.names() == before
 
 
@@ -101,8 +101,8 @@ from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend
 async def main():
     backend = LocalBackend(sys.argv[1])
-    async with await backend.create(SandboxSpec()) as box:
-        await box.spawn(["sleep", "959697"])
+    async with await backend.create(SandboxSpec()) as sandbox:
+        await sandbox.spawn(["sleep", "959697"])
         print(*backend.cgroups.names(), flush=True)
         await asyncio.sleep(60)
 asyncio.run(main())
@@ -143,23 +143,23 @@ def test_what_will_not_end_is_killed_with_its_group(cgroups: Cgroups) -> None:
 async def test_without_groups_the_limits_of_processes_stay(backend: LocalBackend) -> None:
     plain = LocalBackend(backend.mode, memory_bytes=64 << 20, cgroups=lambda: NONE)
     assert plain.why_no_cgroups == "switched off"
-    assert backend.capabilities - plain.capabilities <= {"box_memory"}
+    assert backend.capabilities - plain.capabilities <= {"sandbox_memory"}
     assert await plain.reap() == 0
-    async with await plain.create(SandboxSpec(memory_bytes=100 << 20)) as box:
-        result = await box.exec(["python3", "-c", "x = bytearray(200 << 20)"], timeout_s=20)
+    async with await plain.create(SandboxSpec(memory_bytes=100 << 20)) as sandbox:
+        result = await sandbox.exec(["python3", "-c", "x = bytearray(200 << 20)"], timeout_s=20)
         assert (result.exit_code, result.out_of_memory) == (1, False)
         assert b"MemoryError" in result.stderr
-        assert (await box.exec(["python3", "-c", "x = bytearray(80 << 20)"], timeout_s=20)).exit_code == 0
+        assert (await sandbox.exec(["python3", "-c", "x = bytearray(80 << 20)"], timeout_s=20)).exit_code == 0
 
 
 async def test_groups_that_cannot_be_used_are_not(backend: LocalBackend, tmp_path: Path) -> None:
     false = Cgroups(version=1, parents=(tmp_path, tmp_path / "missing"), roots=(tmp_path,))
-    plain = LocalBackend(backend.mode, cgroups=lambda: Found(cgroups=false))
+    plain = LocalBackend(backend.mode, cgroups=lambda: CgroupSupport(cgroups=false))
     assert plain.cgroups is None
-    assert plain.why_no_cgroups.startswith("no box starts in one: ")
+    assert plain.why_no_cgroups.startswith("no sandbox starts in one: ")
     assert not any(tmp_path.iterdir())  # noqa: ASYNC240
-    async with await plain.create(SandboxSpec()) as box:
-        assert await out(box, "echo ok") == "ok"
+    async with await plain.create(SandboxSpec()) as sandbox:
+        assert await out(sandbox, "echo ok") == "ok"
 
 
 def test_what_a_machine_says_of_its_groups() -> None:

@@ -26,12 +26,14 @@ from insitu.errors import (
     SandboxStartError,
     SetupError,
 )
-from insitu.sandbox import box_python, docker_box, docker_cli
+from insitu.sandbox import bundled_python as sandbox_python
+from insitu.sandbox import docker_cli
+from insitu.sandbox import docker_sandbox as docker_sandbox
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.docker_cli import Cli, classify
 from insitu.sandbox.docker_image import Images
-from insitu.sandbox.owner import owner
+from insitu.sandbox.process_owner import owner
 from insitu.testing.docker_daemon import sweep
 from insitu.types import FileEntry
 
@@ -110,9 +112,9 @@ def test_failures_are_told_apart(said: str, kind: type[SandboxError]) -> None:
     assert error.infra
 
 
-def test_the_lent_python_needs_nothing_of_its_box(tmp_path: Path) -> None:
-    folder = box_python.lend(tmp_path)
-    assert box_python.lend(tmp_path) == folder
+def test_the_lent_python_needs_nothing_of_its_sandbox(tmp_path: Path) -> None:
+    folder = sandbox_python.stage_python(tmp_path)
+    assert sandbox_python.stage_python(tmp_path) == folder
     assert [path for path in folder.rglob("*") if path.is_symlink()] == []
     assert {path.stat().st_mode & 0o022 for path in folder.rglob("*")} == {0}
 
@@ -125,13 +127,13 @@ async def test_downloads_hold_up_nothing_else(monkeypatch: pytest.MonkeyPatch, t
         *) echo removed;;
     esac"""
     cli = Cli(fake_docker(tmp_path, script))
-    pulls = [asyncio.ensure_future(cli.run(["pull", str(n)], timeout_s=60)) for n in range(2)]
+    has_kl_term = [asyncio.ensure_future(cli.run(["pull", str(n)], timeout_s=60)) for n in range(2)]
     assert (await cli.run(["rm", "a"], timeout_s=60))[1] == b"removed\n"
-    assert not any(pull.done() for pull in pulls)
+    assert not any(pull.done() for pull in has_kl_term)
     with pytest.raises(BackendTimeout, match=r"^docker pull did not end within 0\.2 s$"):
         await cli.run(["pull", "third"], timeout_s=0.2)
     (tmp_path / "done").touch()
-    assert [code for code, *_ in await asyncio.gather(*pulls)] == [0, 0]
+    assert [code for code, *_ in await asyncio.gather(*has_kl_term)] == [0, 0]
     assert (tmp_path / "pulls").read_text() == "x\nx\n", "the third waited for its turn under its deadline"
 
 
@@ -185,10 +187,10 @@ async def test_what_the_host_lacks_is_a_typed_failure_that_leaves_nothing(
 ) -> None:
     await slow.image_digest("a:1")
     monkeypatch.setattr(tempfile, "tempdir", "/proc/no/such/folder")
-    with pytest.raises(SandboxStartError, match="^start a docker box: .*No such file"):
+    with pytest.raises(SandboxStartError, match="^start a docker sandbox: .*No such file"):
         await slow.create(SandboxSpec())
     parent = tmp_path / "tmp"
-    monkeypatch.setattr("insitu.record.scratch.socket_parent", lambda: parent)
+    monkeypatch.setattr("insitu.storage.temp_dirs.socket_parent", lambda: parent)
 
     def none_left(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -202,7 +204,7 @@ async def test_what_the_host_lacks_is_a_typed_failure_that_leaves_nothing(
 async def test_a_container_made_too_late_is_removed_too(
     slow: DockerBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(docker_box, "LATE_S", 0.1)
+    monkeypatch.setattr(docker_sandbox, "LATE_S", 0.1)
     await slow.image_digest("a:1")
     (look,) = calls(tmp_path, "create")
     assert f"--label insitu.owner={slow._owner}" in look
@@ -215,7 +217,7 @@ async def test_a_container_made_too_late_is_removed_too(
     name = calls(tmp_path, "run")[0].split("--name ")[1].split()[0]
     async with asyncio.timeout(20):
         # Not only until it is called: a loop that ends in the middle of a spawn waits for its whole deadline.
-        await asyncio.gather(*docker_box._late)
+        await asyncio.gather(*docker_sandbox._late)
     assert calls(tmp_path, "rm") == [f"rm -f -v {name}"] * 2
 
 
@@ -248,7 +250,7 @@ def docker_says(*arguments: str, stdin: bytes = b"") -> str:
 
 
 def containers() -> list[str]:
-    return docker_says("ps", "--all", "--quiet", "--filter", "label=insitu.box=test").split()
+    return docker_says("ps", "--all", "--quiet", "--filter", "label=insitu.sandbox=test").split()
 
 
 @pytest.mark.full
@@ -262,7 +264,7 @@ async def test_an_image_that_is_nowhere_and_a_registry_that_is_down(docker: Dock
 
 
 @pytest.mark.full
-async def test_a_box_can_be_made_of_an_image_with_nothing_in_it(docker: DockerBackend) -> None:
+async def test_a_sandbox_can_be_made_of_an_image_with_nothing_in_it(docker: DockerBackend) -> None:
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         info = tarfile.TarInfo("srv/data/given.txt")
@@ -272,14 +274,14 @@ async def test_a_box_can_be_made_of_an_image_with_nothing_in_it(docker: DockerBa
     spec = SandboxSpec(
         image="insitu-test-empty:1", workdir="/srv/data", files={"own": FileEntry(content=b"1")}
     )
-    async with await docker.create(spec) as box:
-        assert (await box.exec(["/bin/sh"], timeout_s=20)).exit_code == 127
-        assert {path: entry.content for path, entry in (await box.get_tree()).items()} == {
+    async with await docker.create(spec) as sandbox:
+        assert (await sandbox.exec(["/bin/sh"], timeout_s=20)).exit_code == 127
+        assert {path: entry.content for path, entry in (await sandbox.get_tree()).items()} == {
             "given.txt": b"given",
             "own": b"1",
         }
         with pytest.raises(SandboxError, match="cannot be wiped"):
-            await box.wipe()
+            await sandbox.wipe()
     assert (await docker.image_digest("insitu-test-empty:1")).startswith("sha256:")
 
 
@@ -289,64 +291,67 @@ async def test_a_spec_without_a_work_folder_has_the_images(
 ) -> None:
     (tmp_path / "Dockerfile").write_text(f"FROM {docker_image}\nWORKDIR /srv/given\nRUN touch here\n")
     docker_says("build", "--quiet", "--network", "none", "--tag", "insitu-test-placed:1", str(tmp_path))
-    async with await docker.create(SandboxSpec(image="insitu-test-placed:1", workdir="")) as box:
-        assert box.workdir == "/srv/given"
-        assert await out(box, "pwd; ls; touch new && echo ok") == "/srv/given\nhere\nok"
-        assert set(await box.get_tree()) == {"here", "new"}
+    async with await docker.create(SandboxSpec(image="insitu-test-placed:1", workdir="")) as sandbox:
+        assert sandbox.workdir == "/srv/given"
+        assert await out(sandbox, "pwd; ls; touch new && echo ok") == "/srv/given\nhere\nok"
+        assert set(await sandbox.get_tree()) == {"here", "new"}
     with pytest.raises(PolicyUnsupported, match="has no WORKDIR, and the whole system is no work folder"):
         await docker.create(SandboxSpec(image=docker_image, workdir=""))
 
 
 @pytest.mark.full
 async def test_what_an_image_holds_belongs_to_the_boxs_user(docker: DockerBackend, docker_image: str) -> None:
-    async with await docker.create(SandboxSpec(image=docker_image, workdir="/usr/share")) as box:
-        assert await out(box, "find . ! -user agent | wc -l; echo x > new && cat new") == "0\nx"
-        assert (await sh(box, "echo x > /usr/bin/new")).exit_code != 0
+    async with await docker.create(SandboxSpec(image=docker_image, workdir="/usr/share")) as sandbox:
+        assert await out(sandbox, "find . ! -user agent | wc -l; echo x > new && cat new") == "0\nx"
+        assert (await sh(sandbox, "echo x > /usr/bin/new")).exit_code != 0
 
 
 @pytest.mark.full
-async def test_root_in_a_box_has_no_power_over_files_of_another(docker_image: str, tmp_path: Path) -> None:
+async def test_root_in_a_sandbox_has_no_power_over_files_of_another(
+    docker_image: str, tmp_path: Path
+) -> None:
     backend = DockerBackend(docker_image, cache=tmp_path, user="0:0")
-    async with await backend.create(SandboxSpec(image=docker_image, workdir="/root")) as box:
-        assert await out(box, "id -u; touch /usr/bin/new own && echo ok; cat /proc/sys/kernel/hostname") == (
-            "0\nok\nbox"
-        )
-        await box.lay({"t/hidden.py": FileEntry(content=b"true")}, owner="root")
+    async with await backend.create(SandboxSpec(image=docker_image, workdir="/root")) as sandbox:
+        assert await out(
+            sandbox, "id -u; touch /usr/bin/new own && echo ok; cat /proc/sys/kernel/hostname"
+        ) == ("0\nok\nbox")
+        await sandbox.lay({"t/hidden.py": FileEntry(content=b"true")}, owner="root")
         for script in ("echo x > t/hidden.py", "rm -f t/hidden.py", "mv t u", "chmod 777 t", "chown 0 t"):
-            assert (await sh(box, script)).exit_code != 0, script
+            assert (await sh(sandbox, script)).exit_code != 0, script
         assert (
-            await out(box, "cat t/hidden.py; grep -c '^Cap.*[1-9a-f]$' /proc/self/status || true") == "true0"
+            await out(sandbox, "cat t/hidden.py; grep -c '^Cap.*[1-9a-f]$' /proc/self/status || true")
+            == "true0"
         )
         for script in ("mount -t tmpfs none /mnt", "mknod /dev/x b 8 0", "kill -9 1; kill -9 1; exit 1"):
-            assert (await sh(box, script)).exit_code != 0, script
-        assert await out(box, "echo alive") == "alive"
+            assert (await sh(sandbox, script)).exit_code != 0, script
+        assert await out(sandbox, "echo alive") == "alive"
 
 
 @pytest.mark.full
 async def test_a_container_killed_from_outside_is_lost_and_not_exit_zero(docker: DockerBackend) -> None:
-    async with await docker.create(SandboxSpec(label="test")) as box:
-        running = asyncio.create_task(sh(box, "sleep 60"))
+    async with await docker.create(SandboxSpec(label="test")) as sandbox:
+        running = asyncio.create_task(sh(sandbox, "sleep 60"))
         await asyncio.sleep(0.1)
         for name in containers():
             docker_says("kill", name)
         assert (await asyncio.wait_for(running, 20)).exit_code is None
         with pytest.raises(SandboxLost):
-            await box.exec(["true"], timeout_s=5)
+            await sandbox.exec(["true"], timeout_s=5)
     assert containers() == []
 
 
 @pytest.mark.full
-async def test_a_memory_hog_dies_and_its_box_lives(docker_image: str, tmp_path: Path) -> None:
+async def test_a_memory_hog_dies_and_its_sandbox_lives(docker_image: str, tmp_path: Path) -> None:
     backend = DockerBackend(docker_image, cache=tmp_path, memory_bytes=512 << 20)
     assert "resource_limits" in backend.capabilities, "this daemon has no memory cgroup: nothing to test with"
-    async with await backend.create(SandboxSpec()) as box:
+    async with await backend.create(SandboxSpec()) as sandbox:
         hog = "import os, time\nfor _ in range(3): os.fork()\n"
         hog += "x = bytearray(300 << 20); x[::4096] = b'1' * len(x[::4096]); time.sleep(60)"
-        result = await box.exec(["python3", "-c", hog], timeout_s=10)
+        result = await sandbox.exec(["python3", "-c", hog], timeout_s=10)
         assert result.exit_code not in (0, None)
         assert result.out_of_memory
-        await box.kill_all()
-        assert await out(box, "echo alive") == "alive"
+        await sandbox.kill_all()
+        assert await out(sandbox, "echo alive") == "alive"
 
 
 OWNER = """
@@ -356,8 +361,8 @@ from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.docker import DockerBackend
 async def main():
     backend = DockerBackend(sys.argv[1], cache=Path(sys.argv[2]))
-    box = await backend.create(SandboxSpec(label="test"))
-    await box.spawn(["sleep", "949798"])
+    sandbox = await backend.create(SandboxSpec(label="test"))
+    await sandbox.spawn(["sleep", "949798"])
     print("up", flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
@@ -365,7 +370,7 @@ asyncio.run(main())
 
 
 @pytest.mark.full
-async def test_no_box_outlives_a_killed_owner(
+async def test_no_sandbox_outlives_a_killed_owner(
     docker: DockerBackend, docker_image: str, tmp_path: Path
 ) -> None:
     argv = [sys.executable, "-c", OWNER, docker_image, str(tmp_path / "cache")]
@@ -414,7 +419,9 @@ asyncio.run(backend.create(SandboxSpec()))
 """
 
 
-async def test_the_folder_of_a_box_that_was_being_started_by_a_dead_owner_is_removed(tmp_path: Path) -> None:
+async def test_the_folder_of_a_sandbox_that_was_being_started_by_a_dead_owner_is_removed(
+    tmp_path: Path,
+) -> None:
     info = INFO % ("true", "true")
     script = f"case \"$1\" in run) kill -9 $PPID;; ps) ;; *) echo '{info}';; esac"
     arguments = (fake_docker(tmp_path, script), str(tmp_path))

@@ -1,4 +1,4 @@
-"""Moving files in and out of a box that an agent may have booby-trapped, in both local modes."""
+"""Moving files in and out of a sandbox that an agent may have booby-trapped, in both local modes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FILES = {
 }
 
 
-async def test_wipe_empties_every_writable_place(box: LocalSandbox) -> None:
+async def test_wipe_empties_every_writable_place(sandbox: LocalSandbox) -> None:
     await python(
-        box,
+        sandbox,
         """
 import os
 for top in ("/work", "/home/agent", "/tmp", "/dev/shm", "/var/tmp"):
@@ -35,82 +35,85 @@ for _ in range(3000):
     os.mkdir("d"); os.chdir("d")
 """,
     )
-    await box.kill_all()
-    await box.wipe()
-    assert await out(box, "find /work /home/agent /tmp /dev/shm -mindepth 1 | wc -l") == "0"
-    await box.put_tree(FILES)
-    assert await box.get_tree() == FILES
-    assert await out(box, "touch /work/x /tmp/x ~/x /dev/shm/x && echo ok") == "ok"
+    await sandbox.kill_all()
+    await sandbox.wipe()
+    assert await out(sandbox, "find /work /home/agent /tmp /dev/shm -mindepth 1 | wc -l") == "0"
+    await sandbox.put_tree(FILES)
+    assert await sandbox.get_tree() == FILES
+    assert await out(sandbox, "touch /work/x /tmp/x ~/x /dev/shm/x && echo ok") == "ok"
 
 
-async def test_wipe_survives_a_closed_work_folder(box: LocalSandbox) -> None:
-    await sh(box, "mkdir d; chmod 0 /work/d /work /tmp ~")
-    await box.wipe()
-    assert await out(box, "touch /work/x /tmp/x ~/x && echo ok") == "ok"
+async def test_wipe_survives_a_closed_work_folder(sandbox: LocalSandbox) -> None:
+    await sh(sandbox, "mkdir d; chmod 0 /work/d /work /tmp ~")
+    await sandbox.wipe()
+    assert await out(sandbox, "touch /work/x /tmp/x ~/x && echo ok") == "ok"
 
 
-async def test_what_is_roots_no_process_of_the_box_can_change(backend: LocalBackend) -> None:
+async def test_what_is_roots_no_process_of_the_sandbox_can_change(backend: LocalBackend) -> None:
     if "file_owner" not in backend.capabilities:
         pytest.skip("only root can give files away")
-    async with await backend.create(SandboxSpec()) as box:
-        await box.put_tree(
+    async with await backend.create(SandboxSpec()) as sandbox:
+        await sandbox.put_tree(
             {"t/a.py": FileEntry(content=b"a\n"), "b": FileEntry(content=b"b\n")}, owner="root"
         )
         tried = "echo x >> t/a.py; mv t u; rm -f b t/a.py; mv b c; chmod 777 t/a.py t .; echo mine > t/new"
-        await sh(box, tried)
-        tree = await box.get_tree()
+        await sh(sandbox, tried)
+        tree = await sandbox.get_tree()
         assert {path: entry.content for path, entry in tree.items()} == {
             "b": b"b\n", "t/a.py": b"a\n", "t/new": b"mine\n",
         }  # fmt: skip
-        await box.put_tree({"d": FileEntry(content=b"")})
-        assert await out(box, "echo more >> d; echo e > e; cat d") == "more"
+        await sandbox.put_tree({"d": FileEntry(content=b"")})
+        assert await out(sandbox, "echo more >> d; echo e > e; cat d") == "more"
 
 
 async def test_laid_files_take_the_place_of_whatever_stands_in_their_way(backend: LocalBackend) -> None:
-    async with await backend.create(SandboxSpec(files=FILES)) as box:
+    async with await backend.create(SandboxSpec(files=FILES)) as sandbox:
         await sh(
-            box, "ln -s /tmp links; mkdir -p dir/in/a; echo x > dir/in/a/f; ln -s /etc/passwd out; echo > f"
+            sandbox,
+            "ln -s /tmp links; mkdir -p dir/in/a; echo x > dir/in/a/f; ln -s /etc/passwd out; echo > f",
         )
-        owner = await out(box, "echo kept > /tmp/x; stat -c %U /tmp/x")
+        owner = await out(sandbox, "echo kept > /tmp/x; stat -c %U /tmp/x")
         laid = {name: FileEntry(content=b"laid") for name in ("links/x", "dir/in", "out", "f/g")}
-        await box.lay(laid, remove=("pkg", "links/x", "no/such", "a.py"), owner="root")
-        tree = await box.get_tree()
+        await sandbox.lay(laid, remove=("pkg", "links/x", "no/such", "a.py"), owner="root")
+        tree = await sandbox.get_tree()
         assert {path: tree[path].content for path in laid} == dict.fromkeys(laid, b"laid")
         assert set(tree) == {*laid, "empty", "b\xe9 with space"}
-        assert await out(box, "cat /tmp/x; stat -c %U /tmp/x") == f"kept\n{owner}"
+        assert await out(sandbox, "cat /tmp/x; stat -c %U /tmp/x") == f"kept\n{owner}"
         if "file_owner" in backend.capabilities:
-            await sh(box, "echo no > out; rm -rf links out f; mv dir e")
-            assert (await box.get_tree())["out"].content == b"laid"
-            assert (await box.get_tree())["dir/in"].content == b"laid"
+            await sh(sandbox, "echo no > out; rm -rf links out f; mv dir e")
+            assert (await sandbox.get_tree())["out"].content == b"laid"
+            assert (await sandbox.get_tree())["dir/in"].content == b"laid"
 
 
 async def test_one_file_is_read_only_when_it_is_a_regular_one(backend: LocalBackend) -> None:
-    async with await backend.create(SandboxSpec(places=("/logs", "/tests"))) as box:
-        await box.put("/tests/t.sh", b"echo 1 > /logs/r\n")
+    async with await backend.create(SandboxSpec(places=("/logs", "/tests"))) as sandbox:
+        await sandbox.put("/tests/t.sh", b"echo 1 > /logs/r\n")
         await sh(
-            box, "sh /tests/t.sh; ln -s r /logs/l; mkfifo /logs/p; mkdir /logs/d; ln -s /logs /logs/d/up"
+            sandbox, "sh /tests/t.sh; ln -s r /logs/l; mkfifo /logs/p; mkdir /logs/d; ln -s /logs /logs/d/up"
         )
-        assert await box.get("/logs/r") == b"1\n"
+        assert await sandbox.get("/logs/r") == b"1\n"
         for path in ("/logs/l", "/logs/p", "/logs/d", "/logs/d/up/r", "/logs/none", "/logs/r/x"):
-            assert await box.get(path) is None
+            assert await sandbox.get(path) is None
         with pytest.raises(TreeTooLarge):
-            await box.get("/logs/r", max_bytes=1)
+            await sandbox.get("/logs/r", max_bytes=1)
         with pytest.raises(SandboxError):
-            await box.get("/etc/passwd")
-        await box.wipe()
-        assert await box.get("/logs/r") is None
+            await sandbox.get("/etc/passwd")
+        await sandbox.wipe()
+        assert await sandbox.get("/logs/r") is None
 
 
 async def test_a_tool_s_folder_that_does_not_fit_is_left_out_and_the_rest_is_read(
     backend: LocalBackend,
 ) -> None:
-    async with await backend.create(SandboxSpec()) as box:
+    async with await backend.create(SandboxSpec()) as sandbox:
         await sh(
-            box,
+            sandbox,
             "mkdir -p a/node_modules/x build zz; for i in $(seq 40); do echo > a/node_modules/x/$i; done;"
             "echo 1 > build/out.py; echo 2 > zz/app.py",
         )
-        assert sorted(await box.get_tree(max_files=20)) == ["build/out.py", "zz/app.py"]
-        assert len(await box.get_tree(max_files=60)) == 42
-        await sh(box, "for n in $(seq 9); do mkdir -p $n/dist; truncate -s 900K $n/dist/a $n/dist/b; done")
-        assert "zz/app.py" in await box.get_tree(max_bytes=1 << 20)
+        assert sorted(await sandbox.get_tree(max_files=20)) == ["build/out.py", "zz/app.py"]
+        assert len(await sandbox.get_tree(max_files=60)) == 42
+        await sh(
+            sandbox, "for n in $(seq 9); do mkdir -p $n/dist; truncate -s 900K $n/dist/a $n/dist/b; done"
+        )
+        assert "zz/app.py" in await sandbox.get_tree(max_bytes=1 << 20)

@@ -10,7 +10,7 @@ import pytest
 from sandbox_rig import out
 
 from insitu.errors import ImageMissing, PolicyUnsupported, SandboxStartError, SetupError
-from insitu.grade.clean import Grader
+from insitu.grading.grader import Grader
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.harbor import HarborBackend
 from insitu.sandbox.harbor_sdk import of_kind
@@ -46,13 +46,13 @@ async def test_a_cloud_that_cannot_cut_the_network_says_so_and_is_refused_for_gr
     backend = HarborBackend("hf-sandbox", image="any", make=cloud)
     assert backend.capabilities == {"images"}
     made = len(cloud.made)
-    with pytest.raises(PolicyUnsupported, match="harbor:hf-sandbox cannot keep a box from the network"):
+    with pytest.raises(PolicyUnsupported, match="harbor:hf-sandbox cannot keep a sandbox from the network"):
         await backend.create(SandboxSpec(network="none"))
     assert len(cloud.made) == made, "refused before anything is made"
     with pytest.raises(PolicyUnsupported, match="grading needs network_none.*harbor:hf-sandbox has not"):
         Grader(backend)
-    async with await backend.create(SandboxSpec(network="public")) as box:
-        assert await out(box, "echo on") == "on"
+    async with await backend.create(SandboxSpec(network="public")) as sandbox:
+        assert await out(sandbox, "echo on") == "on"
 
 
 async def test_what_harbor_says_of_itself_is_what_is_promised() -> None:
@@ -64,8 +64,8 @@ async def test_what_harbor_says_of_itself_is_what_is_promised() -> None:
 async def test_a_secret_is_in_no_command_line_and_nothing_is_left_on_the_host() -> None:
     cloud = Cloud()
     backend = HarborBackend("e2b", image="any", make=cloud)
-    async with await backend.create(SandboxSpec(env={"KEY": "s3cr3t-in-env"})) as box:
-        done = await box.exec(["sh", "-c", "echo $KEY; cat"], timeout_s=20, stdin=b"s3cr3t-in-input")
+    async with await backend.create(SandboxSpec(env={"KEY": "s3cr3t-in-env"})) as sandbox:
+        done = await sandbox.exec(["sh", "-c", "echo $KEY; cat"], timeout_s=20, stdin=b"s3cr3t-in-input")
         assert done.stdout == b"s3cr3t-in-env\ns3cr3t-in-input"
         assert not any("s3cr3t" in command for command in cloud.made[-1].commands)
         assert cloud.folders[-1].is_dir()
@@ -90,7 +90,7 @@ async def test_a_start_that_fails_is_one_typed_line_and_leaves_nothing(
 ) -> None:
     cloud = Cloud(error=error)
     backend = HarborBackend("e2b", image="any", make=cloud)
-    with pytest.raises(SandboxStartError, match="start a box of harbor:e2b: ") as caught:
+    with pytest.raises(SandboxStartError, match="start a sandbox of harbor:e2b: ") as caught:
         await backend.create(SandboxSpec())
     assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
@@ -101,19 +101,19 @@ async def test_a_start_that_fails_is_one_typed_line_and_leaves_nothing(
 async def test_a_long_command_outlives_the_stream_that_started_it() -> None:
     """Each call is cut after a moment, while the command runs on: it is run once, and its end is told."""
     cloud = Cloud()
-    async with await HarborBackend("e2b", image="any", make=cloud).create(SandboxSpec()) as box:
+    async with await HarborBackend("e2b", image="any", make=cloud).create(SandboxSpec()) as sandbox:
         cloud.made[-1].cut_s = 0.4
         script = "echo begun >> times; echo out; echo err >&2; sleep 1.5; cat times; exit 7"
-        done = await box.exec(["sh", "-c", script], timeout_s=30)
+        done = await sandbox.exec(["sh", "-c", script], timeout_s=30)
         assert (done.exit_code, done.stdout, done.stderr) == (7, b"out\nbegun\n", b"err\n")
         assert cloud.made[-1].cuts >= 2
-        late = await box.exec(["sleep", "60"], timeout_s=1)
+        late = await sandbox.exec(["sleep", "60"], timeout_s=1)
         assert (late.timed_out, late.exit_code) == (True, -9)
 
 
 async def test_two_commands_at_once_keep_their_own_output() -> None:
-    async with await HarborBackend("e2b", image="any", make=Cloud()).create(SandboxSpec()) as box:
-        slow = asyncio.ensure_future(box.exec(["sh", "-c", "sleep 0.5; echo slow"], timeout_s=30))
+    async with await HarborBackend("e2b", image="any", make=Cloud()).create(SandboxSpec()) as sandbox:
+        slow = asyncio.ensure_future(sandbox.exec(["sh", "-c", "sleep 0.5; echo slow"], timeout_s=30))
         for number in range(3):
-            assert await out(box, f"echo {number}") == str(number)
+            assert await out(sandbox, f"echo {number}") == str(number)
         assert (await slow).stdout == b"slow\n"

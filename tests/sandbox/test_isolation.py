@@ -1,4 +1,4 @@
-"""What a box must keep in and keep out, in both local modes."""
+"""What a sandbox must keep in and keep out, in both local modes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ HOME = Path.home()
 CHECKOUT = Path(__file__).parent.parent.parent
 
 
-async def test_host_user_behind_the_box_is_not_root(backend: LocalBackend, box: LocalSandbox) -> None:
-    """A file made inside belongs to an unprivileged user of the host, of the box's own where insitu is
+async def test_host_user_behind_the_sandbox_is_not_root(backend: LocalBackend, sandbox: LocalSandbox) -> None:
+    """A file made inside belongs to an unprivileged user of the host, of the sandbox's own where insitu is
     root."""
     async with await backend.create(SandboxSpec()) as another:
         owners = []
-        for each in (box, another):
+        for each in (sandbox, another):
             await sh(each, "touch /work/mine")
             owners.append(os.stat("mine", dir_fd=each._folders["/work"]).st_uid)
     if os.geteuid() == 0:
@@ -51,7 +51,7 @@ except BlockingIOError:
 """
 
 
-async def test_no_box_learns_what_another_does_with_files_that_both_are_shown() -> None:
+async def test_no_sandbox_learns_what_another_does_with_files_that_both_are_shown() -> None:
     if os.geteuid() != 0:
         pytest.skip("the namespaces mode needs root")
     backend = LocalBackend()
@@ -83,43 +83,43 @@ input()
 """
 
 
-async def test_descriptors_that_one_box_has_under_way_keep_no_other_from_starting(
-    backend: LocalBackend, box: LocalSandbox
+async def test_descriptors_that_one_sandbox_has_under_way_keep_no_other_from_starting(
+    backend: LocalBackend, sandbox: LocalSandbox
 ) -> None:
-    """Linux counts them by user: as an ordinary user all boxes and this process are one."""
-    hog = await box.spawn(["python3", "-c", IN_FLIGHT])
+    """Linux counts them by user: as an ordinary user all sandboxes and this process are one."""
+    hog = await sandbox.spawn(["python3", "-c", IN_FLIGHT])
     assert await hog.readline(20) == f"True {errno.ETOOMANYREFS}\n".encode(), hog.stderr_tail()
     async with await backend.create(SandboxSpec()) as another:
         assert await out(another, "echo works") == "works"
-        assert await out(box, "echo works") == "works"
+        assert await out(sandbox, "echo works") == "works"
 
 
-async def test_setuid_files_are_useless(box: LocalSandbox) -> None:
-    mounts = [line.split() for line in (await out(box, "cat /proc/mounts")).splitlines()]
+async def test_setuid_files_are_useless(sandbox: LocalSandbox) -> None:
+    mounts = [line.split() for line in (await out(sandbox, "cat /proc/mounts")).splitlines()]
     writable = [fields for fields in mounts if "rw" in fields[3].split(",") and fields[2] == "tmpfs"]
     assert {fields[1] for fields in writable} == {"/work", "/home/agent", "/tmp", "/dev/shm"}
     assert all("nosuid" in fields[3] and "nodev" in fields[3] for fields in writable)
     assert (
-        await sh(box, "cp /usr/bin/id /work/id && chmod 6755 /work/id && /work/id -u")
+        await sh(sandbox, "cp /usr/bin/id /work/id && chmod 6755 /work/id && /work/id -u")
     ).stdout == b"1000\n"
-    assert (await sh(box, "su root -c true </dev/null")).exit_code != 0
-    assert (await sh(box, "mknod /work/null c 1 3")).exit_code != 0
-    assert (await sh(box, "mount -t tmpfs none /tmp")).exit_code != 0
+    assert (await sh(sandbox, "su root -c true </dev/null")).exit_code != 0
+    assert (await sh(sandbox, "mknod /work/null c 1 3")).exit_code != 0
+    assert (await sh(sandbox, "mount -t tmpfs none /tmp")).exit_code != 0
 
 
-async def test_sees_nothing_of_the_host(box: LocalSandbox, tmp_path: Path) -> None:
+async def test_sees_nothing_of_the_host(sandbox: LocalSandbox, tmp_path: Path) -> None:
     marker = tmp_path / "secret.txt"
     marker.write_text("host")
     package = Path(insitu.__file__).parent
     for path in (marker, tmp_path, HOME, package, CHECKOUT, Path("/root"), Path("/etc/shadow")):
-        assert (await sh(box, f"ls '{path}' 2>/dev/null | grep . ")).exit_code != 0, path
-    assert (await sh(box, "python3 -c 'import insitu'")).exit_code == 1
-    assert await out(box, "ls /home /tmp /work /dev/shm | grep -v ':$' | grep -v '^$'") == "agent"
+        assert (await sh(sandbox, f"ls '{path}' 2>/dev/null | grep . ")).exit_code != 0, path
+    assert (await sh(sandbox, "python3 -c 'import insitu'")).exit_code == 1
+    assert await out(sandbox, "ls /home /tmp /work /dev/shm | grep -v ':$' | grep -v '^$'") == "agent"
 
 
-async def test_environment_is_clean(box: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_environment_is_clean(sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST_SECRET", "do-not-leak")
-    names = {line.split("=", 1)[0] for line in (await out(box, "env")).splitlines()}
+    names = {line.split("=", 1)[0] for line in (await out(sandbox, "env")).splitlines()}
     assert names == {
         "PATH",
         "HOME",
@@ -132,21 +132,21 @@ async def test_environment_is_clean(box: LocalSandbox, monkeypatch: pytest.Monke
         "PYTHONHASHSEED",
         "PWD",
     }
-    assert (await out(box, "echo $PATH")).startswith("/usr/bin:")
+    assert (await out(sandbox, "echo $PATH")).startswith("/usr/bin:")
 
 
-async def test_sees_only_its_own_processes(backend: LocalBackend, box: LocalSandbox) -> None:
+async def test_sees_only_its_own_processes(backend: LocalBackend, sandbox: LocalSandbox) -> None:
     async with await backend.create(SandboxSpec()) as other:
         await other.spawn(["sleep", "4242"])
-        listing = await out(box, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+        listing = await out(sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
         assert "4242" not in listing
         assert "pytest" not in listing
-        numbers = sorted(int(n) for n in (await out(box, "ls /proc | grep '^[0-9]'")).split())
+        numbers = sorted(int(n) for n in (await out(sandbox, "ls /proc | grep '^[0-9]'")).split())
         assert numbers[0] == 1
         assert numbers[-1] < 100
 
 
-async def test_system_is_read_only(box: LocalSandbox) -> None:
+async def test_system_is_read_only(sandbox: LocalSandbox) -> None:
     for path in (
         "/usr/x",
         "/etc/x",
@@ -157,34 +157,34 @@ async def test_system_is_read_only(box: LocalSandbox) -> None:
         "/run/insitu/supervisor.pyc",
         "/home/x",
     ):
-        assert (await sh(box, f"echo x > {path}")).exit_code != 0, path
+        assert (await sh(sandbox, f"echo x > {path}")).exit_code != 0, path
     for path in ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/proc/sys/kernel/hostname"):
-        assert (await sh(box, f"echo x > {path}")).exit_code != 0, path
+        assert (await sh(sandbox, f"echo x > {path}")).exit_code != 0, path
 
 
-async def test_first_process_cannot_be_killed_read_or_traced(box: LocalSandbox) -> None:
-    await sh(box, "kill -9 1; kill -TERM 1; kill -INT 1")
-    assert await out(box, "echo alive") == "alive"
+async def test_first_process_cannot_be_killed_read_or_traced(sandbox: LocalSandbox) -> None:
+    await sh(sandbox, "kill -9 1; kill -TERM 1; kill -INT 1")
+    assert await out(sandbox, "echo alive") == "alive"
     for name in ("mem", "environ", "fd/0", "root/", "maps"):
-        assert (await sh(box, f"head -c1 /proc/1/{name}")).exit_code != 0, name
+        assert (await sh(sandbox, f"head -c1 /proc/1/{name}")).exit_code != 0, name
     attach = "import ctypes; l = ctypes.CDLL(None, use_errno=True); print(l.ptrace(16, 1, 0, 0))"
-    assert await python(box, attach) == "-1"
+    assert await python(sandbox, attach) == "-1"
 
 
-async def test_has_no_network(box: LocalSandbox) -> None:
+async def test_has_no_network(sandbox: LocalSandbox) -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
     server = await asyncio.start_server(greet, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        assert await _connects(box, "127.0.0.1", port) == "ConnectionRefusedError"
-    assert "OSError" in await _connects(box, "192.0.2.1", 80)
-    assert "OSError" in await _connects(box, "169.254.169.254", 80)
-    assert (await out(box, "cut -d: -f1 -s /proc/net/dev")).split() == ["lo"]
+        assert await _connects(sandbox, "127.0.0.1", port) == "ConnectionRefusedError"
+    assert "OSError" in await _connects(sandbox, "192.0.2.1", 80)
+    assert "OSError" in await _connects(sandbox, "169.254.169.254", 80)
+    assert (await out(sandbox, "cut -d: -f1 -s /proc/net/dev")).split() == ["lo"]
 
 
-async def _connects(box: LocalSandbox, host: str, port: int) -> str:
+async def _connects(sandbox: LocalSandbox, host: str, port: int) -> str:
     code = f"""
 import socket
 try:
@@ -192,4 +192,4 @@ try:
 except OSError as error:
     print(type(error).__name__)
 """
-    return await python(box, code)
+    return await python(sandbox, code)

@@ -10,11 +10,11 @@ import pytest
 from sandbox_rig import open_descriptors, out, sh
 
 from insitu.errors import PolicyUnsupported, SandboxError, SetupError
-from insitu.sandbox import layout
-from insitu.sandbox.advice import advise
+from insitu.sandbox import rootfs as layout
 from insitu.sandbox.base import SandboxSpec
-from insitu.sandbox.cgroup import Found
+from insitu.sandbox.cgroup import CgroupSupport
 from insitu.sandbox.local import LocalBackend, LocalSandbox, allow_open_files
+from insitu.sandbox.setup_hints import advise
 
 
 @pytest.mark.parametrize(
@@ -46,15 +46,15 @@ def old_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-async def test_a_box_gets_a_recent_python_where_the_system_has_none(
+async def test_a_sandbox_gets_a_recent_python_where_the_system_has_none(
     backend: LocalBackend, old_python: Path
 ) -> None:
     assert layout.python_version(old_python) == (3, 9)
-    async with await LocalBackend(backend.mode).create(SandboxSpec()) as box:
+    async with await LocalBackend(backend.mode).create(SandboxSpec()) as sandbox:
         run = "import sys; print(sys.prefix, sys.version_info >= (3, 11))"
-        result = await box.exec(["python3", "-c", run], timeout_s=10)
+        result = await sandbox.exec(["python3", "-c", run], timeout_s=10)
         assert result.stdout == b"/opt/python True\n", result
-        assert await out(box, "ls -A /opt/python/lib/python3*/site-packages 2>/dev/null || true") == ""
+        assert await out(sandbox, "ls -A /opt/python/lib/python3*/site-packages 2>/dev/null || true") == ""
 
 
 def test_what_is_no_python_has_no_version(tmp_path: Path) -> None:
@@ -72,16 +72,16 @@ async def test_work_below_usr_is_not_shown(
     if as_current:
         monkeypatch.chdir(folder)
     chosen = LocalBackend(backend.mode, hidden=() if as_current else [folder, folder / "run"])
-    async with await backend.create(SandboxSpec()) as box:
-        assert await out(box, f"ls -A {folder}") != ""
-    async with await chosen.create(SandboxSpec()) as box:
-        assert await out(box, f"ls -A {folder}") == ""
-        assert (await sh(box, f"echo x > {folder}/stash")).exit_code != 0
+    async with await backend.create(SandboxSpec()) as sandbox:
+        assert await out(sandbox, f"ls -A {folder}") != ""
+    async with await chosen.create(SandboxSpec()) as sandbox:
+        assert await out(sandbox, f"ls -A {folder}") == ""
+        assert (await sh(sandbox, f"echo x > {folder}/stash")).exit_code != 0
 
 
 @pytest.mark.parametrize("folder", ["/usr", "/usr/lib", "/usr/local", "/usr/local/bin"])
-def test_a_folder_boxes_need_cannot_be_worked_in(folder: str) -> None:
-    with pytest.raises(SetupError, match="every box shows"):
+def test_a_folder_sandboxes_need_cannot_be_worked_in(folder: str) -> None:
+    with pytest.raises(SetupError, match="every sandbox shows"):
         layout.hidden_folders([Path(folder)])
 
 
@@ -97,14 +97,14 @@ def test_more_files_may_be_open_than_by_default() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-async def test_a_spawn_without_descriptors_is_a_sandbox_error_and_leaks_none(box: LocalSandbox) -> None:
+async def test_a_spawn_without_descriptors_is_a_sandbox_error_and_leaks_none(sandbox: LocalSandbox) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = open_descriptors()
     failed = 0
     for soft in range(3, held + 512):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
         try:
-            process = await box.spawn(["true"])
+            process = await sandbox.spawn(["true"])
         except SandboxError:
             failed += 1
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -123,9 +123,9 @@ async def test_a_kernel_that_cannot_count_a_boxs_processes_promises_no_limits(
 ) -> None:
     monkeypatch.setattr("insitu.sandbox.local._kernel", lambda: (5, 10))
     monkeypatch.setattr("insitu.sandbox.local.has_own_users", lambda: False)
-    old = LocalBackend(cgroups=lambda: Found(cgroups=None, why="none here"))
+    old = LocalBackend(cgroups=lambda: CgroupSupport(cgroups=None, why="none here"))
     assert "resource_limits" not in old.capabilities
     with pytest.raises(PolicyUnsupported, match=r"needs Linux 5\.14"):
         await old.create(SandboxSpec(max_processes=40))
-    async with await old.create(SandboxSpec()) as box:
-        assert await out(box, "echo ok") == "ok"
+    async with await old.create(SandboxSpec()) as sandbox:
+        assert await out(sandbox, "echo ok") == "ok"

@@ -1,4 +1,4 @@
-"""A box of an image that is set up as root, and what is left of root afterwards: nothing."""
+"""A sandbox of an image that is set up as root, and what is left of root afterwards: nothing."""
 
 from __future__ import annotations
 
@@ -38,45 +38,47 @@ def spec(image: str) -> SandboxSpec:
 @pytest.mark.full
 async def test_root_sets_up_and_is_gone(pool: Pool, docker_image: str) -> None:
     setup = Setup(image=docker_image, workdir="/srv", root_commands=ROOT, commands=("id -u > who",))
-    async with await pool.create(spec(docker_image)) as box:
-        await set_up(box, setup)
-        assert await out(box, "cat made who; echo 2 > made; cat made") == "1\n1000\n2"
-        assert (await out(box, STATUS)).splitlines() == [
+    async with await pool.create(spec(docker_image)) as sandbox:
+        await set_up(sandbox, setup)
+        assert await out(sandbox, "cat made who; echo 2 > made; cat made") == "1\n1000\n2"
+        assert (await out(sandbox, STATUS)).splitlines() == [
             *(f"Cap{name}: 0000000000000000" for name in ("Amb", "Bnd", "Eff", "Inh", "Prm")),
             "Gid: 1000 1000 1000 1000",
             "Groups: ",
             "Uid: 1000 1000 1000 1000",
         ]
-        assert (await out(box, "rootsh -p -c 'id -u; id -g'")).split() == ["1000", "1000"]
+        assert (await out(sandbox, "rootsh -p -c 'id -u; id -g'")).split() == ["1000", "1000"]
         for refused in ("echo x > /usr/local/bin/y", "ls /opt/tool", "chown 0 made"):
-            assert (await sh(box, refused)).exit_code != 0, refused
-        assert (await sh(box, "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep 'sleep 424[5]'")).exit_code == 1
-        again = await box.exec_as_root(["id"], timeout_s=10)
+            assert (await sh(sandbox, refused)).exit_code != 0, refused
+        assert (
+            await sh(sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep 'sleep 424[5]'")
+        ).exit_code == 1
+        again = await sandbox.exec_as_root(["id"], timeout_s=10)
         assert (again.exit_code, again.stderr) == (126, b"root has ended\n")
-        await box.kill_all()
-        assert await out(box, "id -u") == "1000"
+        await sandbox.kill_all()
+        assert await out(sandbox, "id -u") == "1000"
 
 
 @pytest.mark.full
 async def test_any_other_command_ends_root(pool: Pool, docker_image: str) -> None:
-    async with await pool.create(spec(docker_image)) as box:
-        assert await out(box, "id -u") == "1000"
-        assert (await box.exec_as_root(["id"], timeout_s=10)).exit_code == 126
-    async with await pool.create(spec(docker_image)) as box:
-        slow = await box.exec_as_root(["sh", "-c", "setsid sleep 60 & sleep 60"], timeout_s=0.5)
+    async with await pool.create(spec(docker_image)) as sandbox:
+        assert await out(sandbox, "id -u") == "1000"
+        assert (await sandbox.exec_as_root(["id"], timeout_s=10)).exit_code == 126
+    async with await pool.create(spec(docker_image)) as sandbox:
+        slow = await sandbox.exec_as_root(["sh", "-c", "setsid sleep 60 & sleep 60"], timeout_s=0.5)
         assert (slow.timed_out, slow.exit_code) == (True, -9)
-        assert await out(box, "id -u; cat /proc/[0-9]*/comm | grep -c sleep || true") == "1000\n0"
-    async with await pool.create(spec(docker_image)) as box:
+        assert await out(sandbox, "id -u; cat /proc/[0-9]*/comm | grep -c sleep || true") == "1000\n0"
+    async with await pool.create(spec(docker_image)) as sandbox:
         with pytest.raises(SandboxStartError, match="root setup command 2 ended with 3: no such luck"):
-            await set_up(box, Setup(root_commands=("true", "echo no such luck >&2; exit 3")))
+            await set_up(sandbox, Setup(root_commands=("true", "echo no such luck >&2; exit 3")))
 
 
-async def test_boxes_without_root_are_refused(backend: LocalBackend) -> None:
+async def test_sandboxes_without_root_are_refused(backend: LocalBackend) -> None:
     with pytest.raises(PolicyUnsupported, match="has no root"):
         await backend.create(SandboxSpec(root_setup=True))
-    async with Pool([backend]) as local, await local.create(SandboxSpec()) as box:
+    async with Pool([backend]) as local, await local.create(SandboxSpec()) as sandbox:
         with pytest.raises(PolicyUnsupported, match="has no root"):
-            await set_up(box, Setup(root_commands=("true",)))
+            await set_up(sandbox, Setup(root_commands=("true",)))
 
 
 def test_a_task_that_needs_no_root_keeps_its_name() -> None:

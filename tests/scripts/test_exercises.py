@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from insitu.grade.clean import GradeConfig, Grader, runner_for
+from insitu.grading.grader import GradeConfig, Grader, runner_for
 from insitu.sandbox.local import LocalBackend
 from insitu.tasks.dataset import RowSource
-from insitu.tasks.open import FORMATS
+from insitu.tasks.factory import FORMATS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "exercises.py"
 TEST = (
@@ -73,5 +73,5 @@ async def test_a_collection_becomes_tasks_in_three_formats(
     for form, place in places.items():
         (item,) = RowSource(form, FORMATS[form], out / place, check=runner_for).every()
         assert item.task.id == name
-        if form != "harbor":  # that takes docker, see tests/grade/test_docker_grading.py
+        if form != "harbor":  # that takes docker, see tests/grading/test_docker_grading.py
             await grader.validate(item.task, item.oracle, repeats=1)

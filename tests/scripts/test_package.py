@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from insitu import hints
+from insitu import install_hints as hints
 from insitu.config import load_config
 from insitu.config.load import EXAMPLES
 from insitu.errors import ConfigError

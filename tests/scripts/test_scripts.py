@@ -68,7 +68,7 @@ def test_broken_layers_are_found(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     package = tmp_path / "src" / "insitu"
-    (package / "capture" / "bad.py").write_text("import insitu.record.store\n")
+    (package / "capture" / "bad.py").write_text("import insitu.storage.store\n")
     (package / "gateway" / "bad.py").write_text("def f() -> None:\n    import torch\n")
     (package / "view" / "bad.py").write_text("import transformers\n")
     (package / "middleware").mkdir()
@@ -78,7 +78,7 @@ def test_broken_layers_are_found(tmp_path: Path) -> None:
             file.write("\ndef _late() -> None:\n    import torch\n")
     done = lint_imports(tmp_path)
     assert done.returncode == 1
-    assert "insitu.capture.bad -> insitu.record.store" in done.stdout
+    assert "insitu.capture.bad -> insitu.storage.store" in done.stdout
     assert "insitu.gateway.bad -> torch" in done.stdout
     assert "insitu.view.bad -> transformers" in done.stdout
     assert "insitu.middleware" in done.stdout

@@ -17,9 +17,9 @@ TESTS = sorted(ROOT.glob("tests/full/test_*.py"))
     ("test", "changed", "away"),
     [
         ("tests/full/test_real_vllm.py", "tests/full/test_real_vllm.py", 0),
-        ("tests/full/test_real_vllm.py", "src/insitu/engine/vllm.py", 0),
-        ("tests/full/test_real_vllm.py", "src/insitu/engine/vllm_weights.py", 1),
-        ("tests/full/test_real_vllm.py", "src/insitu/curate/run.py", 2),
+        ("tests/full/test_real_vllm.py", "src/insitu/engines/vllm.py", 0),
+        ("tests/full/test_real_vllm.py", "src/insitu/engines/vllm_weights.py", 1),
+        ("tests/full/test_real_vllm.py", "src/insitu/suites/tasks/validate.py", 2),
         ("tests/full/test_real_vllm.py", "README.md", 2),
         # Modules right below src/insitu, scripts, helpers of tests, and what a helper imports.
         ("tests/test_failpoint.py", "src/insitu/failpoint.py", 0),
@@ -27,7 +27,7 @@ TESTS = sorted(ROOT.glob("tests/full/test_*.py"))
         ("tests/tasks/test_swe.py", "tests/tasks/swe_rows.py", 0),
         # A program that is started, and what its verbs import when they run.
         ("tests/cli/test_cli.py", "src/insitu/cli/__main__.py", 0),
-        ("tests/cli/test_cli.py", "src/insitu/grade/runners/stdio.py", 1),
+        ("tests/cli/test_cli.py", "src/insitu/grading/runners/stdio.py", 1),
         ("tests/full/test_chaos.py", "benchmarks/chaos.py", 0),
     ],
 )

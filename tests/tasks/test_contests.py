@@ -1,6 +1,6 @@
 # ruff: noqa: E501
 """Rows of contests, of function sets and of exercises: what they become, and which are refused. That they are
-judged is tests/grade/test_sources.py's."""
+judged is tests/grading/test_sources.py's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from insitu.errors import TaskError
-from insitu.grade.clean import runner_for
+from insitu.grading.grader import runner_for
 from insitu.tasks.base import Item
 from insitu.tasks.contests import megabytes_of, seconds_of
 from insitu.tasks.dataset import LoadOptions, RowSource
-from insitu.tasks.open import FORMATS
+from insitu.tasks.factory import FORMATS
 
 
 def load(tmp_path: Path, name: str, *given: dict[str, Any], options: LoadOptions | None = None) -> list[Item]:

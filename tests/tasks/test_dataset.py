@@ -12,14 +12,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, TaskError
-from insitu.grade.clean import runner_for
+from insitu.grading.grader import runner_for
+from insitu.tasks.allowlist import TaskFinding, read_allowlist, write_allowlist
 from insitu.tasks.base import Item, split_of
 from insitu.tasks.dataset import LoadOptions, RowSource
-from insitu.tasks.gate import Finding, read_gate, write_gate
-from insitu.tasks.open import open_rows, open_source
-from insitu.tasks.plain import PlainJsonl
-from insitu.tasks.rows import Place, RawRow
-from insitu.tasks.rows import TestIds as IdList
+from insitu.tasks.factory import open_rows, open_source
+from insitu.tasks.own_formats import PlainJsonl
+from insitu.tasks.row_files import RawRow, RowLocation
+from insitu.tasks.row_files import TestIds as IdList
 from insitu.types import Limits
 
 
@@ -193,7 +193,7 @@ def test_bad_rows_are_refused_with_their_id(tmp_path: Path, bad: str, message: s
         RowSource("jsonl", PlainJsonl(), path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-    left = RowSource("jsonl", PlainJsonl(), path, bad_rows="skip")
+    left = RowSource("jsonl", PlainJsonl(), path, on_invalid_row="skip")
     assert [item.task.id for item in left.every()] == ["t1"]
     assert len(left.refused) == 1
 
@@ -201,7 +201,7 @@ def test_bad_rows_are_refused_with_their_id(tmp_path: Path, bad: str, message: s
 class Careless(PlainJsonl):
     """A format whose code trips over a row."""
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         if row["id"] == "u":
             raise ValueError("no such thing")
         return super().build(row, place, options)
@@ -211,14 +211,14 @@ def test_no_row_ends_the_reading_of_the_others(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [row("t"), row("u")])
     with pytest.raises(TaskError, match="a.jsonl:2: row u: no such thing"):
         RowSource("jsonl", Careless(), path)
-    left = RowSource("jsonl", Careless(), path, bad_rows="skip")
+    left = RowSource("jsonl", Careless(), path, on_invalid_row="skip")
     assert [item.task.id for item in left.every()] == ["t"]
 
 
 def test_nothing_but_bad_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [row("t", cases=[])])
     with pytest.raises(TaskError, match="holds no task; .*row t: needs exactly one"):
-        RowSource("jsonl", PlainJsonl(), path, bad_rows="skip")
+        RowSource("jsonl", PlainJsonl(), path, on_invalid_row="skip")
 
 
 def test_a_row_that_changed_on_disk_is_noticed(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_limits_of_a_row_win(tmp_path: Path) -> None:
         (["tasks.source=jsonl"], "source = 'jsonl' needs path"),
         (["tasks.path=x"], "path means nothing with source = 'toy'"),
         (["tasks.eval_share=0.5"], "eval_share means nothing with source = 'toy'"),
-        (["tasks.source=jsonl", "tasks.path=x", 'tasks.families=["swapped"]'], "families means nothing"),
+        (["tasks.source=jsonl", "tasks.path=x", 'tasks.kinds=["swapped"]'], "families means nothing"),
         (["tasks.source=nope"], "tasks.source: input should be 'toy', "),
     ],
 )
@@ -276,36 +276,36 @@ def test_only_tasks_that_passed_the_gate_are_used(tmp_path: Path) -> None:
     base = ["tasks.source=jsonl", f"tasks.path={path}", "tasks.eval_share=1"]
     tasks = {t.id: t for t in open_source(load_config(None, base), Limits(), runner_for).tasks("eval", 0, 4)}
     findings = {
-        "t0": Finding(status="passed", task_hash=tasks["t0"].content_hash, repeats=3),
-        "t1": Finding(status="failed", task_hash=tasks["t1"].content_hash, repeats=3, reason="x"),
-        "t2": Finding(status="passed", task_hash="0" * 64, repeats=3),
+        "t0": TaskFinding(status="passed", task_hash=tasks["t0"].content_hash, repeats=3),
+        "t1": TaskFinding(status="failed", task_hash=tasks["t1"].content_hash, repeats=3, reason="x"),
+        "t2": TaskFinding(status="passed", task_hash="0" * 64, repeats=3),
     }
     gate = tmp_path / "deep" / "gate.json"
-    write_gate(gate, findings)
-    assert read_gate(gate).findings == findings
-    source = open_source(load_config(None, [*base, f"tasks.gate={gate}"]), Limits(), runner_for)
+    write_allowlist(gate, findings)
+    assert read_allowlist(gate).findings == findings
+    source = open_source(load_config(None, [*base, f"tasks.allowlist={gate}"]), Limits(), runner_for)
     assert source.size("eval") == 1
     assert source.tasks("eval", 0, 1)[0].id == "t0"
-    write_gate(gate, {})
+    write_allowlist(gate, {})
     with pytest.raises(TaskError, match="none of the 4 tasks passed"):
-        open_source(load_config(None, [*base, f"tasks.gate={gate}"]), Limits(), runner_for)
+        open_source(load_config(None, [*base, f"tasks.allowlist={gate}"]), Limits(), runner_for)
 
 
 def test_what_a_gate_settles(tmp_path: Path) -> None:
     path = tmp_path / "g.json"
-    found = Finding(status="passed", task_hash="a" * 64, repeats=2)
-    write_gate(path, {"t": found, "u": Finding(status="infra", task_hash="b" * 64)})
-    gate = read_gate(path)
+    found = TaskFinding(status="passed", task_hash="a" * 64, repeats=2)
+    write_allowlist(path, {"t": found, "u": TaskFinding(status="infra", task_hash="b" * 64)})
+    gate = read_allowlist(path)
     assert gate.settled("t", "a" * 64, 2) == found
     assert gate.settled("t", "a" * 64, 3) is None
     assert gate.settled("t", "c" * 64, 1) is None
     assert gate.settled("u", "b" * 64, 1) is None
     path.write_text('{"schema": 1, "tasks": {"t": {"status": "great", "task_hash": "x"}}}')
     with pytest.raises(TaskError, match=r"g\.json: t\.status"):
-        read_gate(path)
+        read_allowlist(path)
     path.write_text("{}")
     with pytest.raises(TaskError, match="is not a file of `insitu tasks validate`"):
-        read_gate(path)
+        read_allowlist(path)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_every_row_is_held_against_its_runner_at_load(
     with pytest.raises(TaskError) as caught:
         open_rows(config, Limits(), runner_for)
     assert message in str(caught.value)
-    skipping = load_config(None, ["tasks.source=jsonl", f"tasks.path={path}", "tasks.bad_rows=skip"])
+    skipping = load_config(None, ["tasks.source=jsonl", f"tasks.path={path}", "tasks.on_invalid_row=skip"])
     source = open_rows(skipping, Limits(), runner_for)
     assert [item.task.id for item in source.every()] == ["t1"]
     assert [refusal.id for refusal in source.refused] == ["u"]

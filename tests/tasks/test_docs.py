@@ -11,7 +11,7 @@ import pytest
 
 from insitu.config.tables import Source
 from insitu.tasks.dataset import RowSource
-from insitu.tasks.open import FORMATS
+from insitu.tasks.factory import FORMATS
 
 DOCS = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
 MARKS = {

@@ -8,7 +8,7 @@ import pytest
 
 from insitu.errors import TaskError
 from insitu.tasks.dataset import RowSource
-from insitu.tasks.plain import PlainFolder
+from insitu.tasks.own_formats import PlainFolder
 
 
 def made(root: Path, name: str = "one", toml: str = 'fail_to_pass = ["tests/test_m.py::test_f"]\n') -> Path:

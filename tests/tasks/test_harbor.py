@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from insitu.errors import RecordError, TaskError
-from insitu.grade.clean import runner_for
-from insitu.record.builds import build_context, context_digest, register_build
+from insitu.grading.grader import runner_for
+from insitu.storage.image_builds import build_context, context_digest, register_build
 from insitu.tasks.dataset import LoadOptions, RowSource
-from insitu.tasks.open import FORMATS
+from insitu.tasks.factory import FORMATS
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from insitu.errors import TaskError
-from insitu.grade.diff import unified
+from insitu.grading.diff import unified
 from insitu.tasks.patch import apply_patch, patched_paths
 from insitu.types import FileEntry, Tree
 

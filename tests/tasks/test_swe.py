@@ -15,11 +15,11 @@ import yaml
 
 from insitu.config import load_config
 from insitu.errors import TaskError
-from insitu.grade.clean import runner_for
-from insitu.grade.runners.log_parsers import PARSERS, read_log
+from insitu.grading.grader import runner_for
+from insitu.grading.runners.log_parsers import PARSERS, read_log
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions, RowSource
-from insitu.tasks.open import FORMATS, open_rows
+from insitu.tasks.factory import FORMATS, open_rows
 from insitu.tasks.patch import apply_patch
 from insitu.tasks.swe_script import END, EXIT, REPOSITORIES, START, framed, without_patching
 from insitu.types import FileEntry, Limits
@@ -327,13 +327,18 @@ def test_images_can_be_pinned_and_named(tmp_path: Path) -> None:
     pins.write_text(json.dumps({"swebench/swesmith.x86_64.some_1776_thing.0123abcd": pin}))
     smith = load_config(
         None,
-        ["tasks.source=swe_smith", f"tasks.path={path}", f"tasks.images={pins}", "tasks.bad_rows=skip"],
+        ["tasks.source=swe_smith", f"tasks.path={path}", f"tasks.images={pins}", "tasks.on_invalid_row=skip"],
     )
     assert [i.task.setup.image for i in open_rows(smith, Limits(), runner_for).every()] == [pin]
     pins.write_text(json.dumps({"some__thing-7": "local/built:1"}))
     rebench = load_config(
         None,
-        ["tasks.source=swe_rebench", f"tasks.path={path}", f"tasks.images={pins}", "tasks.bad_rows=skip"],
+        [
+            "tasks.source=swe_rebench",
+            f"tasks.path={path}",
+            f"tasks.images={pins}",
+            "tasks.on_invalid_row=skip",
+        ],
     )
     assert [i.task.setup.image for i in open_rows(rebench, Limits(), runner_for).every()] == ["local/built:1"]
 

@@ -12,7 +12,7 @@ import swe_rows as rows
 from insitu.errors import TaskError
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions, RowSource
-from insitu.tasks.open import FORMATS
+from insitu.tasks.factory import FORMATS
 from insitu.types import Limits
 
 

@@ -31,7 +31,7 @@ SEEDS = range(400)
 
 
 def test_every_family_occurs() -> None:
-    assert {make_problem(seed).family for seed in SEEDS} == set(FAMILIES)
+    assert {make_problem(seed).category for seed in SEEDS} == set(FAMILIES)
     assert len(FAMILIES) >= 6
 
 
@@ -118,14 +118,14 @@ def test_content_hash_names_the_content() -> None:
 
 
 def test_a_foreign_task_has_no_oracle() -> None:
-    task = ToySource(Limits(), families=["operator"]).tasks("train", 0, 1)[0]
+    task = ToySource(Limits(), kinds=["operator"]).tasks("train", 0, 1)[0]
     with pytest.raises(TaskError, match="does not come from this source"):
-        ToySource(Limits(), families=["swapped"]).oracle(task)
+        ToySource(Limits(), kinds=["swapped"]).oracle(task)
 
 
 def test_unknown_family_is_named() -> None:
     with pytest.raises(TaskError, match="unknown toy family colour"):
-        ToySource(Limits(), families=["colour"])
+        ToySource(Limits(), kinds=["colour"])
 
 
 @pytest.mark.parametrize("solved", [False, True])

@@ -15,15 +15,15 @@ from rich.console import Console
 from insitu.collect.dispatcher import Slot
 from insitu.config import load_config
 from insitu.errors import RecordError
-from insitu.record.run import RunDir
-from insitu.record.store import Score, Store
+from insitu.storage.run_dir import RunDir
+from insitu.storage.store import Score, Store
 from insitu.types import DriftNote, Ledger, Outcome, Rollout, Status, Timings, Trajectory, Verdict
 from insitu.view.base import Progress, View, duration
 from insitu.view.curve import Curve, CurvePoint, curve_of, curve_svg, wilson
-from insitu.view.finish import finish, show_run
 from insitu.view.live import LiveView
 from insitu.view.plain import PlainView
-from insitu.view.report import Report, ShownRollout, ShownTurn, render_report
+from insitu.view.report import RunReport, ShownRollout, ShownTurn, render_report
+from insitu.view.run_report import finish, show_run
 
 
 class Clock:
@@ -117,7 +117,7 @@ def test_live_cuts_nothing_of_a_long_run(width: int) -> None:
     for i in range(5, 30, 5):
         view.eval_done(f"held-out step {i}", score(64 + i, 128))
     late = {"calls_mean": 4.21, "entropy": 0.4213, "max_logprob_gap": 3.34e-5, "tokens_trained": 12345}
-    view.step_done(25, 30, {"groups_useful": 12, **late, "reward_mean": 0.625})
+    view.step_done(25, 30, {"effective_groups": 12, **late, "reward_mean": 0.625})
     still = io.StringIO()
     Console(file=still, width=width).print(view.render())
     view.close()
@@ -221,7 +221,7 @@ def test_the_curve_of_almost_nothing(steps: int) -> None:
     assert svg_of(Curve(title="t", train=points, heldout=points[:1])) is not None
 
 
-def report(**more: object) -> Report:
+def report(**more: object) -> RunReport:
     values: dict[str, object] = {
         "run_dir": Path("/r"),
         "before": score(22, 128),
@@ -233,11 +233,11 @@ def report(**more: object) -> Report:
         "rollouts": 3136,
         "max_logprob_gap": 3.3e-5,
     }
-    return Report(**(values | more))  # type: ignore[arg-type]
+    return RunReport(**(values | more))  # type: ignore[arg-type]
 
 
 def test_report_says_rates_with_counts_ledger_and_places() -> None:
-    text = render_report(report(curve=Path("/r/curve.svg"), families={"swap": (score(1, 4), score(4, 4))}))
+    text = render_report(report(curve=Path("/r/curve.svg"), categories={"swap": (score(1, 4), score(4, 4))}))
     for line in (
         "  before  0.17 (22/128, 95 % 0.12 to 0.25)",
         "  after   0.88 (112/128, 95 % 0.81 to 0.92)",
@@ -259,7 +259,7 @@ def test_report_does_not_hide_a_token_that_was_left_out() -> None:
 
 def test_a_mean_reward_is_shown_where_rewards_are_partial() -> None:
     graded = Score.of([0.0, 0.5, 0.75, 1.0])
-    text = render_report(report(before=score(1, 4), after=graded, families={"f": (score(1, 4), graded)}))
+    text = render_report(report(before=score(1, 4), after=graded, categories={"f": (score(1, 4), graded)}))
     assert "  before  0.25 (1/4, 95 % 0.05 to 0.70)\n" in text
     assert "  after   0.25 (1/4, 95 % 0.05 to 0.70), mean reward 0.56\n" in text
     assert "    f  0.25 -> 0.25  (1/4 -> 1/4), mean reward 0.25 -> 0.56\n" in text
@@ -327,17 +327,17 @@ def test_report_shows_a_rollout_turn_by_turn_within_the_width() -> None:
     assert all(len(line) <= 60 for line in lines[: lines.index("Held-out solve rate")])
 
 
-def rollout(name: str, *, solved: bool, family: str = "swap", tokens: int = 0) -> Rollout:
+def rollout(name: str, *, solved: bool, category: str = "swap", tokens: int = 0) -> Rollout:
     reward = float(solved)
     outcome = Outcome.RESOLVED if solved else Outcome.UNRESOLVED
     return Rollout(
         id=name,
         task_id="t",
-        family=family,
+        category=category,
         status=Status.OK,
         reward=reward,
         trajectory=Trajectory(segments=(), turns=(), ledger=Ledger(captured=tokens, trained=tokens)),
-        verdict=Verdict(outcome=outcome, reward=reward, strength="strong"),
+        verdict=Verdict(outcome=outcome, reward=reward, trust="strong"),
         changed={},
         deleted=(),
         timings=Timings(),

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from insitu.render.folder import read_folder
-from insitu.render.template import TemplateFamily, template_family
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import TemplateRenderer, template_renderer
 
 _TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(Path(__file__).parent), str(_TESTS / "gateway"), str(_TESTS / "render")]
 
 
 @pytest.fixture(scope="session")
-def family(tmp_path_factory: pytest.TempPathFactory) -> TemplateFamily:
-    from render_families import write_family
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> TemplateRenderer:
+    from render_families import write_renderer
 
-    return template_family(read_folder(write_family(tmp_path_factory.mktemp("model") / "hermes")))
+    return template_renderer(read_folder(write_renderer(tmp_path_factory.mktemp("model") / "hermes")))

@@ -21,12 +21,12 @@ import aiohttp
 import numpy as np
 import orjson
 
+from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects.base import WireCall
 from insitu.gateway.routes import take_apart
 from insitu.gateway.server import DIALECTS, Gateway
 from insitu.gateway.session import Session
-from insitu.render.template import TemplateFamily
-from insitu.testing.open_family import Splitter
+from insitu.testing.open_renderer import Splitter
 from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.types import IntArray, Limits, Message, ModelRequest, RequestKey, ToolCall, Trajectory
 
@@ -229,7 +229,7 @@ class Replay:
     trajectory: Trajectory
 
 
-def sampled(family: TemplateFamily, message: Message) -> IntArray:
+def sampled(renderer: TemplateRenderer, message: Message) -> IntArray:
     """Ids that say `message` with its arguments spelled as they are."""
     text = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
     text += message.text
@@ -237,23 +237,23 @@ def sampled(family: TemplateFamily, message: Message) -> IntArray:
         between = "\n" if at or message.text else ""
         inside = f'{{"name": {orjson.dumps(call.name).decode()}, "arguments": {call.arguments}}}'
         text += f"{between}<tool_call>\n{inside}\n</tool_call>"
-    end = np.array([family.end_ids[0]], dtype=np.int32)
-    return np.concatenate([family.codec.encode(text), end]).astype(np.int32)
+    end = np.array([renderer.end_ids[0]], dtype=np.int32)
+    return np.concatenate([renderer.codec.encode(text), end]).astype(np.int32)
 
 
-async def replay(recording: Recording, family: TemplateFamily, splitter: Splitter) -> Replay:
+async def replay(recording: Recording, renderer: TemplateRenderer, splitter: Splitter) -> Replay:
     """Every request again, one after the other."""
     answers = [said(call) for call in recording.calls]
 
     def policy(ids: IntArray, key: RequestKey) -> IntArray:
-        spoken = sampled(family, answers[key.turn])
+        spoken = sampled(renderer, answers[key.turn])
         return splitter.split(spoken) if key.turn % 2 else spoken
 
-    engine = ScriptedEngine(family, policy, sampled=True)
+    engine = ScriptedEngine(renderer, policy, sampled=True)
     pointers: dict[str, str] = {}
     statuses, replies = [], []
     async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(Gateway(engine, family))
+        gateway = await stack.enter_async_context(Gateway(engine, renderer))
         listener = await stack.enter_async_context(gateway.listen_tcp())
         http = await stack.enter_async_context(aiohttp.ClientSession())
         # Prompts without other people's prose have more tokens than they had.

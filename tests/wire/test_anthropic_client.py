@@ -9,9 +9,9 @@ import pytest
 from gateway_rig import Rig
 from wire_lab import CALLS, ONLY_CALL, SAY, SCHEMA, THINK, anthropic_client, continued, plain
 
+from insitu.chat.template import TemplateRenderer
 from insitu.errors import EngineError
 from insitu.gateway.server import GatewayConfig
-from insitu.render.template import TemplateFamily
 from insitu.types import Limits, Message
 
 TOOLS = [{"name": "read", "description": "Read a file.", "input_schema": SCHEMA}]
@@ -32,9 +32,9 @@ async def ask(api: anthropic.AsyncAnthropic, stream: bool, messages: list[Any], 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reply", REPLIES, ids=["text", "thinking", "calls", "only_call"])
 async def test_the_client_reads_every_reply_and_its_echo_continues(
-    family: TemplateFamily, reply: Message, stream: bool
+    renderer: TemplateRenderer, reply: Message, stream: bool
 ) -> None:
-    async with Rig(family, [reply, SAY]) as rig, anthropic_client(rig) as api:
+    async with Rig(renderer, [reply, SAY]) as rig, anthropic_client(rig) as api:
         answer = await ask(api, stream, ASK, system="You fix code.")
         by_type: dict[str, list[Any]] = {}
         for block in answer.content:
@@ -46,7 +46,7 @@ async def test_the_client_reads_every_reply_and_its_echo_continues(
         calls = by_type.get("tool_use", [])
         assert [c.name for c in calls] == [c.name for c in reply.tool_calls]
         assert answer.stop_reason == ("tool_use" if reply.tool_calls else "end_turn")
-        assert answer.usage.output_tokens == len(family.render_reply(reply))
+        assert answer.usage.output_tokens == len(renderer.render_reply(reply))
         results = [{"type": "tool_result", "tool_use_id": c.id, "content": "x"} for c in calls]
         echo = {"role": "assistant", "content": plain(answer)["content"]}
         follow = {"role": "user", "content": [*results, {"type": "text", "text": "Go on."}]}
@@ -54,17 +54,17 @@ async def test_the_client_reads_every_reply_and_its_echo_continues(
         await continued(rig, 2)
 
 
-async def test_a_reply_cut_by_length_says_so(family: TemplateFamily) -> None:
-    async with Rig(family, [SAY]) as rig, anthropic_client(rig) as api:
+async def test_a_reply_cut_by_length_says_so(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [SAY]) as rig, anthropic_client(rig) as api:
         for stream in (False, True):
             assert (await ask(api, stream, ASK, max_tokens=3)).stop_reason == "max_tokens"
 
 
 @pytest.mark.case(11, 24)
-async def test_cache_marks_billing_and_mid_list_system_do_not_fork(family: TemplateFamily) -> None:
+async def test_cache_marks_billing_and_mid_list_system_do_not_fork(renderer: TemplateRenderer) -> None:
     """As Claude Code does: the marks move, the billing block changes, a system message stands in the list."""
     mark = {"cache_control": {"type": "ephemeral"}}
-    async with Rig(family, [CALLS, SAY]) as rig, anthropic_client(rig) as api:
+    async with Rig(renderer, [CALLS, SAY]) as rig, anthropic_client(rig) as api:
 
         def system(cch: str) -> list[dict[str, Any]]:
             bill = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2; cch={cch};"}
@@ -86,8 +86,8 @@ async def test_cache_marks_billing_and_mid_list_system_do_not_fork(family: Templ
 
 
 @pytest.mark.case(18)
-async def test_arguments_whose_keys_changed_place_are_the_same_call(family: TemplateFamily) -> None:
-    async with Rig(family, [CALLS, SAY]) as rig, anthropic_client(rig) as api:
+async def test_arguments_whose_keys_changed_place_are_the_same_call(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [CALLS, SAY]) as rig, anthropic_client(rig) as api:
         content = plain(await ask(api, True, ASK))["content"]
         uses = [b for b in content if b["type"] == "tool_use"]
         for use in uses:
@@ -98,8 +98,8 @@ async def test_arguments_whose_keys_changed_place_are_the_same_call(family: Temp
         await continued(rig, 2)
 
 
-async def test_tokens_are_counted_as_they_are_used(family: TemplateFamily) -> None:
-    async with Rig(family, [SAY]) as rig, anthropic_client(rig) as api:
+async def test_tokens_are_counted_as_they_are_used(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [SAY]) as rig, anthropic_client(rig) as api:
         counted = await api.messages.count_tokens(
             model="m", messages=ASK, tools=TOOLS, system="You fix code."
         )
@@ -107,10 +107,10 @@ async def test_tokens_are_counted_as_they_are_used(family: TemplateFamily) -> No
         assert counted.input_tokens == answer.usage.input_tokens > 0
 
 
-async def test_errors_have_the_classes_that_clients_expect(family: TemplateFamily) -> None:
+async def test_errors_have_the_classes_that_clients_expect(renderer: TemplateRenderer) -> None:
     limits = Limits(max_context_tokens=40)
     async with (
-        Rig(family, [SAY], limits=limits) as rig,
+        Rig(renderer, [SAY], limits=limits) as rig,
         anthropic_client(rig) as api,
         anthropic_client(rig, "sk-no") as stranger,
     ):
@@ -124,16 +124,16 @@ async def test_errors_have_the_classes_that_clients_expect(family: TemplateFamil
         assert (await api.models.retrieve("m")).id == "policy"
 
 
-async def test_a_failure_after_the_headers_is_an_error_in_the_stream(family: TemplateFamily) -> None:
+async def test_a_failure_after_the_headers_is_an_error_in_the_stream(renderer: TemplateRenderer) -> None:
     config = GatewayConfig(hold_headers_s=0.01, keep_alive_s=0.01)
-    rig_ = Rig(family, [SAY], config=config, delay_s=0.1, fail=lambda key: EngineError("gone"))
+    rig_ = Rig(renderer, [SAY], config=config, delay_s=0.1, fail=lambda key: EngineError("gone"))
     async with rig_ as rig, anthropic_client(rig) as api:
         with pytest.raises(anthropic.APIStatusError, match="The model server failed"):
             await ask(api, True, ASK)
         assert rig.session.stats.infra_error == "gone"
 
 
-async def test_a_waiting_stream_is_pinged(family: TemplateFamily) -> None:
+async def test_a_waiting_stream_is_pinged(renderer: TemplateRenderer) -> None:
     config = GatewayConfig(hold_headers_s=0.01, keep_alive_s=0.01)
-    async with Rig(family, [SAY], config=config, delay_s=0.1) as rig, anthropic_client(rig) as api:
+    async with Rig(renderer, [SAY], config=config, delay_s=0.1) as rig, anthropic_client(rig) as api:
         assert (await ask(api, True, ASK)).content[0].text == SAY.text

@@ -10,8 +10,8 @@ from gateway_rig import Rig, call
 from openai.types.responses import response_input_item as items
 from wire_lab import SAY, anthropic_client, openai_client, plain
 
+from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects.anthropic import AnthropicDialect
-from insitu.render.template import TemplateFamily
 from insitu.types import Message
 
 ASK = [{"role": "user", "content": "Fix f."}]
@@ -48,12 +48,12 @@ def once(name: str, arguments: str) -> Message:
 
 @pytest.mark.parametrize(("tool", "arguments"), ANTHROPIC, ids=lambda value: str(value)[:40])
 async def test_anthropic_tools_reach_the_model_and_its_calls_the_client(
-    family: TemplateFamily, tool: dict[str, Any], arguments: str
+    renderer: TemplateRenderer, tool: dict[str, Any], arguments: str
 ) -> None:
-    async with Rig(family, [once(tool["name"], arguments), SAY]) as rig, anthropic_client(rig) as api:
+    async with Rig(renderer, [once(tool["name"], arguments), SAY]) as rig, anthropic_client(rig) as api:
         ask: dict[str, Any] = {"model": "m", "max_tokens": 99, "tools": [tool]}
         answer = await api.beta.messages.create(messages=ASK, **ask)
-        shown = family.decode(rig.engine.sent[0].ids)
+        shown = renderer.decode(rig.engine.sent[0].ids)
         assert f'"name": "{tool["name"]}"' in shown
         for key in json.loads(arguments):
             assert f'"{key}"' in shown
@@ -122,14 +122,14 @@ RESPONSES: list[tuple[dict[str, Any], str, Any, dict[str, Any]]] = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("tool", "arguments", "kind", "output"), RESPONSES, ids=lambda v: str(v)[:40])
 async def test_responses_tools_reach_the_model_and_its_calls_the_client(
-    family: TemplateFamily,
+    renderer: TemplateRenderer,
     tool: dict[str, Any],
     arguments: str,
     kind: Any,
     output: dict[str, Any],
     stream: bool,
 ) -> None:
-    async with Rig(family, [once(tool["type"], arguments), SAY]) as rig, openai_client(rig) as api:
+    async with Rig(renderer, [once(tool["type"], arguments), SAY]) as rig, openai_client(rig) as api:
         ask: dict[str, Any] = {"model": "m", "tools": [tool], "store": False}
         if stream:
             events = [event async for event in await api.responses.create(input=ASK, stream=True, **ask)]
@@ -138,13 +138,13 @@ async def test_responses_tools_reach_the_model_and_its_calls_the_client(
             assert added[-1].type == answer.output[-1].type
         else:
             answer = await api.responses.create(input=ASK, **ask)
-        assert f'"name": "{tool["type"]}"' in family.decode(rig.engine.sent[0].ids)
+        assert f'"name": "{tool["type"]}"' in renderer.decode(rig.engine.sent[0].ids)
         made = plain(answer.output[-1])
         assert kind.model_validate(made, strict=True).call_id == made["call_id"]
         named = {"id" if tool["type"] == "local_shell" else "call_id": made["call_id"]}
         told = [*ASK, *plain(answer)["output"], {**named, **output}]
         await api.responses.create(input=told, **ask)
-        assert "out-7" in family.decode(rig.engine.sent[1].ids)
+        assert "out-7" in renderer.decode(rig.engine.sent[1].ids)
         trajectory = await rig.sealed()
     assert [turn.parent for turn in trajectory.turns] == [-1, 0]
     assert trajectory.ledger.excluded == {}
@@ -152,16 +152,16 @@ async def test_responses_tools_reach_the_model_and_its_calls_the_client(
 
 
 @pytest.mark.parametrize("arguments", ["{}", '{"commands": "ls"}', "[1]", '{"commands": [],'])
-async def test_a_call_of_another_shape_still_is_an_item(family: TemplateFamily, arguments: str) -> None:
-    async with Rig(family, [once("shell", arguments), SAY]) as rig, openai_client(rig) as api:
+async def test_a_call_of_another_shape_still_is_an_item(renderer: TemplateRenderer, arguments: str) -> None:
+    async with Rig(renderer, [once("shell", arguments), SAY]) as rig, openai_client(rig) as api:
         answer = await api.responses.create(model="m", input="Hi", tools=[{"type": "shell"}])
         calls = [item for item in answer.output if item.type == "shell_call"]
         assert all(item.action.commands is not None for item in calls)
         assert rig.session.stats.infra_error == ""
 
 
-async def test_a_shell_in_the_providers_container_is_left_out(family: TemplateFamily) -> None:
-    async with Rig(family, [SAY]) as rig, openai_client(rig) as api:
+async def test_a_shell_in_the_providers_container_is_left_out(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [SAY]) as rig, openai_client(rig) as api:
         hosted = {"type": "shell", "environment": {"type": "container_auto"}}
         await api.responses.create(model="m", input="Hi", tools=[hosted])
-        assert "shell" not in family.decode(rig.engine.sent[0].ids)
+        assert "shell" not in renderer.decode(rig.engine.sent[0].ids)

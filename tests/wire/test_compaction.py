@@ -10,8 +10,8 @@ import pytest
 from gateway_rig import Rig, call, said
 from wire_lab import CALLS, SCHEMA, openai_client, plain
 
+from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects import compaction
-from insitu.render.template import TemplateFamily
 from insitu.types import Limits, Message
 
 TOOLS: list[dict[str, Any]] = [
@@ -35,8 +35,10 @@ async def worked(api: openai.AsyncOpenAI, **more: Any) -> list[Any]:
     return [USER, *plain(answer)["output"], *results]
 
 
-async def test_the_route_gives_a_new_history_from_which_the_session_goes_on(family: TemplateFamily) -> None:
-    async with Rig(family, [CALLS, SUMMARY, CALLS, said("Done.")]) as rig, openai_client(rig) as api:
+async def test_the_route_gives_a_new_history_from_which_the_session_goes_on(
+    renderer: TemplateRenderer,
+) -> None:
+    async with Rig(renderer, [CALLS, SUMMARY, CALLS, said("Done.")]) as rig, openai_client(rig) as api:
         history = await worked(api)
         compacted = await api.responses.compact(model="m", input=history, instructions="You fix.")
         assert compacted.object == "response.compaction"
@@ -45,11 +47,11 @@ async def test_the_route_gives_a_new_history_from_which_the_session_goes_on(fami
         assert window_of(compacted)[0]["content"] == USER["content"]
         assert item.type == "compaction"
         assert SUMMARY.text not in item.encrypted_content
-        assert compacted.usage.output_tokens == len(family.render_reply(SUMMARY))
+        assert compacted.usage.output_tokens == len(renderer.render_reply(SUMMARY))
         window = window_of(compacted)
         given = {"model": "m", "tools": TOOLS, "instructions": "You fix."}
         first = await api.responses.create(input=window, **given)
-        prompt = family.decode(rig.engine.sent[2].ids)
+        prompt = renderer.decode(rig.engine.sent[2].ids)
         assert "Fix f." in prompt
         assert compaction.OPENING + SUMMARY.text.replace("\ud83d", "\ufffd") in prompt
         assert "x" * 200 not in prompt
@@ -69,9 +71,9 @@ async def test_the_route_gives_a_new_history_from_which_the_session_goes_on(fami
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_trigger_is_answered_by_one_item_and_extends_the_line(
-    family: TemplateFamily, stream: bool
+    renderer: TemplateRenderer, stream: bool
 ) -> None:
-    async with Rig(family, [CALLS, SUMMARY, said("Done.")]) as rig, openai_client(rig) as api:
+    async with Rig(renderer, [CALLS, SUMMARY, said("Done.")]) as rig, openai_client(rig) as api:
         history = await worked(api)
         asked = [*history, {"type": "compaction_trigger"}]
         given = {"model": "m", "tools": TOOLS, "instructions": "You fix."}
@@ -93,29 +95,29 @@ async def test_the_trigger_is_answered_by_one_item_and_extends_the_line(
         (item,) = answer.output
         assert (item.type, answer.status) == ("compaction", "completed")
         await api.responses.create(input=[USER, plain(item)], **given)
-        assert compaction.REQUEST in family.decode(rig.engine.sent[1].ids)
-        assert compaction.OPENING + "f is mended; é 🙂" in family.decode(rig.engine.sent[2].ids)
+        assert compaction.REQUEST in renderer.decode(rig.engine.sent[1].ids)
+        assert compaction.OPENING + "f is mended; é 🙂" in renderer.decode(rig.engine.sent[2].ids)
         trajectory = await rig.sealed()
         assert [turn.parent for turn in trajectory.turns] == [-1, 0, -1]
         assert [s.label for s in trajectory.segments] == ["wipe", "final"]
         assert np.sum([s.mask.sum() for s in trajectory.segments]) == trajectory.ledger.captured
 
 
-async def test_a_second_compaction_replaces_the_first(family: TemplateFamily) -> None:
+async def test_a_second_compaction_replaces_the_first(renderer: TemplateRenderer) -> None:
     two = said("Second.")
-    async with Rig(family, [CALLS, SUMMARY, two]) as rig, openai_client(rig) as api:
+    async with Rig(renderer, [CALLS, SUMMARY, two]) as rig, openai_client(rig) as api:
         window = window_of(await api.responses.compact(model="m", input=await worked(api)))
         again = await api.responses.compact(model="m", input=window)
         assert [item.type for item in again.output] == ["message", "compaction"]
-        assert "f is mended" in family.decode(rig.engine.sent[2].ids)
+        assert "f is mended" in renderer.decode(rig.engine.sent[2].ids)
         assert compaction.opened(again.output[1].encrypted_content, "").text == compaction.OPENING + two.text
 
 
-async def test_a_reply_without_text_or_cut_short_is_still_one_item(family: TemplateFamily) -> None:
+async def test_a_reply_without_text_or_cut_short_is_still_one_item(renderer: TemplateRenderer) -> None:
     calls = Message(role="assistant", tool_calls=(call("read", '{"path": "a"}'),))
     for reply, text in ((calls, compaction.NOTHING), (said("word " * 60), "word")):
         limits = Limits(max_context_tokens=100_000, max_call_tokens=20)
-        async with Rig(family, [reply], limits=limits) as rig, openai_client(rig) as api:
+        async with Rig(renderer, [reply], limits=limits) as rig, openai_client(rig) as api:
             asked = [USER, {"type": "compaction_trigger"}]
             (item,) = (await api.responses.create(model="m", input=asked, tools=TOOLS)).output
             assert compaction.opened(item.encrypted_content, "").text.startswith(compaction.OPENING + text)
@@ -125,8 +127,8 @@ async def test_a_reply_without_text_or_cut_short_is_still_one_item(family: Templ
 @pytest.mark.parametrize(
     "content", ["gAAAAABpM0Yj", "insitu1.é", "insitu1.####", "insitu1.abc", "insitu1._w==", ""]
 )
-async def test_what_insitu_did_not_seal_is_refused(family: TemplateFamily, content: str) -> None:
-    async with Rig(family, [SUMMARY]) as rig, openai_client(rig) as api:
+async def test_what_insitu_did_not_seal_is_refused(renderer: TemplateRenderer, content: str) -> None:
+    async with Rig(renderer, [SUMMARY]) as rig, openai_client(rig) as api:
         item = {"type": "compaction", "encrypted_content": content}
         with pytest.raises(openai.BadRequestError, match="could not be verified") as refused:
             await api.responses.create(model="m", input=[USER, item])
@@ -134,8 +136,8 @@ async def test_what_insitu_did_not_seal_is_refused(family: TemplateFamily, conte
         assert rig.session.stats.calls == 0
 
 
-async def test_a_trigger_elsewhere_and_what_is_stored_are_refused(family: TemplateFamily) -> None:
-    async with Rig(family, [SUMMARY]) as rig, openai_client(rig) as api:
+async def test_a_trigger_elsewhere_and_what_is_stored_are_refused(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [SUMMARY]) as rig, openai_client(rig) as api:
         with pytest.raises(openai.BadRequestError, match="'compaction_trigger' are not supported"):
             await api.responses.create(model="m", input=[{"type": "compaction_trigger"}, USER])
         for refused in ({"previous_response_id": "resp_1"}, {"input": []}):
@@ -143,8 +145,10 @@ async def test_a_trigger_elsewhere_and_what_is_stored_are_refused(family: Templa
                 await api.responses.compact(**{"model": "m", "input": [USER], **refused})
 
 
-async def test_a_known_conversation_can_be_compacted_and_goes_on_unchanged(family: TemplateFamily) -> None:
-    async with Rig(family, [CALLS, SUMMARY, SUMMARY, said("On.")]) as rig, openai_client(rig) as api:
+async def test_a_known_conversation_can_be_compacted_and_goes_on_unchanged(
+    renderer: TemplateRenderer,
+) -> None:
+    async with Rig(renderer, [CALLS, SUMMARY, SUMMARY, said("On.")]) as rig, openai_client(rig) as api:
         history = await worked(api, store=False)
         given = {"model": "m", "tools": TOOLS, "instructions": "You fix.", "store": False}
         compacted = await api.responses.create(input=[*history, {"type": "compaction_trigger"}], **given)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from recordings_lab import FOLDER, Echo, Recording, echoes, read, requests, said
 
-from insitu.conformance.mask import masked
+from insitu.suites.conformance.anonymise import masked
 from insitu.types import ModelRequest, ToolCall
 
 AGENTS = sorted(path.name.split(".")[0] for path in FOLDER.glob("*.jsonl.xz"))

@@ -8,34 +8,34 @@ import numpy as np
 import pytest
 from recordings_lab import FOLDER, read
 
+from insitu.chat.load import load_renderer
 from insitu.config.load import WARM_START
-from insitu.gateway.prompt import leading_system
-from insitu.render.load import load_family
-from insitu.serve.agents import names
-from insitu.serve.first_calls import FIRST_CALLS, Fit
+from insitu.gateway.prompt_ids import leading_system
+from insitu.serving.agent_setup import names
+from insitu.serving.prompt_sizes import FIRST_CALLS, PromptFit
 
 
 def test_the_table_is_what_the_recordings_say() -> None:
-    family = load_family(WARM_START)
+    renderer = load_renderer(WARM_START)
     assert set(FIRST_CALLS) == set(names())
     for agent, held in FIRST_CALLS.items():
         calls = (call.wire().request for call in read(FOLDER / f"{agent}.jsonl.xz").calls)
         request = next(request for request in calls if request.tools)
         lead = leading_system(request.messages)
-        parts = [family.open(lead, request.tools), family.append(list(request.messages)[len(lead) :])]
-        ids = np.concatenate([*parts, family.generation_prompt(request.messages[-1].role)])
-        assert held.characters == pytest.approx(len(family.decode(ids)), rel=0.02), agent
+        parts = [renderer.open(lead, request.tools), renderer.append(list(request.messages)[len(lead) :])]
+        ids = np.concatenate([*parts, renderer.generation_prompt(request.messages[-1].role)])
+        assert held.characters == pytest.approx(len(renderer.decode(ids)), rel=0.02), agent
         if agent not in ("pi", "mini_swe"):  # measured with the agents themselves
             assert held.shipped_tokens == pytest.approx(len(ids), rel=0.01), agent
 
 
 def test_what_fits_depends_on_context_and_vocabulary(tmp_path: Path) -> None:
-    shipped = Fit(WARM_START, 8192)
+    shipped = PromptFit(WARM_START, 8192)
     assert [agent for agent in names() if shipped.fits(agent)] == ["pi", "mini_swe"]
     assert "8,192" in shipped.note("codex")
     assert "35,800" in shipped.note("codex")
     assert "can serve pi, mini_swe;" in shipped.summary(names())
     assert shipped.summary(["pi"]) == shipped.note("pi") == ""
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert Fit(tmp_path, 32_768).summary(names()) == ""
-    assert [agent for agent in names() if not Fit(tmp_path, 16_384).fits(agent)] == ["qwen_code"]
+    assert PromptFit(tmp_path, 32_768).summary(names()) == ""
+    assert [agent for agent in names() if not PromptFit(tmp_path, 16_384).fits(agent)] == ["qwen_code"]

@@ -20,8 +20,8 @@ from agent_bodies import BODIES, PATHS
 from gateway_rig import Rig
 from wire_lab import CALLS, SAY, THINK
 
+from insitu.chat.template import TemplateRenderer
 from insitu.gateway.server import GatewayConfig
-from insitu.render.template import TemplateFamily
 from insitu.types import Limits
 
 COUNT = int(os.environ.get("INSITU_FUZZ", "300"))
@@ -131,12 +131,12 @@ async def check(response: aiohttp.ClientResponse, name: str, sent: bytes) -> int
 @pytest.mark.parametrize("make", [structured, raw], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", BODIES)
 async def test_no_body_breaks_the_gateway(
-    family: TemplateFamily, name: str, make: Callable[[str, random.Random], bytes]
+    renderer: TemplateRenderer, name: str, make: Callable[[str, random.Random], bytes]
 ) -> None:
     rng = random.Random(f"{name} {make.__name__}")
     limits = Limits(max_calls=1 << 30, max_session_tokens=1 << 30, max_context_tokens=100_000, wall_s=3600)
     seen: Counter[int] = Counter()
-    async with Rig(family, [SAY, CALLS, THINK], limits=limits, config=GatewayConfig()) as rig:
+    async with Rig(renderer, [SAY, CALLS, THINK], limits=limits, config=GatewayConfig()) as rig:
         for start in range(0, COUNT // 2, BATCH):
             session = rig.gateway.open_session(f"fuzz/{start}", seed=start, limits=limits)
             auth = {"Authorization": f"Bearer {session.secret}", "Content-Type": "application/json"}
@@ -159,10 +159,10 @@ async def test_no_body_breaks_the_gateway(
 
 @pytest.mark.case(47)
 @pytest.mark.parametrize("name", BODIES)
-async def test_a_million_elements_are_refused(family: TemplateFamily, name: str) -> None:
+async def test_a_million_elements_are_refused(renderer: TemplateRenderer, name: str) -> None:
     key = {"responses": b"input", "gemini": b"contents"}.get(name, b"messages")
     sent = b'{"' + key + b'":[' + b'{"role":"user"},' * 999_999 + b'{"role":"user"}]}'
-    async with Rig(family, [SAY]) as rig:
+    async with Rig(renderer, [SAY]) as rig:
         url = f"{rig.origin}/s/{rig.session.public_id}{PATHS[name][0]}"
         async with rig.http.post(url, data=io.BytesIO(sent), headers=rig.auth) as response:
             assert await check(response, name, b"") in (400, 413)

@@ -10,9 +10,9 @@ from google import genai
 from google.genai import errors, types
 from wire_lab import CALLS, ONLY_CALL, SAY, SCHEMA, THINK, continued, gemini_client
 
+from insitu.chat.template import TemplateRenderer
 from insitu.errors import EngineError
 from insitu.gateway.server import GatewayConfig
-from insitu.render.template import TemplateFamily
 from insitu.types import Limits, Message
 
 READ = types.FunctionDeclaration(name="read", description="Read a file.", parameters_json_schema=SCHEMA)
@@ -48,17 +48,17 @@ async def ask(api: genai.client.AsyncClient, stream: bool, contents: list[Any], 
 @pytest.mark.parametrize("thoughts", [False, True], ids=["dropped", "kept"])
 @pytest.mark.parametrize("reply", REPLIES, ids=["text", "thinking", "calls", "only_call"])
 async def test_the_client_reads_every_reply_and_its_echo_continues(
-    family: TemplateFamily, reply: Message, stream: bool, thoughts: bool
+    renderer: TemplateRenderer, reply: Message, stream: bool, thoughts: bool
 ) -> None:
     """Gemini CLI drops the thought part and keeps the signature of the rest."""
-    async with Rig(family, [reply, SAY]) as rig, gemini_client(rig) as api:
+    async with Rig(renderer, [reply, SAY]) as rig, gemini_client(rig) as api:
         parts, reason, usage = await ask(api, stream, ASK)
         assert "".join(p.text or "" for p in parts if not p.thought) == reply.text
         assert "".join(p.text for p in parts if p.thought) == reply.reasoning
         calls = [p.function_call for p in parts if p.function_call]
         assert [c.name for c in calls] == [c.name for c in reply.tool_calls]
         assert reason == "STOP"
-        assert usage.candidates_token_count == len(family.render_reply(reply))
+        assert usage.candidates_token_count == len(renderer.render_reply(reply))
         assert usage.total_token_count == usage.prompt_token_count + usage.candidates_token_count
         kept = [p for p in parts if thoughts or not p.thought]
         assert kept[0].thought or kept[0].thought_signature
@@ -74,8 +74,8 @@ async def test_the_client_reads_every_reply_and_its_echo_continues(
         await continued(rig, 2)
 
 
-async def test_calls_without_ids_are_answered_in_order_of_their_name(family: TemplateFamily) -> None:
-    async with Rig(family, [CALLS, SAY]) as rig, gemini_client(rig) as api:
+async def test_calls_without_ids_are_answered_in_order_of_their_name(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [CALLS, SAY]) as rig, gemini_client(rig) as api:
         parts, _, _ = await ask(api, True, ASK)
         for part in parts:
             if part.function_call:
@@ -89,8 +89,8 @@ async def test_calls_without_ids_are_answered_in_order_of_their_name(family: Tem
         await continued(rig, 2)
 
 
-async def test_a_stream_without_events_is_one_json_array(family: TemplateFamily) -> None:
-    async with Rig(family, [CALLS], config=GatewayConfig(hold_headers_s=0.01), delay_s=0.05) as rig:
+async def test_a_stream_without_events_is_one_json_array(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [CALLS], config=GatewayConfig(hold_headers_s=0.01), delay_s=0.05) as rig:
         url = f"{rig.base}beta/models/m:streamGenerateContent"
         async with rig.http.post(
             url, json={"contents": [{"parts": [{"text": "Hi"}]}]}, headers=rig.auth
@@ -101,14 +101,14 @@ async def test_a_stream_without_events_is_one_json_array(family: TemplateFamily)
         assert chunks[-1].candidates[0].finish_reason.value == "STOP"
 
 
-async def test_a_reply_cut_by_length_says_so(family: TemplateFamily) -> None:
-    async with Rig(family, [SAY]) as rig, gemini_client(rig) as api:
+async def test_a_reply_cut_by_length_says_so(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [SAY]) as rig, gemini_client(rig) as api:
         for stream in (False, True):
             assert (await ask(api, stream, ASK, max_output_tokens=3))[1] == "MAX_TOKENS"
 
 
-async def test_tokens_are_counted_as_they_are_used(family: TemplateFamily) -> None:
-    async with Rig(family, [SAY]) as rig, gemini_client(rig) as api:
+async def test_tokens_are_counted_as_they_are_used(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [SAY]) as rig, gemini_client(rig) as api:
         counted = await api.models.count_tokens(model="m", contents=ASK)
         answer = await api.models.generate_content(model="m", contents=ASK)
         assert counted.total_tokens == answer.usage_metadata.prompt_token_count > 0
@@ -126,18 +126,18 @@ async def test_tokens_are_counted_as_they_are_used(family: TemplateFamily) -> No
     ids=lambda more: next(iter(more)),
 )
 async def test_what_one_neutral_sample_cannot_answer_is_refused(
-    family: TemplateFamily, more: dict[str, Any]
+    renderer: TemplateRenderer, more: dict[str, Any]
 ) -> None:
-    async with Rig(family, [SAY]) as rig, gemini_client(rig) as api:
+    async with Rig(renderer, [SAY]) as rig, gemini_client(rig) as api:
         with pytest.raises(errors.ClientError) as refused:
             await ask(api, False, ASK, **more)
         assert (refused.value.code, refused.value.status) == (400, "INVALID_ARGUMENT")
         assert (await ask(api, False, ASK))[1] == "STOP"
 
 
-async def test_errors_have_the_classes_that_clients_expect(family: TemplateFamily) -> None:
+async def test_errors_have_the_classes_that_clients_expect(renderer: TemplateRenderer) -> None:
     async with (
-        Rig(family, [SAY], limits=Limits(max_context_tokens=40)) as rig,
+        Rig(renderer, [SAY], limits=Limits(max_context_tokens=40)) as rig,
         gemini_client(rig) as api,
         gemini_client(rig, "no") as stranger,
     ):
@@ -154,16 +154,16 @@ async def test_errors_have_the_classes_that_clients_expect(family: TemplateFamil
         assert (await api.models.get(model="m")).name == "models/policy"
 
 
-async def test_a_failure_after_the_headers_is_an_error_in_the_stream(family: TemplateFamily) -> None:
+async def test_a_failure_after_the_headers_is_an_error_in_the_stream(renderer: TemplateRenderer) -> None:
     config = GatewayConfig(hold_headers_s=0.01, keep_alive_s=0.01)
-    rig_ = Rig(family, [SAY], config=config, delay_s=0.1, fail=lambda key: EngineError("gone"))
+    rig_ = Rig(renderer, [SAY], config=config, delay_s=0.1, fail=lambda key: EngineError("gone"))
     async with rig_ as rig, gemini_client(rig) as api:
         with pytest.raises(errors.ServerError, match="The model server failed"):
             await ask(api, True, ASK)
         assert rig.session.stats.infra_error == "gone"
 
 
-async def test_a_waiting_stream_is_kept_alive(family: TemplateFamily) -> None:
+async def test_a_waiting_stream_is_kept_alive(renderer: TemplateRenderer) -> None:
     config = GatewayConfig(hold_headers_s=0.01, keep_alive_s=0.01)
-    async with Rig(family, [SAY], config=config, delay_s=0.1) as rig, gemini_client(rig) as api:
+    async with Rig(renderer, [SAY], config=config, delay_s=0.1) as rig, gemini_client(rig) as api:
         assert (await ask(api, True, ASK))[0][0].text == SAY.text

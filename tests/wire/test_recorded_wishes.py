@@ -10,13 +10,13 @@ import pytest
 from gateway_rig import ASK, TOOLS, Rig, said
 from wire_lab import PLAIN
 
+from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects.anthropic import AnthropicDialect
 from insitu.gateway.dialects.chat import ChatDialect
-from insitu.gateway.export import export_json
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.server import DIALECTS
-from insitu.record.session_log import recover
-from insitu.render.template import TemplateFamily
+from insitu.gateway.session_export import export_json
+from insitu.storage.session_log import recover
 
 
 def test_wishes_that_nothing_follows_are_recorded() -> None:
@@ -83,19 +83,21 @@ def logged(folder: Path, word: bytes) -> tuple[list[Mapping[str, str]], int]:
     return [dict(turn.advisory) for turn in turns], path.read_bytes().count(word)
 
 
-async def test_what_was_wished_for_stands_beside_the_turn(family: TemplateFamily, tmp_path: Path) -> None:
+async def test_what_was_wished_for_stands_beside_the_turn(renderer: TemplateRenderer, tmp_path: Path) -> None:
     """In the export, and in the session's log once for each change."""
     only_write = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "write"}}]}
     limited = {"type": "allowed_tools", "allowed_tools": only_write}
-    wishes = {"model": "gpt-marker", "temperature": 0.125, "seed": 42, "logit_bias": {"5": 1}}
+    ignored_params = {"model": "gpt-marker", "temperature": 0.125, "seed": 42, "logit_bias": {"5": 1}}
     config = GatewayConfig(log_dir=tmp_path)
-    async with Rig(family, [said("One."), said("Two."), said("Three.")], config=config) as rig:
+    async with Rig(renderer, [said("One."), said("Two."), said("Three.")], config=config) as rig:
         for more in ({}, {}, {"tools": TOOLS, "tool_choice": limited}):
-            status, _ = await rig.post({"messages": ASK, **wishes, **more})
+            status, _ = await rig.post({"messages": ASK, **ignored_params, **more})
             assert status == 200
         trajectory = await rig.sealed()
         told = [dict(turn.advisory) for turn in trajectory.turns]
-        assert told[0] == {name: json.dumps(value, separators=(",", ":")) for name, value in wishes.items()}
+        assert told[0] == {
+            name: json.dumps(value, separators=(",", ":")) for name, value in ignored_params.items()
+        }
         assert trajectory.turns[1].advisory is trajectory.turns[0].advisory
         assert '"name":"write"' in told[2]["tool_choice"]
         exported = json.loads(export_json("chains", trajectory.segments, trajectory, temperature=1.0))

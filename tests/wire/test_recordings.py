@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from recordings_lab import FOLDER, Replay, paths, read, replay, said
 
-from insitu.conformance.plays import PLAYS
-from insitu.harness.install import PI_VERSION
-from insitu.harness.known import RECIPES
-from insitu.render.template import TemplateFamily
-from insitu.testing.open_family import Splitter, open_family
+from insitu.agents.install import PI_VERSION
+from insitu.agents.registry import RECIPES
+from insitu.chat.template import TemplateRenderer
+from insitu.suites.conformance.agent_tools import PLAYS
+from insitu.testing.open_renderer import Splitter, open_renderer
 
 FILES = sorted(FOLDER.glob("*.jsonl.xz"))
 LARGEST_BYTES = 150_000
@@ -21,9 +21,9 @@ SECRETIVE = (r"Bearer \w", r"\bsk-\w{16}", r"/home/(?!agent|user)", r"/root/", r
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[TemplateFamily, Splitter]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[TemplateRenderer, Splitter]:
     folder = tmp_path_factory.mktemp("open") / "model"
-    return open_family(folder), Splitter(folder / "tokenizer.json", seed=2)
+    return open_renderer(folder), Splitter(folder / "tokenizer.json", seed=2)
 
 
 @pytest.fixture(params=FILES, ids=lambda path: path.name.split(".")[0])
@@ -37,7 +37,9 @@ def played() -> dict[Path, Replay]:
 
 
 @pytest.fixture
-async def replayed(path: Path, model: tuple[TemplateFamily, Splitter], played: dict[Path, Replay]) -> Replay:
+async def replayed(
+    path: Path, model: tuple[TemplateRenderer, Splitter], played: dict[Path, Replay]
+) -> Replay:
     if path not in played:
         played[path] = await replay(read(path), *model)
     return played[path]

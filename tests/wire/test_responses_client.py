@@ -9,9 +9,9 @@ import pytest
 from gateway_rig import Rig, call
 from wire_lab import CALLS, ONLY_CALL, SAY, SCHEMA, THINK, continued, openai_client, plain
 
+from insitu.chat.template import TemplateRenderer
 from insitu.errors import EngineError
 from insitu.gateway.server import GatewayConfig
-from insitu.render.template import TemplateFamily
 from insitu.types import Limits, Message
 
 TOOLS: list[dict[str, Any]] = [
@@ -37,8 +37,8 @@ async def ask(api: openai.AsyncOpenAI, stream: bool, items: list[Any], **more: A
     return event.response
 
 
-async def test_the_clients_own_accumulator_reads_a_stream(family: TemplateFamily) -> None:
-    async with Rig(family, [CALLS]) as rig, openai_client(rig) as api:
+async def test_the_clients_own_accumulator_reads_a_stream(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [CALLS]) as rig, openai_client(rig) as api:
         async with api.responses.stream(model="m", input="Fix f.", tools=TOOLS) as events:
             whole = await events.get_final_response()
         assert whole.output_text == CALLS.text
@@ -49,25 +49,25 @@ async def test_the_clients_own_accumulator_reads_a_stream(family: TemplateFamily
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reply", REPLIES, ids=["text", "reasoning", "calls", "only_call"])
 async def test_the_client_reads_every_reply_and_its_echo_continues(
-    family: TemplateFamily, reply: Message, stream: bool
+    renderer: TemplateRenderer, reply: Message, stream: bool
 ) -> None:
-    async with Rig(family, [reply, SAY]) as rig, openai_client(rig) as api:
+    async with Rig(renderer, [reply, SAY]) as rig, openai_client(rig) as api:
         answer = await ask(api, stream, ASK)
         assert answer.status == "completed"
         assert answer.output_text == reply.text
         calls = [i for i in answer.output if i.type == "function_call"]
-        sampled = family.parse(family.render_reply(reply))
+        sampled = renderer.parse(renderer.render_reply(reply))
         assert [c.arguments for c in calls] == [c.arguments for c in sampled.calls]
         thought = [i.summary[0].text for i in answer.output if i.type == "reasoning"]
         assert thought == ([reply.reasoning] if reply.reasoning else [])
-        assert answer.usage.output_tokens == len(family.render_reply(reply))
+        assert answer.usage.output_tokens == len(renderer.render_reply(reply))
         results = [{"type": "function_call_output", "call_id": c.call_id, "output": "x"} for c in calls]
         more = [] if calls else [{"role": "user", "content": "Go on."}]
         await ask(api, stream, [*ASK, *plain(answer)["output"], *results, *more])
         await continued(rig, 2)
 
 
-async def test_namespaces_and_free_form_tools_come_back_in_their_own_form(family: TemplateFamily) -> None:
+async def test_namespaces_and_free_form_tools_come_back_in_their_own_form(renderer: TemplateRenderer) -> None:
     patch = '*** Begin Patch\n"x" é\n*** End Patch'
     reply = Message(
         role="assistant",
@@ -85,7 +85,7 @@ async def test_namespaces_and_free_form_tools_come_back_in_their_own_form(family
         {"type": "custom", "name": "apply_patch", "description": "Patch files.", "format": grammar},
         {"type": "web_search", "external_web_access": False},
     ]
-    async with Rig(family, [reply, SAY]) as rig, openai_client(rig) as api:
+    async with Rig(renderer, [reply, SAY]) as rig, openai_client(rig) as api:
         answer = await ask(api, True, ASK, tools=tools)
         one, two, three = answer.output
         assert (one.type, one.namespace, one.name) == ("function_call", "multi_agent_v1", "spawn")
@@ -102,25 +102,27 @@ async def test_namespaces_and_free_form_tools_come_back_in_their_own_form(family
         ]
         await ask(api, True, [*ASK, *plain(answer)["output"], *results], tools=tools)
         await continued(rig, 2)
-        prompt = family.decode(rig.engine.sent[0].ids)
+        prompt = renderer.decode(rig.engine.sent[0].ids)
         assert "web_search" not in prompt
         assert "start: /.+/" in prompt
 
 
-async def test_of_two_tools_with_one_name_the_first_is_offered(family: TemplateFamily) -> None:
+async def test_of_two_tools_with_one_name_the_first_is_offered(renderer: TemplateRenderer) -> None:
     inner = {"type": "function", "name": "read", "description": "B.", "parameters": {}, "strict": False}
     twins = [
         {"type": "namespace", "name": "fs", "description": "", "tools": [inner]},
         {**inner, "name": "fs__read", "description": "Second."},
     ]
     reply = Message(role="assistant", tool_calls=(call("fs__read", "{}"),))
-    async with Rig(family, [reply]) as rig, openai_client(rig) as api:
+    async with Rig(renderer, [reply]) as rig, openai_client(rig) as api:
         (one,) = (await ask(api, False, ASK, tools=twins)).output
         assert (one.name, one.namespace) == ("read", "fs")
-        assert "Second." not in family.decode(rig.engine.sent[0].ids)
+        assert "Second." not in renderer.decode(rig.engine.sent[0].ids)
 
 
-async def test_items_of_several_agents_and_later_tools_are_told_to_the_model(family: TemplateFamily) -> None:
+async def test_items_of_several_agents_and_later_tools_are_told_to_the_model(
+    renderer: TemplateRenderer,
+) -> None:
     reply = Message(role="assistant", tool_calls=(call("ns__late", "{}"),))
     late = {"type": "function", "name": "late", "description": "Late.", "parameters": {}, "strict": False}
     space = {"type": "namespace", "name": "ns", "description": "", "tools": [late]}
@@ -130,19 +132,19 @@ async def test_items_of_several_agents_and_later_tools_are_told_to_the_model(fam
         {"type": "configuration_update", "x": 1},
         {"type": "additional_tools", "role": "developer", "tools": [space]},
     ]
-    async with Rig(family, [reply]) as rig, openai_client(rig) as api:
+    async with Rig(renderer, [reply]) as rig, openai_client(rig) as api:
         answer = await ask(api, True, items)
         assert (answer.output[0].name, answer.output[0].namespace) == ("late", "ns")
-        prompt = family.decode(rig.engine.sent[0].ids)
+        prompt = renderer.decode(rig.engine.sent[0].ids)
         assert "Message from /root/a:\nFound." in prompt
         assert "ns__late" in prompt
 
 
-async def test_tools_that_come_up_later_are_known_to_the_calls_after(family: TemplateFamily) -> None:
+async def test_tools_that_come_up_later_are_known_to_the_calls_after(renderer: TemplateRenderer) -> None:
     late = {"type": "function", "name": "late", "description": "Late.", "parameters": {}, "strict": False}
     space = {"type": "namespace", "name": "ns", "description": "", "tools": [late]}
     reply = Message(role="assistant", tool_calls=(call("ns__late", "{}"),))
-    async with Rig(family, [SAY, SAY, reply, reply]) as rig, openai_client(rig) as api:
+    async with Rig(renderer, [SAY, SAY, reply, reply]) as rig, openai_client(rig) as api:
         items: list[Any] = list(ASK)
         for turn in range(4):
             answer = await ask(api, True, items)
@@ -158,8 +160,8 @@ async def test_tools_that_come_up_later_are_known_to_the_calls_after(family: Tem
         await continued(rig, 4)
 
 
-async def test_a_reply_cut_by_length_is_incomplete(family: TemplateFamily) -> None:
-    async with Rig(family, [SAY]) as rig, openai_client(rig) as api:
+async def test_a_reply_cut_by_length_is_incomplete(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [SAY]) as rig, openai_client(rig) as api:
         for stream in (False, True):
             answer = await ask(api, stream, ASK, max_output_tokens=16)
             assert answer.status == "incomplete"
@@ -184,17 +186,19 @@ async def test_a_reply_cut_by_length_is_incomplete(family: TemplateFamily) -> No
     ],
     ids=str,
 )
-async def test_what_needs_a_store_or_a_fetch_is_refused(family: TemplateFamily, more: dict[str, Any]) -> None:
-    async with Rig(family, [SAY]) as rig, openai_client(rig) as api:
+async def test_what_needs_a_store_or_a_fetch_is_refused(
+    renderer: TemplateRenderer, more: dict[str, Any]
+) -> None:
+    async with Rig(renderer, [SAY]) as rig, openai_client(rig) as api:
         with pytest.raises(openai.BadRequestError):
             await api.responses.create(**{"model": "m", "input": "Hi", **more})
         assert (await api.responses.create(model="m", input="Hi")).output_text == SAY.text
 
 
-async def test_errors_have_the_classes_that_clients_expect(family: TemplateFamily) -> None:
+async def test_errors_have_the_classes_that_clients_expect(renderer: TemplateRenderer) -> None:
     limits = Limits(max_context_tokens=40)
     async with (
-        Rig(family, [SAY], limits=limits) as rig,
+        Rig(renderer, [SAY], limits=limits) as rig,
         openai_client(rig) as api,
         openai_client(rig, "sk-no") as stranger,
     ):
@@ -207,16 +211,16 @@ async def test_errors_have_the_classes_that_clients_expect(family: TemplateFamil
         assert (failed.status, failed.error.code) == ("failed", "context_length_exceeded")
 
 
-async def test_a_failure_after_the_headers_is_an_event(family: TemplateFamily) -> None:
+async def test_a_failure_after_the_headers_is_an_event(renderer: TemplateRenderer) -> None:
     config = GatewayConfig(hold_headers_s=0.01, keep_alive_s=0.01)
-    rig_ = Rig(family, [SAY], config=config, delay_s=0.1, fail=lambda key: EngineError("gone"))
+    rig_ = Rig(renderer, [SAY], config=config, delay_s=0.1, fail=lambda key: EngineError("gone"))
     async with rig_ as rig, openai_client(rig) as api:
         failed = await ask(api, True, ASK)
         assert (failed.status, failed.error.message) == ("failed", "The model server failed.")
         assert rig.session.stats.infra_error == "gone"
 
 
-async def test_a_waiting_stream_is_kept_alive_by_events(family: TemplateFamily) -> None:
+async def test_a_waiting_stream_is_kept_alive_by_events(renderer: TemplateRenderer) -> None:
     config = GatewayConfig(hold_headers_s=0.01, keep_alive_s=0.01)
-    async with Rig(family, [SAY], config=config, delay_s=0.1) as rig, openai_client(rig) as api:
+    async with Rig(renderer, [SAY], config=config, delay_s=0.1) as rig, openai_client(rig) as api:
         assert (await ask(api, True, ASK)).output_text == SAY.text

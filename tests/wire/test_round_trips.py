@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from insitu.capture.match import Reader, same
+from insitu.capture.digests import MessageHasher, same_meaning
 from insitu.gateway.dialects.base import Envelope
 from insitu.gateway.server import DIALECTS
 from insitu.types import Message, Reply, ToolCall
@@ -165,9 +165,9 @@ def test_an_echo_means_what_was_sent(name: str, pieces: Respell, keep: bool, rep
         assert not (keep and reply.reasoning)
         return
     (message,) = said
-    reader = Reader()
+    reader = MessageHasher()
     held, got = reader.meaning(as_message(reply)), reader.meaning(message)
-    assert same(held, got)
+    assert same_meaning(held, got)
     assert bool(got.reasoning) == (keep and bool(reply.reasoning))
     assert [call.id for call in message.tool_calls] == [call.id for call in reply.tool_calls]
 
@@ -205,8 +205,8 @@ def test_arguments_that_are_no_object_come_back_as_they_were(name: str, argument
         echo = {"contents": [{"parts": [{"text": "x"}]}, body["candidates"][0]["content"]]}
     request = dialect.parse(orjson.loads(orjson.dumps(echo)), ACTION.get(name, "")).request
     (call,) = request.messages[1].tool_calls
-    reader = Reader()
-    assert same(reader.meaning(as_message(reply)), reader.meaning(request.messages[1])), call
+    reader = MessageHasher()
+    assert same_meaning(reader.meaning(as_message(reply)), reader.meaning(request.messages[1])), call
 
 
 @pytest.mark.case(13, 19)
@@ -235,7 +235,7 @@ def test_a_value_spelt_anew_is_the_same_object(name: str, arguments: str, again:
     }
     message = DIALECTS[name].parse(bodies[name], ACTION.get(name, "")).request.messages[1]
     sent = Message(role="assistant", tool_calls=(ToolCall(id="c", name="read", arguments=arguments),))
-    assert same(Reader().meaning(sent), Reader().meaning(message))
+    assert same_meaning(MessageHasher().meaning(sent), MessageHasher().meaning(message))
 
 
 @pytest.mark.case(13)

@@ -20,12 +20,12 @@ from openai.resources.responses.input_tokens import InputTokens
 from pydantic import BaseModel
 from wire_lab import PLAIN, SAY, anthropic_client, gemini_client, openai_client
 
+from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects import anthropic as messages_format
 from insitu.gateway.dialects import chat, gemini_input, responses_input
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.dialects.fields import Fields
 from insitu.gateway.server import DIALECTS
-from insitu.render.template import TemplateFamily
 from insitu.types import Message
 
 IN_HEADERS = {"betas", "user_profile_id", "workspace_id"}
@@ -115,8 +115,10 @@ TAGS: Mapping[str, Any] = {
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_field_that_only_tags_a_request_is_recorded(name: str) -> None:
     """Clients of many frameworks send them beside the whole history."""
-    wishes = dict(DIALECTS[name].parse({**PLAIN[name], **TAGS}, "models/m:generateContent").request.advisory)
-    assert set(json.loads(wishes["unknown_fields"])) == set(TAGS)
+    ignored_params = dict(
+        DIALECTS[name].parse({**PLAIN[name], **TAGS}, "models/m:generateContent").request.advisory
+    )
+    assert set(json.loads(ignored_params["unknown_fields"])) == set(TAGS)
 
 
 def test_a_chat_that_is_to_be_stored_is_answered() -> None:
@@ -126,7 +128,7 @@ def test_a_chat_that_is_to_be_stored_is_answered() -> None:
 
 
 @pytest.mark.case(50)
-async def test_the_tool_runner_of_anthropic_sends_the_whole_history(family: TemplateFamily) -> None:
+async def test_the_tool_runner_of_anthropic_sends_the_whole_history(renderer: TemplateRenderer) -> None:
     """From the second turn on it continues a thread, unless the provider says that it holds none."""
     first = Message(role="assistant", text="I look.", tool_calls=(call("read", '{"path": "a"}'),))
 
@@ -135,13 +137,13 @@ async def test_the_tool_runner_of_anthropic_sends_the_whole_history(family: Temp
         """Read a file."""
         return f"content of {path}"
 
-    async with Rig(family, [first, first, SAY]) as rig, anthropic_client(rig) as api:
+    async with Rig(renderer, [first, first, SAY]) as rig, anthropic_client(rig) as api:
         runner = api.beta.messages.tool_runner(
             model="m", max_tokens=99, tools=[read], messages=[{"role": "user", "content": "Fix f."}]
         )
         answer = await runner.until_done()
         assert answer.content[0].text == SAY.text
-        last = family.decode(rig.engine.sent[-1].ids)
+        last = renderer.decode(rig.engine.sent[-1].ids)
         assert "Fix f." in last
         assert last.count("content of a") == 2
         trajectory = await rig.sealed()
@@ -149,8 +151,8 @@ async def test_the_tool_runner_of_anthropic_sends_the_whole_history(family: Temp
         assert trajectory.ledger.excluded == {}
 
 
-async def test_the_refusal_of_a_thread_names_what_the_client_looks_for(family: TemplateFamily) -> None:
-    async with Rig(family, [SAY]) as rig:
+async def test_the_refusal_of_a_thread_names_what_the_client_looks_for(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [SAY]) as rig:
         body = {"model": "m", "max_tokens": 9, "messages": ASK[1:]}
         thread = {"type": "continue", "previous_message_id": "msg_1"}
         async with rig.http.post(
@@ -220,12 +222,12 @@ def test_a_format_of_the_answer_is_asked_for_and_recorded(
     assert field in dict(asked.advisory)
 
 
-async def test_parse_of_the_openai_client_gets_an_object(family: TemplateFamily) -> None:
+async def test_parse_of_the_openai_client_gets_an_object(renderer: TemplateRenderer) -> None:
     class Answer(BaseModel):
         answer: int
 
     said = Message(role="assistant", text='{"answer": 7}')
-    async with Rig(family, [said]) as rig, openai_client(rig) as api:
+    async with Rig(renderer, [said]) as rig, openai_client(rig) as api:
         chatted = await api.chat.completions.parse(model="m", messages=ASK, response_format=Answer)
         assert chatted.choices[0].message.parsed == Answer(answer=7)
         responded = await api.responses.parse(model="m", input="Hi", text_format=Answer)
@@ -244,9 +246,9 @@ async def test_parse_of_the_openai_client_gets_an_object(family: TemplateFamily)
             assert content.parsed == Answer(answer=7)
 
 
-async def test_turns_with_a_format_continue_each_other(family: TemplateFamily) -> None:
+async def test_turns_with_a_format_continue_each_other(renderer: TemplateRenderer) -> None:
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    async with Rig(family, [Message(role="assistant", text='{"answer": 1}'), SAY]) as rig:
+    async with Rig(renderer, [Message(role="assistant", text='{"answer": 1}'), SAY]) as rig:
         ask = {"messages": ASK, "response_format": shape}
         _, body = await rig.post(ask)
         told = [*ASK, body["choices"][0]["message"], {"role": "user", "content": "Again."}]

@@ -9,9 +9,9 @@ import pytest
 from gateway_rig import Rig, call
 from wire_lab import CALLS, SAY, SCHEMA, anthropic_client, openai_client, plain
 
+from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.stored import Stored
-from insitu.render.template import TemplateFamily
+from insitu.gateway.stored_responses import StoredResponses
 from insitu.types import Message
 
 TOOLS: list[dict[str, Any]] = [
@@ -37,9 +37,9 @@ def results(answer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.case(50)
-async def test_the_second_step_of_ai_sdk_openai_names_items_by_id(family: TemplateFamily) -> None:
+async def test_the_second_step_of_ai_sdk_openai_names_items_by_id(renderer: TemplateRenderer) -> None:
     """As `@ai-sdk/openai` sends it by default: every item of ours as an `item_reference`."""
-    async with Rig(family, [ONE_CALL, CALLS, SAY]) as rig:
+    async with Rig(renderer, [ONE_CALL, CALLS, SAY]) as rig:
         items: list[dict[str, Any]] = list(ASK)
         for step in range(3):
             answer = await answer_of(rig, input=items)
@@ -55,9 +55,11 @@ async def test_the_second_step_of_ai_sdk_openai_names_items_by_id(family: Templa
 
 @pytest.mark.case(50)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_conversation_goes_on_from_previous_response_id(family: TemplateFamily, stream: bool) -> None:
+async def test_a_conversation_goes_on_from_previous_response_id(
+    renderer: TemplateRenderer, stream: bool
+) -> None:
     """With the official client, which sends only what is new; `instructions` come with each request."""
-    async with Rig(family, [ONE_CALL, SAY, SAY]) as rig, openai_client(rig) as api:
+    async with Rig(renderer, [ONE_CALL, SAY, SAY]) as rig, openai_client(rig) as api:
         ask: dict[str, Any] = {"model": "m", "tools": TOOLS, "instructions": "You fix."}
 
         async def send(items: Any, before: Any) -> Any:
@@ -80,8 +82,8 @@ async def test_a_conversation_goes_on_from_previous_response_id(family: Template
 
 
 @pytest.mark.case(50)
-async def test_ids_that_are_not_stored_are_refused_as_the_provider_does(family: TemplateFamily) -> None:
-    async with Rig(family, [SAY]) as rig, openai_client(rig) as api:
+async def test_ids_that_are_not_stored_are_refused_as_the_provider_does(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [SAY]) as rig, openai_client(rig) as api:
         unstored = await api.responses.create(model="m", input="Hi", store=False)
         assert unstored.store is False
         with pytest.raises(openai.BadRequestError) as refused:
@@ -104,7 +106,7 @@ async def test_ids_that_are_not_stored_are_refused_as_the_provider_does(family: 
 
 
 def test_texts_are_kept_once_and_within_bounds() -> None:
-    stored = Stored(max_bytes=2000)
+    stored = StoredResponses(max_bytes=2000)
     history: list[str] = []
     for turn in range(20):
         output = {"type": "message", "id": f"msg_{turn}", "content": "y" * 20}
@@ -127,7 +129,7 @@ def test_texts_are_kept_once_and_within_bounds() -> None:
 
 
 def test_the_newest_response_is_kept_however_long_it_is() -> None:
-    stored = Stored(max_bytes=100)
+    stored = StoredResponses(max_bytes=100)
     for turn in range(3):
         output = {"type": "message", "id": f"msg_{turn}", "content": "y" * 500}
         stored.keep(['{"turn":0}'], {"id": f"resp_{turn}", "output": [output]})
@@ -136,9 +138,11 @@ def test_the_newest_response_is_kept_however_long_it_is() -> None:
 
 
 @pytest.mark.case(50)
-async def test_an_unstored_call_that_goes_on_from_a_stored_one_is_read_again(family: TemplateFamily) -> None:
+async def test_an_unstored_call_that_goes_on_from_a_stored_one_is_read_again(
+    renderer: TemplateRenderer,
+) -> None:
     """The second such body is known by its bytes, which do not hold the stored part of the conversation."""
-    async with Rig(family, [SAY]) as rig:
+    async with Rig(renderer, [SAY]) as rig:
         url = f"{rig.base}/responses"
 
         async def post(**body: Any) -> tuple[int, Any]:
@@ -155,12 +159,12 @@ async def test_an_unstored_call_that_goes_on_from_a_stored_one_is_read_again(fam
         edited = [*on, {"role": "assistant", "content": "Other."}, {"role": "user", "content": "More."}]
         assert (await post(input=edited, **after))[0] == 200
         assert (await post(input=on, **after, tools=[], instructions="Else."))[0] == 200
-        assert "Fix f." in family.decode(rig.engine.sent[-1].ids)
+        assert "Fix f." in renderer.decode(rig.engine.sent[-1].ids)
 
 
-async def test_text_blocks_carry_no_null_citations(family: TemplateFamily) -> None:
+async def test_text_blocks_carry_no_null_citations(renderer: TemplateRenderer) -> None:
     """`@ai-sdk/anthropic` takes `citations` as an array or not at all."""
-    async with Rig(family, [SAY]) as rig, anthropic_client(rig) as api:
+    async with Rig(renderer, [SAY]) as rig, anthropic_client(rig) as api:
         answer = await api.messages.create(
             model="m", max_tokens=99, messages=[{"role": "user", "content": "Hi"}]
         )

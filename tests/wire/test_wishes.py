@@ -12,10 +12,10 @@ import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
 from wire_lab import CALLS, PLAIN, SAY, anthropic_client, gemini_client, openai_client
 
+from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects.chat import ChatDialect
 from insitu.gateway.server import DIALECTS
-from insitu.gateway.stops import cut_at_stop
-from insitu.render.template import TemplateFamily
+from insitu.gateway.stop_strings import cut_at_stop
 from insitu.types import Generation, IntArray, Limits, Message, ModelRequest
 
 STORY = "One fish, two fish. Human: red fish"
@@ -23,10 +23,10 @@ STORY = "One fish, two fish. Human: red fish"
 
 @pytest.mark.case(17)
 @pytest.mark.parametrize("stop", ["two f", "h", "Human:", STORY, "fish. Hu"])
-async def test_a_stop_string_cuts_text_and_tokens_alike(family: TemplateFamily, stop: str) -> None:
+async def test_a_stop_string_cuts_text_and_tokens_alike(renderer: TemplateRenderer, stop: str) -> None:
     """Also inside a token; the next turn continues the cut one."""
-    whole = family.render_reply(said(STORY))
-    async with Rig(family, [said(STORY), SAY]) as rig, anthropic_client(rig) as api:
+    whole = renderer.render_reply(said(STORY))
+    async with Rig(renderer, [said(STORY), SAY]) as rig, anthropic_client(rig) as api:
         ask: dict[str, Any] = {"model": "m", "max_tokens": 999}
         first: list[Any] = [{"role": "user", "content": "Tell."}]
         answer = await api.messages.create(messages=first, stop_sequences=["never", stop], **ask)
@@ -40,32 +40,32 @@ async def test_a_stop_string_cuts_text_and_tokens_alike(family: TemplateFamily, 
         turns = (await rig.sealed()).turns
     kept = turns[0].ids
     assert kept.tolist() == whole[: len(kept)].tolist()
-    assert stop in family.parse(kept).text
-    assert stop not in family.parse(kept[:-1]).text
+    assert stop in renderer.parse(kept).text
+    assert stop not in renderer.parse(kept[:-1]).text
     assert len(turns[0].logprobs) == len(kept)
     assert [turn.parent for turn in turns] == [-1, 0]
     assert rig.session.stats.edited == 0
 
 
-def ends_twice(family: TemplateFamily, tail: str) -> IntArray:
+def ends_twice(renderer: TemplateRenderer, tail: str) -> IntArray:
     """Ids of a reply whose call holds END in its arguments, with `tail` behind the call."""
     looked = Message(
         role="assistant", text="Look.", reasoning="END?", tool_calls=(call("read", '{"path": "END"}'),)
     )
     # Without the ids that end the turn: the text goes on.
-    body = family.render_reply(looked)[:-1]
-    return np.concatenate([body, family.render_reply(said(tail))]).astype(np.int32)
+    body = renderer.render_reply(looked)[:-1]
+    return np.concatenate([body, renderer.render_reply(said(tail))]).astype(np.int32)
 
 
 @pytest.mark.case(17)
 @pytest.mark.parametrize(
     "tail", ["\nEND of it", " Done. END, and much more text behind it. END END", "x" * 90 + "END."]
 )
-async def test_a_stop_string_never_cuts_a_call_or_reasoning(family: TemplateFamily, tail: str) -> None:
+async def test_a_stop_string_never_cuts_a_call_or_reasoning(renderer: TemplateRenderer, tail: str) -> None:
     """The string in the call's arguments and in the reasoning is not the agent's to stop at."""
-    whole = ends_twice(family, tail)
+    whole = ends_twice(renderer, tail)
     ask = {"messages": ASK, "tools": TOOLS, "stop": ["END"]}
-    async with Rig(family, [whole]) as rig:
+    async with Rig(renderer, [whole]) as rig:
         _, body = await rig.post(ask)
         trajectory = await rig.sealed()
     message = body["choices"][0]["message"]
@@ -75,39 +75,39 @@ async def test_a_stop_string_never_cuts_a_call_or_reasoning(family: TemplateFami
     assert "tool_call" not in message["content"]
     kept = trajectory.turns[0].ids
     assert kept.tolist() == whole[: len(kept)].tolist()
-    assert "END" in family.parse(kept).text
-    assert "END" not in family.parse(kept[:-1]).text
+    assert "END" in renderer.parse(kept).text
+    assert "END" not in renderer.parse(kept[:-1]).text
     assert rig.session.stats.malformed == 0
 
 
 @pytest.mark.case(17)
-async def test_a_stop_string_before_a_call_ends_the_reply_there(family: TemplateFamily) -> None:
+async def test_a_stop_string_before_a_call_ends_the_reply_there(renderer: TemplateRenderer) -> None:
     first = Message(role="assistant", text="Now END.", tool_calls=(call("read", '{"path": "END"}'),))
-    async with Rig(family, [first]) as rig:
+    async with Rig(renderer, [first]) as rig:
         _, body = await rig.post({"messages": ASK, "tools": TOOLS, "stop": ["END"]})
     message = body["choices"][0]["message"]
     assert (message["content"], message.get("tool_calls")) == ("Now ", None)
 
 
-async def test_an_open_call_that_spells_the_text_behind_it_is_not_cut(family: TemplateFamily) -> None:
+async def test_an_open_call_that_spells_the_text_behind_it_is_not_cut(renderer: TemplateRenderer) -> None:
     """The marker typed with ordinary tokens is text, the control token is a call."""
     made = '\n{"name": "read", "arguments": {"path": "END"}}'
-    opened = family.render_reply(Message(role="assistant", tool_calls=(call("read", '{"path": "END"}'),)))[
+    opened = renderer.render_reply(Message(role="assistant", tool_calls=(call("read", '{"path": "END"}'),)))[
         :-1
     ]
-    ids = np.concatenate([opened, family.render_reply(said(f"<tool_call>{made} more"))]).astype(np.int32)
-    assert family.parse(ids).calls
+    ids = np.concatenate([opened, renderer.render_reply(said(f"<tool_call>{made} more"))]).astype(np.int32)
+    assert renderer.parse(ids).calls
     done = Generation(ids=ids, logprobs=None, finish="stop", version_runs=((0, 0),))
-    kept, parsed, stop = cut_at_stop(family, done, ["END"])
+    kept, parsed, stop = cut_at_stop(renderer, done, ["END"])
     assert (len(parsed.calls), parsed.malformed, stop) == (1, False, "END")
     assert len(opened) < len(kept.ids) < len(ids)
 
 
 @pytest.mark.case(17)
-async def test_tokens_behind_a_stop_string_are_booked_and_budgeted(family: TemplateFamily) -> None:
-    whole = family.render_reply(said(STORY))
+async def test_tokens_behind_a_stop_string_are_booked_and_budgeted(renderer: TemplateRenderer) -> None:
+    whole = renderer.render_reply(said(STORY))
     limits = Limits(max_context_tokens=100_000, max_session_tokens=len(whole))
-    async with Rig(family, [said(STORY)], limits=limits) as rig:
+    async with Rig(renderer, [said(STORY)], limits=limits) as rig:
         _, body = await rig.post({"messages": ASK, "stop": "two"})
         _, again = await rig.post({"messages": ASK, "stop": "two"})
         stats = rig.session.stats
@@ -123,9 +123,9 @@ async def test_tokens_behind_a_stop_string_are_booked_and_budgeted(family: Templ
 
 
 @pytest.mark.case(17)
-async def test_stop_strings_end_replies_of_the_other_formats_too(family: TemplateFamily) -> None:
+async def test_stop_strings_end_replies_of_the_other_formats_too(renderer: TemplateRenderer) -> None:
     async with (
-        Rig(family, [said(STORY)]) as rig,
+        Rig(renderer, [said(STORY)]) as rig,
         openai_client(rig) as api,
         gemini_client(rig) as google,
     ):
@@ -138,10 +138,10 @@ async def test_stop_strings_end_replies_of_the_other_formats_too(family: Templat
 
 
 @pytest.mark.case(54)
-async def test_sampling_stays_neutral_whatever_is_asked_for(family: TemplateFamily) -> None:
+async def test_sampling_stays_neutral_whatever_is_asked_for(renderer: TemplateRenderer) -> None:
     odd: dict[str, Any] = {"model": "gpt-9", "temperature": 0, "top_p": 0.1}
     async with (
-        Rig(family, [SAY]) as rig,
+        Rig(renderer, [SAY]) as rig,
         openai_client(rig) as api,
         anthropic_client(rig) as claude,
         gemini_client(rig) as google,
@@ -168,18 +168,18 @@ async def test_sampling_stays_neutral_whatever_is_asked_for(family: TemplateFami
 
 @pytest.mark.case(49)
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "read"}}])
-async def test_a_tool_choice_is_advice(family: TemplateFamily, choice: Any) -> None:
+async def test_a_tool_choice_is_advice(renderer: TemplateRenderer, choice: Any) -> None:
     """Sampling is not constrained, so a forced call cannot be promised; the tools stay offered."""
-    async with Rig(family, [CALLS]) as rig, openai_client(rig) as api:
+    async with Rig(renderer, [CALLS]) as rig, openai_client(rig) as api:
         answer = await api.chat.completions.create(model="m", messages=ASK, tools=TOOLS, tool_choice=choice)
         assert answer.choices[0].finish_reason == "tool_calls"
-        assert '"name": "read"' in family.decode(rig.engine.sent[0].ids)
+        assert '"name": "read"' in renderer.decode(rig.engine.sent[0].ids)
 
 
 @pytest.mark.case(49)
-async def test_no_tool_is_offered_where_none_is_wanted(family: TemplateFamily) -> None:
+async def test_no_tool_is_offered_where_none_is_wanted(renderer: TemplateRenderer) -> None:
     async with (
-        Rig(family, [SAY]) as rig,
+        Rig(renderer, [SAY]) as rig,
         openai_client(rig) as api,
         anthropic_client(rig) as claude,
         gemini_client(rig) as google,
@@ -201,7 +201,7 @@ async def test_no_tool_is_offered_where_none_is_wanted(family: TemplateFamily) -
             model="m", contents="Hi", config={"tools": tools, "tool_config": off}
         )
         assert len(rig.engine.sent) == 4
-        assert not any("read" in family.decode(sent.ids) for sent in rig.engine.sent)
+        assert not any("read" in renderer.decode(sent.ids) for sent in rig.engine.sent)
 
 
 OFF: Mapping[str, Any] = {
@@ -225,15 +225,15 @@ def test_tools_that_are_barred_are_known_from_none(name: str) -> None:
     def asked(**more: Any) -> ModelRequest:
         return DIALECTS[name].parse({**PLAIN[name], **more}, "").request
 
-    assert not asked().barred
-    assert (asked(**OFF[name]).tools, asked(**OFF[name]).barred) == ((), True)
-    assert not asked(**{**OFF[name], "tools": []}).barred
+    assert not asked().tool_choice_none
+    assert (asked(**OFF[name]).tools, asked(**OFF[name]).tool_choice_none) == ((), True)
+    assert not asked(**{**OFF[name], "tools": []}).tool_choice_none
 
 
 @pytest.mark.case(49)
-async def test_a_final_answer_without_a_call_is_trained(family: TemplateFamily) -> None:
+async def test_a_final_answer_without_a_call_is_trained(renderer: TemplateRenderer) -> None:
     """Agents bar the tools when they want the answer at last: that is main line, not a side call."""
-    async with Rig(family, [CALLS, SAY]) as rig:
+    async with Rig(renderer, [CALLS, SAY]) as rig:
         _, body = await rig.post({"messages": ASK, "tools": TOOLS})
         said = body["choices"][0]["message"]
         answers = [{"role": "tool", "tool_call_id": c["id"], "content": "x"} for c in said["tool_calls"]]
@@ -257,9 +257,9 @@ async def test_a_final_answer_without_a_call_is_trained(family: TemplateFamily) 
     ids=lambda more: next(iter(more)),
 )
 async def test_chat_refuses_what_one_neutral_sample_cannot_answer(
-    family: TemplateFamily, more: dict[str, Any]
+    renderer: TemplateRenderer, more: dict[str, Any]
 ) -> None:
-    async with Rig(family, [SAY]) as rig, openai_client(rig) as api:
+    async with Rig(renderer, [SAY]) as rig, openai_client(rig) as api:
         with pytest.raises(openai.BadRequestError) as refused:
             await api.chat.completions.create(model="m", messages=ASK, **more)
         assert refused.value.param == next(iter(more))
@@ -284,10 +284,10 @@ FILE = {"type": "document", "source": {"type": "file", "file_id": "file_1"}}
     ids=["image", "file", "image in a result", "mcp", "container"],
 )
 async def test_messages_refuse_what_needs_a_fetch_or_a_store(
-    family: TemplateFamily, more: dict[str, Any]
+    renderer: TemplateRenderer, more: dict[str, Any]
 ) -> None:
     given = {"model": "m", "max_tokens": 99, "messages": [{"role": "user", "content": "Hi"}]}
-    async with Rig(family, [SAY]) as rig, anthropic_client(rig) as api:
+    async with Rig(renderer, [SAY]) as rig, anthropic_client(rig) as api:
         with pytest.raises(anthropic.BadRequestError):
             await api.messages.create(**{**given, **more})
         assert (await api.messages.create(**given)).content[0].text == SAY.text
@@ -306,8 +306,8 @@ async def test_messages_refuse_what_needs_a_fetch_or_a_store(
     ],
     ids=["image", "file"],
 )
-async def test_chat_refuses_what_needs_a_fetch(family: TemplateFamily, more: dict[str, Any]) -> None:
-    async with Rig(family, [SAY]) as rig, openai_client(rig) as api:
+async def test_chat_refuses_what_needs_a_fetch(renderer: TemplateRenderer, more: dict[str, Any]) -> None:
+    async with Rig(renderer, [SAY]) as rig, openai_client(rig) as api:
         with pytest.raises(openai.BadRequestError):
             await api.chat.completions.create(**{"model": "m", "messages": ASK, **more})
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from insitu.capture.history import Walk
-from insitu.capture.match import Conversation, Parts
+from insitu.capture.digests import DigestedMessages, PartDigests
+from insitu.capture.message_history import TreeWalk
 from insitu.capture.nodes import ContextNode, Nodes, SampledNode
-from insitu.capture.pointer import Names
+from insitu.capture.turn_refs import TurnIndex
 from insitu.types import Message
 
 
@@ -51,10 +51,10 @@ class PromptPlan:
     replace: tuple[Message, ...]
     """Context messages to render after `base`: user, tool, mid-list system, edited and foreign assistant."""
     drift: Drift
-    told: Conversation = field(repr=False)
+    told: DigestedMessages = field(repr=False)
     """Meanings of `replace`, for `extend`."""
     tools: bool
-    barred: bool
+    tool_choice_none: bool
     """The request sent tools and let none be called."""
     streamed: bool
     """The request asked for a stream."""
@@ -63,7 +63,7 @@ class PromptPlan:
     hints: tuple[tuple[str, str], ...] = ()
 
 
-class Reached(NamedTuple):
+class PrefixMatch(NamedTuple):
     """Where a request's way down a tree ends."""
 
     base: int | None
@@ -73,16 +73,18 @@ class Reached(NamedTuple):
     depends: int | None
     """Messages that decided the way, when no others and no answer to come can change it but a new fork."""
 
-    def walk(self, root_key: str, forks: int) -> Walk | None:
+    def walk(self, root_key: str, forks: int) -> TreeWalk | None:
         """For later requests that begin with the same messages."""
         if self.base is None or self.depends is None:
             return None
-        return Walk(root_key=root_key, base=self.base, start=self.start, depends=self.depends, forks=forks)
+        return TreeWalk(
+            root_key=root_key, base=self.base, start=self.start, depends=self.depends, forks=forks
+        )
 
 
-def deepest(
-    nodes: Nodes, names: Names, root_key: str, told: Conversation, known: Walk | None = None
-) -> Reached:
+def longest_match(
+    nodes: Nodes, names: TurnIndex, root_key: str, told: DigestedMessages, known: TreeWalk | None = None
+) -> PrefixMatch:
     """The deepest sampled node that `told` fully matches, from where `known` ends.
 
     Between equals the one named by a valid pointer wins, then by call ids, then the one delivered last; names
@@ -95,17 +97,17 @@ def deepest(
         base, start, depends = turn.id, end + 1, max(depends, found.depends)
         found = _taken_up(nodes, root_key, base, told, start)
     if not found.turns:
-        return Reached(base, start, depends if depends <= len(told) else None)
+        return PrefixMatch(base, start, depends if depends <= len(told) else None)
     return _best(nodes, names, root_key, told, [(base, start, 0, 0)])
 
 
 def _best(
     nodes: Nodes,
-    names: Names,
+    names: TurnIndex,
     root_key: str,
-    told: Conversation,
+    told: DigestedMessages,
     reached: list[tuple[int | None, int, int, int]],
-) -> Reached:
+) -> PrefixMatch:
     """The best of the ways from where they split."""
     best = (0, 0, 0, 0, -1)  # messages, turns named by pointer, by call id, order of delivery, node
     while reached:
@@ -119,17 +121,19 @@ def _best(
             best = max(best, (end + 1, *hits, turn.delivered, turn.id))
             if turn.children:
                 reached.append((turn.id, end + 1, *hits))
-    return Reached(best[4], best[0], None)
+    return PrefixMatch(best[4], best[0], None)
 
 
-class _Found(NamedTuple):
+class _MatchedChildren(NamedTuple):
     turns: list[tuple[SampledNode, int]]
     """Each with the index of its echo."""
     depends: int
     """Messages that decide it."""
 
 
-def _taken_up(nodes: Nodes, root_key: str, base: int | None, told: Conversation, start: int) -> _Found:
+def _taken_up(
+    nodes: Nodes, root_key: str, base: int | None, told: DigestedMessages, start: int
+) -> _MatchedChildren:
     """Turns right below `base` that `told` goes on with."""
     found: list[tuple[SampledNode, int]] = []
     last, depends = len(told) - 1, 0
@@ -147,10 +151,10 @@ def _taken_up(nodes: Nodes, root_key: str, base: int | None, told: Conversation,
             kept = end > told.question or not turn.meaning.reasoning
             if kept and told.says(end, turn.meaning):
                 found.append((turn, end))
-    return _Found(found, depends)
+    return _MatchedChildren(found, depends)
 
 
-def held_context(nodes: Nodes, root_key: str, base: int | None, told: Conversation) -> int | None:
+def held_context(nodes: Nodes, root_key: str, base: int | None, told: DigestedMessages) -> int | None:
     """The context node under `base` that holds exactly these messages, if any."""
     for node in nodes.below(root_key, base):
         if len(node.run) == len(told) and told.holds(node.run, 0):
@@ -158,7 +162,7 @@ def held_context(nodes: Nodes, root_key: str, base: int | None, told: Conversati
     return None
 
 
-def difference(held: Parts, got: Parts) -> str:
+def difference(held: PartDigests, got: PartDigests) -> str:
     """The first part, in wire order, in which an echoed assistant message differs; empty if none."""
     if got.reasoning and held.reasoning != got.reasoning:
         return "reasoning"
@@ -173,7 +177,7 @@ def classify(
     nodes: Nodes,
     root_key: str,
     base: int | None,
-    told: Conversation,
+    told: DigestedMessages,
     echoes: Sequence[SampledNode],
     held: int | None,
 ) -> Drift:
@@ -199,7 +203,7 @@ def classify(
 
 
 def _edit(
-    nodes: Nodes, below: Sequence[ContextNode], told: Conversation, echoes: Sequence[SampledNode]
+    nodes: Nodes, below: Sequence[ContextNode], told: DigestedMessages, echoes: Sequence[SampledNode]
 ) -> Drift | None:
     """The edit that made the request leave the longest held prompt it starts with, if that is the cause."""
     prompts = [c for c in below if c.children and len(c.run) < len(told) and told.holds(c.run, 0)]

@@ -13,13 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from insitu.capture.diagnosis import Diagnosis, first_difference
-from insitu.capture.drift import PromptPlan, classify, deepest, held_context
-from insitu.capture.history import History, Walk
-from insitu.capture.ledger import check_generation
-from insitu.capture.match import (
-    Conversation,
-    Reader,
+from insitu.capture.digests import (
+    DigestedMessages,
+    MessageHasher,
     declared_defaults,
     leading_system,
     root_key,
@@ -27,12 +23,16 @@ from insitu.capture.match import (
     tools_digest,
     wire_digest,
 )
+from insitu.capture.drift import PromptPlan, classify, held_context, longest_match
+from insitu.capture.drift_diagnosis import Diagnosis, first_difference
+from insitu.capture.drift_log import DriftLog
+from insitu.capture.export import Form, chains, per_request
+from insitu.capture.ledger import check_generation
+from insitu.capture.message_history import History, TreeWalk
 from insitu.capture.nodes import ContextNode, Nodes, SampledNode, chain, frozen_ids, joined
-from insitu.capture.notes import Notes
-from insitu.capture.pointer import Names
 from insitu.capture.segments import export
 from insitu.capture.tree import TokenTree, WeightMode, tree
-from insitu.capture.views import Form, chains, per_request
+from insitu.capture.turn_refs import TurnIndex
 from insitu.errors import CaptureError
 from insitu.types import (
     EXCLUSIONS,
@@ -66,12 +66,12 @@ class Forest:
         without it; none = it stays as it was sampled. `train_auxiliary`: side calls are trained too."""
         self._rollout_id = rollout_id
         self._nodes = Nodes(rollout_id)
-        self._names = Names(self._nodes, pointer_key)
+        self._names = TurnIndex(self._nodes, pointer_key)
         self._asking = asking
-        self._readers: dict[bytes, Reader] = {}
+        self._readers: dict[bytes, MessageHasher] = {}
         """By digest of the offered tools."""
         self._tools: tuple[Sequence[ToolSpec], bytes] = ((), tools_digest(()))
-        self._notes = Notes(self._nodes)
+        self._notes = DriftLog(self._nodes)
         self._turns: set[int] = set()
         self._train_auxiliary = train_auxiliary
         self._deliveries = 0
@@ -95,7 +95,7 @@ class Forest:
         tools = self._tools_digest(request.tools)
         told, system, lead = self._read(request.messages, tools)
         key = root_key(fingerprint, system, tools)
-        found = deepest(self._nodes, self._names, key, told, self._walked(request.messages, key, tools))
+        found = longest_match(self._nodes, self._names, key, told, self._walked(request.messages, key, tools))
         if isinstance(request.messages, History):
             # A way that a later question closes is not remembered.
             walk = None if self._asking else found.walk(key, self._nodes.forks)
@@ -112,7 +112,7 @@ class Forest:
             drift=classify(self._nodes, key, base, rest, echoes, held),
             told=rest,
             tools=bool(request.tools),
-            barred=request.barred,
+            tool_choice_none=request.tool_choice_none,
             streamed=request.stream,
             echoes=frozenset(node.id for node in echoes),
             hints=request.hints,
@@ -124,15 +124,15 @@ class Forest:
             self._tools = (tools, tools_digest(tools))
         return self._tools[1]
 
-    def _reader(self, tools: bytes) -> Reader:
+    def _reader(self, tools: bytes) -> MessageHasher:
         """Of requests that offer the tools last digested, `tools`."""
         if tools not in self._readers:
             if len(self._readers) >= MAX_READERS:
                 self._readers.clear()
-            self._readers[tools] = Reader(declared_defaults(self._tools[0]), self._asking)
+            self._readers[tools] = MessageHasher(declared_defaults(self._tools[0]), self._asking)
         return self._readers[tools]
 
-    def _read(self, messages: Sequence[Message], tools: bytes) -> tuple[Conversation, bytes, int]:
+    def _read(self, messages: Sequence[Message], tools: bytes) -> tuple[DigestedMessages, bytes, int]:
         """The conversation after the leading system messages, the digest of those and how many they are."""
         reader = self._reader(tools)
         before = messages.before if isinstance(messages, History) else None
@@ -141,7 +141,7 @@ class Forest:
         lead = leading_system(messages)
         return reader.conversation(messages[lead:]), system_digest(messages[:lead]), lead
 
-    def _walked(self, messages: Sequence[Message], key: str, tools: bytes) -> Walk | None:
+    def _walked(self, messages: Sequence[Message], key: str, tools: bytes) -> TreeWalk | None:
         """The part of the way that an earlier request went, if this one must go it too."""
         before = messages.before if isinstance(messages, History) else None
         if not isinstance(messages, History) or before is None or before.walk is None:
@@ -197,7 +197,7 @@ class Forest:
             wire=wire,
             chained=chain(b"" if base is None else base.chained, delta),
             tools=plan.tools,
-            barred=plan.barred,
+            tool_choice_none=plan.tool_choice_none,
             streamed=plan.streamed,
             echoes=plan.echoes,
             answers=bool(plan.replace) and plan.replace[-1].role != "user",
@@ -264,7 +264,7 @@ class Forest:
             synthetic=synthetic,
             discarded=discarded,
             labels=tuple(labels),
-            advisory=self._notes.wishes(advisory),
+            advisory=self._notes.ignored_params(advisory),
         )
         self._nodes.place(sampled, context.children)
         self._turns.add(turn)

@@ -1,7 +1,7 @@
 """What a generation must be to be kept, and why a kept turn is not trained.
 
-Every sampled token is captured; it is trained, or excluded for exactly one reason. `fates` decides per
-turn, from the forest alone, and nothing later turns an excluded turn back on.
+Every sampled token is captured; it is trained, or excluded for exactly one reason. `exclusion_reasons`
+decides per turn, from the forest alone, and nothing later turns an excluded turn back on.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _check_runs(where: str, runs: VersionRuns, count: int, *, synthetic: bool) -
         raise CaptureError(f"{where}: a policy version is negative")
 
 
-def fates(nodes: Nodes, auxiliary: Set[int]) -> dict[int, str]:
+def exclusion_reasons(nodes: Nodes, auxiliary: Set[int]) -> dict[int, str]:
     """Sampled node -> reason why it is not trained, or empty. `auxiliary` are tops of auxiliary trees.
 
     A demonstrated turn is eligible here (empty): the ledger and `Turn.excluded` name it later.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from insitu.capture.match import Meaning, Parts, Reader, Run, digest
+from insitu.capture.digests import DigestRun, MessageDigest, MessageHasher, PartDigests, digest
 from insitu.errors import CaptureError
 from insitu.types import Generation, IntArray, SegmentKind
 
@@ -28,15 +28,15 @@ class ContextNode:
     """Top context node of the tree."""
     root_key: str
     ids: IntArray = field(repr=False)
-    run: Run = field(repr=False)
+    run: DigestRun = field(repr=False)
     wire: bytes = field(repr=False)
     """`wire_digest` of the messages as they first came."""
     chained: bytes = field(repr=False)
-    reader: Reader = field(repr=False)
+    reader: MessageHasher = field(repr=False)
     """Knows what the tools of this root make of arguments."""
     tools: bool
     """Whether the request offered tools."""
-    barred: bool
+    tool_choice_none: bool
     """Whether it sent tools and let none be called."""
     streamed: bool
     """Whether it asked for a stream."""
@@ -62,8 +62,8 @@ class SampledNode:
     top: int
     turn: int
     generation: Generation
-    meaning: Meaning = field(repr=False)
-    parts: Parts = field(repr=False)
+    meaning: MessageDigest = field(repr=False)
+    parts: PartDigests = field(repr=False)
     chained: bytes = field(repr=False)
     synthetic: bool
     discarded: int = 0

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from insitu.capture.ledger import account, fates, final_reason
+from insitu.capture.ledger import account, exclusion_reasons, final_reason
 from insitu.capture.nodes import ContextNode, Node, Nodes, SampledNode, chain, joined, node_ids
 from insitu.errors import CaptureError
 from insitu.types import DriftNote, IntArray, Segment, SegmentKind, Trajectory, Turn, VersionRuns
@@ -74,17 +74,19 @@ def find_lines(nodes: Nodes, *, train_auxiliary: bool = False) -> Lines:
     acting = _acting(trees)
     auxiliary: set[int] = set()
     main: list[_Tree] = []
-    barred: list[_Tree] = []
+    tool_choice_none: list[_Tree] = []
     for tree in trees:  # in order of their first request
-        known = any(line.nodes & tree.top.echoes for line in (*main, *barred))
+        known = any(line.nodes & tree.top.echoes for line in (*main, *tool_choice_none))
         goes_on = not tree.top.tools and tree.top.answers and bool(tree.top.echoes)
-        if known and (tree.top.barred or goes_on):
-            barred.append(tree)
+        if known and (tree.top.tool_choice_none or goes_on):
+            tool_choice_none.append(tree)
         elif tree.top.root_key not in acting and not (tree.deep or goes_on or train_auxiliary):
             auxiliary.add(tree.top.id)
         elif not main or _takes_over(main[-1], tree, known):
             main.append(tree)
-    return Lines(auxiliary=frozenset(auxiliary), main=frozenset(tree.top.id for tree in (*main, *barred)))
+    return Lines(
+        auxiliary=frozenset(auxiliary), main=frozenset(tree.top.id for tree in (*main, *tool_choice_none))
+    )
 
 
 def _acting(trees: list[_Tree]) -> set[str]:
@@ -256,7 +258,7 @@ def _check_once(nodes: Nodes, reasons: Mapping[int, str], segments: tuple[Segmen
 def export(nodes: Nodes, drifts: tuple[DriftNote, ...] = (), *, train_auxiliary: bool = False) -> Trajectory:
     """Everything a session gives to training. Raises CaptureError when an invariant is broken."""
     lines = find_lines(nodes, train_auxiliary=train_auxiliary)
-    reasons = fates(nodes, lines.auxiliary)
+    reasons = exclusion_reasons(nodes, lines.auxiliary)
     segments = build_segments(nodes, reasons, lines)
     trained = _check_once(nodes, reasons, segments)
     return Trajectory(

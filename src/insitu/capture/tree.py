@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
+from insitu.capture.export import by_index, chain_ends, kind_of
 from insitu.capture.segments import version_row
-from insitu.capture.views import by_index, chain_ends, kind_of
 from insitu.errors import CaptureError
 from insitu.types import BoolArray, FloatArray, IntArray, SegmentKind, Trajectory, Turn
 

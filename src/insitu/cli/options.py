@@ -136,7 +136,9 @@ def _add_tasks(commands: Any) -> None:
     tasks.add_argument("--id", action="append", default=[], metavar="ID", help="only this task (repeatable)")
     tasks.add_argument("--limit", type=int, default=0, metavar="N", help="the first N tasks only")
     tasks.add_argument("--repeats", type=int, default=3, metavar="N", help="validate: runs of each task")
-    tasks.add_argument("--out", type=_path, metavar="FILE", help="validate: gate file (default: tasks.gate)")
+    tasks.add_argument(
+        "--out", type=_path, metavar="FILE", help="validate: gate file (default: tasks.allowlist)"
+    )
     tasks.add_argument("--json", action="store_true", help="print JSON, last on stdout")
     tasks.add_argument("--tests", action="store_true", help="show: what is required too")
     tasks.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key")
@@ -163,7 +165,9 @@ def _add_attack(commands: Any) -> None:
     attack = commands.add_parser(
         "attack", help="try to cheat the grader in fifty ways, each with an honest twin"
     )
-    attack.add_argument("config", nargs="?", metavar="CONFIG", help="attack this file's tasks, in its boxes")
+    attack.add_argument(
+        "config", nargs="?", metavar="CONFIG", help="attack this file's tasks, in its sandboxes"
+    )
     attack.add_argument("--tasks", type=int, default=3, metavar="N", help="tasks of your own (default: 3)")
     attack.add_argument("--runner", default="", metavar="A,B", help="grading runners; without it: all")
     attack.add_argument("--only", default="", metavar="N,M-K", help="attacks by number; without it: all")

@@ -41,7 +41,7 @@ def how_to_resume(options: argparse.Namespace) -> str:
     run_dir: Path | None = options.run_dir
     if run_dir is None:
         return ""
-    from insitu.record.run import has_rollouts
+    from insitu.storage.run_dir import has_rollouts
 
     # A store that cannot be read just now, on a full disk for instance, is not empty.
     with contextlib.suppress(InsituError):

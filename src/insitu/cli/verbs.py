@@ -59,8 +59,8 @@ def train_verb(options: argparse.Namespace) -> int:
         config = load_config(Path(path), overrides)
 
     def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
-        from insitu.train.loop import TrainOptions, train
-        from insitu.view.finish import finish
+        from insitu.training.loop import TrainOptions, train
+        from insitu.view.run_report import finish
 
         summary = train(config, view, TrainOptions(resume=options.resume, began=process_began()))
         return summary, finish(Path(config.run.dir), summary)
@@ -75,7 +75,7 @@ def sft_verb(options: argparse.Namespace) -> int:
     config = _resumed(options, overrides) if options.resume else _sft_config(options.source, overrides)
 
     def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
-        from insitu.train.sft.run import REPORT, SftOptions, sft
+        from insitu.training.sft.run import REPORT, SftOptions, sft
 
         summary = sft(config, view, SftOptions(resume=options.resume, began=process_began()))
         return summary, (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")
@@ -86,7 +86,7 @@ def sft_verb(options: argparse.Namespace) -> int:
 def _sft_config(source: Path | None, overrides: Sequence[str]) -> Config:
     """The configuration of the run whose rollouts are used, in a directory of its own."""
     from insitu.config import load_config, read_toml
-    from insitu.record.run import read_config
+    from insitu.storage.run_dir import read_config
 
     if source is None:
         raise ConfigError("give the run directory whose rollouts are to be imitated, or --resume DIR")
@@ -135,7 +135,7 @@ def _positional(options: argparse.Namespace) -> tuple[list[str], str | None]:
 
 def _resumed(options: argparse.Namespace, given: Sequence[str]) -> Config:
     """The stored configuration; a resumed run takes no other, for its steps would not be comparable."""
-    from insitu.record.run import read_config
+    from insitu.storage.run_dir import read_config
 
     if given:
         raise ConfigError(f"a resumed run keeps its configuration; drop {' '.join(given)}")
@@ -156,7 +156,7 @@ def _run(
     """Dry run, or the run with its view, its report and its last line. `failed`: what ran to its end and is
     of no use. `trains`: it needs a learner with any engine."""
     from insitu.config import dump_toml
-    from insitu.record.run import name_run
+    from insitu.storage.run_dir import name_run
 
     if options.dry_run:
         sys.stdout.write(dump_toml(config))
@@ -177,7 +177,7 @@ def _run(
 
 def _require_learner(config: Config, *, trains: bool) -> None:
     """Raises ConfigError where a run needs a learner and what it is made of is not installed."""
-    from insitu.train.learner.needs import require_learner
+    from insitu.training.learner.dependencies import require_learner
 
     if trains or config.engine.kind == "embedded":
         require_learner(config)
@@ -201,11 +201,11 @@ def _view(config: Config, options: argparse.Namespace) -> View:
 
 
 def replay_verb(options: argparse.Namespace) -> int:
-    from insitu.record.run import read_config
+    from insitu.storage.run_dir import read_config
 
     config = read_config(options.run)
     _require_learner(config, trains=True)
-    from insitu.train.replay import replay
+    from insitu.training.replay import replay
 
     view = _view(config, options)
     try:
@@ -220,8 +220,8 @@ def replay_verb(options: argparse.Namespace) -> int:
 
 
 def show_verb(options: argparse.Namespace) -> int:
-    from insitu.record.run import read_summary
-    from insitu.view.finish import show_run
+    from insitu.storage.run_dir import read_summary
+    from insitu.view.run_report import show_run
 
     if not options.json:
         print(show_run(options.run), end="")
@@ -235,11 +235,11 @@ def show_verb(options: argparse.Namespace) -> int:
 
 def serve_verb(options: argparse.Namespace) -> int:
     """Ctrl-C is how serving ends; a failure before is a failure."""
-    from insitu.collect.gateway import read_tools
     from insitu.config import load_config
-    from insitu.record.run import name_run
-    from insitu.serve.run import BASE, ServeOptions, serve
-    from insitu.stop import run_interruptible
+    from insitu.runtime.gateway import read_tools
+    from insitu.serving.run import BASE, ServeOptions, serve
+    from insitu.shutdown import run_interruptible
+    from insitu.storage.run_dir import name_run
 
     overrides, path = _positional(options)
     if options.port is not None:
@@ -262,34 +262,34 @@ def serve_verb(options: argparse.Namespace) -> int:
 
 
 def conformance_verb(options: argparse.Namespace) -> int:
-    from insitu.conformance.command import run
+    from insitu.suites.conformance.command import run
 
     passed = run(options.agents, json=options.json, record=options.record)
     return 0 if passed else EXIT_FAILED
 
 
 def attack_verb(options: argparse.Namespace) -> int:
-    from insitu.attack.command import run
+    from insitu.suites.attacks.command import run
 
     overrides, path = _positional(options)
     return 0 if run(options, Path(path) if path else None, overrides) else EXIT_FAILED
 
 
 def tasks_verb(options: argparse.Namespace) -> int:
-    from insitu.curate.command import run
+    from insitu.suites.tasks.command import run
 
     return run(options)
 
 
 def grade_verb(options: argparse.Namespace) -> int:
-    from insitu.collect.regrade import run
+    from insitu.evaluate.regrade import run
 
     same = run(options.run, write=options.write, json=options.json)
     return 0 if same else EXIT_FAILED
 
 
 def recover_verb(options: argparse.Namespace) -> int:
-    from insitu.serve.run import recover_run
+    from insitu.serving.run import recover_run
 
     if not recover_run(options.run, sys.stdout):
         raise ConfigError(f"{options.run} holds no log of an unsealed session")

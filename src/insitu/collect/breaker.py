@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from insitu.errors import SandboxError
-from insitu.sandbox.circuit import Circuit, CircuitOptions
+from insitu.sandbox.circuit_breaker import Circuit, CircuitOptions
 
 
 class Breaker:

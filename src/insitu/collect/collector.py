@@ -6,7 +6,7 @@
 
 Every planned rollout reaches the sink once: decided (`put`) or given up (`discard`), and a group that is
 dropped after its members were decided is discarded too. A dropped group is replaced by a new draw. Cancelling
-a member reaches agent, box and engine through the runner. Called by train/batches.py and
+a member reaches agent, sandbox and engine through the runner. Called by training/batch_source.py and
 `benchmarks/async_.py`.
 """
 
@@ -17,24 +17,30 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from insitu.collect.accounts import Batch, Tally
+from insitu.agents.base import AwayTime, no_time
+from insitu.attempt import AttemptSpec
 from insitu.collect.breaker import Breaker
 from insitu.collect.dispatcher import (
+    AttemptRunner,
     Check,
-    Runner,
+    RolloutObserver,
     Slot,
-    Watcher,
     limit_s,
     nothing_to_check,
 )
-from insitu.collect.draft import Draft, HeldDraw, Member, new_draft, standing
-from insitu.collect.freshness import leaves_room, places, slack, too_old, window
-from insitu.collect.given import AsyncOptions, Before, GroupSink, Supply, Use, any_use
-from insitu.collect.hang import TryTime
+from insitu.collect.options import AsyncOptions, GroupSink, RejectReason, ResumeState, TaskSupply, accept_all
+from insitu.collect.pending_group import (
+    PendingGroup,
+    PendingRollout,
+    ResumedGroup,
+    describe_pending,
+    new_pending_group,
+)
+from insitu.collect.staleness import leaves_room, places, slack, too_old, window
 from insitu.collect.starvation import Starvation
+from insitu.collect.stats import CollectedBatch, CollectStats
+from insitu.collect.timeouts import AttemptDeadline
 from insitu.errors import first_error
-from insitu.harness.base import AwayTime, no_time
-from insitu.rollout import AttemptSpec
 from insitu.types import Group, Rollout, Status
 
 
@@ -47,9 +53,9 @@ class _State:
     delivered: int
     taken: int = 0
     """Groups handed over for the version in force."""
-    refilled: int = 0
+    replaced: int = 0
     """Groups of no use that were replaced under the version in force."""
-    active: dict[int, Draft] = field(default_factory=dict)
+    active: dict[int, PendingGroup] = field(default_factory=dict)
     """Running and ready, in the order of their draws."""
 
 
@@ -58,28 +64,28 @@ class Collector:
 
     def __init__(
         self,
-        attempts: Runner,
+        attempts: AttemptRunner,
         sink: GroupSink,
-        watcher: Watcher,
+        watcher: RolloutObserver,
         breaker: Breaker,
         options: AsyncOptions,
-        supply: Supply,
+        supply: TaskSupply,
         *,
-        use: Use = any_use,
+        use: RejectReason = accept_all,
         check: Check = nothing_to_check,
         warn: Callable[[str], None] = lambda line: None,
         version: int = 0,
-        before: Before | None = None,
+        before: ResumeState | None = None,
     ) -> None:
         """`version`: policy version in force. `warn` gets lines for a person."""
         self._attempts, self._sink, self._watcher, self._breaker = attempts, sink, watcher, breaker
         self._options, self._supply, self._use, self._check, self._warn = options, supply, use, check, warn
-        self._before = before or Before()
+        self._before = before or ResumeState()
         self._now = _State(version, self._before.next_draw, self._before.delivered)
         self._live = asyncio.Event()
         """Clear while new weights are on their way to the engine: nothing is begun for old ones then."""
         self._news = asyncio.Event()
-        self._tally = Tally()
+        self._tally = CollectStats()
         self._starving: Starvation | None = None
         self._last_error = ""
         self._running: asyncio.TaskGroup
@@ -106,18 +112,18 @@ class Collector:
 
     # ------------------------------------------------------------------ the trainer's side
 
-    async def next_batch(self) -> Batch:
+    async def next_batch(self) -> CollectedBatch:
         """The next P groups, oldest first as far as they are ready; fewer only when the demand is met.
 
         Raises TrainError when nothing has moved for the limit.
         """
         now, state = self._clock(), self._now
-        batch: list[Draft] = []
-        self._starving = Starvation(now, self._options.starve_limit_s, self._warn)
+        batch: list[PendingGroup] = []
+        self._starving = Starvation(now, self._options.stall_timeout_s, self._warn)
         while len(batch) < self._options.groups and state.active:
             draft = self._eligible(self._options.groups - len(batch))
             if draft is None:
-                self._leave_retries()
+                self._skip_retries()
                 await self._until_news(self._starving)
                 continue
             del state.active[draft.number]
@@ -142,7 +148,7 @@ class Collector:
 
     def version_published(self, version: int) -> None:
         """The engine samples with it; also called, with the version in force, after a skipped step."""
-        self._now.version, self._now.taken, self._now.refilled = version, 0, 0
+        self._now.version, self._now.taken, self._now.replaced = version, 0, 0
         self._expire(version)
         self._live.set()
         self._admit()
@@ -160,12 +166,12 @@ class Collector:
             state.next_draw += 1
             self._draw(state.next_draw - 1)
 
-    def _draw(self, number: int, held: HeldDraw | None = None) -> None:
+    def _draw(self, number: int, held: ResumedGroup | None = None) -> None:
         o = self._options
         step, group = 1 + number // o.groups, number % o.groups
         slots = [Slot(phase="train", step=step, group=group, slot=s) for s in range(o.members.group_size)]
         task = self._supply(number) if held is None else held.task
-        draft = new_draft(number, task, slots, self._now.version, held)
+        draft = new_pending_group(number, task, slots, self._now.version, held)
         if held is None:
             self._sink.plan(slots, task.id, self._now.version)
             self._tally.drawn += 1
@@ -175,26 +181,26 @@ class Collector:
         self._now.active[number] = draft
         draft.filling = self._running.create_task(self._fill(draft))
 
-    def _eligible(self, missing: int) -> Draft | None:
+    def _eligible(self, missing: int) -> PendingGroup | None:
         """The oldest ready group that may be one of the `missing` of this batch: within the window, which
         begins at the oldest active one, and in no place that an older one will need."""
         o, active, version = self._options, self._now.active, self._now.version
-        ends = next(iter(active)) + window(o.window, o.groups, o.staleness)
+        ends = next(iter(active)) + window(o.lookahead, o.groups, o.staleness)
         slacks = [slack(draft.oldest, version, o.staleness) for draft in active.values()]
         for draft, own in zip(active.values(), slacks, strict=True):
             if draft.group is None or draft.number >= ends:
                 continue
-            if o.overdue == "cancel" or leaves_room(own, slacks, missing, o.groups):
+            if o.late_groups == "cancel" or leaves_room(own, slacks, missing, o.groups):
                 return draft
         return None
 
-    def _leave_retries(self) -> None:
-        """overdue = leave: groups that no later batch can train, and in which nothing but further tries is
-        undecided, go without these if enough of them are graded."""
+    def _skip_retries(self) -> None:
+        """late_groups = "skip": groups that no later batch can train, and in which nothing but further tries
+        is undecided, go without these if enough of them are graded."""
         o, version = self._options, self._now.version
-        for draft in self._now.active.values() if o.overdue == "leave" else ():
+        for draft in self._now.active.values() if o.late_groups == "skip" else ():
             if draft.group is None and slack(draft.oldest, version, o.staleness) <= 0:
-                draft.leave_retries(o.group_min)
+                draft.skip_retries(o.group_min)
 
     def _expire(self, version: int) -> None:
         """Give up what even the next batch would find too old."""
@@ -202,7 +208,7 @@ class Collector:
             if too_old(draft.oldest, version, self._options.staleness):
                 self._doom(draft, "stale")
 
-    def _doom(self, draft: Draft, reason: str) -> None:
+    def _doom(self, draft: PendingGroup, reason: str) -> None:
         del self._now.active[draft.number]
         draft.doom = reason
         if draft.group is not None or draft.filling is None:
@@ -210,14 +216,14 @@ class Collector:
         else:
             draft.filling.cancel()
 
-    def _drop(self, draft: Draft, reason: str) -> None:
+    def _drop(self, draft: PendingGroup, reason: str) -> None:
         """None of the group is trained. Members given up at the deadline were discarded already."""
         self._sink.discard(draft.ids, reason)
         self._tally.dropped(draft, reason)
 
     # ------------------------------------------------------------------ filling a group
 
-    async def _fill(self, draft: Draft) -> None:
+    async def _fill(self, draft: PendingGroup) -> None:
         try:
             async with asyncio.TaskGroup() as deciding:
                 for member in draft.members:
@@ -233,17 +239,17 @@ class Collector:
         else:
             self._settle(draft)
 
-    def _settle(self, draft: Draft) -> None:
+    def _settle(self, draft: PendingGroup) -> None:
         """Every member is decided or given up."""
         draft.group = Group(id=draft.id, task_id=draft.task.id, rollouts=tuple(draft.decided))
         reason = self._use(draft.group) if draft.decided else "deadline"
-        if reason and (self._now.refilled < self._options.refill or not draft.decided):
-            self._now.refilled += 1
+        if reason and (self._now.replaced < self._options.replace_degenerate or not draft.decided):
+            self._now.replaced += 1
             self._doom(draft, reason)
             self._admit()
         self._news.set()
 
-    async def _member(self, draft: Draft, member: Member) -> None:
+    async def _member(self, draft: PendingGroup, member: PendingRollout) -> None:
         try:
             await self._decide(draft, member)
         except asyncio.CancelledError:
@@ -251,7 +257,7 @@ class Collector:
                 raise
             self._give_up(member)
 
-    async def _decide(self, draft: Draft, member: Member) -> None:
+    async def _decide(self, draft: PendingGroup, member: PendingRollout) -> None:
         o = self._options
         for attempt in range(o.members.attempts):
             if attempt:
@@ -276,14 +282,14 @@ class Collector:
         member.decide(rollout)
         self._finished(rollout)
 
-    def _give_up(self, member: Member) -> None:
+    def _give_up(self, member: PendingRollout) -> None:
         """Its group goes on without it."""
         member.given_up = True
         self._sink.discard([member.slot.rollout_id], "deadline")
         self._tally.late += 1
         self._moved()
 
-    async def _try(self, draft: Draft, member: Member) -> Rollout:
+    async def _try(self, draft: PendingGroup, member: PendingRollout) -> Rollout:
         """One try, begun when it has a worker and the weights in force are live. A runner that answers its
         cancellation with a rollout has been cancelled all the same. Raises TimeoutError when it hangs."""
         o, task = self._options, draft.bounded(self._options.deadline_s)
@@ -310,7 +316,7 @@ class Collector:
                 self._sink.cancelled(member.slot, rollout, reason)
 
         try:
-            async with TryTime() as cut:
+            async with AttemptDeadline() as cut:
                 rollout = await self._attempts.run(spec, began, cancelled, self._live.wait)
                 ours = asyncio.current_task()
                 if ours is not None and ours.cancelling():
@@ -340,7 +346,7 @@ class Collector:
             starving.look(self._clock(), self._standing())
 
     def _standing(self) -> str:
-        line = standing(self._now.active.values())
+        line = describe_pending(self._now.active.values())
         return f"{line}; the last failure: {self._last_error}" if self._last_error else line
 
     def _moved(self) -> None:

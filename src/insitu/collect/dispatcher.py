@@ -5,7 +5,7 @@
 Slots wait on the worker pool; nothing else is shared between them. A slot that the sink already holds (after
 a resume) is not run again. When what all slots rest on is gone (the learner), the step ends at once: no slot
 is decided by it. A try that hangs has failed of the infrastructure; a step in which nothing moves ends the
-run. Called by train/loop.py.
+run. Called by training/loop.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from insitu.agents.base import AwayTime, no_time
+from insitu.attempt import NOTHING_SAMPLED, AttemptSpec, Began, at_once, forget
 from insitu.capture.ledger import reassign
 from insitu.collect.breaker import Breaker
-from insitu.collect.hang import TryTime
 from insitu.collect.starvation import Starvation
+from insitu.collect.timeouts import AttemptDeadline
 from insitu.errors import first_error
-from insitu.harness.base import AwayTime, no_time
-from insitu.rollout import NOTHING_SAMPLED, AttemptSpec, Began, at_once, forget
 from insitu.types import Group, Rollout, Status, Task
 
 Phase = Literal["train", "eval_before", "eval_during", "eval_after", "rollout"]
@@ -66,7 +66,7 @@ class Sink(Protocol):
         """Rollout id -> number of the last try known, for a step."""
 
 
-class Watcher(Protocol):
+class RolloutObserver(Protocol):
     """Who wants to know (the view); must not raise and must not wait."""
 
     def rollout_started(self, rollout_id: str) -> None: ...
@@ -90,7 +90,7 @@ class CollectOptions:
     grace_s: float = math.inf
     """From the wall limit of a try, for sealing and grading: one that is undecided then has failed of the
     infrastructure."""
-    starve_limit_s: float = math.inf
+    stall_timeout_s: float = math.inf
     """Without a rollout begun or decided in a step: then the run ends."""
 
 
@@ -100,7 +100,7 @@ def limit_s(task: Task, grace_s: float) -> float:
     return task.limits.wall_s + max(grace_s, 2 * task.grading.timeout_s)
 
 
-class Runner(Protocol):
+class AttemptRunner(Protocol):
     """Decides one attempt: rollout.Attempts, or testing.FakeAttempts."""
 
     async def run(
@@ -129,9 +129,9 @@ class Dispatcher:
 
     def __init__(
         self,
-        attempts: Runner,
+        attempts: AttemptRunner,
         sink: Sink,
-        watcher: Watcher,
+        watcher: RolloutObserver,
         breaker: Breaker,
         options: CollectOptions,
         *,
@@ -221,7 +221,7 @@ class Dispatcher:
             cut.start(limit, away_s)
 
         try:
-            async with TryTime() as cut:
+            async with AttemptDeadline() as cut:
                 return await self._attempts.run(spec, began, stopped.append)
         except TimeoutError:
             if not (cut.expired() and stopped):
@@ -236,10 +236,10 @@ class Dispatcher:
     async def _watch(self, tasks: Sequence[Task], pending: Sequence[asyncio.Task[Rollout]]) -> None:
         """Ends a step in which nothing moves any more. No try may seem to be stuck in its own time."""
         o = self._options
-        if not math.isfinite(o.starve_limit_s):
+        if not math.isfinite(o.stall_timeout_s):
             return
         least = max((task.limits.wall_s for task in tasks), default=0.0)
-        starving = Starvation(_now(), max(o.starve_limit_s, 2 * least), marks=())
+        starving = Starvation(_now(), max(o.stall_timeout_s, 2 * least), marks=())
         self._starving = starving
         while True:
             await asyncio.sleep(starving.next_at - _now())

@@ -1,6 +1,5 @@
 """Typed configuration: TOML with one table per folder plus [run] and [model]."""
 
-from insitu.config.learning import TrainTable
 from insitu.config.load import (
     WARM_START,
     demo_preset,
@@ -10,13 +9,14 @@ from insitu.config.load import (
     model_folder,
     read_toml,
 )
-from insitu.config.tables import BoxKind, Config, HarnessTable, ToyFamily
+from insitu.config.tables import Config, HarnessTable, SandboxKind, ToyFamily
+from insitu.config.training import TrainTable
 
 __all__ = [
     "WARM_START",
-    "BoxKind",
     "Config",
     "HarnessTable",
+    "SandboxKind",
     "ToyFamily",
     "TrainTable",
     "demo_preset",

@@ -34,7 +34,7 @@ class EngineTable(Table):
     """vllm, sglang: times that a request is sent again which the server has not begun."""
     start_timeout_s: SecondsOrZero = 60.0
     """vllm, sglang: seconds that a run waits at its start for a server that is not there yet; 0 = none."""
-    return_timeout_s: Seconds = 300.0
+    reconnect_timeout_s: Seconds = 300.0
     """vllm, sglang: seconds that a server which is gone may take to come back, published to by files."""
     publish: Literal["disk", "delta", "ipc", "nccl"] = "disk"
     """vllm, sglang: how new weights travel: whole files, differences; vllm: ipc on one GPU, nccl."""
@@ -57,7 +57,7 @@ class EngineTable(Table):
     """upstream: most requests of all sessions in one minute; 0 = no limit."""
     max_concurrent: Count = 16
     """upstream: most requests under way."""
-    patience_s: Annotated[float, Field(ge=0)] = 120.0
+    max_wait_s: Annotated[float, Field(ge=0)] = 120.0
     """upstream: seconds one call may wait for its turn and for a busy provider; 0 = it is told at once."""
     max_cost: Annotated[float, Field(ge=0)] = 0.0
     """upstream: cost, in the unit of the prices, after which every call is refused; 0 = no limit."""
@@ -103,7 +103,7 @@ ENGINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "control_timeout_s": _SERVERS,
     "retries": _SERVERS,
     "start_timeout_s": _SERVERS,
-    "return_timeout_s": _SERVERS,
+    "reconnect_timeout_s": _SERVERS,
     "publish": _SERVERS,
     "publish_dir": _SERVERS,
     "publish_dtype": _SERVERS,
@@ -114,7 +114,7 @@ ENGINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "model": _UPSTREAM,
     "requests_per_minute": _UPSTREAM,
     "max_concurrent": _UPSTREAM,
-    "patience_s": _UPSTREAM,
+    "max_wait_s": _UPSTREAM,
     "max_cost": _UPSTREAM,
     "input_price": _UPSTREAM,
     "cached_price": _UPSTREAM,

@@ -13,12 +13,12 @@ from pydantic import Field, model_validator
 from insitu.config.base import Count, CountOrZero, Fraction, OwnPath, Seconds, Table
 from insitu.config.engines import EngineTable
 from insitu.config.gateway import GatewayTable
-from insitu.config.learning import CollectTable, TrainTable
-from insitu.config.policy import PolicyTable
+from insitu.config.model import PolicyTable
 from insitu.config.sft import SftTable
+from insitu.config.training import CollectTable, TrainTable
 
 WARM_AGENTS = ("pi", "script", "terminus")
-"""Agents whose process or box can serve more than one rollout."""
+"""Agents whose process or sandbox can serve more than one rollout."""
 
 ToyFamily = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
 
@@ -49,16 +49,16 @@ Source = Literal[
     "harbor",
     "terminal_bench",
 ]
-BoxKind = Literal["local", "docker", "harbor"]
+SandboxKind = Literal["local", "docker", "harbor"]
 DATA_SET_KEYS = (
     "path",
     "eval_share",
-    "bad_rows",
+    "on_invalid_row",
     "assets",
     "images",
-    "gate",
-    "transform_sample",
-    "evaluate_response",
+    "allowlist",
+    "transform",
+    "reward",
     "checker",
 )
 
@@ -87,11 +87,11 @@ class ModelTable(Table):
 
     path: OwnPath = ""
     """Folder with weights, tokenizer and chat template; empty = the warm start of the demo."""
-    family: str = "auto"
+    renderer: str = "auto"
     """Token rules: auto, template (the folder's own), or the name of rules in the renderers package."""
     max_context_tokens: Count = 4096
     """Prompt plus sampled tokens of one model call."""
-    retention: Literal["all", "template"] = "all"
+    keep_reasoning: Literal["all", "template"] = "all"
     """Reasoning of earlier turns: all = it stays as it was sampled; template = it is dropped where the rules
     of the model drop it, which makes a new branch of each question."""
 
@@ -105,25 +105,25 @@ class TasksTable(Table):
     """File or folder of the data set; not for toy."""
     groups_per_step: Count = 12
     """Tasks per optimizer step."""
-    families: Annotated[tuple[ToyFamily, ...], Field(strict=False)] = ()
+    kinds: Annotated[tuple[ToyFamily, ...], Field(strict=False)] = ()
     """toy: task families to use; empty = all."""
     eval_share: Fraction = 0.25
     """Share of a data set that is held out, by content hash; 1 = all of it, 0 = none. Not for toy."""
-    bad_rows: Literal["refuse", "skip"] = "refuse"
+    on_invalid_row: Literal["refuse", "skip"] = "refuse"
     """A row that cannot be graded: refuse the data set, or leave the row out. Not for toy."""
     assets: OwnPath = ""
     """swe_pro, slime: folder with the set's run scripts."""
     images: OwnPath = ""
     """JSON file, image name or task id -> the reference to use: pins by digest, mirrors; empty = as it is."""
-    gate: OwnPath = ""
+    allowlist: OwnPath = ""
     """File that `insitu tasks validate` wrote: only tasks that passed are used; empty = all."""
-    transform_sample: str = ""
+    transform: str = ""
     """Dotted path of a function row -> row or None, called before anything else; empty = none."""
     checker: str = ""
     """Dotted path of a function (stdin, expected, printed) -> bool, for runner stdio; empty = by words."""
-    build_action: str = ""
+    parse_answer: str = ""
     """Dotted path of a function (reply, task) -> files, for single_turn; empty = the last code block."""
-    evaluate_response: str = ""
+    reward: str = ""
     """Dotted path of a function (row, answer, verdict) -> reward from 0 to 1; empty = the verdict's own."""
 
     @model_validator(mode="after")
@@ -134,7 +134,7 @@ class TasksTable(Table):
                     raise ValueError(f"{key} means nothing with source = 'toy'")
         elif not self.path:
             raise ValueError(f"source = {self.source!r} needs path: the file or folder of the data set")
-        elif self.families:
+        elif self.kinds:
             raise ValueError(f"families means nothing with source = {self.source!r}, only with toy")
         return self
 
@@ -142,38 +142,39 @@ class TasksTable(Table):
 class SandboxTable(Table):
     """Where agents run and are graded."""
 
-    backend: BoxKind = "local"
-    """local = namespaces of this machine; docker = containers, which tasks with images need; harbor = boxes
-    of Harbor's environments (clouds), for grading: no agent reaches the gateway from there."""
-    fallback: BoxKind | Literal[""] = ""
-    """Backend that takes over while `backend` is down; empty = none: boxes wait for it, or fail."""
+    backend: SandboxKind = "local"
+    """local = namespaces of this machine; docker = containers, which tasks with images need; harbor =
+    sandboxes of Harbor's environments (clouds), for grading: no agent reaches the gateway from there."""
+    fallback: SandboxKind | Literal[""] = ""
+    """Backend that takes over while `backend` is down; empty = none: sandboxes wait for it, or fail."""
     environment: str = ""
     """harbor: kind of its environments (e2b, modal, daytona, ...), or dotted path of a function that makes
     one: package.module:function (spec, folder) -> environment."""
     mode: Literal["auto", "bubblewrap", "namespaces"] = "auto"
     """local: how it isolates; auto = bubblewrap, else namespaces."""
     image: str = ""
-    """docker, harbor: image of boxes whose task names none."""
+    """docker, harbor: image of sandboxes whose task names none."""
     program: str = "docker"
     """docker: the command line to use, docker or podman."""
     runtime: str = ""
-    """docker: OCI runtime of the boxes; empty = the daemon's default."""
+    """docker: OCI runtime of the sandboxes; empty = the daemon's default."""
     user: Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] = "1000:1000"
-    """docker, with insitu running as root: user and group that everything in a box runs as."""
+    """docker, with insitu running as root: user and group that everything in a sandbox runs as."""
     memory_mb: Annotated[int, Field(ge=512)] = 4096
-    """Memory of one box, the files it writes to memory included; local: where control groups can be made."""
+    """Memory of one sandbox, the files it writes to memory included; local: where control groups can be
+    made."""
     disk_mb: CountOrZero = 0
-    """docker: what one box of a task's image may write to its disk; 0 = nothing bounds it. Needs storage with
-    quotas: overlay2 on xfs mounted with pquota, btrfs (where what the image holds counts) or zfs. Boxes
-    without such an image write to memory."""
+    """docker: what one sandbox of a task's image may write to its disk; 0 = nothing bounds it. Needs storage
+    with quotas: overlay2 on xfs mounted with pquota, btrfs (where what the image holds counts) or zfs.
+    Sandboxes without such an image write to memory."""
     pull_timeout_s: Seconds = 1800.0
     """docker, harbor: seconds to fetch an image that is not there yet."""
-    permits: CountOrZero = 0
-    """Boxes at once: agents', grading and spare ones; 0 = what the run needs, 128 at least."""
+    max_sandboxes: CountOrZero = 0
+    """Sandboxes at once: agents', grading and spare ones; 0 = what the run needs, 128 at least."""
     warm: CountOrZero = 1
-    """Spare boxes kept ready of a plain spec that is asked for again and again, as grading does."""
-    boot_tries: Count = 3
-    """Tries to start a box before the attempt fails."""
+    """Spare sandboxes kept ready of a plain spec that is asked for again and again, as grading does."""
+    boot_attempts: Count = 3
+    """Tries to start a sandbox before the attempt fails."""
     boot_timeout_s: Seconds = 120.0
     """Of one try; an image that is not there yet has pull_timeout_s more."""
     breaker_failures: Count = 5
@@ -184,7 +185,7 @@ class SandboxTable(Table):
     """How long it is first left alone; doubled by each trial that fails."""
 
     @property
-    def kinds(self) -> tuple[BoxKind, ...]:
+    def kinds(self) -> tuple[SandboxKind, ...]:
         """The backends in use, the one that is preferred first."""
         return (self.backend, self.fallback) if self.fallback else (self.backend,)
 
@@ -206,7 +207,7 @@ class SandboxTable(Table):
         return self
 
 
-SANDBOX_KEYS: Mapping[str, tuple[BoxKind, ...]] = {
+SANDBOX_KEYS: Mapping[str, tuple[SandboxKind, ...]] = {
     "mode": ("local",),
     "environment": ("harbor",),
     "image": ("docker", "harbor"),
@@ -240,12 +241,12 @@ class HarnessTable(Table):
     """fresh = a new agent process per rollout; warm = workers that are wiped in between."""
     workers: Count = 8
     """Rollouts that run at the same time."""
-    recycle_rollouts: Count = 64
+    max_rollouts_per_process: Count = 64
     """Rollouts after which a warm worker is replaced."""
     compact: bool = False
     """pi only: it may compact its context when that gets full. Other agents decide for themselves."""
     artifacts: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Files or folders, in the work folder or home of a box, kept in artifacts/ of the run directory."""
+    """Files or folders, in the work folder or home of a sandbox, kept in artifacts/ of the run directory."""
     artifact_files: Count = 64
     """Most files kept of one attempt."""
     artifact_bytes: Count = 4 << 20
@@ -276,8 +277,8 @@ class GradeTable(Table):
     """Gradings that run at the same time."""
     timeout_s: Seconds = 1800.0
     """Most CPU seconds of one process of a grading. A task may name fewer; it may wait 3 times as long."""
-    min_strength: Literal["weak", "standard", "strong"] = "weak"
-    """Tasks whose verdicts are worth less are refused, or left out with tasks.bad_rows = skip."""
+    min_trust: Literal["weak", "standard", "strong"] = "weak"
+    """Tasks whose verdicts are worth less are refused, or left out with tasks.on_invalid_row = skip."""
 
 
 class RolloutTable(Table):
@@ -312,9 +313,9 @@ class Config(Table):
     policy: PolicyTable = PolicyTable()
 
     @property
-    def boxes_needed(self) -> int:
-        """Boxes with which no part of a run waits for another for ever: one for each worker, which a warm one
-        keeps; for each grading one, and one made ready; one that a task's base is read from."""
+    def sandboxes_needed(self) -> int:
+        """Sandboxes with which no part of a run waits for another for ever: one for each worker, which a
+        warm one keeps; for each grading one, and one made ready; one that a task's base is read from."""
         return self.harness.workers + 2 * self.grade.workers + 1
 
     @property
@@ -332,8 +333,10 @@ class Config(Table):
         # `insitu sft` samples with nothing, whatever engine made the rollouts of sft.run
         if self.policy_trouble and not self.sft.run:
             raise ValueError(self.policy_trouble)
-        if self.model.retention != "all" and self.engine.kind == "upstream" and not self.sft.run:
-            raise ValueError("model.retention means nothing with engine.kind upstream: it has its own rules")
+        if self.model.keep_reasoning != "all" and self.engine.kind == "upstream" and not self.sft.run:
+            raise ValueError(
+                "model.keep_reasoning means nothing with engine.kind upstream: it has its own rules"
+            )
         return self
 
     @model_validator(mode="after")
@@ -363,10 +366,10 @@ class Config(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if 0 < self.sandbox.permits < self.boxes_needed:
+        if 0 < self.sandbox.max_sandboxes < self.sandboxes_needed:
             raise ValueError(
-                f"sandbox.permits = {self.sandbox.permits} is too few: {self.harness.workers} harness.workers"
-                f" and {self.grade.workers} grade.workers need {self.boxes_needed} boxes (0 = enough)"
+                f"sandbox.max_sandboxes = {self.sandbox.max_sandboxes} is too few: {self.harness.workers} harness.workers"
+                f" and {self.grade.workers} grade.workers need {self.sandboxes_needed} sandboxes (0 = enough)"
             )
         if self.harness.mode == "warm" and self.harness.agent not in WARM_AGENTS:
             raise ValueError(

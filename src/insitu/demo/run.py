@@ -12,16 +12,16 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from insitu.chat.load import load_renderer
+from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, demo_preset, load_config, model_folder
-from insitu.record.run import read_config, read_store
-from insitu.record.store import Store
-from insitu.render.family import Family
-from insitu.render.load import load_family
-from insitu.train.loop import TrainOptions, train
+from insitu.storage.run_dir import read_config, read_store
+from insitu.storage.store import Store
+from insitu.training.loop import TrainOptions, train
 from insitu.types import IntArray, Rollout
 from insitu.view.base import View
-from insitu.view.finish import finish
 from insitu.view.report import ShownRollout, ShownTurn
+from insitu.view.run_report import finish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class DemoOptions:
     """Make the warm start; the command line refuses it with `resume`, whose run keeps its own."""
     resume: Path | None = None
     began: float = field(default_factory=monotonic)
-    """When the process started; see train.loop.TrainOptions."""
+    """When the process started; see training.loop.TrainOptions."""
 
 
 def demo_config(options: DemoOptions) -> Config:
@@ -49,7 +49,7 @@ def run_demo(options: DemoOptions, view: View) -> Mapping[str, Any]:
     config = demo_config(options)
     extra: dict[str, float] = {}
     if options.from_scratch and options.resume is None:
-        from insitu.demo.warm import make_warm_start
+        from insitu.demo.warm_start import make_warm_start
 
         start = monotonic()
         folder = make_warm_start(config, view)
@@ -62,11 +62,11 @@ def write_report(run_dir: Path, summary: Mapping[str, Any]) -> str:
     """Write curve.svg and report.txt of a finished run, with one task told before and after training."""
     config = read_config(run_dir)
     with read_store(run_dir) as store:
-        told = _pair(store, config, load_family(model_folder(config), config.model.family))
+        told = _pair(store, config, load_renderer(model_folder(config), config.model.renderer))
     return finish(run_dir, summary, told)
 
 
-def _pair(store: Store, config: Config, family: Family) -> tuple[ShownRollout, ...]:
+def _pair(store: Store, config: Config, renderer: ChatRenderer) -> tuple[ShownRollout, ...]:
     """The same held-out task before and after: the first that was learned, else the first."""
     before = store.rollouts("eval_before", 0)
     after = {r.task_id: r for r in store.rollouts("eval_after", config.run.steps)}
@@ -75,19 +75,19 @@ def _pair(store: Store, config: Config, family: Family) -> tuple[ShownRollout, .
     if not pairs:
         return ()
     first, then = (learned or pairs)[0]
-    return (shown(first, family, "before training"), shown(then, family, "after training"))
+    return (shown(first, renderer, "before training"), shown(then, renderer, "after training"))
 
 
-def shown(rollout: Rollout, family: Family, when: str) -> ShownRollout:
+def shown(rollout: Rollout, renderer: ChatRenderer, when: str) -> ShownRollout:
     """A stored rollout, decoded turn by turn; the agent's constant prompt is left out."""
     turns: list[ShownTurn] = []
     for turn in rollout.trajectory.turns:
-        context = family.decode(turn.context_ids)
+        context = renderer.decode(turn.context_ids)
         if turn.parent < 0:
             turns.append(ShownTurn(speaker="task", text=_between(context, "<|im_start|>user\n")))
         else:
             turns.append(ShownTurn(speaker="tool", text=_between(context, "<tool_response>\n")))
-        turns.append(ShownTurn(speaker="model", text=_said(family, turn.ids)))
+        turns.append(ShownTurn(speaker="model", text=_said(renderer, turn.ids)))
     verdict = rollout.verdict
     said = (
         "not graded"
@@ -104,7 +104,7 @@ def _between(text: str, start: str) -> str:
     return tail
 
 
-def _said(family: Family, ids: IntArray) -> str:
-    parsed = family.parse(ids)
+def _said(renderer: ChatRenderer, ids: IntArray) -> str:
+    parsed = renderer.parse(ids)
     calls = [f"{c.name} {c.arguments}" for c in parsed.calls]
     return "\n".join([*([parsed.text] if parsed.text else []), *calls])

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from insitu.demo.policy import Habits, edit
-from insitu.demo.synth import Demonstration, Desk, render
-from insitu.render.family import Family
+from insitu.chat.renderer import ChatRenderer
+from insitu.demo.demonstrator import Habits, edit
+from insitu.demo.rendered_demonstrations import Demonstration, Desk, render
 from insitu.tasks.toy import FAMILIES, ToyProblem, ToySource
 from insitu.types import BoolArray, IntArray, Limits, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SftBatch:
+class DemonstrationBatch:
     """Right-padded rows [B, T] behind a shared prefix [P]; mask True = this token is a target."""
 
     prefix: IntArray
@@ -61,7 +61,7 @@ class SftJob:
     rows: int = 32
     recorded_rows: int = 4
     """Of each batch, rows that were recorded through the agent; the rest is rendered."""
-    families: tuple[str, ...] = (*sorted(FAMILIES), "comparison", "extreme")
+    kinds: tuple[str, ...] = (*sorted(FAMILIES), "comparison", "extreme")
     """Families of the rendered rows; the two whose signs no other family uses come twice as often."""
     lr: float = 4e-3
     muon_lr: float = 0.025
@@ -118,9 +118,9 @@ def read_recorded(path: Path) -> Recorded:
     return Recorded(prefixes=prefixes, rows=rows)
 
 
-def batches(job: SftJob, family: Family, recorded: Recorded) -> Iterator[SftBatch]:
+def batches(job: SftJob, renderer: ChatRenderer, recorded: Recorded) -> Iterator[DemonstrationBatch]:
     """Every batch of the job, a pure function of it."""
-    source = ToySource(Limits(), seed=1000 + job.seed, families=job.families)
+    source = ToySource(Limits(), seed=1000 + job.seed, kinds=job.kinds)
     rng, at = random.Random(job.seed), 0
     turns = [0, *range(len(recorded.prefixes))] if len(recorded.prefixes) > 1 else [0]
     for index, phase in enumerate(job.phases):
@@ -130,24 +130,24 @@ def batches(job: SftJob, family: Family, recorded: Recorded) -> Iterator[SftBatc
             count = job.rows - len(kept)
             problems = [source.problem(t) for t in source.tasks("train", at, count)]
             at += count
-            rows = [*kept, *(render(family, p, phase.habits, job.seed) for p in problems)]
+            rows = [*kept, *(render(renderer, p, phase.habits, job.seed) for p in problems)]
             ids, mask = padded(rows)
-            yield SftBatch(prefix=recorded.prefixes[turns[step % len(turns)]], rows=ids, mask=mask)
+            yield DemonstrationBatch(prefix=recorded.prefixes[turns[step % len(turns)]], rows=ids, mask=mask)
 
 
-def edit_turn(family: Family, problem: ToyProblem, look: Message) -> Demonstration:
+def edit_turn(renderer: ChatRenderer, problem: ToyProblem, look: Message) -> Demonstration:
     """A demonstration up to the right edit after one look; the mask is the edit alone."""
     result = Message(role="tool", text=Desk(problem).answer(look.tool_calls[0])[0], tool_call_id="gate")
-    looked = family.render_reply(look)
+    looked = renderer.render_reply(look)
     before = [
-        family.append([Message(role="user", text=problem.prompt)]),
-        family.generation_prompt(),
+        renderer.append([Message(role="user", text=problem.prompt)]),
+        renderer.generation_prompt(),
         looked,
-        family.close(looked, "stop"),
-        family.append([result]),
-        family.generation_prompt(),
+        renderer.close(looked, "stop"),
+        renderer.append([result]),
+        renderer.generation_prompt(),
     ]
-    right = family.render_reply(edit(problem, problem.fault.old, problem.fault.new))
+    right = renderer.render_reply(edit(problem, problem.fault.old, problem.fault.new))
     ids = np.concatenate([*before, right])
     mask = np.zeros(len(ids), np.bool_)
     mask[-len(right) :] = True

@@ -16,16 +16,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from insitu.demo.policy import call
+from insitu.chat.load import load_renderer
+from insitu.chat.renderer import ChatRenderer
+from insitu.demo.demonstrator import call
 from insitu.demo.sft_data import batches, edit_turn, padded, read_job, read_recorded
-from insitu.engine.embedded_model import ModelConfig, Qwen3, initialise, save_model
+from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, save_model
 from insitu.errors import TrainError
-from insitu.render.family import Family
-from insitu.render.load import load_family
 from insitu.tasks.toy import ToySource
-from insitu.train.learner.follow import follow_parent, main_of_child
-from insitu.train.sft.warm import Sft, SftConfig
-from insitu.train.trainer.optim import OptimConfig
+from insitu.training.learner.parent_watch import follow_parent, main_of_child
+from insitu.training.sft.trainer import Sft, SftConfig
+from insitu.training.trainer.optimizer import OptimConfig
 from insitu.types import IntArray, Limits
 
 GATE = 0.9
@@ -37,7 +37,7 @@ GATE_EVERY = 250
 
 
 @torch.no_grad()
-def gate(model: Qwen3, family: Family, prefix: IntArray, tasks: int = GATE_TASKS) -> dict[str, float]:
+def gate(model: Qwen3, renderer: ChatRenderer, prefix: IntArray, tasks: int = GATE_TASKS) -> dict[str, float]:
     """Family -> share of unseen tasks whose whole edit is the argmax, over both ways of looking."""
     source = ToySource(Limits())
     problems = [source.problem(t) for t in source.tasks("eval", GATE_FROM, tasks)]
@@ -49,12 +49,12 @@ def gate(model: Qwen3, family: Family, prefix: IntArray, tasks: int = GATE_TASKS
             [call("read", path=p.path) for p in part],
             [call("bash", command="python3 check.py")] * len(part),
         ):
-            ids, mask = padded([edit_turn(family, p, w) for p, w in zip(part, ways, strict=True)])
+            ids, mask = padded([edit_turn(renderer, p, w) for p, w in zip(part, ways, strict=True)])
             rows = torch.from_numpy(ids.astype(np.int64))
             best = model.logits(model.hidden(shared, rows)[:, :-1]).argmax(-1)
             right = ((best == rows[:, 1:]) | ~torch.from_numpy(mask[:, 1:])).all(1)
             for problem, hit in zip(part, right.tolist(), strict=True):
-                hits.setdefault(problem.family, []).append(hit)
+                hits.setdefault(problem.category, []).append(hit)
     return {name: round(sum(h) / len(h), 4) for name, h in sorted(hits.items())}
 
 
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> None:
     folder: Path = args.folder
     job = read_job(folder / "job.json")
     torch.set_num_threads(job.threads)
-    family = load_family(folder)
-    model = initialise(ModelConfig(vocab_size=family.vocab_size), job.seed)
+    renderer = load_renderer(folder)
+    model = initialise(ModelConfig(vocab_size=renderer.vocab_size), job.seed)
     optim = OptimConfig(
         lr=job.lr,
         muon_lr=job.muon_lr,
@@ -86,11 +86,11 @@ def run(args: argparse.Namespace) -> None:
             say(step=step, steps=job.steps, loss=round(loss, 4), accuracy=round(accuracy, 4))
 
     recorded = read_recorded(folder / "recorded.npz")
-    for step, batch in enumerate(batches(job, family, recorded), 1):
+    for step, batch in enumerate(batches(job, renderer, recorded), 1):
         report(step, *sft.step(batch.prefix, batch.rows, batch.mask))
         if step % GATE_EVERY == 0:
-            say(gate=gate(model, family, recorded.prefixes[0], 96), step=step)
-    measured = gate(model, family, recorded.prefixes[0])
+            say(gate=gate(model, renderer, recorded.prefixes[0], 96), step=step)
+    measured = gate(model, renderer, recorded.prefixes[0])
     (folder / "gate.json").write_text(json.dumps(measured, indent=1) + "\n")
     save_model(model, folder)
     low = {name: rate for name, rate in measured.items() if rate < GATE}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from insitu.attempt import NOTHING_SAMPLED
 from insitu.collect.dispatcher import Phase, Slot
 from insitu.errors import RecordError
-from insitu.record.outline import Outline
-from insitu.record.store import Store
-from insitu.rollout import NOTHING_SAMPLED
-from insitu.train.loop import WALL_S, WallClock
+from insitu.storage.store import Store
+from insitu.storage.summaries import Outline
+from insitu.training.loop import WALL_S, WallClock
 from insitu.types import Rollout, Status, Task
 
 PHASE: Phase = "rollout"
@@ -58,7 +58,7 @@ def _decided(outline: Outline) -> Rollout:
     return Rollout(
         id=outline.rollout_id,
         task_id=outline.task_id,
-        family=outline.family,
+        category=outline.category,
         status=outline.status,
         reward=outline.reward,
         trajectory=NOTHING_SAMPLED,

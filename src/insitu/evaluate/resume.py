@@ -7,14 +7,14 @@ from pathlib import Path
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
-from insitu.record.run import read_config
+from insitu.storage.run_dir import read_config
 
 FREE = (
     "collect.attempts",
     "engine.key_env",
     "engine.max_concurrent",
     "engine.max_cost",
-    "engine.patience_s",
+    "engine.max_wait_s",
     "engine.requests_per_minute",
     "engine.url",
     "grade.workers",

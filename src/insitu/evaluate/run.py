@@ -1,6 +1,6 @@
 """`insitu rollout`: rollouts of many tasks without training, on any engine, graded, stored, resumable.
 
-    source -> Dispatcher -> Attempts (gateway, boxes, judge) -> store -> report
+    source -> Dispatcher -> Attempts (gateway, sandboxes, judge) -> store -> report
 
 With a provider as engine (`upstream`) the gateway passes calls on and keeps their text; with any other it
 samples tokens. What is stored before a kill is never run again. Never imports torch. Caller: cli.
@@ -16,30 +16,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from insitu.collect.agents import Crew, model_name, open_crew
+from insitu.attempt import AttemptExecutor, Judge, Sessions
 from insitu.collect.breaker import Breaker
 from insitu.collect.dispatcher import CollectOptions, Dispatcher
-from insitu.collect.gateway import gateway_config
-from insitu.collect.prepare import Prepared, check_weights, prepare, prepare_tasks
-from insitu.collect.upstream import open_upstream
 from insitu.config import Config
 from insitu.errors import ConfigError, RecordError
 from insitu.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, open_places
 from insitu.evaluate.summary import render, summarise, write_results
 from insitu.gateway.server import Gateway
-from insitu.grade.clean import runner_for
-from insitu.record.artifacts import AgentArtifacts
-from insitu.record.host_calls import HostCallLog
-from insitu.record.logs import AgentLogs, log_to
-from insitu.record.run import KIND, RunDir, write_text
-from insitu.record.scratch import remove_stale_scratch, scratch_folder
-from insitu.record.store import Score, Store
-from insitu.rollout import Attempts, Judge, Sessions
-from insitu.stop import run_interruptible
+from insitu.grading.grader import runner_for
+from insitu.runtime.agents import Crew, model_name, open_crew
+from insitu.runtime.gateway import gateway_config
+from insitu.runtime.preflight import Prepared, check_weights, prepare, prepare_tasks
+from insitu.runtime.upstream import open_upstream
+from insitu.shutdown import run_interruptible
+from insitu.storage.artifacts import AgentArtifacts
+from insitu.storage.host_calls import HostCallLog
+from insitu.storage.logs import AgentLogs, log_to
+from insitu.storage.run_dir import KIND, RunDir, write_text
+from insitu.storage.store import Score, Store
+from insitu.storage.temp_dirs import remove_stale_scratch, scratch_folder
 from insitu.tasks.base import Split, TaskSource
-from insitu.train.assembly import make_judge
-from insitu.train.learner.sampler import Sampler, open_sampler
-from insitu.train.loop import WALL_S, Observer, WallClock
+from insitu.training.build import make_judge
+from insitu.training.learner.sampler import Sampler, open_sampler
+from insitu.training.loop import WALL_S, TrainingObserver, WallClock
 from insitu.types import Task
 
 ROLLOUT = "rollout"
@@ -65,7 +65,7 @@ class RolloutOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class RolloutStage:
     """Where agents run and whom they talk to."""
 
     sessions: Sessions
@@ -76,8 +76,8 @@ class Stage:
 
 @asynccontextmanager
 async def _stage(
-    run: RunDir, prepared: Prepared, sockets: Path, view: Observer, options: RolloutOptions
-) -> AsyncIterator[Stage]:
+    run: RunDir, prepared: Prepared, sockets: Path, view: TrainingObserver, options: RolloutOptions
+) -> AsyncIterator[RolloutStage]:
     config, means = run.config, prepared.means
     async with AsyncExitStack() as stack:
         if config.engine.kind == "upstream":
@@ -85,16 +85,16 @@ async def _stage(
             upstream = await stack.enter_async_context(open_upstream(config, records, view.note))
             await upstream.check()
             crew = await stack.enter_async_context(open_crew(config, upstream, sockets, means))
-            yield Stage(sessions=upstream, crew=crew, check=upstream.check)
+            yield RolloutStage(sessions=upstream, crew=crew, check=upstream.check)
             return
-        family = prepared.rules
+        renderer = prepared.rules
         log = run.logs / "learner.log"
-        sampler = await stack.enter_async_context(options.sampler(config, family, log, view.note))
+        sampler = await stack.enter_async_context(options.sampler(config, renderer, log, view.note))
         gateway = await stack.enter_async_context(
-            Gateway(sampler.engine, family, gateway_config(config), say=view.note)
+            Gateway(sampler.engine, renderer, gateway_config(config), say=view.note)
         )
         crew = await stack.enter_async_context(open_crew(config, gateway, sockets, means))
-        yield Stage(sessions=gateway, crew=crew, check=sampler.check)
+        yield RolloutStage(sessions=gateway, crew=crew, check=sampler.check)
 
 
 def prepare_rollouts(config: Config, say: Callable[[str], None]) -> Prepared:
@@ -105,7 +105,7 @@ def prepare_rollouts(config: Config, say: Callable[[str], None]) -> Prepared:
 
 def chosen_tasks(config: Config, source: TaskSource) -> Sequence[Task]:
     """The tasks of [rollout]. Raises ConfigError when there are none, TaskError when one of them cannot be
-    graded: before any box boots."""
+    graded: before any sandbox boots."""
     table = config.rollout
     size = source.size(table.split)
     if size is None and not table.tasks:
@@ -138,9 +138,11 @@ def _check_kind(store: Store, resumed: bool, path: Path) -> None:
     store.set_meta(KIND, ROLLOUT)
 
 
-def _dispatcher(run: RunDir, stage: Stage, judge: Judge, sink: ResultSink, view: Observer) -> Dispatcher:
+def _dispatcher(
+    run: RunDir, stage: RolloutStage, judge: Judge, sink: ResultSink, view: TrainingObserver
+) -> Dispatcher:
     c = run.config
-    attempts = Attempts(
+    attempts = AttemptExecutor(
         stage.sessions,
         stage.crew.workers,
         judge,
@@ -157,12 +159,12 @@ def _dispatcher(run: RunDir, stage: Stage, judge: Judge, sink: ResultSink, view:
         whole=False,
         grace_s=c.collect.group_grace_s,
         # no rollout may seem to be stuck before its own limit has passed
-        starve_limit_s=max(c.collect.starve_limit_s, 2 * c.limits.wall_s),
+        stall_timeout_s=max(c.collect.stall_timeout_s, 2 * c.limits.wall_s),
     )
     return Dispatcher(attempts, sink, view, Breaker(), options, check=stage.check)
 
 
-async def _rollout(config: Config, view: Observer, options: RolloutOptions) -> Mapping[str, Any]:
+async def _rollout(config: Config, view: TrainingObserver, options: RolloutOptions) -> Mapping[str, Any]:
     view.begin(f"{config.harness.agent}, seed {config.run.seed}", 0)
     view.stage("checking the configuration and the tasks")
     prepared = None if options.resume else prepare_rollouts(config, view.note)
@@ -198,7 +200,7 @@ async def _fill(
     run: RunDir,
     store: Store,
     prepared: Prepared,
-    view: Observer,
+    view: TrainingObserver,
     clock: WallClock,
     options: RolloutOptions,
 ) -> None:
@@ -216,9 +218,9 @@ async def _fill(
 async def _collect(
     run: RunDir,
     store: Store,
-    stage: Stage,
+    stage: RolloutStage,
     prepared: Prepared,
-    view: Observer,
+    view: TrainingObserver,
     clock: WallClock,
 ) -> None:
     c, source, tasks = run.config, prepared.source, prepared.tasks
@@ -251,7 +253,9 @@ def _other_tasks(config: Config, source: TaskSource) -> str:
     )
 
 
-def rollout(config: Config, view: Observer, options: RolloutOptions | None = None) -> Mapping[str, Any]:
+def rollout(
+    config: Config, view: TrainingObserver, options: RolloutOptions | None = None
+) -> Mapping[str, Any]:
     """Run or continue to the end; returns what summary.json holds.
 
     Raises InsituError, or KeyboardInterrupt after a clean stop.

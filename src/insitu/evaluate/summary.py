@@ -10,12 +10,12 @@ from typing import Any
 
 import orjson
 
-from insitu.collect.upstream import spent_in
 from insitu.evaluate.pass_at_k import Counted, PassAtK, estimate, ladder
 from insitu.evaluate.results import PHASE, STEP
-from insitu.record.outline import Outline
-from insitu.record.run import RunDir, write_text
-from insitu.record.store import Store
+from insitu.runtime.upstream import spent_in
+from insitu.storage.run_dir import RunDir, write_text
+from insitu.storage.store import Store
+from insitu.storage.summaries import Outline
 from insitu.types import Outcome, Status, Task
 from insitu.view.base import duration
 
@@ -59,8 +59,8 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
         "reward_mean": sum(rewards) / len(rewards) if rewards else None,
         "status": {status.value: sum(o.status is status for o in held) for status in Status},
         "verdict": {kind.value: sum(o.outcome is kind for o in held) for kind in Outcome},
-        "strength": dict(Counter(o.strength for o in held if o.strength)),
-        "families": _families(held),
+        "trust": dict(Counter(o.trust for o in held if o.trust)),
+        "categories": _kinds(held),
         "egress_attempts": sum(o.egress_attempts or 0 for o in held),
         "tries": sum(store.tried(f"{PHASE}/").values()),
         "masked": _masked(store, held),
@@ -90,11 +90,11 @@ def _plain(level: PassAtK) -> Mapping[str, Any]:
     }
 
 
-def _families(held: Sequence[Outline]) -> Mapping[str, Any]:
+def _kinds(held: Sequence[Outline]) -> Mapping[str, Any]:
     found: dict[str, list[bool]] = {}
     for one in held:
-        if one.family and one.reward is not None:
-            found.setdefault(one.family, []).append(solved(one))
+        if one.category and one.reward is not None:
+            found.setdefault(one.category, []).append(solved(one))
     return {name: {"resolved": sum(f), "graded": len(f)} for name, f in sorted(found.items())}
 
 
@@ -134,7 +134,7 @@ def _line(held: Outline) -> Mapping[str, Any]:
         "status": held.status.value,
         "verdict": None if held.outcome is None else held.outcome.value,
         "reward": held.reward,
-        "strength": held.strength,
+        "trust": held.trust,
         "tries": held.attempt,
         "calls": held.calls,
         "prompt_tokens": held.prompt_tokens,
@@ -168,9 +168,9 @@ def _lines(s: Mapping[str, Any]) -> Iterator[str]:
     if s["reward_mean"] is not None:
         yield f"  reward    {s['reward_mean']:.3f} on average"
     yield f"  status    {_counts(s['status'])}"
-    yield f"  verdicts  {_counts(s['verdict'])}; graded {_counts(s['strength'])}"
-    for name, family in s["families"].items():
-        yield f"    {name}: {family['resolved']}/{family['graded']}"
+    yield f"  verdicts  {_counts(s['verdict'])}; graded {_counts(s['trust'])}"
+    for name, category in s["categories"].items():
+        yield f"    {name}: {category['resolved']}/{category['graded']}"
     guessed = f", {s['estimated_calls']} calls estimated" if s["estimated_calls"] else ""
     cost = "" if s["cost"] is None else f", cost {s['cost']:.4g}"
     yield (

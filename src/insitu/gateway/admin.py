@@ -30,13 +30,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu.errors import ConfigError, InsituError
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.export import FORMS, export_json, export_npz
 from insitu.gateway.host_tools import HostTool
-from insitu.gateway.listen import Listener, listen_tcp, listen_unix
+from insitu.gateway.listeners import Listener, listen_tcp, listen_unix
 from insitu.gateway.request import read_json, secret_of
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session, secret_digest
-from insitu.gateway.shim import TextShim
+from insitu.gateway.session_export import FORMS, export_json, export_npz
+from insitu.gateway.text_tool_calls import TextShim
 from insitu.types import MIN_TEMPERATURE, Limits, Trajectory
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Host tools: what the operator lets the agent say to the outside of its box, and nothing comes back.
+"""Host tools: what the operator lets the agent say to the outside of its sandbox, and nothing comes back.
 
 A tool is registered for one session, its arguments are checked against its schema, calls are kept in order
 for the operator, and the answer is an acknowledgement or the schema's complaint: never a result, never a
@@ -20,7 +20,7 @@ from jsonschema.exceptions import SchemaError, ValidationError
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from insitu.capture.history import History
+from insitu.capture.message_history import History
 from insitu.errors import ConfigError
 from insitu.gateway.dialects.base import WireError, json_text
 from insitu.types import Message, ModelRequest, ToolCall, ToolSpec

@@ -26,7 +26,7 @@ class RpcError(Exception):
         self.code = code
 
 
-def answer(box: ToolBox, message: Mapping[str, object]) -> Mapping[str, object] | None:
+def answer(sandbox: ToolBox, message: Mapping[str, object]) -> Mapping[str, object] | None:
     """The response to one message, None to a notification or a response."""
     if "method" not in message and ("result" in message or "error" in message):
         return None
@@ -40,13 +40,13 @@ def answer(box: ToolBox, message: Mapping[str, object]) -> Mapping[str, object] 
         params = message.get("params") or {}
         if not isinstance(params, dict):
             raise RpcError(INVALID_PARAMS, "params must be an object")
-        return {"jsonrpc": "2.0", "id": number, "result": _result(box, method, params)}
+        return {"jsonrpc": "2.0", "id": number, "result": _result(sandbox, method, params)}
     except RpcError as error:
         failure = {"code": error.code, "message": str(error)}
         return {"jsonrpc": "2.0", "id": number, "error": failure}
 
 
-def _result(box: ToolBox, method: str, params: Mapping[str, object]) -> Mapping[str, object]:
+def _result(sandbox: ToolBox, method: str, params: Mapping[str, object]) -> Mapping[str, object]:
     if method == "initialize":
         asked = params.get("protocolVersion")
         return {
@@ -57,24 +57,24 @@ def _result(box: ToolBox, method: str, params: Mapping[str, object]) -> Mapping[
     if method == "ping":
         return {}
     if method == "tools/list":
-        return {"tools": list(listed(box))}
+        return {"tools": list(listed(sandbox))}
     if method == "tools/call":
-        return _call(box, params)
+        return _call(sandbox, params)
     raise RpcError(METHOD_NOT_FOUND, f"no such method: {method[:64]}")
 
 
-def listed(box: ToolBox) -> list[Mapping[str, object]]:
+def listed(sandbox: ToolBox) -> list[Mapping[str, object]]:
     """The tools as MCP describes them."""
     return [
         {"name": tool.name, "description": tool.description, "inputSchema": tool.parameters}
-        for tool in box.tools
+        for tool in sandbox.tools
     ]
 
 
-def _call(box: ToolBox, params: Mapping[str, object]) -> Mapping[str, object]:
+def _call(sandbox: ToolBox, params: Mapping[str, object]) -> Mapping[str, object]:
     name = params.get("name")
     try:
-        said = box.call(name if isinstance(name, str) else "", params.get("arguments") or {})
+        said = sandbox.call(name if isinstance(name, str) else "", params.get("arguments") or {})
     except WireError as error:
         if error.cause == "not_found":
             raise RpcError(INVALID_PARAMS, str(error)) from error

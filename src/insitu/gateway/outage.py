@@ -1,6 +1,6 @@
 """Whether a provider is there: lines for the person when it goes and comes back, and the end of patience.
 
-Fed by every call of every session. Caller: passthrough; collect/upstream.py ends a run by it.
+Fed by every call of every session. Caller: passthrough; runtime/upstream.py ends a run by it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from insitu.errors import EngineUnavailable
-from insitu.gateway.pace import LONGEST_PAUSE_S
+from insitu.gateway.rate_limit import LONGEST_PAUSE_S
 
 AWAY = frozenset({502, 503, 504})
 """HTTP statuses of a proxy before a provider that is not there."""
@@ -27,11 +27,11 @@ class Outage:
     def __init__(
         self,
         url: str,
-        patience_s: float,
+        max_wait_s: float,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._url, self._patience_s, self._say, self._clock = url, patience_s, say, clock
+        self._url, self._max_wait_s, self._say, self._clock = url, max_wait_s, say, clock
         self._since: float | None = None
         self._last = 0.0
         self._why, self._told = "", False
@@ -52,7 +52,7 @@ class Outage:
             self._told = True
             self._say(
                 f"the provider at {self._url} does not answer: {why}; asking again for"
-                f" {self._limit_s:g} s (engine.patience_s)"
+                f" {self._limit_s:g} s (engine.max_wait_s)"
             )
 
     def answered(self) -> None:
@@ -69,10 +69,10 @@ class Outage:
         """Raises EngineUnavailable when it is over."""
         if self.over:
             raise EngineUnavailable(
-                f"the provider at {self._url} has not answered for {self.lasted_s:.0f} s (engine.patience_s ="
-                f" {self._patience_s:g}): {self._why}"
+                f"the provider at {self._url} has not answered for {self.lasted_s:.0f} s (engine.max_wait_s ="
+                f" {self._max_wait_s:g}): {self._why}"
             )
 
     @property
     def _limit_s(self) -> float:
-        return max(LEAST_S, self._patience_s)
+        return max(LEAST_S, self._max_wait_s)

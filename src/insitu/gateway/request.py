@@ -22,7 +22,7 @@ from aiohttp import web
 from insitu.gateway.dialects.base import WireError, deeper
 from insitu.gateway.host_tools import HostTool
 from insitu.gateway.routes import Route, dialect_of
-from insitu.gateway.shim import TextShim
+from insitu.gateway.text_tool_calls import TextShim
 
 _INLINE_UNPACK = 1 << 16
 """A packed body up to this size is unpacked on the event loop."""
@@ -64,7 +64,7 @@ class GatewayConfig:
     """Text up to this length is encoded on the event loop."""
     auxiliary: Literal["exclude", "train"] = "exclude"
     """Turns of side calls (capture.segments): left out of training, or trained as a sub-agent's."""
-    retention: Literal["all", "template"] = "all"
+    keep_reasoning: Literal["all", "template"] = "all"
     """Reasoning of earlier turns: kept as it was sampled, or dropped where the family's rules drop it."""
     tools: tuple[HostTool, ...] = ()
     """Host tools of sessions that are opened without their own."""
@@ -90,7 +90,7 @@ class GatewayCounters:
     """Unexpected exceptions at the request boundary."""
 
 
-class Intake:
+class MemoryBudget:
     """Bytes of the bodies that no session has taken on yet, over all connections of a gateway."""
 
     def __init__(self, limit: int) -> None:
@@ -104,12 +104,12 @@ class Intake:
         self.held += count
 
 
-class Share:
+class MemoryShare:
     """What one request holds of an Intake, until it leaves the `with` block."""
 
     __slots__ = ("_count", "_intake")
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: MemoryBudget) -> None:
         self._intake, self._count = intake, 0
 
     def __enter__(self) -> Self:
@@ -124,7 +124,10 @@ class Share:
 
 
 async def read_body(
-    http: web.BaseRequest, config: GatewayConfig, max_bytes: int | None = None, share: Share | None = None
+    http: web.BaseRequest,
+    config: GatewayConfig,
+    max_bytes: int | None = None,
+    share: MemoryShare | None = None,
 ) -> bytes:
     """The body, unpacked. Raises WireError when it is too large or too slow."""
     chunks: list[bytes] = []

@@ -19,35 +19,35 @@ from typing import Self
 
 from aiohttp import web
 
-from insitu.engine.base import Engine
+from insitu.chat.renderer import ChatRenderer, forgotten_before
+from insitu.engines.base import Engine
 from insitu.gateway import mcp
-from insitu.gateway.bodies import Bodies, BodyName
+from insitu.gateway.body_cache import BodyCache, BodyName
 from insitu.gateway.connection import name_request, vouch
-from insitu.gateway.deliver import CallReport, Delivery, json_response
 from insitu.gateway.dialects.anthropic import AnthropicDialect
 from insitu.gateway.dialects.base import Dialect, WireCall, WireError
 from insitu.gateway.dialects.chat import ChatDialect
 from insitu.gateway.dialects.gemini import GeminiDialect
 from insitu.gateway.dialects.responses import ResponsesDialect
 from insitu.gateway.host_tools import HostCall, HostTool, ToolBox
-from insitu.gateway.listen import Listener, listen_tcp, listen_unix
-from insitu.gateway.refusals import Refusals
+from insitu.gateway.listeners import Listener, listen_tcp, listen_unix
+from insitu.gateway.rejected_calls import Refusals
 from insitu.gateway.request import (
     GatewayConfig,
     GatewayCounters,
-    Intake,
-    Share,
+    MemoryBudget,
+    MemoryShare,
     dialect_name,
     hints_of,
     read_body,
     read_json,
     secret_of,
 )
+from insitu.gateway.response_writer import CallReport, Delivery, json_response
 from insitu.gateway.routes import Route, take_apart
 from insitu.gateway.session import Session, secret_digest
 from insitu.gateway.session_spec import SessionSpec
-from insitu.gateway.shim import ShimWatch, TextShim
-from insitu.render.family import Family, forgotten_before
+from insitu.gateway.text_tool_calls import ShimWatch, TextShim
 from insitu.types import Limits
 
 __all__ = ["CallReport", "Gateway", "GatewayConfig", "GatewayCounters", "Listener"]
@@ -67,7 +67,7 @@ class Gateway:
     def __init__(
         self,
         engine: Engine,
-        family: Family,
+        renderer: ChatRenderer,
         config: GatewayConfig | None = None,
         on_call: Callable[[CallReport], None] | None = None,
         say: Callable[[str], None] = log.warning,
@@ -77,15 +77,15 @@ class Gateway:
         `say` gets lines for the operator; they must not raise. Raises ConfigError when reasoning is to be
         dropped and the family's rules drop none."""
         self.config = config or GatewayConfig()
-        self._asking = forgotten_before(family, self.config.retention)
+        self._asking = forgotten_before(renderer, self.config.keep_reasoning)
         self._shim_watch = ShimWatch(say)
         self.counters = GatewayCounters()
         self._on_call, self._on_host_call = on_call, on_host_call
         self._refusals = None if on_call is None else Refusals(on_call)
-        self.intake = Intake(self.config.max_intake_bytes)
+        self.intake = MemoryBudget(self.config.max_intake_bytes)
         """Of bodies that no session has taken on yet."""
         self._engine = engine
-        self._family = family
+        self._renderer = renderer
         self._sessions: dict[bytes, Session] = {}
         self._tool_keys: dict[bytes, Session] = {}
         self._by_name: dict[str, Session] = {}
@@ -132,13 +132,13 @@ class Gateway:
         )
         session = Session(
             self._engine,
-            self._family,
+            self._renderer,
             spec,
             listener=listener,
             max_waiting_calls=self.config.max_waiting_calls,
             grace_s=self.config.disconnect_grace_s,
             on_sealed=self._retire,
-            bodies=Bodies(self.config.max_json_depth, self.config.max_json_items),
+            bodies=BodyCache(self.config.max_json_depth, self.config.max_json_items),
             tools=ToolBox(self.config.tools if tools is None else tools),
             log_dir=self.config.log_dir,
         )
@@ -288,7 +288,7 @@ class Gateway:
         self, http: web.BaseRequest, route: Route, session: Session, dialect: Dialect
     ) -> tuple[WireCall, BodyName]:
         query = f"?{http.query_string}" if http.query_string else ""
-        with Share(self.intake) as share:
+        with MemoryShare(self.intake) as share:
             most = min(self.config.max_body_bytes, session.max_body_bytes)
             raw = await read_body(http, self.config, most, share)
             return await session.bodies.read(dialect, raw, route.action + query)
@@ -312,7 +312,8 @@ class Gateway:
         return response
 
     def _sender(self, http: web.BaseRequest, route: Route | None, listener: Path | None) -> Session | None:
-        """The session of the agent that sent a refused request: by its key, its path or its box's socket."""
+        """The session of the agent that sent a refused request: by its key, its path or its sandbox's
+        socket."""
         session = self._sessions.get(secret_digest(secret_of(http) or ""))
         if session is None and route is not None and route.public_id is not None:
             session = self._by_name.get(route.public_id)

@@ -17,18 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from insitu.capture.export import Form
 from insitu.capture.forest import Forest
 from insitu.capture.tree import TokenTree
-from insitu.capture.views import Form
-from insitu.engine.base import Engine
+from insitu.chat.renderer import ChatRenderer
+from insitu.engines.base import Engine
 from insitu.errors import EngineError, EngineUnavailable, GatewayError, RenderError
-from insitu.gateway.bodies import Bodies, BodyName
+from insitu.gateway.body_cache import BodyCache, BodyName
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.host_tools import HostCall, ToolBox
 from insitu.gateway.session_spec import SessionSpec, SessionStats
 from insitu.gateway.turn import MAX_REFUSALS, Answer, Turns
-from insitu.record.session_log import LogFile, LoggedForest
-from insitu.render.family import Family
+from insitu.storage.session_log import LogFile, LoggedForest
 from insitu.types import ModelRequest, Segment, Trajectory
 
 MAX_OUTAGES = 4
@@ -46,7 +46,7 @@ def _unrenderable(error: RenderError) -> WireError:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Call:
+class ModelCall:
     """One model call under way, or finished and not yet delivered."""
 
     name: BodyName
@@ -65,14 +65,14 @@ class Session:
     def __init__(
         self,
         engine: Engine,
-        family: Family,
+        renderer: ChatRenderer,
         spec: SessionSpec,
         *,
         listener: Path | None,
         max_waiting_calls: int,
         grace_s: float,
         on_sealed: Callable[[Session], None],
-        bodies: Bodies,
+        bodies: BodyCache,
         tools: ToolBox | None = None,
         log_dir: Path | None = None,
     ) -> None:
@@ -107,8 +107,8 @@ class Session:
             self._log = LogFile.create(path, spec.rollout_id, train_auxiliary=side)
             self._forest = LoggedForest(spec.rollout_id, key, self._log, spec.asking, train_auxiliary=side)
         self.bodies = bodies
-        self._turns = Turns(engine, family, self._forest, spec, self.tools)
-        self._calls: list[Call] = []
+        self._turns = Turns(engine, renderer, self._forest, spec, self.tools)
+        self._calls: list[ModelCall] = []
         self._counting = 0
         """Token counts under way."""
         self._ordinal = 0
@@ -145,12 +145,13 @@ class Session:
 
     def owns(self, secret: str, listener: Path | None, scope: str = "agent") -> bool:
         """True when `secret` is this session's for `scope` and the request came in where it may: through its
-        own socket, or through TCP (`listener` None), which only the operator opens and no box can reach."""
+        own socket, or through TCP (`listener` None), which only the operator opens and no sandbox can
+        reach."""
         held = self.tool_digest if scope == "tool" else self.secret_digest
         known = hmac.compare_digest(held, secret_digest(secret))
         return known and (self.listener is None or listener is None or self.listener == listener)
 
-    def admit(self, name: BodyName, request: ModelRequest) -> Call:
+    def admit(self, name: BodyName, request: ModelRequest) -> ModelCall:
         """A new call, or the one of the same body that lost its client. Raises WireError."""
         self._refuse_closed()
         if self.dead:
@@ -166,7 +167,7 @@ class Session:
             if self._turns.refused < MAX_REFUSALS:
                 raise WireError("rate_limited", "Too many calls at a time in this session.")
         turn, self._ordinal = self._ordinal, self._ordinal + 1
-        call = Call(name=name, turn=turn, task=asyncio.create_task(self._run(request, turn)))
+        call = ModelCall(name=name, turn=turn, task=asyncio.create_task(self._run(request, turn)))
         call.task.add_done_callback(lambda _: self._settled(call))
         self._calls.append(call)
         return call
@@ -199,7 +200,7 @@ class Session:
         finally:
             self._counting -= 1
 
-    def _adopt(self, call: Call) -> None:
+    def _adopt(self, call: ModelCall) -> None:
         call.attached = True
         call.left = asyncio.Event()
         if call.grace is not None:
@@ -236,7 +237,7 @@ class Session:
         self._recoverable = again and (self._recoverable or not self.stats.infra_error)
         self.stats.infra_error = self.stats.infra_error or str(error)
 
-    def _settled(self, call: Call) -> None:
+    def _settled(self, call: ModelCall) -> None:
         """Keep what a call's end means for the session; every exception of a turn passes here."""
         error = None if call.task.cancelled() else call.task.exception()
         late = self.state == "sealed"
@@ -246,7 +247,7 @@ class Session:
         if call.task.cancelled() or error is not None:
             self._forget(call)
 
-    def delivered(self, call: Call) -> None:
+    def delivered(self, call: ModelCall) -> None:
         """The terminal event of this call's reply was written."""
         node = call.task.result().node
         if node is not None and self.state != "sealed":
@@ -254,7 +255,7 @@ class Session:
         self._forget(call)
         call.left.set()
 
-    def released(self, call: Call) -> None:
+    def released(self, call: ModelCall) -> None:
         """The client is gone before its reply was whole: keep the reply, or give the call a short grace."""
         call.attached = False
         call.left.set()
@@ -268,7 +269,7 @@ class Session:
             if node is not None:
                 self._forest.mark_aborted(node)
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, call: ModelCall) -> None:
         if call.grace is not None:
             call.grace.cancel()
         if call in self._calls:

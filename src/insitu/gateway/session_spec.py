@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.shim import TextShim
+from insitu.gateway.text_tool_calls import TextShim
 from insitu.types import Limits
 
 AWAY_MOST_S = 3600.0

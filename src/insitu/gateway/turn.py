@@ -15,19 +15,19 @@ from dataclasses import dataclass, replace
 
 from insitu.capture.drift import PromptPlan
 from insitu.capture.forest import Forest
-from insitu.engine.away import watched
-from insitu.engine.base import Engine
+from insitu.chat.renderer import ChatRenderer, ParsedReply, carry_id
+from insitu.engines.base import Engine
+from insitu.engines.downtime import watched
 from insitu.errors import EngineError, EngineUnavailable
-from insitu.gateway.checks import ReplyChecks
-from insitu.gateway.clock import CallTime, Clock, QueueTime
+from insitu.gateway.deadlines import CallDeadline, QueueTime, SessionClock
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.edits import explain
+from insitu.gateway.edit_diagnosis import explain
 from insitu.gateway.host_tools import ToolBox
-from insitu.gateway.prompt import fresh_texts, new_ids, planned
+from insitu.gateway.prompt_ids import fresh_texts, new_ids, planned
+from insitu.gateway.reply_checks import ReplyChecks
 from insitu.gateway.session_spec import SessionSpec, SessionStats
-from insitu.gateway.shim import translate
-from insitu.gateway.stops import cut_at_stop
-from insitu.render.family import Family, ParsedReply, carry_id
+from insitu.gateway.stop_strings import cut_at_stop
+from insitu.gateway.text_tool_calls import translate
 from insitu.types import (
     Generation,
     IntArray,
@@ -88,12 +88,12 @@ class Turns:
     """Runs the calls of one session against one forest."""
 
     def __init__(
-        self, engine: Engine, family: Family, forest: Forest, spec: SessionSpec, tools: ToolBox
+        self, engine: Engine, renderer: ChatRenderer, forest: Forest, spec: SessionSpec, tools: ToolBox
     ) -> None:
         self.stats = SessionStats()
         self._tools = tools
         self._engine = engine
-        self._family = family
+        self._renderer = renderer
         self._forest = forest
         self._spec = spec
         self.unanswered: dict[int, int] = {}
@@ -102,12 +102,12 @@ class Turns:
         """Calls that were given up while they waited for an engine that was away."""
         self.refused = 0
         """Calls turned away as too many since the last answered one."""
-        self._checks = ReplyChecks(engine, family, spec.temperature)
+        self._checks = ReplyChecks(engine, renderer, spec.temperature)
         self._places = asyncio.Semaphore(spec.max_concurrent_calls)
         self._reserved = 0
         self._freed = asyncio.Event()
         """Set when tokens held back for a call are free again."""
-        self._wall = Clock(spec.limits.wall_s, self.stats)
+        self._wall = SessionClock(spec.limits.wall_s, self.stats)
         limit = spec.limits.max_context_tokens
         self._max_context = min(limit, engine.info.max_context_tokens)
         self.max_body_bytes = max(LEAST_BODY, BYTES_PER_CHAR * CHARS_PER_TOKEN * self._max_context)
@@ -150,7 +150,7 @@ class Turns:
                 self._overflowed()
             raise
         self.stats.injections += typed
-        node = self._forest.extend(plan, delta, explain(self._family, self._forest, plan))
+        node = self._forest.extend(plan, delta, explain(self._renderer, self._forest, plan))
         prompt = self._forest.path_ids(node)
         answer: Answer | None = None
         try:
@@ -214,7 +214,7 @@ class Turns:
         WireError."""
         request, _ = self._tools.prepare(request)
         self._check_size(request)
-        plan = await planned(self._forest, request, self._family.fingerprint)
+        plan = await planned(self._forest, request, self._renderer.fingerprint)
         if plan.parent is not None:
             return len(self._forest.path_ids(plan.parent))
         held = 0 if plan.base is None else len(self._forest.path_ids(plan.base))
@@ -225,7 +225,7 @@ class Turns:
         """What the request continues, and its fresh texts. A plan stays valid: the forest only grows. Raises
         WireError as `_check_size`, and for a body that cannot be read again as a whole."""
         self._check_size(request)
-        plan = await planned(self._forest, request, self._family.fingerprint)
+        plan = await planned(self._forest, request, self._renderer.fingerprint)
         self.stats.edited += plan.drift.kind == "edited"
         self.stats.forks += plan.drift.kind == "fork"
         return plan, fresh_texts(plan, request)
@@ -246,8 +246,8 @@ class Turns:
             raise self._overflow(chars // CHARS_PER_TOKEN, "at least ")
 
         def work() -> tuple[IntArray, int]:
-            ids = new_ids(self._family, self._forest, plan, request)
-            return ids, sum(map(self._family.injections, fresh))
+            ids = new_ids(self._renderer, self._forest, plan, request)
+            return ids, sum(map(self._renderer.injections, fresh))
 
         effort = chars + CHARS_PER_MESSAGE * len(plan.replace)
         return work() if effort <= self._spec.inline_chars else await asyncio.to_thread(work)
@@ -282,10 +282,10 @@ class Turns:
         started = clock()
         deadline = self._spec.engine_deadline_s
         params = SamplingParams(
-            max_tokens=max_tokens, temperature=self._spec.temperature, stop_ids=self._family.stop_ids
+            max_tokens=max_tokens, temperature=self._spec.temperature, stop_ids=self._renderer.stop_ids
         )
         key = RequestKey(seed=self._spec.seed, rollout_id=self._spec.rollout_id, turn=turn)
-        time = CallTime(self._wall, deadline)
+        time = CallDeadline(self._wall, deadline)
         try:
             async with time:
                 with watched(time):
@@ -308,7 +308,7 @@ class Turns:
     def _commit(self, made: _Made, generation: Generation, turn: int) -> Answer:
         sampled_tokens = len(generation.ids)
         request = made.request
-        generation, parsed, stop = cut_at_stop(self._family, generation, request.stop, request.tools)
+        generation, parsed, stop = cut_at_stop(self._renderer, generation, request.stop, request.tools)
         parsed = self._translated(parsed, request, turn)
         calls = self._minted(parsed, turn)
         sampled = self._forest.commit(

@@ -1,4 +1,5 @@
-"""Trees as tar archives, for boxes that move files that way. Nothing is ever extracted to the host's disk."""
+"""Trees as tar archives, for sandboxes that move files that way. Nothing is ever extracted to the host's
+disk."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The tree that a task starts from, as the host knows it: the task's own files, or what its image and setup
-commands leave in the work folder of a box where no agent ever was, with the task's files over it.
+commands leave in the work folder of a sandbox where no agent ever was, with the task's files over it.
 
-A box is opened for it once per image, setup and files; the answer is kept, newest last, within a budget of
-bytes. Both sides of a rollout compare with it: the grader, and the record of what an agent changed.
+A sandbox is opened for it once per image, setup and files; the answer is kept, newest last, within a budget
+of bytes. Both sides of a rollout compare with it: the grader, and the record of what an agent changed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from insitu.errors import PolicyUnsupported, SandboxStartError, boundary
-from insitu.sandbox.base import ExecResult, Sandbox, SandboxBackend, SandboxSpec, SetsUpAsRoot
+from insitu.sandbox.base import ExecResult, Sandbox, SandboxBackend, SandboxSpec, SupportsRootSetup
 from insitu.types import Setup, Task, Tree
 
 MAX_FILES = 200_000
 
 
 @runtime_checkable
-class NamesImages(Protocol):
+class ResolvesImages(Protocol):
     """A backend that can tell which image a reference means."""
 
     async def image_digest(self, image: str) -> str:
@@ -37,11 +37,11 @@ class BaseTree:
 
     files: Tree = field(repr=False)
     image: str = ""
-    """The image with its digest, where the backend knows it; empty = the plain box."""
+    """The image with its digest, where the backend knows it; empty = the plain sandbox."""
 
 
 def is_plain(setup: Setup) -> bool:
-    """Whether a box holds nothing but the task's files."""
+    """Whether a sandbox holds nothing but the task's files."""
     return not setup.image and not setup.commands and not setup.root_commands
 
 
@@ -78,7 +78,7 @@ class BaseTrees:
                 del self._locks[key]
 
     async def _image(self, setup: Setup) -> str:
-        if not setup.image or not isinstance(self._backend, NamesImages):
+        if not setup.image or not isinstance(self._backend, ResolvesImages):
             return setup.image
         digest = await self._backend.image_digest(setup.image)
         return digest if "@" in digest or digest == setup.image else f"{setup.image}@{digest}"
@@ -98,23 +98,23 @@ class BaseTrees:
             network="none",
             label=f"base/{task.id}",
         )
-        async with await self._backend.create(spec) as box:
-            await set_up(box, task.setup)
+        async with await self._backend.create(spec) as sandbox:
+            await set_up(sandbox, task.setup)
             if task.files:
-                await box.lay(task.files)
-            return await box.get_tree(max_bytes=self._max_bytes, max_files=MAX_FILES)
+                await sandbox.lay(task.files)
+            return await sandbox.get_tree(max_bytes=self._max_bytes, max_files=MAX_FILES)
 
 
-async def set_up(box: Sandbox, setup: Setup) -> None:
-    """Run a task's setup commands in its work folder, those of root first. The box's spec has `root_setup`
-    where there are such. Raises SandboxError: the host's doing, or the row's."""
+async def set_up(sandbox: Sandbox, setup: Setup) -> None:
+    """Run a task's setup commands in its work folder, those of root first. The sandbox's spec has
+    `root_setup` where there are such. Raises SandboxError: the host's doing, or the row's."""
     deadline = time.monotonic() + setup.timeout_s
     if setup.root_commands:
-        if not isinstance(box, SetsUpAsRoot):
-            raise PolicyUnsupported("this box has no root to set it up")
-        await _run(box.exec_as_root, "root setup", setup.root_commands, deadline)
-        await box.end_root()
-    await _run(box.exec, "setup", setup.commands, deadline)
+        if not isinstance(sandbox, SupportsRootSetup):
+            raise PolicyUnsupported("this sandbox has no root to set it up")
+        await _run(sandbox.exec_as_root, "root setup", setup.root_commands, deadline)
+        await sandbox.end_root()
+    await _run(sandbox.exec, "setup", setup.commands, deadline)
 
 
 async def _run(

@@ -1,9 +1,10 @@
-"""Control groups: one for each local box, below the group of this process, so that every limit of ours holds.
+"""Control groups: one for each local sandbox, below the group of this process, so that every limit of ours
+holds.
 
-A box's first process enters before it does anything else, so all that the box ever runs is in it. Both
-versions are served: v2, where this process's part of the tree is ours to arrange, and v1, where the memory
-and the pids hierarchy can be written. Where neither is so, boxes are made without, and `Found.why` says why.
-Callers: local, doctor, benchmarks.
+A sandbox's first process enters before it does anything else, so all that the sandbox ever runs is in it.
+Both versions are served: v2, where this process's part of the tree is ours to arrange, and v1, where the
+memory and the pids hierarchy can be written. Where neither is so, sandboxes are made without, and
+`Found.why` says why. Callers: local, doctor, benchmarks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from insitu.sandbox.owner import gone, owner
+from insitu.sandbox.process_owner import gone, owner
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +32,9 @@ LEAF = "insitu.host"
 REMOVE_S = 5.0
 PAUSE_S = 0.002
 OUTSIDE = 2
-"""Processes of a box that are not the box's own: its PID 1 and the one that waits for it."""
+"""Processes of a sandbox that are not the sandbox's own: its PID 1 and the one that waits for it."""
 PROCESSES = 4096
-"""Processes and threads of a box that names no limit."""
+"""Processes and threads of a sandbox that names no limit."""
 DELEGATE = "systemd-run --user --scope -p Delegate=yes"
 _numbers = itertools.count(1)
 
@@ -46,7 +47,7 @@ ENTER = (
 """A command's first words: enter the groups whose files come next, then after `--` become what follows."""
 
 
-class Kills:
+class OomCounter:
     """How many processes of a group the kernel has killed for want of memory."""
 
     def __init__(self, events: Path | None = None) -> None:
@@ -71,11 +72,11 @@ class Kills:
 
 
 class Cgroup:
-    """The control group of one box; `folders` is one folder, or with v1 one for each controller."""
+    """The control group of one sandbox; `folders` is one folder, or with v1 one for each controller."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = tuple(folders)
-        self.kills = Kills()
+        self.kills = OomCounter()
 
     @property
     def name(self) -> str:
@@ -93,7 +94,7 @@ class Cgroup:
         if swap.exists():
             _set(swap, most)
         _set(pids / "pids.max", processes + OUTSIDE)
-        self.kills = Kills(memory / events)
+        self.kills = OomCounter(memory / events)
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """`argv` as a command that enters the group before it starts."""
@@ -179,13 +180,13 @@ class Cgroups:
         return len(dead)
 
     def _all(self) -> Iterator[Path]:
-        """Groups of boxes, of any process: where an owner was started, its groups are."""
+        """Groups of sandboxes, of any process: where an owner was started, its groups are."""
         for root in self.roots:
             yield from _below(root)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class CgroupSupport:
     """What this machine has: `cgroups`, or the reason `why` there are none."""
 
     cgroups: Cgroups | None
@@ -193,28 +194,29 @@ class Found:
 
 
 @functools.cache
-def find() -> Found:
+def find() -> CgroupSupport:
     """Looks once. With v2 it moves this process and its relatives into a part of their own group."""
     try:
         mounts = _mounts(Path("/proc/self/mountinfo").read_text())
         paths = _paths(Path("/proc/self/cgroup").read_text())
     except OSError as error:
-        return Found(cgroups=None, why=f"no control groups: {error.strerror}")
+        return CgroupSupport(cgroups=None, why=f"no control groups: {error.strerror}")
     return look(mounts, paths)
 
 
-def kills_of(pid: int) -> Kills:
-    """Those of the group that a process of another box maker is in; none are told where it cannot be seen."""
+def kills_of(pid: int) -> OomCounter:
+    """Those of the group that a process of another sandbox maker is in; none are told where it cannot be
+    seen."""
     with contextlib.suppress(OSError):
         paths = _paths(Path(f"/proc/{pid}/cgroup").read_text())
         for mount in _mounts(Path("/proc/self/mountinfo").read_text()):
             name = {"": "memory.events", "memory": "memory.oom_control"}.get(mount[0])
             if name and mount[0] in paths and (events := _own(mount, paths[mount[0]]) / name).exists():
-                return Kills(events)
-    return Kills()
+                return OomCounter(events)
+    return OomCounter()
 
 
-def look(mounts: Sequence[tuple[str, Path, str]], paths: dict[str, str]) -> Found:
+def look(mounts: Sequence[tuple[str, Path, str]], paths: dict[str, str]) -> CgroupSupport:
     """`mounts` are (controller, mount point, root of the mount), of v2 with the controller ""; `paths` are
     this process's groups by controller. Tries what it finds with a group that nothing enters."""
     reasons = []
@@ -233,8 +235,8 @@ def look(mounts: Sequence[tuple[str, Path, str]], paths: dict[str, str]) -> Foun
         except OSError as error:
             reasons.append(f"v{2 if names == ('',) else 1}: {_told(error)}")
         else:
-            return Found(cgroups=found)
-    return Found(cgroups=None, why="; ".join(reasons) or "no control groups with memory and pids")
+            return CgroupSupport(cgroups=found)
+    return CgroupSupport(cgroups=None, why="; ".join(reasons) or "no control groups with memory and pids")
 
 
 def _told(error: OSError) -> str:
@@ -250,7 +252,7 @@ def _own(mount: tuple[str, Path, str], path: str) -> Path:
 
 
 def _arrange(own: Path) -> Path:
-    """v2: the group below which boxes get theirs, prepared for it. Raises OSError."""
+    """v2: the group below which sandboxes get theirs, prepared for it. Raises OSError."""
     place = own.parent if own.name == LEAF else own
     lacking = set(NEEDED) - set((place / "cgroup.controllers").read_text().split())
     if lacking:

@@ -1,10 +1,11 @@
-"""Commands that go on when whoever started them has lost the way to the box.
+"""Commands that go on when whoever started them has lost the way to the sandbox.
 
-    start -> a session of its own in the box: pid, log and exit files in one folder -> poll by short commands
+    start -> a session of its own in the sandbox: pid, log and exit files in one folder -> poll by short
+    commands
 
 Over any Sandbox, with nothing but `exec` and `spawn`, so a stream that a cloud cuts after some minutes costs
-nothing, and another handle, or another process, can `attach` by the id. The files are the box's own and so
-the agent's: an exit code read here says how an agent ended, never what a grade is.
+nothing, and another handle, or another process, can `attach` by the id. The files are the sandbox's own and
+so the agent's: an exit code read here says how an agent ended, never what a grade is.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from insitu.errors import SandboxError, SandboxLost, SandboxTransient
-from insitu.record.ulid import new_ulid
 from insitu.sandbox.base import ExecResult, Sandbox
+from insitu.storage.ulid import new_ulid
 
 FOLDER = "/tmp/.insitu"
 MARK = "INSITU_RUN"
@@ -86,19 +87,19 @@ exit 1
 class Detached:
     """A detached run, seen from outside; made by `start` and `attach`."""
 
-    def __init__(self, box: Sandbox, run_id: str, looks: asyncio.Lock | None = None) -> None:
-        """looks: held by whoever looks at the run, and by whoever ends other commands of the box: a look that
-        is killed half way says what is not true."""
-        self._box = box
+    def __init__(self, sandbox: Sandbox, run_id: str, looks: asyncio.Lock | None = None) -> None:
+        """looks: held by whoever looks at the run, and by whoever ends other commands of the sandbox: a look
+        that is killed half way says what is not true."""
+        self._sandbox = sandbox
         self.id = run_id
         self._looks = looks or asyncio.Lock()
         self._folder = f"{FOLDER}/{run_id}"
         self._killed = False
 
     async def poll(self) -> int | None:
-        """Exit code; KILLED for what was killed, None while it runs. Raises SandboxLost with the box."""
+        """Exit code; KILLED for what was killed, None while it runs. Raises SandboxLost with the sandbox."""
         async with self._looks:
-            said = (await _sh(self._box, _POLL, self._folder)).stdout.decode("ascii", "replace").split()
+            said = (await _sh(self._sandbox, _POLL, self._folder)).stdout.decode("ascii", "replace").split()
         match said:
             case ["exit", code] if code.isdigit():
                 return KILLED if self._killed and int(code) == 0 else int(code)
@@ -107,8 +108,8 @@ class Detached:
             case ["killed"]:
                 return KILLED
             case ["missing"]:
-                raise SandboxError(f"the box knows no run {self.id}")
-        raise SandboxError(f"run {self.id}: its files were changed in the box")
+                raise SandboxError(f"the sandbox knows no run {self.id}")
+        raise SandboxError(f"run {self.id}: its files were changed in the sandbox")
 
     async def wait(self, timeout_s: float, *, poll_s: float = 1.0) -> int:
         """Poll until it ends, at first often; a call that stumbles is made again. Raises TimeoutError."""
@@ -130,22 +131,23 @@ class Detached:
             pause = min(2 * pause, poll_s)
 
     async def kill(self) -> None:
-        """Kill the run with everything it started; what escapes that takes everything in the box along."""
+        """Kill the run with everything it started; what escapes that takes everything in the sandbox
+        along."""
         self._killed = True
-        result = await _sh(self._box, _KILL, f"{MARK}={self.id}", check=False)
+        result = await _sh(self._sandbox, _KILL, f"{MARK}={self.id}", check=False)
         if result.exit_code != 0:
-            await self._box.kill_all()
+            await self._sandbox.kill_all()
 
     async def read_log(self, offset: int = 0, *, max_bytes: int = 1 << 20) -> bytes:
         """Output and complaints from `offset` on, as they came."""
         script = 'tail -c "+$2" "$1/log" | head -c "$3"'
         place = (self._folder, str(offset + 1), str(max_bytes))
         async with self._looks:
-            return (await _sh(self._box, script, *place, output=max_bytes)).stdout
+            return (await _sh(self._sandbox, script, *place, output=max_bytes)).stdout
 
 
 async def start(
-    box: Sandbox,
+    sandbox: Sandbox,
     argv: Sequence[str],
     *,
     env: Mapping[str, str] | None = None,
@@ -157,35 +159,35 @@ async def start(
 ) -> Detached:
     """Start a command that needs no connection. Raises SandboxError when it did not start.
 
-    `hold`: start it as a process of `spawn`, so that a box which ends stray processes with a command that
+    `hold`: start it as a process of `spawn`, so that a sandbox which ends stray processes with a command that
     timed out spares this one. Without, it is left to itself at once. `looks`: see Detached.
     """
     if not argv:
         raise SandboxError("an empty command")
-    run = Detached(box, new_ulid(), looks)
+    run = Detached(sandbox, new_ulid(), looks)
     blocks = str(-(-max_log_bytes // 512))
-    place = (f"{FOLDER}/{run.id}", cwd or box.workdir, blocks)
+    place = (f"{FOLDER}/{run.id}", cwd or sandbox.workdir, blocks)
     marked = {**(env or {}), MARK: run.id}
-    await _sh(box, _PREPARE, place[0], stdin=stdin)
+    await _sh(sandbox, _PREPARE, place[0], stdin=stdin)
     if hold:
-        await box.spawn(
+        await sandbox.spawn(
             ["sh", "-c", f"exec > /dev/null 2>&1 < /dev/null\n{_RUN}", "run", *place, *argv], env=marked
         )
     else:
-        await _sh(box, _LET_GO, _RUN, *place, *argv, env=marked)
-    await _sh(box, _UP, place[0])
+        await _sh(sandbox, _LET_GO, _RUN, *place, *argv, env=marked)
+    await _sh(sandbox, _UP, place[0])
     return run
 
 
-def attach(box: Sandbox, run_id: str) -> Detached:
+def attach(sandbox: Sandbox, run_id: str) -> Detached:
     """A handle on a run that somebody else started. Raises SandboxError for what is no id."""
     if not _ID.fullmatch(run_id):
         raise SandboxError(f"{run_id!r} is no id of a run")
-    return Detached(box, run_id)
+    return Detached(sandbox, run_id)
 
 
 async def _sh(
-    box: Sandbox,
+    sandbox: Sandbox,
     script: str,
     *arguments: str,
     env: Mapping[str, str] | None = None,
@@ -194,9 +196,9 @@ async def _sh(
     check: bool = True,
 ) -> ExecResult:
     argv = ["sh", "-c", script, "insitu", *arguments]
-    result = await box.exec(argv, timeout_s=CALL_S, env=env, stdin=stdin, max_output_bytes=output)
+    result = await sandbox.exec(argv, timeout_s=CALL_S, env=env, stdin=stdin, max_output_bytes=output)
     if result.exit_code is None:
-        raise SandboxLost("the box is gone")
+        raise SandboxLost("the sandbox is gone")
     if check and result.exit_code != 0:
         said = result.stderr.decode("utf-8", "replace").strip().splitlines()
         why = said[-1] if said else f"exit code {result.exit_code}"

@@ -1,10 +1,10 @@
-"""The `docker` backend: a box is one container, made by the docker or podman command line.
+"""The `docker` backend: a sandbox is one container, made by the docker or podman command line.
 
 The container's first process is insitu's own supervisor.py, run by a Python that insitu lends (any image will
-do), and it is driven as in a local box: over one socket, which is mounted into the container and gone once
-it is connected. So a command in a box costs no call to the daemon, and files move through descriptors of the
-box's folders. No network device but loopback: the way to the gateway is a listener of PID 1 that the host
-serves. A container ends with this process, whatever ends it, and the daemon removes it.
+do), and it is driven as in a local sandbox: over one socket, which is mounted into the container and gone
+once it is connected. So a command in a sandbox costs no call to the daemon, and files move through
+descriptors of the sandbox's folders. No network device but loopback: the way to the gateway is a listener of
+PID 1 that the host serves. A container ends with this process, whatever ends it, and the daemon removes it.
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ from insitu.errors import (
     SetupError,
     boundary,
 )
-from insitu.record.scratch import remove_stale_scratch, scratch_folder
-from insitu.sandbox import box_python, layout, syscalls
+from insitu.sandbox import bundled_python as sandbox_python
+from insitu.sandbox import rootfs as layout
+from insitu.sandbox import seccomp as syscalls
 from insitu.sandbox.base import Capability, SandboxSpec
 from insitu.sandbox.cgroup import kills_of
-from insitu.sandbox.control import Control
-from insitu.sandbox.docker_box import DockerSandbox, remove, remove_after
+from insitu.sandbox.control_channel import Control
 from insitu.sandbox.docker_cli import Cli, classify
 from insitu.sandbox.docker_image import Image, Images
+from insitu.sandbox.docker_sandbox import DockerSandbox, remove, remove_after
 from insitu.sandbox.limits import allow_open_files
-from insitu.sandbox.owner import LABEL, gone, owner
+from insitu.sandbox.process_owner import LABEL, gone, owner
+from insitu.storage.temp_dirs import remove_stale_scratch, scratch_folder
 
 log = logging.getLogger(__name__)
 
-BOX_AT = "/run/insitu/box"
+SANDBOX_AT = "/run/insitu/sandbox"
 LOOK_S = 2.0
-"""Seconds without word from a box after which its container is looked at."""
+"""Seconds without word from a sandbox after which its container is looked at."""
 PIDS = 4096
-"""Processes and threads of a box that names no limit."""
+"""Processes and threads of a sandbox that names no limit."""
 
 
 ROOT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETPCAP", "SETUID")
@@ -56,14 +58,15 @@ of them up."""
 
 
 class DockerBackend:
-    """Makes docker boxes; implements insitu.sandbox.base.SandboxBackend.
+    """Makes docker sandboxes; implements insitu.sandbox.base.SandboxBackend.
 
-    `image` is what boxes are made of that name none; their system is read-only. `user` is "UID" or
+    `image` is what sandboxes are made of that name none; their system is read-only. `user` is "UID" or
     "UID:GID" (0 is root without any capability, for images that only work as root); without root on this
-    side it is our own. `memory_bytes` bounds a whole box with its writable places in memory, where the daemon
-    has that cgroup; a spec's `memory_bytes` each process. What a box of a task's image writes to its system
-    and work folder lies on the daemon's disk; `disk_bytes` bounds it (0 = nothing does), with storage that
-    has quotas. Raises SetupError on construction when there is no daemon that can make such boxes here.
+    side it is our own. `memory_bytes` bounds a whole sandbox with its writable places in memory, where the
+    daemon has that cgroup; a spec's `memory_bytes` each process. What a sandbox of a task's image writes to
+    its system and work folder lies on the daemon's disk; `disk_bytes` bounds it (0 = nothing does), with
+    storage that has quotas. Raises SetupError on construction when there is no daemon that can make such
+    sandboxes here.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class DockerBackend:
         if missing := sorted({"memory", "pids"} - self._limits):
             log.warning("no_limits daemon=%s missing_cgroups=%s", self._cli.name, ",".join(missing))
         self._owner = owner()
-        self._python = box_python.lend(cache)
+        self._python = sandbox_python.stage_python(cache)
         self._refused = syscalls.program(platform.machine())
         self._images = Images(self._cli, cache, *self._user, pull_timeout_s=pull_timeout_s)
 
@@ -114,7 +117,7 @@ class DockerBackend:
         if self._limits >= {"memory", "pids"}:
             some.add("resource_limits")
         if "memory" in self._limits:
-            some.add("box_memory")
+            some.add("sandbox_memory")
         if os.geteuid() == 0:
             some.add("file_owner")
         return frozenset(some)
@@ -124,8 +127,8 @@ class DockerBackend:
         return (await self._images.get(image)).digest
 
     async def reap(self) -> int:
-        """Remove the boxes of processes that are gone, and the folders in which these were starting some; how
-        many boxes there were. Raises SandboxError."""
+        """Remove the sandboxes of processes that are gone, and the folders in which these were starting
+        some; how many sandboxes there were. Raises SandboxError."""
         await asyncio.to_thread(remove_stale_scratch)
         form = f'{{{{.ID}}}} {{{{.Label "{LABEL}"}}}}'
         said = await self._cli.call("ps", "--all", "--filter", f"label={LABEL}", "--format", form)
@@ -137,7 +140,9 @@ class DockerBackend:
 
     def _check(self, spec: SandboxSpec) -> None:
         if not (spec.image or self._image):
-            raise PolicyUnsupported("a docker box needs an image: name one in the task or in sandbox.image")
+            raise PolicyUnsupported(
+                "a docker sandbox needs an image: name one in the task or in sandbox.image"
+            )
         if spec.network not in ("none", "gateway_only"):
             raise PolicyUnsupported(f"the docker sandbox offers no network `{spec.network}`")
         if spec.network == "gateway_only" and spec.gateway_socket is None:
@@ -152,7 +157,9 @@ class DockerBackend:
                 raise PolicyUnsupported(f"bind of {bind.source}: no such file or folder")
             covers = any(Path(place).is_relative_to(bind.target) for place in places)
             if covers or not bind.target.startswith("/"):
-                raise PolicyUnsupported(f"bind at {bind.target}: would cover a writable folder of the box")
+                raise PolicyUnsupported(
+                    f"bind at {bind.target}: would cover a writable folder of the sandbox"
+                )
 
     def _places(self, spec: SandboxSpec) -> tuple[str, ...]:
         return (*layout.writable(spec), "/var/tmp")
@@ -168,7 +175,7 @@ class DockerBackend:
             )
         self._check_binds(spec)
         name = f"insitu-{uuid.uuid4().hex}"
-        with boundary(SandboxStartError, "start a docker box"), contextlib.ExitStack() as stack:
+        with boundary(SandboxStartError, "start a docker sandbox"), contextlib.ExitStack() as stack:
             folder = stack.enter_context(scratch_folder())
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             try:
@@ -183,7 +190,7 @@ class DockerBackend:
         self, spec: SandboxSpec, image: Image, name: str, folder: Path, listener: socket.socket
     ) -> DockerSandbox:
         control = await self._connected(spec, image, name, folder, listener)
-        box = DockerSandbox(
+        sandbox = DockerSandbox(
             spec,
             control,
             container=name,
@@ -194,22 +201,23 @@ class DockerBackend:
         )
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await box.begin()
+                await sandbox.begin()
         except TimeoutError as error:
-            await box.close()
-            raise SandboxStartError(f"a box was not ready within {self._start_timeout_s:g} s") from error
+            await sandbox.close()
+            raise SandboxStartError(f"a sandbox was not ready within {self._start_timeout_s:g} s") from error
         except SandboxLost as error:
-            await box.close()
-            raise SandboxStartError(f"start a box: {error}") from error
+            await sandbox.close()
+            raise SandboxStartError(f"start a sandbox: {error}") from error
         except BaseException:
-            await box.close()
+            await sandbox.close()
             raise
-        return box
+        return sandbox
 
     async def _connected(
         self, spec: SandboxSpec, image: Image, name: str, folder: Path, listener: socket.socket
     ) -> Control:
-        """Start the container and wait for its PID 1 to connect, once: nothing else in the box ever can."""
+        """Start the container and wait for its PID 1 to connect, once: nothing else in the sandbox ever
+        can."""
         shown = folder / "in"
         shown.mkdir(mode=0o755)
         shown.chmod(0o755)
@@ -232,14 +240,14 @@ class DockerBackend:
             word = said.decode().strip() or "gone"
             if word != "running" or time.monotonic() > deadline:
                 raise SandboxStartError(
-                    f"a box did not report to {shown} (its container is {word}); is the daemon here?"
+                    f"a sandbox did not report to {shown} (its container is {word}); is the daemon here?"
                 )
 
     def _arguments(self, spec: SandboxSpec, image: Image, name: str, shown: Path) -> list[str]:
         user, group = self._user
         argv = ["run", "--detach", "--rm", "--pull", "never", "--name", name]
-        argv += ["--label", f"{LABEL}={self._owner}", "--label", f"insitu.box={spec.label}"]
-        argv += ["--network", "none", "--hostname", "box", "--add-host", "box:127.0.0.1"]
+        argv += ["--label", f"{LABEL}={self._owner}", "--label", f"insitu.sandbox={spec.label}"]
+        argv += ["--network", "none", "--hostname", "sandbox", "--add-host", "sandbox:127.0.0.1"]
         argv += ["--user", "0:0" if spec.root_setup else f"{user}:{group}", "--cap-drop", "ALL"]
         if spec.root_setup:
             argv += [f"--cap-add={name}" for name in ROOT_CAPABILITIES]
@@ -254,12 +262,12 @@ class DockerBackend:
                 argv += _memory_place(place, scratch, user, group)
             elif not spec.image:
                 argv += _memory_place(place, work, user, group)
-        argv += _bind(self._python, box_python.LENT_AT) + _bind(shown, BOX_AT)
+        argv += _bind(self._python, sandbox_python.LENT_AT) + _bind(shown, SANDBOX_AT)
         argv += _bind(image.etc / "passwd", "/etc/passwd") + _bind(image.etc / "group", "/etc/group")
         for bind in spec.binds:
             argv += _bind(bind.source.resolve(), bind.target)
         port = spec.gateway_port if spec.network == "gateway_only" else 0
-        start = box_python.command()
+        start = sandbox_python.command()
         numbers = (port, -1, 0, spec.memory_bytes or 0)
         return [
             *argv,
@@ -267,7 +275,7 @@ class DockerBackend:
             start[0],
             image.id,
             *start[1:],
-            f"{BOX_AT}/pid1",
+            f"{SANDBOX_AT}/pid1",
             *(str(number) for number in numbers),
             self._refused.hex(),
             f"{self._user[0]}:{self._user[1]}" if spec.root_setup else "",
@@ -277,7 +285,7 @@ class DockerBackend:
     def _bounds(self, spec: SandboxSpec) -> list[str]:
         argv: list[str] = []
         if "pids" in self._limits:
-            # PID 1 is not the box's own.
+            # PID 1 is not the sandbox's own.
             argv += ["--pids-limit", str((spec.max_processes or PIDS) + 1)]
         if "memory" in self._limits:
             argv += ["--memory", str(self._memory)]
@@ -290,7 +298,7 @@ class DockerBackend:
         return argv
 
     def _environment(self, spec: SandboxSpec, image: Image) -> dict[str, str]:
-        """The image's own, under what every box has: a task's programs are where its image says."""
+        """The image's own, under what every sandbox has: a task's programs are where its image says."""
         common = layout.environment(spec)
         path = {} if "PATH" in spec.env or "PATH" not in image.env else {"PATH": image.env["PATH"]}
         return image.env | common | path
@@ -315,7 +323,7 @@ def _numbers(user: str) -> tuple[int, int]:
 
 def _check_quotas(info: dict[str, object]) -> None:
     """Raises SetupError for storage that surely has no quotas. Whether those of xfs were switched on, the
-    daemon only says when it makes the first box."""
+    daemon only says when it makes the first sandbox."""
     store, host = info.get("store"), info.get("host")
     if isinstance(store, dict) and isinstance(host, dict):  # podman
         driver, rows = str(store.get("graphDriverName")), store.get("graphStatus")
@@ -339,7 +347,9 @@ def _limits(info: dict[str, object], runtime: str) -> frozenset[str]:
         found = host.get("cgroupControllers") or ()
         return frozenset({"memory", "pids"} & set(found))
     if info.get("OSType") != "linux":
-        raise SetupError(f"docker boxes need a Linux daemon, this one is {info.get('OSType') or 'unknown'}")
+        raise SetupError(
+            f"docker sandboxes need a Linux daemon, this one is {info.get('OSType') or 'unknown'}"
+        )
     runtimes = info.get("Runtimes")
     if runtime and isinstance(runtimes, dict) and runtime not in runtimes:
         raise SetupError(f"docker has no runtime {runtime!r}; it has {', '.join(sorted(runtimes))}")

@@ -1,6 +1,6 @@
 """The docker or podman command line as a subprocess: every call has a deadline and fails in one typed line.
 
-Callers: docker, docker_image, docker_box.
+Callers: docker, docker_image, docker_sandbox.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from insitu.errors import BackendTimeout, ImageMissing, SandboxError, SandboxSta
 ATONCE = 8
 """Calls under way: more would only make all of them slower."""
 PULLS = 4
-"""Downloads and builds under way, beside ATONCE: they take minutes, and what removes a box must not wait."""
+"""Downloads and builds under way, beside ATONCE: they take minutes, and what removes a sandbox must not
+wait."""
 ANSWER_S = 30.0
 
 _DAEMON = re.compile(
@@ -110,8 +111,8 @@ class Cli:
         loop = asyncio.get_running_loop()
         if self._turns is None or self._turns[0] is not loop:
             self._turns = loop, asyncio.Semaphore(ATONCE), asyncio.Semaphore(PULLS)
-        _, calls, pulls = self._turns
-        return pulls if verb in ("pull", "build") else calls
+        _, calls, has_kl_term = self._turns
+        return has_kl_term if verb in ("pull", "build") else calls
 
     async def _run(
         self, arguments: Sequence[str], timeout_s: float, stdin: bytes
@@ -157,7 +158,7 @@ def says_daemon_gone(errors: bytes) -> bool:
 
 
 def classify(name: str, verb: str, errors: bytes) -> SandboxError:
-    """What a failed call means for the box that wanted it."""
+    """What a failed call means for the sandbox that wanted it."""
     text, reason = errors.decode("utf-8", "replace"), last_line(errors) or "no reason given"
     if says_daemon_gone(errors):
         return SandboxStartError(f"{name}'s daemon does not answer: {reason}")

@@ -1,5 +1,5 @@
-"""Images of docker boxes: a reference becomes an id that cannot move, fetched or built once, with what a box
-takes from it. Callers: docker.
+"""Images of docker sandboxes: a reference becomes an id that cannot move, fetched or built once, with what a
+sandbox takes from it. Callers: docker.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from insitu.errors import (
     SandboxStartError,
     boundary,
 )
-from insitu.record.builds import build_context
-from insitu.sandbox.docker_box import remove, remove_after
 from insitu.sandbox.docker_cli import Cli, classify, last_line, says_daemon_gone
-from insitu.sandbox.layout import HOME
-from insitu.sandbox.owner import LABEL, owner
+from insitu.sandbox.docker_sandbox import remove, remove_after
+from insitu.sandbox.process_owner import LABEL, owner
+from insitu.sandbox.rootfs import HOME
+from insitu.storage.image_builds import build_context
 
 ETC_BYTES = 1 << 20
 _ROOT = {"passwd": "root:x:0:0:root:/root:/bin/sh\n", "group": "root:x:0:\n"}
@@ -37,19 +37,19 @@ class Image:
     """An image that is on this machine."""
 
     id: str
-    """Content id; what boxes are made of."""
+    """Content id; what sandboxes are made of."""
     digest: str
     """Name with the registry's digest where it came from one, else the id: what a verdict is stored with."""
     env: dict[str, str]
     workdir: str
     """Where its processes start."""
     etc: Path
-    """Folder with the passwd and group files of its boxes: the image's own, and the box's user."""
+    """Folder with the passwd and group files of its sandboxes: the image's own, and the sandbox's user."""
 
 
 class Images:
-    """Looks references up, each once. `user` and `group` are the numbers boxes run as; `cache` keeps the few
-    files that boxes are shown in place of an image's."""
+    """Looks references up, each once. `user` and `group` are the numbers sandboxes run as; `cache` keeps the
+    few files that sandboxes are shown in place of an image's."""
 
     def __init__(self, cli: Cli, cache: Path, user: int, group: int, *, pull_timeout_s: float) -> None:
         self._cli = cli
@@ -95,7 +95,7 @@ class Images:
         except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
             raise SandboxStartError(f"{reference}: its description cannot be read") from error
         user, group = self._ids
-        etc = self._cache / f"box-users-{found.removeprefix('sha256:')[:24]}-{user}-{group}"
+        etc = self._cache / f"sandbox-users-{found.removeprefix('sha256:')[:24]}-{user}-{group}"
         with boundary(SandboxStartError, f"image {reference}"):
             if not await asyncio.to_thread(etc.exists):
                 await self._users(found, etc)
@@ -124,7 +124,7 @@ class Images:
             raise (type(failure) if at_fault else ImageUnavailable)(f"image {reference}: {failure}")
 
     async def _users(self, image: str, folder: Path) -> None:
-        """Write the users of the image, and the box's among them: programs look up who they run as."""
+        """Write the users of the image, and the sandbox's among them: programs look up who they run as."""
         name = f"insitu-{uuid.uuid4().hex}"
         marks = ("--name", name, "--label", f"{LABEL}={owner()}", "--network", "none")
         try:
@@ -162,7 +162,7 @@ def _seen(task: asyncio.Task[Image]) -> None:
 
 def _write_users(folder: Path, found: dict[str, str], own: dict[str, str], numbers: tuple[str, str]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".box-users-") as scratch:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".sandbox-users-") as scratch:
         fresh = Path(scratch, "made")
         fresh.mkdir()
         for kind, number in zip(("passwd", "group"), numbers, strict=True):

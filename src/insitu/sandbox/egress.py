@@ -1,6 +1,6 @@
-"""Counts what a box without a network tried to reach, from its kernel's own books.
+"""Counts what a sandbox without a network tried to reach, from its kernel's own books.
 
-Counted, by the network namespace of the box: every connection, datagram and name query that the kernel
+Counted, by the network namespace of the sandbox: every connection, datagram and name query that the kernel
 refused because nothing leads beyond the loopback. One wish may count more than once (two address families,
 a name server asked again) and the agent program's own attempts count like the model's. Not counted: what
 stays on the loopback, and what a program gives up before it asks the kernel.
@@ -15,10 +15,10 @@ BOOKS = ("/proc/net/snmp", "/proc/net/snmp6")
 READ_S = 10.0
 
 
-async def egress_attempts(box: Sandbox) -> int | None:
-    """Since the box was made. None where its kernel does not say; the box must have no live agent."""
+async def egress_attempts(sandbox: Sandbox) -> int | None:
+    """Since the sandbox was made. None where its kernel does not say; the sandbox must have no live agent."""
     try:
-        read = await box.exec(["/bin/cat", *BOOKS], timeout_s=READ_S, max_output_bytes=64 << 10)
+        read = await sandbox.exec(["/bin/cat", *BOOKS], timeout_s=READ_S, max_output_bytes=64 << 10)
     except SandboxError:
         return None
     return count(read.stdout.decode("ascii", "replace"))

@@ -1,4 +1,4 @@
-"""The `harbor` backend: boxes of Harbor's environments (E2B, Daytona, Modal, HF sandboxes and others).
+"""The `harbor` backend: sandboxes of Harbor's environments (E2B, Daytona, Modal, HF sandboxes and others).
 
 Optional: `pip install 'insitu[harbor]'` on Python 3.12. `harbor_sdk.py` alone knows Harbor. Its environments
 run a command to the end and move files; all else is made of that: output and exit code come back through
@@ -28,18 +28,18 @@ from insitu.errors import (
     SandboxStartError,
     SetupError,
 )
-from insitu.record.ulid import new_ulid
 from insitu.sandbox import detached
 from insitu.sandbox import harbor_scripts as scripts
 from insitu.sandbox.archive import pack, unpack
 from insitu.sandbox.base import Capability, ExecResult, Owner, SandboxSpec
 from insitu.sandbox.harbor_process import HarborProcess
 from insitu.sandbox.harbor_sdk import Environment, Factory, Result, foreign, of_kind
-from insitu.sandbox.layout import HOME
+from insitu.sandbox.rootfs import HOME
 from insitu.sandbox.tree import parts_of
+from insitu.storage.ulid import new_ulid
 from insitu.types import FileEntry, Tree
 
-BOX = "INSITU_BOX"
+BOX = "INSITU_SANDBOX"
 MARGIN_S = 60.0
 """For the way to a cloud and back, on top of what a command may take."""
 ROUNDS = "100"
@@ -47,7 +47,7 @@ ROUNDS = "100"
 START_S = 1800.0
 """Of one start, image and all; a pool allows less."""
 SHARED = frozenset({"singularity", "hf-sandbox"})
-"""Environments whose boxes may share processes or a machine with others: no `pid_isolation`."""
+"""Environments whose sandboxes may share processes or a machine with others: no `pid_isolation`."""
 
 
 class HarborBackend:
@@ -88,17 +88,17 @@ class HarborBackend:
     def _check(self, spec: SandboxSpec) -> None:
         if not (spec.image or self._image):
             raise PolicyUnsupported(
-                f"a box of {self.name} needs an image: name one in the task or in sandbox.image"
+                f"a sandbox of {self.name} needs an image: name one in the task or in sandbox.image"
             )
         if spec.network == "none" and not self._no_network:
-            raise PolicyUnsupported(f"{self.name} cannot keep a box from the network")
+            raise PolicyUnsupported(f"{self.name} cannot keep a sandbox from the network")
         if spec.network in ("gateway_only", "allowlist"):
-            why = "its boxes reach no socket of this machine, and no list of hosts is kept"
+            why = "its sandboxes reach no socket of this machine, and no list of hosts is kept"
             raise PolicyUnsupported(f"{self.name} offers no network `{spec.network}`: {why}")
         if not spec.workdir:
             raise PolicyUnsupported(f"{self.name} is not asked where an image starts: name a workdir")
         if spec.root_setup:
-            raise PolicyUnsupported(f"{self.name} sets no box up as root")
+            raise PolicyUnsupported(f"{self.name} sets no sandbox up as root")
         for bind in spec.binds:
             raise PolicyUnsupported(f"{self.name} cannot show {bind.source} at {bind.target}: no binds there")
         if spec.memory_bytes or spec.max_processes:
@@ -107,34 +107,34 @@ class HarborBackend:
     async def create(self, spec: SandboxSpec) -> HarborSandbox:
         self._check(spec)
         folder = Path(tempfile.mkdtemp(prefix="insitu-harbor-"))
-        box: HarborSandbox | None = None
+        sandbox: HarborSandbox | None = None
         try:
-            with foreign(SandboxStartError, f"start a box of {self.name}"):
+            with foreign(SandboxStartError, f"start a sandbox of {self.name}"):
                 image = spec.image or self._image
                 wanted = SandboxSpec(image=image, network=spec.network, workdir=spec.workdir)
                 environment = self._make(wanted, folder)
-                box = HarborSandbox(environment, spec, folder, alone=self._kind not in SHARED)
+                sandbox = HarborSandbox(environment, spec, folder, alone=self._kind not in SHARED)
                 async with asyncio.timeout(START_S):
                     await environment.start(force_build=False)
-                await box.begin()
+                await sandbox.begin()
         except BaseException:
-            if box is not None:
-                await box.close()
+            if sandbox is not None:
+                await sandbox.close()
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return box
+        return sandbox
 
 
 class HarborSandbox:
     """Implements insitu.sandbox.base.Sandbox. Everything in it runs as one user: `owner` is not told apart.
 
-    A box at a cloud outlives an owner that is killed, and nothing here reaps it: it ends at the vendor's own
-    time limit. A timeout ends what carries the command's mark; what has cleared its environment goes with
-    `kill_all`, and never in a kind of box that is SHARED.
+    A sandbox at a cloud outlives an owner that is killed, and nothing here reaps it: it ends at the vendor's
+    own time limit. A timeout ends what carries the command's mark; what has cleared its environment goes with
+    `kill_all`, and never in a kind of sandbox that is SHARED.
     """
 
     def __init__(self, environment: Environment, spec: SandboxSpec, folder: Path, *, alone: bool) -> None:
-        """`alone`: every process in the box is ours to kill."""
+        """`alone`: every process in the sandbox is ours to kill."""
         self._env, self._spec, self._folder = environment, spec, folder
         self._id = new_ulid()
         self._alone, self._before = alone, ""
@@ -157,9 +157,9 @@ class HarborSandbox:
 
     async def _run(self, script: str, *arguments: str, timeout_s: float = MARGIN_S) -> Result:
         if self._closing is not None:
-            raise SandboxLost("the box is gone")
+            raise SandboxLost("the sandbox is gone")
         command = shlex.join(["sh", "-c", script, "insitu", *arguments])
-        with foreign(SandboxError, "a command in a box"):
+        with foreign(SandboxError, "a command in a sandbox"):
             async with asyncio.timeout(timeout_s + MARGIN_S):
                 return await self._env.exec(command, cwd="/", timeout_sec=int(timeout_s + MARGIN_S))
 
@@ -167,14 +167,14 @@ class HarborSandbox:
         result = await self._run(script, *arguments)
         if result.return_code != 0:
             said = (result.stderr or result.stdout or "").strip().splitlines()
-            raise SandboxError(f"the box: {said[-1] if said else f'exit code {result.return_code}'}")
+            raise SandboxError(f"the sandbox: {said[-1] if said else f'exit code {result.return_code}'}")
         return result.stdout or ""
 
     async def _upload(self, content: bytes, target: str) -> None:
         source = self._folder / new_ulid()
         await asyncio.to_thread(source.write_bytes, content)
         try:
-            with foreign(SandboxError, "send a file to a box"):
+            with foreign(SandboxError, "send a file to a sandbox"):
                 await self._env.upload_file(source, target)
         finally:
             source.unlink(missing_ok=True)
@@ -182,7 +182,7 @@ class HarborSandbox:
     async def _download(self, source: str) -> bytes:
         target = self._folder / new_ulid()
         try:
-            with foreign(SandboxError, "fetch a file from a box"):
+            with foreign(SandboxError, "fetch a file from a sandbox"):
                 await self._env.download_file(source, target)
             return await asyncio.to_thread(target.read_bytes)
         finally:
@@ -238,7 +238,7 @@ class HarborSandbox:
                 case "running":
                     continue
                 case "lost":
-                    raise SandboxError("a command in a box was not begun")
+                    raise SandboxError("a command in a sandbox was not begun")
             return told
 
     async def _surely(self, script: str, *arguments: str) -> Result:
@@ -268,7 +268,7 @@ class HarborSandbox:
         for place in self._places:
             if PurePosixPath(path).is_relative_to(place):
                 return str(PurePosixPath(place, *parts_of(str(PurePosixPath(path).relative_to(place)))))
-        raise SandboxError(f"{path}: not in a writable folder of the box")
+        raise SandboxError(f"{path}: not in a writable folder of the sandbox")
 
     async def put(self, path: str, content: bytes, *, executable: bool = False) -> None:
         place = PurePosixPath(self._path(path))
@@ -283,11 +283,11 @@ class HarborSandbox:
             raise SandboxError(f"{path} holds more than {max_bytes} bytes")
         return result.stdout[2:]
 
-    async def put_tree(self, files: Tree, *, owner: Owner = "box") -> None:
+    async def put_tree(self, files: Tree, *, owner: Owner = "sandbox") -> None:
         await self._sh(scripts.EMPTY, self.workdir)
         await self.lay(files)
 
-    async def lay(self, files: Tree, *, remove: Sequence[str] = (), owner: Owner = "box") -> None:
+    async def lay(self, files: Tree, *, remove: Sequence[str] = (), owner: Owner = "sandbox") -> None:
         await self._lay(self.workdir, files, remove)
 
     async def _lay(self, at: str, files: Tree, remove: Sequence[str] = ()) -> None:
@@ -330,7 +330,7 @@ class HarborSandbox:
     async def _close(self) -> None:
         for process in self._spawned:
             process.forget()
-        with contextlib.suppress(SandboxError), foreign(SandboxError, "end a box"):
+        with contextlib.suppress(SandboxError), foreign(SandboxError, "end a sandbox"):
             async with asyncio.timeout(MARGIN_S):
                 await self._env.stop(delete=True)
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
@@ -352,7 +352,7 @@ def _read(told: Result, timed_out: bool, most: int, duration_s: float) -> ExecRe
     try:
         code, out, err = lines[0].strip(), *(base64.b64decode(line, validate=True) for line in lines[1:3])
     except ValueError as error:
-        raise SandboxError(f"a command in a box: {(told.stderr or 'no answer').strip()}") from error
+        raise SandboxError(f"a command in a sandbox: {(told.stderr or 'no answer').strip()}") from error
     exit_code = int(code) if code.isdigit() else -9
     return ExecResult(
         exit_code=-9 if timed_out else exit_code,

@@ -30,11 +30,11 @@ class HarborProcess:
             self._code = await self._run.wait(math.inf)
             with contextlib.suppress(SandboxError):
                 self._tail = (await self._run.read_log(max_bytes=16 << 20))[-LOG_TAIL:]
-        except SandboxError:  # the box is gone, and the process with it
+        except SandboxError:  # the sandbox is gone, and the process with it
             self._code = KILLED
 
     async def write(self, data: bytes) -> None:
-        raise SandboxError("a process in a box of Harbor has no input")
+        raise SandboxError("a process in a sandbox of Harbor has no input")
 
     async def readline(self, timeout_s: float) -> bytes:
         async with asyncio.timeout(timeout_s):
@@ -69,7 +69,7 @@ class HarborProcess:
         return self._tail
 
     def forget(self) -> None:
-        """The box ends: nothing is asked of it any more."""
+        """The sandbox ends: nothing is asked of it any more."""
         self._watch.cancel()
         if self._code is None:
             self._code = KILLED

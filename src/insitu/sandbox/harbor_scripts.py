@@ -1,4 +1,4 @@
-"""What the harbor backend runs in its boxes, for any POSIX shell with tar, find, xargs and base64."""
+"""What the harbor backend runs in its sandboxes, for any POSIX shell with tar, find, xargs and base64."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ for folder in /proc/[0-9]*; do pid=${folder#/proc/}; look "$pid" && printf ' %s:
 true
 """
 )
-# In a box of our own everything goes but init, what ran before the box was handed out (a vendor's service),
-# this command with its ancestors, and the processes that carry a mark, with their descendants. A process
-# whose first thread has ended looks like a zombie, and lives on in the others.
+# In a sandbox of our own everything goes but init, what ran before the sandbox was handed out (a vendor's
+# service), this command with its ancestors, and the processes that carry a mark, with their descendants. A
+# process whose first thread has ended looks like a zombie, and lives on in the others.
 KILL_REST = (
     LOOK
     + """

@@ -1,6 +1,6 @@
 """The edge to Harbor: the one file that imports it, at the point of use, and what of its interface is used.
 
-Harbor's environments run a command to the end and move files; `harbor.py` makes boxes of that.
+Harbor's environments run a command to the end and move files; `harbor.py` makes sandboxes of that.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from insitu.errors import ImageMissing, InsituError, SandboxStartError, SandboxTransient, SetupError
-from insitu.hints import install_extra
-from insitu.record.ulid import new_ulid
+from insitu.install_hints import install_extra
 from insitu.sandbox.base import SandboxSpec
+from insitu.storage.ulid import new_ulid
 
 
 class Flags(Protocol):

@@ -1,5 +1,5 @@
-"""What this process needs of its own limits to hold many boxes, and the users that these run as. Callers: the
-backends."""
+"""What this process needs of its own limits to hold many sandboxes, and the users that these run as.
+Callers: the backends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ FIRST_USER, USERS = 0x70000000, 1 << 26
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit: every box takes some fifteen descriptors, and 1024 is the usual default."""
+    """Raise this process's limit: every sandbox takes some fifteen descriptors, and 1024 is the usual
+    default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -23,7 +24,8 @@ def allow_open_files() -> None:
 
 
 def has_own_users() -> bool:
-    """Whether each box can run as a user of its own: root can give it any number, but in some containers."""
+    """Whether each sandbox can run as a user of its own: root can give it any number, but in some
+    containers."""
     return os.geteuid() == 0 and all(_mapped(kind) for kind in ("uid", "gid"))
 
 
@@ -37,6 +39,6 @@ def _mapped(kind: str) -> bool:
 
 
 def a_user() -> int:
-    """The user of a new box, so that what the kernel counts by user is counted by box. Drawn, since nobody
-    knows of all boxes of a machine; two with the same number share a limit and nothing else."""
+    """The user of a new sandbox, so that what the kernel counts by user is counted by sandbox. Drawn, since
+    nobody knows of all sandboxes of a machine; two with the same number share a limit and nothing else."""
     return FIRST_USER + secrets.randbelow(USERS)

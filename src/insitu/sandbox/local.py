@@ -1,6 +1,6 @@
-"""The `local` backend: a box is one private set of Linux namespaces, with no daemon, image or network.
+"""The `local` backend: a sandbox is one private set of Linux namespaces, with no daemon, image or network.
 
-The first process of a box is supervisor.py, driven over a socket; every later process is its child and so
+The first process of a sandbox is supervisor.py, driven over a socket; every later process is its child and so
 inherits the same walls. All writable places are memory file systems whose folder descriptors the host holds:
 files move without any path an agent could bend, and the kernel removes everything with the last process.
 """
@@ -21,27 +21,30 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from insitu.errors import PolicyUnsupported, SandboxError, SandboxStartError, SetupError, boundary
-from insitu.sandbox import layout, local_bwrap, local_ns, syscalls
-from insitu.sandbox.advice import advise
+from insitu.sandbox import local_bwrap
+from insitu.sandbox import local_namespaces as local_ns
+from insitu.sandbox import rootfs as layout
+from insitu.sandbox import seccomp as syscalls
 from insitu.sandbox.base import Capability, SandboxSpec
-from insitu.sandbox.cgroup import Cgroup, Cgroups, Found, find
-from insitu.sandbox.control import MAX_FDS, Control
+from insitu.sandbox.cgroup import Cgroup, Cgroups, CgroupSupport, find
+from insitu.sandbox.control_channel import MAX_FDS, Control
 from insitu.sandbox.limits import NOBODY, a_user, allow_open_files, has_own_users
-from insitu.sandbox.local_box import CLOSE_S, LocalSandbox
+from insitu.sandbox.local_sandbox import CLOSE_S, LocalSandbox
+from insitu.sandbox.setup_hints import advise
 
 Mode = Literal["auto", "bubblewrap", "namespaces"]
 
 
 class LocalBackend:
-    """Makes local boxes; implements insitu.sandbox.base.SandboxBackend.
+    """Makes local sandboxes; implements insitu.sandbox.base.SandboxBackend.
 
     Raises SetupError on construction when this machine cannot isolate in the wanted mode.
-    `memory_bytes` bounds a whole box with its writable places in memory, where `cgroups` finds a way; a
+    `memory_bytes` bounds a whole sandbox with its writable places in memory, where `cgroups` finds a way; a
     spec's `memory_bytes` the private memory of each process. `max_processes` counts threads; it is refused
-    below kernel 5.14, which counts those of all boxes of a user as one, unless a control group counts or each
-    box has a user of its own.
+    below kernel 5.14, which counts those of all sandboxes of a user as one, unless a control group counts or
+    each sandbox has a user of its own.
     The writable places live in memory: `work_bytes` bounds the work folder, `scratch_bytes` each other place.
-    No box shows `hidden` folders, insitu's own or the current one, wherever they lie.
+    No sandbox shows `hidden` folders, insitu's own or the current one, wherever they lie.
     """
 
     def __init__(
@@ -53,14 +56,14 @@ class LocalBackend:
         work_bytes: int = 128 << 20,
         scratch_bytes: int = 64 << 20,
         hidden: Sequence[Path] = (),
-        cgroups: Callable[[], Found] = find,
+        cgroups: Callable[[], CgroupSupport] = find,
     ) -> None:
         allow_open_files()
         self._start_timeout_s = start_timeout_s
         self._hidden = layout.hidden_folders(hidden)
         self._refused = syscalls.program(platform.machine())
         self._own_users = has_own_users()
-        self._counts_per_box = self._own_users or _kernel() >= (5, 14)
+        self._counts_per_sandbox = self._own_users or _kernel() >= (5, 14)
         self._sizes = (work_bytes, scratch_bytes)
         self._memory = memory_bytes
         self._found = cgroups()
@@ -71,7 +74,7 @@ class LocalBackend:
         try:
             self._code = layout.compile_supervisor()
         except (OSError, subprocess.SubprocessError) as error:
-            raise SetupError(f"no Python to run inside a box: {error}") from error
+            raise SetupError(f"no Python to run inside a sandbox: {error}") from error
         self._mode = self._choose(mode)
 
     @property
@@ -85,7 +88,7 @@ class LocalBackend:
 
     @property
     def cgroups(self) -> Cgroups | None:
-        """What whole boxes are limited by; None where nothing does."""
+        """What whole sandboxes are limited by; None where nothing does."""
         return self._found.cgroups
 
     @property
@@ -97,10 +100,10 @@ class LocalBackend:
         some: set[Capability] = {"syscall_filter"} if self._refused else set()
         if self._root:
             some.add("file_owner")
-        if self._counts_per_box or self.cgroups:
+        if self._counts_per_sandbox or self.cgroups:
             some.add("resource_limits")
         if self.cgroups:
-            some.add("box_memory")
+            some.add("sandbox_memory")
         return frozenset(some) | {
             "network_none",
             "gateway_only",
@@ -111,13 +114,16 @@ class LocalBackend:
 
     def _choose(self, wanted: Mode) -> Mode:
         reasons = []
-        # Only root can build a box itself, and only that one shows files by inodes of its own.
+        # Only root can build a sandbox itself, and only that one shows files by inodes of its own.
         both: tuple[Mode, ...] = ("namespaces", "bubblewrap") if self._root else ("bubblewrap", "namespaces")
         modes = both if wanted == "auto" else (wanted,)
         for mode in modes:
             reason = self._probe(mode)
             if reason and self.cgroups:
-                found, self._found = self._found, Found(cgroups=None, why=f"no box starts in one: {reason}")
+                found, self._found = (
+                    self._found,
+                    CgroupSupport(cgroups=None, why=f"no sandbox starts in one: {reason}"),
+                )
                 reason = self._probe(mode)
                 self._found = found if reason else self._found
             if not reason:
@@ -161,7 +167,7 @@ class LocalBackend:
         return self.cgroups.make(self._memory, spec.max_processes) if self.cgroups else None
 
     def _user(self) -> int:
-        """Whom a box runs as; -1 is the user of this process."""
+        """Whom a sandbox runs as; -1 is the user of this process."""
         if not self._root:
             return -1
         return a_user() if self._own_users else NOBODY
@@ -169,14 +175,15 @@ class LocalBackend:
     def _launch(
         self, spec: SandboxSpec, control: socket.socket, cgroup: Cgroup | None, user: int
     ) -> tuple[subprocess.Popen[bytes], BinaryIO]:
-        """The box's outermost process, and the file its start writes complaints to (the caller closes it)."""
+        """The sandbox's outermost process, and the file its start writes complaints to (the caller closes
+        it)."""
         places = layout.writable(spec)
         port = spec.gateway_port if spec.network == "gateway_only" else 0
         numbers = (
             control.fileno(),
             port,
             user,
-            (spec.max_processes or 0) if self._counts_per_box else 0,
+            (spec.max_processes or 0) if self._counts_per_sandbox else 0,
             spec.memory_bytes or 0,
         )
         program = layout.supervisor([*(str(number) for number in numbers), self._refused.hex(), "", *places])
@@ -218,36 +225,38 @@ class LocalBackend:
         if spec.network == "gateway_only" and spec.gateway_socket is None:
             raise PolicyUnsupported("network `gateway_only` needs the gateway's socket")
         if spec.max_processes and "resource_limits" not in self.capabilities:
-            raise PolicyUnsupported("the local sandbox cannot count a box's processes: needs Linux 5.14")
+            raise PolicyUnsupported("the local sandbox cannot count a sandbox's processes: needs Linux 5.14")
 
     async def create(self, spec: SandboxSpec) -> LocalSandbox:
         self._check(spec)
         ours, theirs = socket.socketpair()
-        with theirs, boundary(SandboxStartError, "start a box"), contextlib.ExitStack() as undo:
+        with theirs, boundary(SandboxStartError, "start a sandbox"), contextlib.ExitStack() as undo:
             undo.callback(ours.close)
             cgroup = self._cgroup(spec)
             if cgroup is not None:
                 undo.callback(cgroup.end)
             process, errors = self._launch(spec, theirs, cgroup, user := self._user())
             undo.pop_all()
-        box = LocalSandbox(spec, process, Control(ours), cgroup, user)
+        sandbox = LocalSandbox(spec, process, Control(ours), cgroup, user)
         with errors:
             try:
                 async with asyncio.timeout(self._start_timeout_s):
-                    await box.begin()
+                    await sandbox.begin()
             except TimeoutError as error:
-                await _abandon(box, process)
-                raise SandboxStartError(f"a box was not ready within {self._start_timeout_s:g} s") from error
+                await _abandon(sandbox, process)
+                raise SandboxStartError(
+                    f"a sandbox was not ready within {self._start_timeout_s:g} s"
+                ) from error
             except SandboxError as error:
-                await _abandon(box, process)
-                raise SandboxStartError(f"start a box: {_last_line(errors) or error}") from error
+                await _abandon(sandbox, process)
+                raise SandboxStartError(f"start a sandbox: {_last_line(errors) or error}") from error
             except BaseException:
-                await _abandon(box, process)
+                await _abandon(sandbox, process)
                 raise
-        return box
+        return sandbox
 
     async def reap(self) -> int:
-        """Remove control groups of processes that are gone; how many. Their boxes died with them."""
+        """Remove control groups of processes that are gone; how many. Their sandboxes died with them."""
         return await asyncio.to_thread(self.cgroups.reap) if self.cgroups else 0
 
 
@@ -256,9 +265,9 @@ def _kernel() -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-async def _abandon(box: LocalSandbox, process: subprocess.Popen[bytes]) -> None:
+async def _abandon(sandbox: LocalSandbox, process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    await box.close()
+    await sandbox.close()
 
 
 def _last_line(errors: BinaryIO) -> str:

@@ -1,8 +1,8 @@
 """The bubblewrap mode: a layout as a `bwrap` command line.
 
 As an ordinary user bwrap makes the user namespace. As root it must not: a user namespace made by root maps
-the inside user to the host's root. There bwrap only builds the box, and PID 1 drops to an unprivileged user
-in a namespace of its own before it starts anything (see supervisor.py).
+the inside user to the host's root. There bwrap only builds the sandbox, and PID 1 drops to an unprivileged
+user in a namespace of its own before it starts anything (see supervisor.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from insitu.sandbox.layout import INSIDE_ID, Step
+from insitu.sandbox.rootfs import INSIDE_ID, Step
 
 
 def memory_file(content: bytes) -> int:
@@ -28,7 +28,7 @@ def command(
     argv = [bwrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if not as_root:
         argv += ["--unshare-user", "--uid", str(INSIDE_ID), "--gid", str(INSIDE_ID)]
-    argv += ["--die-with-parent", "--as-pid-1", "--hostname", "box", "--clearenv"]
+    argv += ["--die-with-parent", "--as-pid-1", "--hostname", "sandbox", "--clearenv"]
     fds: list[int] = []
     for kind, argument, path in steps:
         if kind == "bind":

@@ -1,11 +1,13 @@
-"""The pool: one backend made of several, that bounds, prepares and retries boxes and avoids what is broken.
+"""The pool: one backend made of several, that bounds, prepares and retries sandboxes and avoids what is
+broken.
 
     create(spec) -> permit -> spare of the same spec, else boot: the next sound backend, some tries
-    a circuit opens -> in the background: cool down, reap, boot a plain box -> it closes, or cools for longer
+    a circuit opens -> in the background: cool down, reap, boot a plain sandbox -> it closes, or cools for
+    longer
 
-Everything that runs boxes gets them here. Which failures count against a backend: boxes that do not start,
-and calls given up on; never an image that cannot be had, nor the loss of a live box, which what ran in it
-can bring about.
+Everything that runs sandboxes gets them here. Which failures count against a backend: sandboxes that do not
+start, and calls given up on; never an image that cannot be had, nor the loss of a live sandbox, which what
+ran in it can bring about.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from insitu.errors import (
     SandboxError,
     SandboxStartError,
 )
-from insitu.sandbox.base import Capability, Reaps, Sandbox, SandboxBackend, SandboxSpec
-from insitu.sandbox.base_tree import NamesImages
-from insitu.sandbox.circuit import Circuit, CircuitOptions
-from insitu.sandbox.pool_box import PooledSandbox
+from insitu.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec, SupportsReap
+from insitu.sandbox.base_tree import ResolvesImages
+from insitu.sandbox.circuit_breaker import Circuit, CircuitOptions
+from insitu.sandbox.pooled_sandbox import PooledSandbox
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +45,8 @@ REMEMBERED = 16
 """Specs whose repetition is noticed."""
 ALIVE_S = 5.0
 CONTROLS = 4
-"""Boxes at once that are opened only to see whether boxes work: beside the permits, or whoever uses up all of
-them would make the backend look broken."""
+"""Sandboxes at once that are opened only to see whether sandboxes work: beside the permits, or whoever uses
+up all of them would make the backend look broken."""
 TELL_S = 30.0
 """A wait for a permit that is told, and how often it is told again."""
 
@@ -53,26 +55,27 @@ TELL_S = 30.0
 class PoolOptions:
     """How a pool treats its backends."""
 
-    permits: int = 128
-    """Boxes at once, spare ones included."""
+    max_sandboxes: int = 128
+    """Sandboxes at once, spare ones included."""
     warm: int = 1
-    """Spare boxes kept ready of specs that are asked for again and again; see `Pool.create`."""
-    boot_tries: int = 3
+    """Spare sandboxes kept ready of specs that are asked for again and again; see `Pool.create`."""
+    boot_attempts: int = 3
     boot_timeout_s: float = 120.0
     """Of one try."""
     pause_s: float = 0.5
     """Before the second try; each further pause is twice as long."""
     permit_wait_s: float = 3600.0
-    """Most that a box is waited for because others hold every permit."""
+    """Most that a sandbox is waited for because others hold every permit."""
     in_order: bool = False
     """Always the first backend that is not down, and the others while it is: fail-over. Else in turn."""
     down_s: float = 30.0
-    """How long a box is waited for when every backend is down, before the best of them is tried anyway."""
+    """How long a sandbox is waited for when every backend is down, before the best of them is tried
+    anyway."""
     circuit: CircuitOptions = field(default_factory=CircuitOptions)
 
 
 @dataclass(slots=True, kw_only=True)
-class Member:
+class PooledBackend:
     """One backend of a pool."""
 
     backend: SandboxBackend
@@ -83,8 +86,8 @@ class Member:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Spare:
     spec: SandboxSpec
-    box: Sandbox
-    member: Member
+    sandbox: Sandbox
+    member: PooledBackend
 
 
 class Pool:
@@ -98,9 +101,11 @@ class Pool:
     ) -> None:
         """`say` gets a line for a person when a backend goes down and when it is back."""
         self._options, self._say = options or PoolOptions(), say
-        self.members = [Member(backend=each, circuit=Circuit(self._options.circuit)) for each in backends]
+        self.members = [
+            PooledBackend(backend=each, circuit=Circuit(self._options.circuit)) for each in backends
+        ]
         self._turn = 0
-        self._permits = asyncio.Semaphore(self._options.permits)
+        self._permits = asyncio.Semaphore(self._options.max_sandboxes)
         self._controls = asyncio.Semaphore(CONTROLS)
         self._spares: list[_Spare] = []
         self._seen: list[SandboxSpec] = []
@@ -109,9 +114,9 @@ class Pool:
         """Set, and replaced, whenever a circuit closes."""
         self._closed = False
         self.live = 0
-        """Boxes handed out and not closed."""
+        """Sandboxes handed out and not closed."""
         self.reaped = 0
-        """Boxes of dead owners that were found at the start or during a recovery."""
+        """Sandboxes of dead owners that were found at the start or during a recovery."""
 
     @property
     def name(self) -> str:
@@ -119,7 +124,7 @@ class Pool:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What a spec can ask for, if one backend has it; what holds for every box, if all have it. With
+        """What a spec can ask for, if one backend has it; what holds for every sandbox, if all have it. With
         fail-over only what all have: what one lacks it could not take over."""
         each = [member.backend.capabilities for member in self.members]
         if self._options.in_order:
@@ -127,20 +132,20 @@ class Pool:
         return (frozenset.union(*each) & ASKED_FOR) | frozenset.intersection(*each)
 
     async def create(self, spec: SandboxSpec) -> PooledSandbox:
-        """A box; waits for a permit. Of a spec with neither network nor files that was asked for before, a
-        spare is kept ready. Raises PolicyUnsupported, SandboxStartError."""
+        """A sandbox; waits for a permit. Of a spec with neither network nor files that was asked for before,
+        a spare is kept ready. Raises PolicyUnsupported, SandboxStartError."""
         if self._closed:
-            raise SandboxStartError("the pool of boxes is closed")
+            raise SandboxStartError("the pool of sandboxes is closed")
         spare = await self._take_spare(spec)
         if spare is None:
             if self._permits.locked() and self._spares:
                 await self._discard(self._spares.pop(0))
             await self._permit()
-            member, box = await self._boot_for(self._permits, spec, self.members)
+            member, sandbox = await self._boot_for(self._permits, spec, self.members)
         else:
-            member, box = spare.member, spare.box
-        self._foresee(spec)
-        return self._hand_out(member, box, self._permits)
+            member, sandbox = spare.member, spare.sandbox
+        self._prewarm(spec)
+        return self._lease(member, sandbox, self._permits)
 
     async def control(self, spec: SandboxSpec, lost: Sandbox | None = None) -> PooledSandbox:
         """Implements insitu.sandbox.base.Controls: takes no permit and no spare. Raises as `create`, and at
@@ -151,22 +156,24 @@ class Pool:
             if all(member.circuit.state == "open" for member in fit):
                 raise SandboxStartError(f"{lost.backend} is down: {fit[0].circuit.cause}")
         await self._controls.acquire()  # those who hold them use them for one short command
-        member, box = await self._boot_for(self._controls, spec, fit)
-        return self._hand_out(member, box, self._controls)
+        member, sandbox = await self._boot_for(self._controls, spec, fit)
+        return self._lease(member, sandbox, self._controls)
 
-    def _hand_out(self, member: Member, box: Sandbox, permits: asyncio.Semaphore) -> PooledSandbox:
+    def _lease(self, member: PooledBackend, sandbox: Sandbox, permits: asyncio.Semaphore) -> PooledSandbox:
         self.live += 1
 
         def gave_back() -> None:
             self.live -= 1
             permits.release()
 
-        return PooledSandbox(box, member.backend.name, gave_back, lambda cause: self._count(member, cause))
+        return PooledSandbox(
+            sandbox, member.backend.name, gave_back, lambda cause: self._count(member, cause)
+        )
 
     async def _boot_for(
-        self, permits: asyncio.Semaphore, spec: SandboxSpec, members: Sequence[Member]
-    ) -> tuple[Member, Sandbox]:
-        """A box of one of `members` in exchange for a permit that the caller has."""
+        self, permits: asyncio.Semaphore, spec: SandboxSpec, members: Sequence[PooledBackend]
+    ) -> tuple[PooledBackend, Sandbox]:
+        """A sandbox of one of `members` in exchange for a permit that the caller has."""
         try:
             return await self._boot(spec, members)
         except BaseException:
@@ -184,7 +191,7 @@ class Pool:
                 return
             except TimeoutError:
                 waited += step
-            held = f"all {self._options.permits} permits for boxes are held"
+            held = f"all {self._options.max_sandboxes} permits for sandboxes are held"
             if waited >= most:
                 raise SandboxStartError(f"{held}, and none was given back within {most:g} s")
             log.warning("wait for=permit waited_s=%.0f cause=%s", waited, held)
@@ -192,11 +199,13 @@ class Pool:
     async def image_digest(self, image: str) -> str:
         """As the first backend with images knows it. Raises SandboxStartError."""
         for member in self.members:
-            if isinstance(member.backend, NamesImages):
+            if isinstance(member.backend, ResolvesImages):
                 return await member.backend.image_digest(image)
         return image
 
-    async def _boot(self, spec: SandboxSpec, members: Sequence[Member]) -> tuple[Member, Sandbox]:
+    async def _boot(
+        self, spec: SandboxSpec, members: Sequence[PooledBackend]
+    ) -> tuple[PooledBackend, Sandbox]:
         fit = list(members)
         until = time.monotonic() + self._options.down_s
         tries: Counter[int] = Counter()
@@ -218,16 +227,16 @@ class Pool:
                 tries[id(member)] += 1
                 tried = tries[id(member)]
                 log.warning("boot backend=%s tried=%d cause=%s", member.backend.name, tried, error)
-                if tried >= self._options.boot_tries:
+                if tried >= self._options.boot_attempts:
                     fit.remove(member)
                     if not fit:
                         raise
                     continue
                 await asyncio.sleep(self._options.pause_s * 2 ** (tried - 1))
 
-    async def _start(self, member: Member, spec: SandboxSpec) -> Sandbox:
+    async def _start(self, member: PooledBackend, spec: SandboxSpec) -> Sandbox:
         limit = self._options.boot_timeout_s
-        if spec.image and isinstance(member.backend, NamesImages):
+        if spec.image and isinstance(member.backend, ResolvesImages):
             # Its own wait: a long download says nothing of the backend, and goes on until the next try.
             try:
                 async with asyncio.timeout(limit):
@@ -236,17 +245,17 @@ class Pool:
                 raise ImageUnavailable(f"image {spec.image}: not here within {limit:g} s") from error
         try:
             async with asyncio.timeout(limit):
-                box = await member.backend.create(spec)
+                sandbox = await member.backend.create(spec)
         except TimeoutError as error:
             raise SandboxStartError(
-                f"{member.backend.name}: a box was not ready within {limit:g} s"
+                f"{member.backend.name}: a sandbox was not ready within {limit:g} s"
             ) from error
         if member.circuit.state != "closed":
             self._recovered(member)
         member.circuit.succeed()
-        return box
+        return sandbox
 
-    async def _choose(self, fit: Sequence[Member], until: float) -> Member:
+    async def _choose(self, fit: Sequence[PooledBackend], until: float) -> PooledBackend:
         """The next backend that is not known to be broken. When all are, wait until one recovers or `until`,
         then take the one whose cool-down ends first: to be refused is worse than to fail."""
         while True:
@@ -263,7 +272,7 @@ class Pool:
                 async with asyncio.timeout(left):
                     await self._changed.wait()
 
-    def _count(self, member: Member, cause: str) -> None:
+    def _count(self, member: PooledBackend, cause: str) -> None:
         member.circuit.fail(cause)
         if member.circuit.state == "open" and member.recovery is None and not self._closed:
             wait = member.circuit.cooled_in_s
@@ -271,18 +280,18 @@ class Pool:
             self._say(f"the {member.backend.name} sandbox is down ({cause}): {self._instead(member)}")
             member.recovery = self._background(self._recover(member))
 
-    def _instead(self, down: Member) -> str:
+    def _instead(self, down: PooledBackend) -> str:
         sound = [each.backend.name for each in self.members if each.circuit.state == "closed"]
-        return f"boxes come from {sound[0]}" if sound else f"boxes wait for {down.backend.name}"
+        return f"sandboxes come from {sound[0]}" if sound else f"sandboxes wait for {down.backend.name}"
 
-    def _recovered(self, member: Member) -> None:
+    def _recovered(self, member: PooledBackend) -> None:
         log.warning("up backend=%s", member.backend.name)
         self._say(f"the {member.backend.name} sandbox is back")
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _recover(self, member: Member) -> None:
-        """Until the circuit is closed: cool down, remove leaked boxes, boot a plain one."""
+    async def _recover(self, member: PooledBackend) -> None:
+        """Until the circuit is closed: cool down, remove leaked sandboxes, boot a plain one."""
         try:
             while member.circuit.state != "closed":
                 await asyncio.sleep(member.circuit.cooled_in_s)
@@ -290,7 +299,7 @@ class Pool:
                     continue
                 try:
                     await self._reap(member)
-                    box = await self._start(member, SandboxSpec(label="probe"))
+                    sandbox = await self._start(member, SandboxSpec(label="probe"))
                 except PolicyUnsupported:  # it answered
                     self._recovered(member)
                     member.circuit.succeed()
@@ -299,28 +308,28 @@ class Pool:
                     wait = member.circuit.cooled_in_s
                     log.error("still_down backend=%s for_s=%.1f cause=%s", member.backend.name, wait, error)
                 else:
-                    await box.close()
+                    await sandbox.close()
         finally:
             member.recovery = None
             if member.circuit.state == "half_open":
                 member.circuit.fail("its trial was broken off")
 
-    async def _reap(self, member: Member) -> None:
-        if isinstance(member.backend, Reaps):
+    async def _reap(self, member: PooledBackend) -> None:
+        if isinstance(member.backend, SupportsReap):
             found = await member.backend.reap()
             self.reaped += found
             if found:
-                log.warning("reaped backend=%s boxes=%d", member.backend.name, found)
+                log.warning("reaped backend=%s sandboxes=%d", member.backend.name, found)
 
     async def _take_spare(self, spec: SandboxSpec) -> _Spare | None:
-        """A spare that is still alive: a box found dead later would be held against what ran in it."""
+        """A spare that is still alive: a sandbox found dead later would be held against what ran in it."""
         wanted = replace(spec, label="")
         while match := next((spare for spare in self._spares if spare.spec == wanted), None):
             self._spares.remove(match)
             alive = False
             try:
                 with contextlib.suppress(SandboxError):
-                    alive = (await match.box.exec(["true"], timeout_s=ALIVE_S)).exit_code == 0
+                    alive = (await match.sandbox.exec(["true"], timeout_s=ALIVE_S)).exit_code == 0
             finally:
                 if not alive:
                     await self._discard(match)
@@ -328,7 +337,7 @@ class Pool:
                 return match
         return None
 
-    def _foresee(self, spec: SandboxSpec) -> None:
+    def _prewarm(self, spec: SandboxSpec) -> None:
         """Boot a spare in the background for a spec that comes again."""
         if spec.network != "none" or spec.files or not self._options.warm:
             return
@@ -346,21 +355,21 @@ class Pool:
             return
         await self._permits.acquire()
         try:
-            member, box = await self._boot(replace(spec, label="spare"), self.members)
-        except SandboxError:  # told and counted by _boot; whoever needs the box tries again
+            member, sandbox = await self._boot(replace(spec, label="spare"), self.members)
+        except SandboxError:  # told and counted by _boot; whoever needs the sandbox tries again
             self._permits.release()
             return
         except BaseException:
             self._permits.release()
             raise
-        self._spares.append(_Spare(spec=spec, box=box, member=member))
+        self._spares.append(_Spare(spec=spec, sandbox=sandbox, member=member))
         # Whoever waits for a permit comes before any spare.
         while len(self._spares) > self._options.warm or (self._permits.locked() and self._spares):
             await self._discard(self._spares.pop(0))
 
     async def _discard(self, spare: _Spare) -> None:
         try:
-            await spare.box.close()
+            await spare.sandbox.close()
         finally:
             self._permits.release()
 
@@ -381,7 +390,7 @@ class Pool:
         return self
 
     async def close(self) -> None:
-        """Ends background work and spare boxes; boxes handed out end when they are closed."""
+        """Ends background work and spare sandboxes; sandboxes handed out end when they are closed."""
         self._closed = True
         for task in list(self._tasks):
             task.cancel()

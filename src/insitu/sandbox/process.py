@@ -1,4 +1,4 @@
-"""Pipes of processes in a local box, and the handle of a long-lived one."""
+"""Pipes of processes in a local sandbox, and the handle of a long-lived one."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class LocalProcess:
             raise SandboxLost(f"the process wrote a line of more than {LINE_BYTES} bytes") from error
 
     def poll(self) -> int | None:
-        """Exit code; -9 also when the whole box died."""
+        """Exit code; -9 also when the whole sandbox died."""
         if not self._code.done():
             return None
         return -9 if self._code.cancelled() or self._code.exception() else self._code.result()

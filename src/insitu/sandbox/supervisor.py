@@ -1,13 +1,14 @@
-"""PID 1 of a box: drops every privilege, then starts and kills processes as the host asks over one socket.
+"""PID 1 of a sandbox: drops every privilege, then starts and kills processes as the host asks over one
+socket.
 
-Run by the box's own Python, compiled beforehand and importing little, because its start is the price of
-every box: `signal`, `socket` and `contextlib` alone would double it. It is not dumpable and it is init, so
-nothing in the box can kill or trace it.
+Run by the sandbox's own Python, compiled beforehand and importing little, because its start is the price of
+every sandbox: `signal`, `socket` and `contextlib` alone would double it. It is not dumpable and it is init,
+so nothing in the sandbox can kill or trace it.
 When the host's end of the socket closes it exits, and the kernel takes the whole PID namespace with it.
 
 Frames from the host: 4 bytes length, then NUL-joined fields `kind, job, ...`, descriptors on the first byte.
-A box of a task that is set up by root begins as root, with the few capabilities that its container has. Only
-the order `root` runs something as root; every other one first ends all of that for good.
+A sandbox of a task that is set up by root begins as root, with the few capabilities that its container has.
+Only the order `root` runs something as root; every other one first ends all of that for good.
 Lines to the host: `ready`, `exit JOB CODE` (-n for signal n), `swept JOB OK`.
 """
 
@@ -45,7 +46,7 @@ CLONE_NEWUSER = 0x10000000
 ADDR_NO_RANDOMIZE = 0x40000
 OPEN_FILES = (1024, 4096)
 """Of what is asked for; this process and the host may open more. The kernel counts descriptors on their way
-over sockets by user, of all boxes, and refuses a sender while there are more than he himself may open."""
+over sockets by user, of all sandboxes, and refuses a sender while there are more than he himself may open."""
 IPC_RMID = 0
 SWEEP_S = 1.0
 ROOT_S = 5.0
@@ -110,7 +111,7 @@ def confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int, refus
     system(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     system(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
     system(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0))
-    # Python's own handler would let anything in the box interrupt its init.
+    # Python's own handler would let anything in the sandbox interrupt its init.
     libc.signal(SIGINT, SIG_DFL)
     # So that an address printed by a program is the same in every rollout. Some containers do not allow it.
     libc.personality(ADDR_NO_RANDOMIZE)
@@ -136,8 +137,9 @@ def limit(kind: int, soft: int, hard: int) -> None:
 
 
 def first_to_go() -> int:
-    """When memory runs out, the kernel looks for its victim in the boxes first, and there for PID 1 last: a
-    box must not be lost by what an agent did. A descriptor to write scores to, -1 where that is forbidden."""
+    """When memory runs out, the kernel looks for its victim in the sandboxes first, and there for PID 1
+    last: a sandbox must not be lost by what an agent did. A descriptor to write scores to, -1 where that is
+    forbidden."""
     try:
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         os.write(fd, OWN_SCORE)
@@ -238,7 +240,7 @@ class Supervisor:
                 self.kept.add(pid)
 
     def end_root(self) -> None:
-        """Nothing that root has started goes on, and this process is no longer root. The end of the box
+        """Nothing that root has started goes on, and this process is no longer root. The end of the sandbox
         where that cannot be had."""
         deadline = time.monotonic() + ROOT_S
         while True:
@@ -277,7 +279,7 @@ class Supervisor:
                 self.send(f"exit {job} {code}")
 
     def cpu_ms(self) -> int:
-        """CPU time of everything that has run in the box, but for this process."""
+        """CPU time of everything that has run in the sandbox, but for this process."""
         self.reap()
         ticks = 0
         for pid in self.living():

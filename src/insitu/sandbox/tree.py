@@ -1,4 +1,4 @@
-"""Reads, writes and empties a box's folders from the host through a directory descriptor.
+"""Reads, writes and empties a sandbox's folders from the host through a directory descriptor.
 
 What lies there was planted by an agent, so every step opens one name relative to an open folder, never
 follows a link, and checks the kind of what it opened. All functions are blocking: call them in a thread.
@@ -28,15 +28,17 @@ TOOL_FOLDERS = frozenset(
 )
 """Folders that tools fill: what is in them is left out first where a work folder is over a cap."""
 ROOT = 0
-"""Owner of files that nothing in a box may change."""
+"""Owner of files that nothing in a sandbox may change."""
 KEEPER = 64999
-"""The same, for a box whose own user is root without capabilities: he cannot touch another user's files."""
+"""The same, for a sandbox whose own user is root without capabilities: he cannot touch another user's
+files."""
 _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class TreeTooLarge(SandboxError):
-    """The work folder is over a cap: the doing of what ran in the box, so it is no infrastructure failure."""
+    """The work folder is over a cap: the doing of what ran in the sandbox, so it is no infrastructure
+    failure."""
 
     infra = False
 

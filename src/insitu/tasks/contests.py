@@ -25,7 +25,7 @@ from pydantic import BeforeValidator, Field
 from insitu.errors import TaskError
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions
-from insitu.tasks.rows import Place, RawRow, Row, Text, read_places
+from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, Text, read_places
 from insitu.tasks.shared import make_item, text_tree
 from insitu.types import Case, Exchange, GradingPlan, Oracle
 
@@ -85,7 +85,7 @@ class Problem:
 
     id: str
     question: str
-    family: str
+    category: str
     function: str = ""
     starter: str = ""
     solutions: Sequence[str] = ()
@@ -118,7 +118,7 @@ def problem_item(problem: Problem, options: LoadOptions) -> Item:
             memory_mb=max(MEMORY_MB, problem.memory_mb),
         ),
         limits=options.limits,
-        family=problem.family,
+        category=problem.category,
         oracle=Oracle(
             task_id=problem.id,
             cases=problem.cases,
@@ -162,7 +162,7 @@ TOLERANCE = 1e-5
 """By how much outputs may differ: the set compares with numpy.allclose."""
 
 
-class InputOutput(Row):
+class InputOutput(TaskRow):
     """The column input_output."""
 
     inputs: list[Any] = Field(default_factory=list)
@@ -170,7 +170,7 @@ class InputOutput(Row):
     fn_name: str | None = None
 
 
-class AppsRow(Row):
+class AppsRow(TaskRow):
     """Columns of APPS; TACO has them too, without problem_id."""
 
     problem_id: int | str | None = None
@@ -188,10 +188,10 @@ class AppsFormat:
 
     name: str
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return read_places(path)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = AppsRow.model_validate(row)
         told = parsed.input_output or InputOutput()
         if len(told.inputs) != len(told.outputs):
@@ -207,7 +207,7 @@ class AppsFormat:
         problem = Problem(
             id=f"{self.name}/{name}",
             question=parsed.question,
-            family=self.name,
+            category=self.name,
             function=named,
             starter=starter,
             solutions=(IMPORTS + gold,) if gold else (),
@@ -256,26 +256,26 @@ def megabytes_of(text: str | None) -> int:
 # --------------------------------------------------------------------------- CodeContests
 
 
-class ContestTests(Row):
+class ContestTests(TaskRow):
     """public_tests, private_tests, generated_tests."""
 
     input: list[str] = Field(default_factory=list)
     output: list[str] = Field(default_factory=list)
 
 
-class ContestSolutions(Row):
+class ContestSolutions(TaskRow):
     """Texts with their languages: 0 unknown, 1 Python 2, 2 C++, 3 Python 3, 4 Java."""
 
     language: list[int] = Field(default_factory=list)
     solution: list[str] = Field(default_factory=list)
 
 
-class TimeLimit(Row):
+class TimeLimit(TaskRow):
     seconds: int = 0
     nanos: int = 0
 
 
-class ContestRow(Row):
+class ContestRow(TaskRow):
     """The columns of CodeContests that insitu uses."""
 
     name: Text
@@ -293,10 +293,10 @@ class ContestRow(Row):
 class CodeContests:
     """Format `code_contests`."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return read_places(path)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = ContestRow.model_validate(row)
         if parsed.input_file or parsed.output_file:
             raise TaskError("the program reads or writes a file: only standard input and output work")
@@ -311,7 +311,7 @@ class CodeContests:
         problem = Problem(
             id=parsed.name,
             question=parsed.description,
-            family="code_contests",
+            category="code_contests",
             solutions=[text for language, text in solved if language == PYTHON3],
             exchanges=tuple(exchanges),
             timeout_s=limit.seconds + limit.nanos / 1e9,
@@ -323,7 +323,7 @@ class CodeContests:
 # --------------------------------------------------------------------------- LiveCodeBench
 
 
-class LiveTest(Row):
+class LiveTest(TaskRow):
     input: str
     output: str
     testtype: str = "stdin"
@@ -350,11 +350,11 @@ class _OnlyText(pickle.Unpickler):
         raise pickle.UnpicklingError(f"holds {module}.{name}")
 
 
-class LiveMetadata(Row):
+class LiveMetadata(TaskRow):
     func_name: str = ""
 
 
-class LiveRow(Row):
+class LiveRow(TaskRow):
     """The columns of LiveCodeBench's code generation that insitu uses."""
 
     question_id: Text
@@ -368,10 +368,10 @@ class LiveRow(Row):
 class LiveCodeBench:
     """Format `live_code_bench`. The set has no solutions."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return read_places(path)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = LiveRow.model_validate(row)
         tests = [*parsed.public_test_cases, *parsed.private_test_cases]
         kinds = {test.testtype for test in tests}
@@ -386,7 +386,7 @@ class LiveCodeBench:
         problem = Problem(
             id=parsed.question_id,
             question=parsed.question_content,
-            family="live_code_bench",
+            category="live_code_bench",
             function=function,
             starter=parsed.starter_code,
             exchanges=() if function else tuple(Exchange(stdin=t.input, expected=t.output) for t in tests),

@@ -1,8 +1,8 @@
-"""A TaskSource over a data set on disk: every row is checked at load, before any box boots.
+"""A TaskSource over a data set on disk: every row is checked at load, before any sandbox boots.
 
 What is kept per row is its id, its content hash and where it is; the row itself is read again when it is
 used, so that fifty thousand rows of a large set fit in memory. A row that cannot be graded is refused with
-its id and the reason, or left out and counted, as `tasks.bad_rows` says.
+its id and the reason, or left out and counted, as `tasks.on_invalid_row` says.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from insitu.errors import TaskError
 from insitu.tasks.base import Item, Split, split_of
-from insitu.tasks.functions import UserFunction, reward_of
-from insitu.tasks.rows import MAX_REASON_CHARS, Place, RawRow, describe, row_id
+from insitu.tasks.row_files import MAX_REASON_CHARS, RawRow, RowLocation, describe, row_id
+from insitu.tasks.user_functions import UserFunction, reward_of
 from insitu.types import Limits, Oracle, Task, Tree, Verdict
 
 SHOWN_REFUSALS = 3
@@ -48,10 +48,10 @@ RowCheck = Callable[[Task, Oracle], object]
 class Format(Protocol):
     """One data set's schema."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         """Where the rows are. Raises TaskError when `path` is not of this format."""
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         """Task and oracle of a row. Raises ValidationError or TaskError for one that cannot be graded."""
 
 
@@ -71,7 +71,7 @@ class Refusal:
 class _Entry:
     id: str
     content_hash: str
-    place: Place
+    place: RowLocation
     needs: tuple[bool, str]
     """Whether it is made of an image, and the runner that grades it."""
 
@@ -88,7 +88,7 @@ class RowSource:
         *,
         eval_share: float = 0.25,
         seed: int = 0,
-        bad_rows: Literal["refuse", "skip"] = "refuse",
+        on_invalid_row: Literal["refuse", "skip"] = "refuse",
         check: RowCheck | None = None,
         transform: Callable[..., Any] | None = None,
         evaluate: UserFunction | None = None,
@@ -99,8 +99,8 @@ class RowSource:
         self._transform, self._evaluate, self._seed = transform, evaluate, seed
         self.refused: list[Refusal] = []
         self.left_out = 0
-        """Rows for which transform_sample gave None."""
-        entries = list(self._check_rows(path, stop=bad_rows == "refuse"))
+        """Rows for which transform gave None."""
+        entries = list(self._check_rows(path, stop=on_invalid_row == "refuse"))
         if not entries:
             first = f"; {self.refused[0]}" if self.refused else ""
             raise TaskError(f"{path} holds no task{first}")
@@ -168,16 +168,16 @@ class RowSource:
         epoch, at = divmod(index, len(entries))
         return entries[_order(self._seed, epoch, len(entries))[at]]
 
-    def _row(self, place: Place) -> RawRow | None:
+    def _row(self, place: RowLocation) -> RawRow | None:
         row = {} if not place.number else place.row()
         if self._transform is None:
             return row
         try:
             changed = self._transform(dict(row))
         except Exception as error:
-            raise TaskError(f"{place}: transform_sample raised {error!a}") from error
+            raise TaskError(f"{place}: transform raised {error!a}") from error
         if changed is not None and not isinstance(changed, dict):
-            raise TaskError(f"{place}: transform_sample gave a {type(changed).__name__}, not a dict or None")
+            raise TaskError(f"{place}: transform gave a {type(changed).__name__}, not a dict or None")
         return changed
 
     def _load(self, entry: _Entry) -> Item:
@@ -188,7 +188,7 @@ class RowSource:
         return item
 
     def _check_rows(self, path: Path, *, stop: bool) -> Iterator[_Entry]:
-        ids: dict[str, Place] = {}
+        ids: dict[str, RowLocation] = {}
         hashes: dict[str, str] = {}
         for place in self._form.places(path):
             try:
@@ -204,10 +204,12 @@ class RowSource:
             ids[entry.id], hashes[entry.content_hash] = place, entry.id
             yield entry
         if stop and self.refused:
-            more = "; tasks.bad_rows=skip leaves such rows out"
+            more = "; tasks.on_invalid_row=skip leaves such rows out"
             raise TaskError("; ".join(map(str, self.refused)) + more)
 
-    def _check(self, place: Place, ids: dict[str, Place], hashes: dict[str, str]) -> _Entry | None:
+    def _check(
+        self, place: RowLocation, ids: dict[str, RowLocation], hashes: dict[str, str]
+    ) -> _Entry | None:
         row = self._row(place)
         if row is None:
             return None
@@ -238,7 +240,7 @@ class _Bad(Exception):
         self.refusal = refusal
 
 
-def _refusal(place: Place, reason: object, name: str = "") -> Refusal:
+def _refusal(place: RowLocation, reason: object, name: str = "") -> Refusal:
     name = name or ("" if place.number else place.path.name)
     return Refusal(where=str(place), id=name, reason=" ".join(str(reason).split())[:MAX_REASON_CHARS])
 

@@ -19,7 +19,7 @@ from insitu.errors import TaskError
 from insitu.tasks.asserts import NotPlain, assert_case, literal_value
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions
-from insitu.tasks.rows import Place, RawRow, Row, Text, read_places
+from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, Text, read_places
 from insitu.tasks.shared import make_item, text_tree
 from insitu.types import Case, GradingPlan, HiddenTests, Oracle, Setup
 
@@ -56,7 +56,7 @@ def function_item(
     prompt: str,
     starter: str,
     gold: str,
-    family: str,
+    category: str,
     options: LoadOptions,
     cases: tuple[Case, ...] = (),
     tests: HiddenTests | None = None,
@@ -72,7 +72,7 @@ def function_item(
         setup=Setup(image=options.image(image, id)),
         grading=GradingPlan(runner=runner, entry=ENTRY, timeout_s=timeout_s),
         limits=options.limits,
-        family=family,
+        category=category,
         oracle=Oracle(
             task_id=id,
             cases=cases,
@@ -85,7 +85,7 @@ def function_item(
 # --------------------------------------------------------------------------- MBPP
 
 
-class MbppRow(Row):
+class MbppRow(TaskRow):
     """Columns of the full and of the sanitized set."""
 
     task_id: Id
@@ -100,10 +100,10 @@ class MbppRow(Row):
 class Mbpp:
     """Format `mbpp`."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return read_places(path)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         found = MbppRow.model_validate(row)
         asserts = [*found.test_list, *found.challenge_test_list]
         if not asserts:
@@ -117,7 +117,7 @@ class Mbpp:
             prompt=f"{found.text.strip()}\n\nWrite it in {ENTRY} as `{head}`.\n",
             starter=stub,
             gold=found.code,
-            family="mbpp",
+            category="mbpp",
             options=options,
             cases=() if before else assert_cases("\n".join(asserts), function),
             tests=pytest_file(before, *(_as_test(text, n) for n, text in enumerate(asserts, 1))),
@@ -155,7 +155,7 @@ def _as_test(text: str, number: int) -> str:
 # --------------------------------------------------------------------------- EvalPlus
 
 
-class PlusRow(Row):
+class PlusRow(TaskRow):
     """Columns of HumanEval+ (entry_point, canonical_solution) and of MBPP+ (code, test_list)."""
 
     task_id: Id
@@ -170,10 +170,10 @@ class PlusRow(Row):
 class EvalPlus:
     """Format `evalplus`: rows with the column `test`, as the sets are published for `datasets`."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return read_places(path)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         found = PlusRow.model_validate(row)
         if found.entry_point:
             function, gold = found.entry_point, found.prompt + found.canonical_solution
@@ -192,7 +192,7 @@ class EvalPlus:
             prompt=prompt,
             starter=starter,
             gold=gold,
-            family="evalplus",
+            category="evalplus",
             options=options,
             cases=plus_cases(found.test, function),
             tests=pytest_file(
@@ -281,7 +281,7 @@ def _is_floats(value: object) -> bool:
 # --------------------------------------------------------------------------- BigCodeBench
 
 
-class BigCodeRow(Row):
+class BigCodeRow(TaskRow):
     """Columns of BigCodeBench."""
 
     task_id: Text
@@ -296,10 +296,10 @@ class BigCodeRow(Row):
 class BigCodeBench:
     """Format `bigcodebench`. The tests need the set's libraries: an image, by tasks.images."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return read_places(path)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         found = BigCodeRow.model_validate(row)
         gold = found.complete_prompt + found.canonical_solution
         parsed(gold, "the solution")
@@ -309,7 +309,7 @@ class BigCodeBench:
             prompt=f"Complete {found.entry_point} in {ENTRY}.\n\n{found.complete_prompt.strip()}\n",
             starter=found.complete_prompt + "    pass\n",
             gold=gold,
-            family="bigcodebench",
+            category="bigcodebench",
             options=options,
             tests=pytest_file(f"from solution import {found.entry_point}\n", found.test),
             image=found.image,

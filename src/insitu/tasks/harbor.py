@@ -3,7 +3,7 @@
 Harbor: task.toml, instruction.md, environment/Dockerfile, tests/test.sh, solution/solve.sh. Terminal-Bench 1:
 task.yaml, Dockerfile, run-tests.sh, tests/, solution.sh. Runner `harbor` judges both: test.sh writes a reward
 file, and of run-tests.sh the exit code becomes one. An image that the task does not name is built from its
-Dockerfile (record/builds.py). Tests and solution go to the oracle.
+Dockerfile (storage/image_builds.py). Tests and solution go to the oracle.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 from pydantic import Field
 
 from insitu.errors import RecordError, TaskError, boundary
-from insitu.record.builds import register_build
+from insitu.storage.image_builds import register_build
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions
-from insitu.tasks.plain import task_folders
-from insitu.tasks.rows import Place, RawRow, Row
+from insitu.tasks.own_formats import task_folders
+from insitu.tasks.row_files import RawRow, RowLocation, TaskRow
 from insitu.tasks.shared import LimitsRow, Seconds, make_item, safe_tree, tree_of_folder, yaml_mapping
 from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Setup, Tree
 
 TEST_TIMEOUT_S = 600.0
 
 
-class HarborEnvironment(Row):
+class HarborEnvironment(TaskRow):
     """[environment] of task.toml."""
 
     docker_image: str = ""
@@ -40,7 +40,7 @@ class HarborEnvironment(Row):
     mcp_servers: list[Any] = Field(default_factory=list)
 
 
-class HarborPhase(Row):
+class HarborPhase(TaskRow):
     """[agent], [verifier] and [solution]."""
 
     timeout_sec: Seconds | None = None
@@ -53,7 +53,7 @@ class HarborPhase(Row):
     """[verifier]: commands that save what only a running service shows."""
 
 
-class HarborFile(Row):
+class HarborFile(TaskRow):
     """task.toml."""
 
     environment: HarborEnvironment = HarborEnvironment()
@@ -66,10 +66,10 @@ class HarborFile(Row):
 class HarborFormat:
     """Format `harbor`."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return task_folders(path, "task.toml")
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         folder = place.path
         with boundary(TaskError, f"read {folder}"):
             keys = tomllib.loads((folder / "task.toml").read_text("utf-8"))
@@ -96,7 +96,7 @@ class HarborFormat:
             solve=solve,
             solve_env=_resolved(parsed.solution.env, "solution"),
             options=options,
-            family="harbor",
+            category="harbor",
         )
 
 
@@ -112,7 +112,7 @@ def _item(
     solve: Tree,
     solve_env: Mapping[str, str],
     options: LoadOptions,
-    family: str,
+    category: str,
 ) -> Item:
     """`tests` and `solve`: by path below the folders `tests` and `solution`."""
     return make_item(
@@ -122,7 +122,7 @@ def _item(
         setup=setup,
         grading=grading,
         limits=limits.over(options.limits),
-        family=family,
+        category=category,
         oracle=Oracle(
             task_id=folder.name,
             tests=HiddenTests(
@@ -143,14 +143,17 @@ def _check_supported(folder: Path, parsed: HarborFile) -> None:
         (own.mcp_servers, "tasks with MCP servers are not supported"),
         (own.env, "environment.env is not supported: put ENV lines into the Dockerfile"),
         (own.os.lower() != "linux", f"environment.os is {own.os}: only Linux is supported"),
-        (own.healthcheck, "environment.healthcheck is not supported: a box starts no service"),
-        (separate, "verifier.environment is not supported: the tests run in a fresh box of the task's image"),
+        (own.healthcheck, "environment.healthcheck is not supported: a sandbox starts no service"),
+        (
+            separate,
+            "verifier.environment is not supported: the tests run in a fresh sandbox of the task's image",
+        ),
     ):
         if found:
             raise TaskError(why)
     for table, phase in (("agent", parsed.agent), ("verifier", tests)):
         if phase.user is not None:
-            raise TaskError(f"{table}.user is not supported: all of a box runs as sandbox.user")
+            raise TaskError(f"{table}.user is not supported: all of a sandbox runs as sandbox.user")
     composed = [p.name for p in (folder / "environment").glob("*compose*.y*ml")]
     if composed:
         raise TaskError(f"environment/{composed[0]}: tasks of several services are not supported")
@@ -161,14 +164,14 @@ _FROM_HOST = re.compile(r"\$\{([A-Za-z_]\w*)(?::-(.*))?\}")
 
 def _resolved(env: Mapping[str, str], table: str) -> dict[str, str]:
     """Variables with their values. `${NAME:-default}` is the default: nothing of the host's environment
-    enters a box. Raises TaskError for one without a default."""
+    enters a sandbox. Raises TaskError for one without a default."""
     values = {}
     for key, value in env.items():
         found = _FROM_HOST.fullmatch(value)
         if not key.isidentifier():
             raise TaskError(f"{table}.env: {ascii(key)[:60]} is no name of a variable")
         if found is not None and found[2] is None:
-            raise TaskError(f"{table}.env.{key} takes {found[1]} from the host: no box is given it")
+            raise TaskError(f"{table}.env.{key} takes {found[1]} from the host: no sandbox is given it")
         values[key] = value if found is None else found[2]
     return values
 
@@ -209,7 +212,7 @@ def _workdir(dockerfile: Path) -> str:
 # --------------------------------------------------------------------------- Terminal-Bench 1
 
 
-class TerminalBenchFile(Row):
+class TerminalBenchFile(TaskRow):
     """task.yaml of Terminal-Bench 1."""
 
     instruction: str
@@ -227,11 +230,11 @@ if [ $? = 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/veri
 class TerminalBenchFormat:
     """Format `terminal_bench`."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         inner = path / "tasks"
         return task_folders(inner if inner.is_dir() else path, "task.yaml")
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         folder = place.path
         parsed = TerminalBenchFile.model_validate(yaml_mapping(folder / "task.yaml"))
         _check_one_service(folder)
@@ -257,7 +260,7 @@ class TerminalBenchFormat:
             solve=solve,
             solve_env={},
             options=options,
-            family="terminal_bench",
+            category="terminal_bench",
         )
 
 

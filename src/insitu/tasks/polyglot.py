@@ -15,7 +15,7 @@ from pydantic import Field
 from insitu.errors import TaskError, boundary
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions
-from insitu.tasks.rows import Place, RawRow, Row, parse_object
+from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, parse_object
 from insitu.tasks.shared import make_item, read_text, safe_path, safe_tree
 from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle
 
@@ -25,7 +25,7 @@ PROMPT = "Write {files} in Python 3. Keep the names that are there; hidden tests
 TIMEOUT_S = 60.0
 
 
-class PolyglotFiles(Row):
+class PolyglotFiles(TaskRow):
     """Paths below the exercise; `exemplar` in concept exercises."""
 
     solution: list[str]
@@ -36,7 +36,7 @@ class PolyglotFiles(Row):
     """Shown to whoever solves it, and not to be changed."""
 
 
-class PolyglotConfig(Row):
+class PolyglotConfig(TaskRow):
     """.meta/config.json."""
 
     files: PolyglotFiles
@@ -45,16 +45,16 @@ class PolyglotConfig(Row):
 class PolyglotFormat:
     """Format `polyglot`. `path`: the benchmark, a track, its folder of exercises, or one exercise."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         if not path.is_dir():
             raise TaskError(f"tasks.path: {path} is not a folder")
         found = sorted(mark.parent.parent for mark in path.rglob(MARK))
         if not found:
             raise TaskError(f"tasks.path: {path} holds no exercise with {MARK}")
         for folder in found:
-            yield Place(path=folder, number=0)
+            yield RowLocation(path=folder, number=0)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         folder = place.path
         config = PolyglotConfig.model_validate(parse_object(read_text(folder / MARK), str(folder / MARK)))
         named = config.files
@@ -75,7 +75,7 @@ class PolyglotFormat:
             files=safe_tree({path: _file(folder, path) for path in (*named.solution, *named.editor)}),
             grading=GradingPlan(runner="pytest", protected=tuple(named.editor), timeout_s=TIMEOUT_S),
             limits=options.limits,
-            family="polyglot",
+            category="polyglot",
             oracle=Oracle(
                 task_id=folder.name,
                 tests=HiddenTests(

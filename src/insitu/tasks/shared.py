@@ -12,12 +12,12 @@ from pydantic import Field
 
 from insitu.errors import TaskError, boundary
 from insitu.tasks.base import Item
-from insitu.tasks.rows import OwnRow
+from insitu.tasks.row_files import OwnRow
 from insitu.types import FileEntry, GradingPlan, Limits, Oracle, Setup, Task, Tree, task_hash
 
 MAX_TREE_FILES = 10_000
 MAX_TREE_BYTES = 64 << 20
-PLAIN_BOX = Setup()
+PLAIN_SANDBOX = Setup()
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -107,8 +107,8 @@ def make_item(
     grading: GradingPlan,
     limits: Limits,
     oracle: Oracle,
-    setup: Setup = PLAIN_BOX,
-    family: str = "",
+    setup: Setup = PLAIN_SANDBOX,
+    category: str = "",
 ) -> Item:
     """Task and oracle, checked for what no set may get wrong. Raises TaskError."""
     tests = oracle.tests
@@ -131,7 +131,7 @@ def make_item(
         setup=setup,
         grading=grading,
         limits=limits,
-        family=family,
+        category=category,
         content_hash=task_hash(prompt, files, grading, setup),
     )
     return Item(task=task, oracle=oracle)

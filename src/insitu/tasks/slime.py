@@ -15,7 +15,7 @@ from pydantic import AliasChoices, Field
 from insitu.errors import TaskError
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions
-from insitu.tasks.rows import Place, RawRow, Row, TestIds, Texts, read_places
+from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, TestIds, Texts, read_places
 from insitu.tasks.shared import make_item, read_text, text_tree
 from insitu.tasks.swe import PROMPT, TEST_TIMEOUT_S
 from insitu.tasks.swe_more import PARSER, RUN_SCRIPT, pro_script
@@ -26,7 +26,7 @@ MAX_LABEL_CHARS = 256
 F2P_SCRIPT = ".insitu/f2p_test.py"
 
 
-class SweproRow(Row):
+class SweproRow(TaskRow):
     """Run script and parser as paths below tasks.assets, or as texts."""
 
     run_script_path: str = ""
@@ -41,7 +41,7 @@ class SweproRow(Row):
     pass_to_pass: TestIds = Field(default=(), validation_alias=AliasChoices("pass_to_pass", "PASS_TO_PASS"))
 
 
-class RemoteRow(Row):
+class RemoteRow(TaskRow):
     """The nested spelling."""
 
     instance_id: str = ""
@@ -51,7 +51,7 @@ class RemoteRow(Row):
     f2p_script: str = ""
 
 
-class MetadataRow(Row):
+class MetadataRow(TaskRow):
     """What the row says of its task."""
 
     instance_id: str = ""
@@ -65,7 +65,7 @@ class MetadataRow(Row):
     remote_env_info: RemoteRow | None = None
 
 
-class SlimeRow(Row):
+class SlimeRow(TaskRow):
     """One row."""
 
     prompt: Any = ""
@@ -76,10 +76,10 @@ class SlimeRow(Row):
 class SlimeFormat:
     """Format `slime`."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return read_places(path)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = SlimeRow.model_validate(row)
         meta, remote = parsed.metadata, parsed.metadata.remote_env_info or RemoteRow()
         label = parsed.label if isinstance(parsed.label, str) and len(parsed.label) < MAX_LABEL_CHARS else ""
@@ -100,7 +100,7 @@ class SlimeFormat:
             ),
             grading=grading,
             limits=options.limits,
-            family="slime",
+            category="slime",
             oracle=Oracle(task_id=name, tests=tests, gold_patch=meta.gold_patch),
         )
 

@@ -19,12 +19,12 @@ from pydantic import AliasChoices, BeforeValidator, Field, field_validator
 from insitu.errors import TaskError
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions
+from insitu.tasks.own_formats import task_folders
 from insitu.tasks.patch import patched_paths
-from insitu.tasks.plain import task_folders
-from insitu.tasks.rows import (
-    Place,
+from insitu.tasks.row_files import (
     RawRow,
-    Row,
+    RowLocation,
+    TaskRow,
     TestIds,
     Text,
     Texts,
@@ -66,7 +66,7 @@ Number = Annotated[
 OrEmpty = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
 
 
-class InstallConfig(Row):
+class InstallConfig(TaskRow):
     """What SWE-rebench says of running the tests."""
 
     test_cmd: Texts = ()
@@ -80,7 +80,7 @@ class InstallConfig(Row):
         return self.docker_specs is not None or self.base_image_name is not None
 
 
-class SweRow(Row):
+class SweRow(TaskRow):
     """The columns that insitu uses. Hints are not among them: agents are not told."""
 
     instance_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$")]
@@ -123,10 +123,10 @@ class SweFormat:
     needs_command: bool = False
     """Every row brings its test command and its parser."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return read_places(path)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         return self.item(SweRow.model_validate(row), options)
 
     def item(self, row: SweRow, options: LoadOptions) -> Item:
@@ -199,7 +199,7 @@ def swe_item(
             timeout_s=TEST_TIMEOUT_S,
         ),
         limits=limits,
-        family=set_name,
+        category=set_name,
         oracle=oracle,
     )
 
@@ -250,11 +250,11 @@ class SweFolders:
         "eval_script": ("eval.sh", "eval_script.sh"),
     }
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         inner = path / "tasks"
         return task_folders(inner if inner.is_dir() else path, "task.yaml")
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         folder = place.path
         keys: dict[str, Any] = {"instance_id": folder.name, **yaml_mapping(folder / "task.yaml")}
         for key, names in self.beside.items():

@@ -1,6 +1,6 @@
 """SWE-bench Pro, SWE-smith and R2E-Gym: repositories in images, each with rules of its own.
 
-Pro: run script and parser come from the set's repository (tasks.assets) and go into the grading box only.
+Pro: run script and parser come from the set's repository (tasks.assets) and go into the grading sandbox only.
 SWE-smith: the row's patch is the bug; its reverse is the gold. R2E-Gym: the map of outcomes must be equal.
 """
 
@@ -17,7 +17,16 @@ from pydantic import AliasChoices, BeforeValidator, Field, field_validator
 from insitu.errors import TaskError
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions
-from insitu.tasks.rows import Place, RawRow, Row, TestIds, Text, Texts, parse_object, read_places
+from insitu.tasks.row_files import (
+    RawRow,
+    RowLocation,
+    TaskRow,
+    TestIds,
+    Text,
+    Texts,
+    parse_object,
+    read_places,
+)
 from insitu.tasks.shared import read_text, safe_path, text_tree
 from insitu.tasks.swe import SweRow, commit, parser_name, swe_item
 from insitu.tasks.swe_script import END, EXIT, START, framed, scrubbed
@@ -63,10 +72,10 @@ class ProRow(SweRow):
 class ProFormat:
     """Format `swe_pro`. Needs tasks.assets: run_scripts/<instance_id>/{run_script.sh,parser.py}."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return read_places(path)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = ProRow.model_validate(row)
         if not parsed.test_patch.strip():
             raise TaskError("test_patch is empty: there are no hidden tests")
@@ -121,7 +130,7 @@ def _asset(options: LoadOptions, instance_id: str, name: str) -> str:
     raise TaskError(f"no {name} for this row under {options.assets}")
 
 
-class SmithRow(Row):
+class SmithRow(TaskRow):
     """`patch` is what broke the repository."""
 
     instance_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$")]
@@ -143,12 +152,12 @@ class SmithRow(Row):
 
 
 class SmithFormat:
-    """Format `swe_smith`. The branch of the instance must be in the image: boxes have no network."""
+    """Format `swe_smith`. The branch of the instance must be in the image: sandboxes have no network."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return read_places(path)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = SmithRow.model_validate(row)
         ids = [*parsed.fail_to_pass, *parsed.pass_to_pass]
         files = tuple(sorted({test.split("::")[0] for test in ids}))
@@ -216,7 +225,7 @@ JsonObject = Annotated[dict[str, Any], BeforeValidator(_statuses)]
 R2eStatus = Literal["PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"]
 
 
-class R2eRow(Row):
+class R2eRow(TaskRow):
     """Its columns hold JSON as text."""
 
     docker_image: Text
@@ -235,10 +244,10 @@ class R2eRow(Row):
 class R2eFormat:
     """Format `r2e_gym`. The hidden tests are taken from the row and removed from the image's work folder."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return read_places(path)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = R2eRow.model_validate(row)
         if "PASSED" not in parsed.expected.values():
             raise TaskError("expected_output_json has no test that passes: nothing could show a solution")

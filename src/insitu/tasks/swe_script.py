@@ -1,4 +1,5 @@
-"""The shell scripts that run a repository's own tests in a grading box, with markers around what is parsed.
+"""The shell scripts that run a repository's own tests in a grading sandbox, with markers around what is
+parsed.
 
 The hidden tests are laid out by the grader before such a script runs, so no script applies a patch. The table
 of commands covers the repositories of SWE-bench and SWE-Gym, whose rows carry no command; rows of other

@@ -11,7 +11,7 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from insitu.errors import TaskError
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions
-from insitu.tasks.rows import OwnRow, Place, RawRow, Row, Text, Texts, parse_texts, read_places
+from insitu.tasks.row_files import OwnRow, RawRow, RowLocation, TaskRow, Text, Texts, parse_texts, read_places
 from insitu.tasks.shared import LimitsRow, Positive, Seconds, make_item, text_tree
 from insitu.types import WORKDIR, Check, GradingPlan, HiddenTests, Oracle, Setup
 
@@ -34,7 +34,7 @@ def _commands(value: object) -> object:
     return [{"command": item} for item in parse_texts(value)]
 
 
-class TerminusRow(Row):
+class TerminusRow(TaskRow):
     """Columns of the terminal environment, with its own limits."""
 
     id: str = Field(default="", validation_alias=AliasChoices("id", "task_id", "name"))
@@ -58,10 +58,10 @@ class TerminusRow(Row):
 class TerminusFormat:
     """Format `terminus`. A row without an id is named by its line."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return read_places(path)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = TerminusRow.model_validate(row)
         if not parsed.verify:
             raise TaskError("verify is empty: nothing can be graded")
@@ -90,6 +90,6 @@ class TerminusFormat:
                 runner="command", timeout_s=parsed.verify_timeout * len(checks), reward="fraction"
             ),
             limits=limits.over(options.limits),
-            family="terminus",
+            category="terminus",
             oracle=Oracle(task_id=name, tests=HiddenTests(checks=checks), solve=text_tree(solve, "solution")),
         )

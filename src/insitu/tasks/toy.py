@@ -65,7 +65,7 @@ class ToyProblem:
     """Everything about one generated task; Task and Oracle are cut from it."""
 
     seed: int
-    family: str
+    category: str
     module: str
     header: tuple[str, ...]
     """Lines before the function."""
@@ -141,10 +141,10 @@ FAMILIES: dict[str, Maker] = {
 }
 
 
-def _function(rng: random.Random, family: str) -> tuple[Function, Fault]:
-    params = rng.sample(VARIABLES, 3 if family == "variable" else 2)
-    meaning, right, wrong = FAMILIES[family](rng, params)
-    if family == "no_return":
+def _function(rng: random.Random, category: str) -> tuple[Function, Fault]:
+    params = rng.sample(VARIABLES, 3 if category == "variable" else 2)
+    meaning, right, wrong = FAMILIES[category](rng, params)
+    if category == "no_return":
         now, fault = wrong, Fault(old=wrong, new=f"return {right}")
     else:
         now, fault = f"return {wrong}", Fault(old=wrong, new=right)
@@ -155,18 +155,18 @@ def _function(rng: random.Random, family: str) -> tuple[Function, Fault]:
     return made, fault
 
 
-def make_problem(seed: int, families: Sequence[str] = ()) -> ToyProblem:
+def make_problem(seed: int, kinds: Sequence[str] = ()) -> ToyProblem:
     """The problem of a seed. The text to replace occurs exactly once in the module.
     A family that stands in `families` twice is twice as likely."""
     # The text is part of the seed: with another one the warm start would have been recorded on other tasks.
     rng = random.Random(f"whet-toy-{seed}")
-    pool = sorted(families or FAMILIES)
+    pool = sorted(kinds or FAMILIES)
     while True:
-        family, module = rng.choice(pool), rng.choice(MODULES)
+        category, module = rng.choice(pool), rng.choice(MODULES)
         header = rng.sample([f'NAME = "{module}"', f"LEVEL = {rng.randint(1, 9)}"], rng.choice((1, 1, 2)))
-        faulty, fault = _function(rng, family)
+        faulty, fault = _function(rng, category)
         problem = ToyProblem(
-            seed=seed, family=family, module=module, header=tuple(header), faulty=faulty, fault=fault
+            seed=seed, category=category, module=module, header=tuple(header), faulty=faulty, fault=fault
         )
         if problem.text(solved=False).count(problem.fault.old) == 1 and _told_apart(problem):
             return problem
@@ -240,7 +240,7 @@ def to_task(problem: ToyProblem, limits: Limits) -> Task:
         files=files,
         grading=grading,
         limits=limits,
-        family=problem.family,
+        category=problem.category,
         content_hash=task_hash(problem.prompt, files, grading),
     )
 
@@ -266,11 +266,11 @@ def split_of(content_hash: str) -> Split:
 class ToySource:
     """An endless TaskSource of toy tasks. `seed` picks where in the stream the train split starts."""
 
-    def __init__(self, limits: Limits, *, seed: int = 0, families: Sequence[str] = ()) -> None:
-        unknown = sorted(set(families) - set(FAMILIES))
+    def __init__(self, limits: Limits, *, seed: int = 0, kinds: Sequence[str] = ()) -> None:
+        unknown = sorted(set(kinds) - set(FAMILIES))
         if unknown:
             raise TaskError(f"unknown toy family {unknown[0]}; known: {', '.join(sorted(FAMILIES))}")
-        self._limits, self._families = limits, tuple(families)
+        self._limits, self._kinds = limits, tuple(kinds)
         self._next: dict[Split, int] = {"train": (seed + 1) * 10_000_000, "eval": 0}
         self._made: dict[Split, list[Task]] = {"train": [], "eval": []}
         self._seen: set[str] = set()
@@ -285,7 +285,7 @@ class ToySource:
     def tasks(self, split: Split, start: int, count: int) -> Sequence[Task]:
         made = self._made[split]
         while len(made) < start + count:
-            task = to_task(make_problem(self._next[split], self._families), self._limits)
+            task = to_task(make_problem(self._next[split], self._kinds), self._limits)
             self._next[split] += 1
             if split_of(task.content_hash) == split and task.content_hash not in self._seen:
                 self._seen.add(task.content_hash)
@@ -300,7 +300,7 @@ class ToySource:
 
     def problem(self, task: Task) -> ToyProblem:
         """The generated problem behind a task, for the oracle and for scripted demonstrators."""
-        problem = make_problem(int(task.id.removeprefix("toy-")), self._families)
+        problem = make_problem(int(task.id.removeprefix("toy-")), self._kinds)
         if to_task(problem, self._limits).content_hash != task.content_hash:
             raise TaskError(f"{task.id} does not come from this source")
         return problem

@@ -18,8 +18,8 @@ from insitu.errors import TaskError
 from insitu.tasks.asserts import cases_of, plain_tests
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions
-from insitu.tasks.plain import CaseRow
-from insitu.tasks.rows import OwnIds, Place, RawRow, Row, Text, read_places
+from insitu.tasks.own_formats import CaseRow
+from insitu.tasks.row_files import OwnIds, RawRow, RowLocation, TaskRow, Text, read_places
 from insitu.tasks.shared import LimitsRow, make_item, text_tree
 from insitu.types import Case, Check, FileEntry, GradingPlan, HiddenTests, Oracle, Tree
 
@@ -28,7 +28,7 @@ TEST_FILE = {"python": "test_solution.py", "julia": "hidden_tests.jl"}
 JULIA_DONE = "insitu: all tests passed"
 
 
-class HumanEvalRow(Row):
+class HumanEvalRow(TaskRow):
     """The five columns of the set."""
 
     task_id: Text
@@ -50,10 +50,10 @@ class HumanEvalRow(Row):
 class HumanEval:
     """Format `humaneval`."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return read_places(path)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = HumanEvalRow.model_validate(row)
         entry = ENTRY["python"]
         cases = cases_of(parsed.test, parsed.entry_point)
@@ -64,7 +64,7 @@ class HumanEval:
             files=text_tree({entry: parsed.prompt + "    pass\n"}, "prompt"),
             grading=GradingPlan(runner="json_io" if cases else "pytest", entry=entry),
             limits=options.limits,
-            family="humaneval",
+            category="humaneval",
             oracle=Oracle(
                 task_id=parsed.task_id,
                 cases=cases,
@@ -86,7 +86,7 @@ def _checked_by(row: HumanEvalRow) -> HiddenTests:
     return HiddenTests(files={path: FileEntry(content=text.encode())}, fail_to_pass=(f"{path}::test_check",))
 
 
-class UnitTestRow(Row):
+class UnitTestRow(TaskRow):
     """A single file to write. Column names of HumanEval and of code sets with hidden test_code are taken."""
 
     id: str = Field(validation_alias=AliasChoices("id", "task_id"), min_length=1)
@@ -107,7 +107,7 @@ class UnitTestRow(Row):
     files: dict[str, str] = Field(default_factory=dict)
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
     limits: LimitsRow = LimitsRow()
-    family: str = ""
+    category: str = ""
 
     @model_validator(mode="after")
     def _gradable(self) -> Self:
@@ -126,10 +126,10 @@ class UnitTestRow(Row):
 class UnitTests:
     """Format `unit_tests`."""
 
-    def places(self, path: Path) -> Iterator[Place]:
+    def places(self, path: Path) -> Iterator[RowLocation]:
         return read_places(path)
 
-    def build(self, row: RawRow, place: Place, options: LoadOptions) -> Item:
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = UnitTestRow.model_validate(row)
         entry = parsed.entry or ENTRY[parsed.language]
         files: dict[str, FileEntry] = dict(text_tree(parsed.files, "files"))
@@ -143,7 +143,7 @@ class UnitTests:
             files=files,
             grading=GradingPlan(runner=runner, entry=entry, timeout_s=parsed.timeout_s),
             limits=parsed.limits.over(options.limits),
-            family=parsed.family or parsed.language,
+            category=parsed.category or parsed.language,
             oracle=Oracle(
                 task_id=parsed.id,
                 cases=cases,

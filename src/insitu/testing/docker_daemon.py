@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from insitu.errors import SetupError
-from insitu.sandbox.owner import gone, owner
+from insitu.sandbox.process_owner import gone, owner
 
 START_S = 60.0
 STOP_S = 30.0

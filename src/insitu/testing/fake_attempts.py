@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from insitu.rollout import AttemptSpec, at_once, forget
+from insitu.attempt import AttemptSpec, at_once, forget
 from insitu.types import Ledger, Rollout, Status, Timings, Trajectory
 
 Fate = Callable[[AttemptSpec], float | str]
@@ -53,7 +53,7 @@ def fake_rollout(spec: AttemptSpec, fate: float | str) -> Rollout:
     return Rollout(
         id=spec.rollout_id,
         task_id=spec.task.id,
-        family=spec.task.family,
+        category=spec.task.category,
         status=Status.INFRA_FAILED if failed else Status.OK,
         reward=None if isinstance(fate, str) else fate,
         trajectory=Trajectory(segments=(), turns=(), ledger=Ledger()),

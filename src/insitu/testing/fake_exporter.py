@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import orjson
 
-from insitu.engine.tensor_file import Stored, digest, sums_of, write_manifest, write_tensors
+from insitu.engines.safetensors_file import StoredTensor, digest, sums_of, write_manifest, write_tensors
 from insitu.testing.fake_vllm import FakeVllm
 from insitu.testing.weight_folders import chance_tensors
-from insitu.train.learner.client import Export, Exported
-from insitu.train.publish.delta import write_delta
+from insitu.training.learner.client import Export, Exported
+from insitu.training.weights.delta import write_delta
 
 
 class FakeExporter:
-    """`train.publish.files.Exporter`; `share` of the values change from version to version."""
+    """`training.weights.files.Exporter`; `share` of the values change from version to version."""
 
     def __init__(self, *, share: float = 0.01, vocab: int = 512) -> None:
         self.share = share
@@ -46,18 +46,18 @@ class FakeExporter:
             size = write_delta(wanted.delta, wanted.base, wanted.folder)
         return Exported(checksum=manifest.checksum, tensors=manifest.tensors, sent_bytes=size)
 
-    def _moved(self, tensor: Stored) -> Stored:
+    def _moved(self, tensor: StoredTensor) -> StoredTensor:
         random = np.random.default_rng([self._version, len(tensor.data)])
         values = tensor.data.view(np.float32).copy()
         values[random.random(len(values)) < self.share] += np.float32(1e-3)
-        return Stored(dtype=tensor.dtype, shape=tensor.shape, data=values.view(np.uint8))
+        return StoredTensor(dtype=tensor.dtype, shape=tensor.shape, data=values.view(np.uint8))
 
 
 class FakeTransfers:
-    """`train.publish.gpu.Transferring`: what a learner with its weights on a GPU answers."""
+    """`training.weights.gpu.Transferring`: what a learner with its weights on a GPU answers."""
 
     def __init__(self, fake: FakeVllm) -> None:
-        self.tensors: Mapping[str, Stored] = chance_tensors("start")
+        self.tensors: Mapping[str, StoredTensor] = chance_tensors("start")
         self.asked: list[str] = []
         self.sends = True
         """Without it the trainer's half of a send never comes."""

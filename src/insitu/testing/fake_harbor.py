@@ -1,4 +1,4 @@
-"""Harbor's environment interface over boxes of this machine, for tests of what is built on Harbor.
+"""Harbor's environment interface over sandboxes of this machine, for tests of what is built on Harbor.
 
 The shape is harbor.environments.base.BaseEnvironment of Harbor 0.24 and 0.25 (tests/full checks the real one
 against the same signatures): text output, commands as one shell line, files moved by path.
@@ -30,18 +30,19 @@ class FakeResult:
 
 
 class FakeEnvironment:
-    """One environment; `backend` makes the box behind it."""
+    """One environment; `backend` makes the sandbox behind it."""
 
     def __init__(self, backend: SandboxBackend, spec: SandboxSpec, *, disable_internet: bool = True) -> None:
         if spec.network == "none" and not disable_internet:
             raise ValueError("network_mode='no-network' is not supported by fake environment.")
         self._backend, self._spec = backend, spec
         self._flags = FakeFlags(disable_internet=disable_internet)
-        self._box: Sandbox | None = None
+        self._sandbox: Sandbox | None = None
         self.stopped = 0
         self.start_error: Exception | None = None
         self.cut_s: float | None = None
-        """Seconds after which the way to a running command is cut, as clouds do; it goes on in the box."""
+        """Seconds after which the way to a running command is cut, as clouds do; it goes on in the
+        sandbox."""
         self.cuts = 0
         self._going_on: set[asyncio.Task[object]] = set()
         self.commands: list[str] = []
@@ -54,19 +55,19 @@ class FakeEnvironment:
     async def start(self, force_build: bool) -> None:
         if self.start_error is not None:
             raise self.start_error
-        self._box = await self._backend.create(
+        self._sandbox = await self._backend.create(
             SandboxSpec(workdir=self._spec.workdir, places=("/logs", "/tests"))
         )
 
     def _there(self) -> Sandbox:
-        if self._box is None:
+        if self._sandbox is None:
             raise RuntimeError("Environment not started")
-        return self._box
+        return self._sandbox
 
     async def stop(self, delete: bool) -> None:
         self.stopped += 1
-        if self._box is not None:
-            await self._box.close()
+        if self._sandbox is not None:
+            await self._sandbox.close()
 
     async def exec(
         self,
@@ -104,5 +105,5 @@ class FakeEnvironment:
 
 
 def local_environment(spec: SandboxSpec, folder: Path) -> FakeEnvironment:
-    """For sandbox.environment: boxes of this machine under Harbor's interface."""
+    """For sandbox.environment: sandboxes of this machine under Harbor's interface."""
     return FakeEnvironment(LocalBackend(), spec)

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import numpy as np
 
-from insitu.engine.base import EngineInfo, Receipt
+from insitu.engines.base import EngineInfo, Receipt
 from insitu.errors import EngineError, TrainError
-from insitu.train.options import StepResult
-from insitu.train.plan.step import StepPlan
+from insitu.training.options import StepResult
+from insitu.training.plan.step import StepPlan
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
 _START = "start"
 
 
 class FakeLearner:
-    """Implements train.lifeline.Mortal, engine.base.Engine and train.publish.Publisher."""
+    """Implements train.lifeline.Mortal, engines.base.Engine and training.weights.Publisher."""
 
     def __init__(self, dies_at: Collection[tuple[str, int]] = ()) -> None:
         self.alive, self.version, self.weights = True, 0, _START

@@ -1,4 +1,4 @@
-"""The few programs that every fake box has."""
+"""The few programs that every fake sandbox has."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def sleep(run: FakeRun) -> int:
 async def cat(run: FakeRun) -> int:
     """Of a file, or line by line of its input."""
     for path in run.argv[1:]:
-        entry = run.box.files.get(path if path.startswith("/") else f"{run.cwd}/{path}")
+        entry = run.sandbox.files.get(path if path.startswith("/") else f"{run.cwd}/{path}")
         if not isinstance(entry, FileEntry):
             run.err(f"cat: {path}: No such file or directory\n".encode())
             return 1

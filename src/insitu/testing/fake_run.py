@@ -1,4 +1,4 @@
-"""One program of a fake box, while it runs and after."""
+"""One program of a fake sandbox, while it runs and after."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ KILLED = -9
 
 
 class FakeRun:
-    """What a program is given: its arguments, its input and output, and the files of its box."""
+    """What a program is given: its arguments, its input and output, and the files of its sandbox."""
 
     def __init__(
         self,
         *,
-        box: FakeSandbox,
+        sandbox: FakeSandbox,
         pid: int,
         argv: tuple[str, ...],
         env: Mapping[str, str],
         cwd: str,
         program: Program | None,
     ) -> None:
-        self.box, self.pid, self.argv, self.env, self.cwd = box, pid, argv, env, cwd
+        self.sandbox, self.pid, self.argv, self.env, self.cwd = sandbox, pid, argv, env, cwd
         self.stdout, self.stderr = bytearray(), bytearray()
         self.children: list[FakeRun] = []
         self.kept = False
@@ -92,14 +92,14 @@ class FakeRun:
         return await self._input.readline()
 
     def write(self, path: str, content: bytes) -> None:
-        """Write a file of the box as a program would. Raises PermissionError for root's."""
-        if path in self.box.roots:
+        """Write a file of the sandbox as a program would. Raises PermissionError for root's."""
+        if path in self.sandbox.roots:
             raise PermissionError(path)
-        self.box.files[path] = FileEntry(content=content)
+        self.sandbox.files[path] = FileEntry(content=content)
 
     def start(self, *argv: str, daemon: bool = False) -> FakeRun:
-        """A child; a daemon is nobody's, and only the end of the box or `kill_all` takes it along."""
-        return self.box.start(argv, self.env, self.cwd, parent=None if daemon else self)
+        """A child; a daemon is nobody's, and only the end of the sandbox or `kill_all` takes it along."""
+        return self.sandbox.start(argv, self.env, self.cwd, parent=None if daemon else self)
 
     async def ended(self) -> int:
         return await asyncio.shield(self._done)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from insitu.engine.folder import folder_digest
+from insitu.engines.model_dir import folder_digest
 
 FloatRow = np.ndarray[tuple[int], np.dtype[np.float64]]
 REACH = 3

@@ -1,8 +1,9 @@
 """A sandbox backend in memory: its programs are Python coroutines, its files a dictionary.
 
-Tests of what uses boxes script it: which starts fail, which calls stumble, when a box is lost. Programs are
-found by `argv[0]`; what follows `sh -c` by its exact text. Killing a program cancels its coroutine; a program
-that started others takes them along. Held to the contract suite of the real backends (tests/contract).
+Tests of what uses sandboxes script it: which starts fail, which calls stumble, when a sandbox is lost.
+Programs are found by `argv[0]`; what follows `sh -c` by its exact text. Killing a program cancels its
+coroutine; a program that started others takes them along. Held to the contract suite of the real backends
+(tests/contract).
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ class FakeBackend:
         self.boot_errors: list[BaseException | None] = []
         """What the next starts end with, in order; None = well. Used up one by one."""
         self.call_errors: list[BaseException | None] = []
-        """The same for put, get, wipe and kill calls of any box."""
+        """The same for put, get, wipe and kill calls of any sandbox."""
         self.boot_s = 0.0
-        self.boxes: list[FakeSandbox] = []
-        """Every box ever made."""
+        self.sandboxes: list[FakeSandbox] = []
+        """Every sandbox ever made."""
         self.asked: list[SandboxSpec] = []
 
     @property
@@ -70,7 +71,7 @@ class FakeBackend:
 
     @property
     def open(self) -> list[FakeSandbox]:
-        return [box for box in self.boxes if not box.closed]
+        return [sandbox for sandbox in self.sandboxes if not sandbox.closed]
 
     async def create(self, spec: SandboxSpec) -> FakeSandbox:
         self.asked.append(spec)
@@ -86,9 +87,9 @@ class FakeBackend:
         if self.boot_s:
             await asyncio.sleep(self.boot_s)
         stumble(self.boot_errors)
-        box = FakeSandbox(self, spec)
-        self.boxes.append(box)
-        return box
+        sandbox = FakeSandbox(self, spec)
+        self.sandboxes.append(sandbox)
+        return sandbox
 
 
 def stumble(errors: list[BaseException | None]) -> None:
@@ -112,7 +113,7 @@ class FakeSandbox:
         self.running: dict[int, FakeRun] = {}
         self._pids = itertools.count(2)
         self._places = (spec.workdir, HOME, "/tmp", "/dev/shm", *spec.places)
-        self._fill(spec.files, "box")
+        self._fill(spec.files, "sandbox")
 
     @property
     def workdir(self) -> str:
@@ -120,7 +121,7 @@ class FakeSandbox:
 
     def _call(self) -> None:
         if self.closed or self.lost:
-            raise SandboxLost("the box is gone")
+            raise SandboxLost("the sandbox is gone")
         stumble(self._backend.call_errors)
 
     def find(self, argv: Sequence[str]) -> Program | None:
@@ -141,11 +142,11 @@ class FakeSandbox:
         if any("\0" in part for part in argv):
             raise SandboxError("a NUL character cannot be part of a command")
         if self.closed or self.lost:
-            raise SandboxLost("the box is gone")
+            raise SandboxLost("the sandbox is gone")
         limit = self.spec.max_processes
         full = limit is not None and len(self.running) >= limit
         run = FakeRun(
-            box=self,
+            sandbox=self,
             pid=next(self._pids),
             argv=tuple(argv),
             env={"HOME": HOME, **self.spec.env, **(env or {})},
@@ -209,7 +210,7 @@ class FakeSandbox:
         for place in self._places:
             if pure.is_relative_to(place):
                 return str(PurePosixPath(place, *parts_of(str(pure.relative_to(place)))))
-        raise SandboxError(f"{path}: not in a writable folder of the box")
+        raise SandboxError(f"{path}: not in a writable folder of the sandbox")
 
     async def put(self, path: str, content: bytes, *, executable: bool = False) -> None:
         self._call()
@@ -240,12 +241,12 @@ class FakeSandbox:
                 del self.files[path]
                 self.roots.discard(path)
 
-    async def put_tree(self, files: Tree, *, owner: Owner = "box") -> None:
+    async def put_tree(self, files: Tree, *, owner: Owner = "sandbox") -> None:
         self._call()
         self._remove(self.workdir)
         self._fill(files, owner)
 
-    async def lay(self, files: Tree, *, remove: Sequence[str] = (), owner: Owner = "box") -> None:
+    async def lay(self, files: Tree, *, remove: Sequence[str] = (), owner: Owner = "sandbox") -> None:
         self._call()
         for path in remove:
             self._remove(str(PurePosixPath(self.workdir, *parts_of(path))))
@@ -276,7 +277,7 @@ class FakeSandbox:
         self.roots.clear()
 
     async def lose(self) -> None:
-        """The box dies under whoever uses it."""
+        """The sandbox dies under whoever uses it."""
         self.lost = True
         await self._end()
 

@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from insitu.engine.fed import EMPTY as _EMPTY
-from insitu.engine.tensor_file import Stored, read_folder, sums_of, total
+from insitu.engines.safetensors_file import StoredTensor, read_folder, sums_of, total
+from insitu.engines.weight_mapping import EMPTY as _EMPTY
 from insitu.testing.fake_sampler import ChanceModel, FakeSampler, Job
 from insitu.testing.weight_folders import chance_tensors, served_sums
 
@@ -74,9 +74,9 @@ class FakeVllm:
         self.workers = 1
         """GPUs that it says it computes on."""
         self.adapters: dict[str, ChanceModel] = {}
-        self.memory: dict[str, Mapping[str, Stored]] = {}
+        self.memory: dict[str, Mapping[str, StoredTensor]] = {}
         """What handles of shared memory stand for."""
-        self.broadcast: asyncio.Queue[Mapping[str, Stored]] = asyncio.Queue()
+        self.broadcast: asyncio.Queue[Mapping[str, StoredTensor]] = asyncio.Queue()
         """What a trainer sends; an update waits for it as NCCL does."""
         self.transfers: list[Mapping[str, Any]] = []
         """Bodies of the weight-transfer routes, in order."""
@@ -266,7 +266,7 @@ class FakeVllm:
         return _json({"success": True, "new_version": self.sampler.label})
 
     def _worker(self, label: str | None = None, with_sums: str = "") -> Mapping[str, object] | None:
-        """What a worker with engine.vllm_worker.InsituWorker answers."""
+        """What a worker with engines.vllm_worker.InsituWorker answers."""
         if label is not None:
             self.sampler.label = label
             return None
@@ -302,7 +302,7 @@ class FakeVllm:
         self.sampler.load(folder)
         self._hold(read_folder(folder))
 
-    def _hold(self, tensors: Mapping[str, Stored]) -> None:
+    def _hold(self, tensors: Mapping[str, StoredTensor]) -> None:
         kept = {self.skips: self.sums[self.skips]} if self.skips else {}
         spoiled = {self.spoils: "spoiled"} if self.spoils else {}
         self.sums = served_sums(tensors) | kept | spoiled

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from insitu.engine.base import EngineInfo, Receipt
+from insitu.chat.renderer import ChatRenderer
+from insitu.engines.base import EngineInfo, Receipt
 from insitu.errors import EngineError
-from insitu.render.family import Family
 from insitu.types import FloatArray, Generation, IntArray, Message, RequestKey, SamplingParams
 
 Policy = Callable[[IntArray, RequestKey], Message | IntArray]
@@ -38,11 +38,11 @@ def made_up_logprobs(turn: int, count: int) -> FloatArray:
 
 
 class ScriptedEngine:
-    """Implements `insitu.engine.base.Engine`."""
+    """Implements `insitu.engines.base.Engine`."""
 
     def __init__(
         self,
-        family: Family,
+        renderer: ChatRenderer,
         policy: Policy,
         *,
         sampled: bool = False,
@@ -64,7 +64,7 @@ class ScriptedEngine:
         """Awaited before each answer, for tests that hold requests back."""
         self.delay_s = delay_s
         self.version = version
-        self._family = family
+        self._renderer = renderer
         self._policy = policy
         self._sampled = sampled
         self._max_context = max_context_tokens
@@ -106,7 +106,7 @@ class ScriptedEngine:
 
     def _answer(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         said = self._policy(ids, key)
-        new = self._family.render_reply(said) if isinstance(said, Message) else said
+        new = self._renderer.render_reply(said) if isinstance(said, Message) else said
         stops = np.flatnonzero(np.isin(new, list(params.stop_ids)))
         end = int(stops[0]) + 1 if len(stops) else len(new)
         cut = end > params.max_tokens

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from insitu.rollout import AttemptSpec, at_once, forget
+from insitu.attempt import AttemptSpec, at_once, forget
 from insitu.testing.fake_attempts import fake_rollout
 from insitu.types import Ledger, Rollout, Segment, Status, Trajectory
 
@@ -69,7 +69,7 @@ class SimulatedAttempts:
             finally:
                 self.running -= 1
             if broken < c.failed:
-                return fake_rollout(spec, "the box was lost")
+                return fake_rollout(spec, "the sandbox was lost")
             decided = fake_rollout(spec, float(luck < c.solved))
             if takes > spec.task.limits.wall_s:
                 decided = replace(decided, status=Status.TRUNCATED)

@@ -70,7 +70,7 @@ def start_vllm(
     # vLLM 0.26 wants ray for it
     arguments += [] if extension else ["--weight-transfer-config", '{"backend":"ipc"}']
     arguments += ["--enable-scale-out"] if scale_out else []
-    arguments += ["--worker-extension-cls", "insitu.engine.vllm_worker.InsituWorker"] if extension else []
+    arguments += ["--worker-extension-cls", "insitu.engines.vllm_worker.InsituWorker"] if extension else []
     arguments += ["--enable-lora", "--max-loras", str(adapters)] if adapters else []
     began = time.monotonic()
     with log.open("wb") as out:

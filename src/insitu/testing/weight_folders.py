@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from insitu.engine.tensor_file import Stored, digest, write_tensors
+from insitu.engines.safetensors_file import StoredTensor, digest, write_tensors
 
 LAYER = {
     "input_layernorm.weight": (8,),
@@ -29,7 +29,9 @@ LAYER = {
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def chance_tensors(seed: str, *, layers: int = 2, vocab: int = 32, tied: bool = True) -> dict[str, Stored]:
+def chance_tensors(
+    seed: str, *, layers: int = 2, vocab: int = 32, tied: bool = True
+) -> dict[str, StoredTensor]:
     """Float32 tensors that follow from `seed`."""
     random = np.random.default_rng([ord(c) for c in seed])
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, 8), "model.norm.weight": (8,)}
@@ -40,7 +42,7 @@ def chance_tensors(seed: str, *, layers: int = 2, vocab: int = 32, tied: bool = 
     found = {}
     for name in sorted(shapes):
         values = random.normal(scale=0.02, size=shapes[name]).astype(np.float32)
-        found[name] = Stored(dtype="F32", shape=shapes[name], data=values.reshape(-1).view(np.uint8))
+        found[name] = StoredTensor(dtype="F32", shape=shapes[name], data=values.reshape(-1).view(np.uint8))
     return found
 
 
@@ -52,7 +54,7 @@ def chance_folder(folder: Path, seed: str, *, tied: bool = True) -> Path:
     return folder
 
 
-def served_sums(tensors: Mapping[str, Stored]) -> dict[str, str]:
+def served_sums(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
     """The sums a server gives for its parameters: matrices fused, a tied head left out."""
     fused = {part: whole for whole, parts in FUSED.items() for part in parts}
     groups: dict[str, list[str]] = {}

@@ -20,7 +20,7 @@ class Outcome(enum.StrEnum):
     INFRA = "infra"
 
 
-Strength = Literal["strong", "standard", "weak"]
+Trust = Literal["strong", "standard", "weak"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Verdict:
 
     outcome: Outcome
     reward: float | None
-    strength: Strength
+    trust: Trust
     passed: int = 0
     total: int = 0
     """Required checks: cases, tests or commands."""
@@ -39,7 +39,7 @@ class Verdict:
     controls: str = ""
     """What the must-fail and must-pass controls of the run showed; empty where a runner has none."""
     image: str = ""
-    """The image the verdict was found in, with its digest; empty = the plain box."""
+    """The image the verdict was found in, with its digest; empty = the plain sandbox."""
     grader: str = ""
     """Version of the code that judged."""
     dropped_paths: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Rollout:
     id: str
     """Logical name, unique within a run and the same after resume: phase/step/group/slot."""
     task_id: str
-    family: str
+    category: str
     status: Status
     reward: float | None
     trajectory: Trajectory
@@ -90,7 +90,7 @@ class Rollout:
     error: str = ""
     """One line, for INFRA_FAILED and AGENT_FAILED."""
     egress_attempts: int | None = None
-    """What the agent's box tried to reach and could not, as its kernel counted; None = not known."""
+    """What the agent's sandbox tried to reach and could not, as its kernel counted; None = not known."""
 
 
 SAME = 1e-9

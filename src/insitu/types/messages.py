@@ -50,7 +50,7 @@ class ModelRequest:
 
     messages: Sequence[Message]
     tools: tuple[ToolSpec, ...] = ()
-    barred: bool = False
+    tool_choice_none: bool = False
     """Tools were sent, but none may be called (`tool_choice` none), so `tools` is empty."""
     stream: bool = False
     max_tokens: int | None = None

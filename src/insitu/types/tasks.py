@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 WORKDIR = "/work"
-"""Inside path of the work folder of a box whose task names none."""
+"""Inside path of the work folder of a sandbox whose task names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +48,10 @@ RewardKind = Literal["binary", "fraction"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What every box of a task starts from, the agent's and the grader's alike."""
+    """What every sandbox of a task starts from, the agent's and the grader's alike."""
 
     image: str = ""
-    """Image reference, pinned by digest where possible; empty = the backend's plain box."""
+    """Image reference, pinned by digest where possible; empty = the backend's plain sandbox."""
     workdir: str = WORKDIR
     """Inside path of the work folder; empty = where the image starts its processes. With an image and no
     files, what the image has there is the base."""
@@ -60,7 +60,8 @@ class Setup:
     timeout_s: float = 120.0
     """Seconds for all commands together."""
     root_commands: tuple[str, ...] = ()
-    """Shell commands run before those, as root of the image's system, without network. Docker boxes only."""
+    """Shell commands run before those, as root of the image's system, without network. Docker sandboxes
+    only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ class Task:
     setup: Setup = Setup()
     grading: GradingPlan = GradingPlan()
     limits: Limits = Limits()
-    family: str = ""
+    category: str = ""
     """Free label for per-family statistics, e.g. the kind of fault."""
     content_hash: str = ""
     """Hex SHA-256 over prompt, files, setup and grading plan; see `task_hash`."""
@@ -131,7 +132,7 @@ class Check:
 
     name: str
     command: str
-    """Shell command, run in the work folder of the grading box."""
+    """Shell command, run in the work folder of the grading sandbox."""
     markers: tuple[str, ...] = ()
     """Texts that must stand in its standard output."""
     weight: float = 1.0
@@ -139,7 +140,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenTests:
-    """What the runners other than json_io hold against a candidate. Goes into the grading box only, late."""
+    """What the runners other than json_io hold against a candidate. Goes into the grading sandbox only,
+    late."""
 
     files: Tree = field(default_factory=dict, repr=False)
     """Files put over the candidate's work folder: hidden tests win against anything at their path."""
@@ -189,7 +191,7 @@ class Oracle:
     """`gold_patch` is what broke the base (SWE-smith): the solution is its reverse."""
     solve: Tree = field(default_factory=dict, repr=False)
     """The solution as a program (Harbor): files put at /solution, of which solve.sh solves the task when it
-    is run in the work folder of a box."""
+    is run in the work folder of a sandbox."""
     solve_env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables of solve.sh."""
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from insitu.record.metrics import Metrics
-from insitu.record.score import Score
+from insitu.storage.metrics import Metrics
+from insitu.storage.score import Score
 
 SCORE_WINDOW = 96
 """Graded rollouts over which the moving solve rate and mean reward are taken."""

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from insitu.record.score import Score
-from insitu.record.store import Store
+from insitu.storage.score import Score
+from insitu.storage.store import Store
 
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 56, 56

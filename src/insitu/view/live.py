@@ -14,8 +14,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from insitu.record.metrics import Metrics
-from insitu.record.store import Score
+from insitu.storage.metrics import Metrics
+from insitu.storage.store import Score
 from insitu.view.base import Progress, duration, rate_text
 
 _NOTES = 4

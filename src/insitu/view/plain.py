@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from insitu.record.metrics import Metrics
-from insitu.record.store import Score
+from insitu.storage.metrics import Metrics
+from insitu.storage.store import Score
 from insitu.view.base import Progress, duration
 
 _EVERY_S = 10.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from insitu.record.store import Score
+from insitu.storage.store import Score
 from insitu.types import Ledger
 from insitu.view.base import duration
 from insitu.view.curve import wilson
@@ -39,7 +39,7 @@ class ShownRollout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RunReport:
     """Everything the report says."""
 
     run_dir: Path
@@ -55,7 +55,7 @@ class Report:
     """Largest |sampler - trainer| log-probability of all compared tokens, trained or not; None = none."""
     mismatched: int = 0
     """Tokens that were not trained for it."""
-    families: Mapping[str, tuple[Score, Score]] = field(default_factory=dict)
+    categories: Mapping[str, tuple[Score, Score]] = field(default_factory=dict)
     """Task family -> (before, after)."""
     shown: tuple[ShownRollout, ...] = ()
     """The same task before and after training."""
@@ -64,7 +64,7 @@ class Report:
     curve: Path | None = None
 
 
-def render_report(report: Report, width: int = 100) -> str:
+def render_report(report: RunReport, width: int = 100) -> str:
     """The report as text ending in a newline."""
     lines = [""]
     for shown in report.shown:
@@ -78,7 +78,7 @@ def render_report(report: Report, width: int = 100) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _steps(report: Report) -> str:
+def _steps(report: RunReport) -> str:
     if report.updates == report.steps:
         return f"{report.steps} optimizer steps"
     return (
@@ -86,7 +86,7 @@ def _steps(report: Report) -> str:
     )
 
 
-def _gap(report: Report) -> str:
+def _gap(report: RunReport) -> str:
     if report.max_logprob_gap is None:
         return ""
     are = "token is" if report.mismatched == 1 else "tokens are"
@@ -103,12 +103,12 @@ def score_text(score: Score) -> str:
     return f"{score.rate:.2f} ({score.solved}/{score.total}, 95 % {low:.2f} to {high:.2f}){mean}"
 
 
-def _scores(report: Report) -> Iterator[str]:
+def _scores(report: RunReport) -> Iterator[str]:
     yield "Held-out solve rate"
     yield f"  before  {score_text(report.before)}"
     yield f"  after   {score_text(report.after)}"
-    wide = max((len(name) for name in report.families), default=0)
-    for name, (before, after) in report.families.items():
+    wide = max((len(name) for name in report.categories), default=0)
+    for name, (before, after) in report.categories.items():
         counts = f"({before.solved}/{before.total} -> {after.solved}/{after.total})"
         mean = f", mean reward {before.reward_mean:.2f} -> {after.reward_mean:.2f}"
         partial = before.partial or after.partial

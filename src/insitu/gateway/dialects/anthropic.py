@@ -88,12 +88,12 @@ class AnthropicDialect:
         request = ModelRequest(
             messages=with_format(join_assistants(messages), _format(body)),
             tools=() if off else offered,
-            barred=off and bool(offered),
+            tool_choice_none=off and bool(offered),
             stream=bool(body.get("stream")),
             max_tokens=positive(body.get("max_tokens"), "max_tokens"),
             stop=stop_strings(body.get("stop_sequences"), "stop_sequences"),
             advisory=(
-                *_FIELDS.wishes(body),
+                *_FIELDS.ignored_params(body),
                 *strict_tools(sequence(body.get("tools"), "tools")),
             ),
             hints=labels(hints),

@@ -103,12 +103,12 @@ class ChatDialect:
                 [_message(m, f"messages[{i}]") for i, m in enumerate(messages)], _format(body)
             ),
             tools=tuple(_tool(t, f"tools[{i}]") for i, t in enumerate(tools)),
-            barred=off and bool(sent),
+            tool_choice_none=off and bool(sent),
             stream=bool(body.get("stream")),
             max_tokens=min((n for n in limits if n is not None), default=None),
             stop=stop_strings(body.get("stop"), "stop"),
             hints=labels((*_hints(body), *_dropped(messages))),
-            advisory=(*_FIELDS.wishes(body), *strict_tools(sent, "function")),
+            advisory=(*_FIELDS.ignored_params(body), *strict_tools(sent, "function")),
         )
         options = body.get("stream_options")
         usage = options is not None and bool(mapping(options, "stream_options").get("include_usage"))

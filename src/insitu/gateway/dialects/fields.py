@@ -48,7 +48,7 @@ class Fields:
             if name in self.refused or refers_to_state(name, value):
                 raise refuse(within + name[:_NAME_CHARS])
 
-    def wishes(self, body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    def ignored_params(self, body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
         """What the body wishes and insitu does not follow, as (name, JSON text, cut short): advisory fields,
         and under `unknown_fields` the names of those that are not listed."""
         told = [(n, json_text(body[n])[:_WISH_CHARS]) for n in self.advisory if body.get(n) is not None]

@@ -53,7 +53,7 @@ def parse(body: _Json, action: str) -> WireCall:
             (*_system(get(body, "systemInstruction")), *_messages(contents)), _format(config)
         ),
         tools=() if off else tools,
-        barred=off and bool(tools),
+        tool_choice_none=off and bool(tools),
         stream=streamed,
         max_tokens=positive(limit, "maxOutputTokens"),
         stop=stop_strings(get(config, "stopSequences"), "stopSequences"),
@@ -102,7 +102,7 @@ def _format(config: _Json) -> str:
 def _advisory(body: _Json, config: _Json) -> tuple[tuple[str, str], ...]:
     named = {name: get(config, name) for name in _CONFIG_WISHES} | {name: get(body, name) for name in _WISHES}
     strange = _FIELDS.unlisted(body) + [f"generationConfig.{n}" for n in _CONFIG.unlisted(config)]
-    return (*_RECORDED.wishes(named), *([unknown_fields(strange)] if strange else ()))
+    return (*_RECORDED.ignored_params(named), *([unknown_fields(strange)] if strange else ()))
 
 
 def _labels(body: _Json) -> tuple[tuple[str, str], ...]:

@@ -96,10 +96,10 @@ def parse(body: Mapping[str, object], *, compact: bool = False) -> WireCall:
     request = ModelRequest(
         messages=with_format(reader.messages, _format(body)),
         tools=() if off else tuple(tools.offered),
-        barred=off and bool(tools.offered),
+        tool_choice_none=off and bool(tools.offered),
         stream=bool(body.get("stream")) and not compact,
         max_tokens=positive(body.get("max_output_tokens"), "max_output_tokens"),
-        advisory=(*_FIELDS.wishes(body), *strict_tools(tools.strict)),
+        advisory=(*_FIELDS.ignored_params(body), *strict_tools(tools.strict)),
         hints=labels((*_hints(body), *tools.dropped)),
     )
     return WireCall(

@@ -1,0 +1,99 @@
+"""Any command as an agent: one process in a fresh sandbox per rollout; its exit code is the authority.
+
+The command finds OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and the model's limits (CONTEXT_TOKENS for
+prompt and reply together, CALL_TOKENS for a reply) in its environment and the prompt on its stdin and in the
+file that PROMPT_FILE names. It starts in the work folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from insitu.agents.artifacts import NOTHING, Artifacts
+from insitu.agents.base import PLAIN, Left, ModelAccess
+from insitu.agents.process import AgentProcess, exit_code_rule, smoke_test
+from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, sandbox_template, write_task_files
+from insitu.errors import HarnessError
+from insitu.sandbox.base import Sandbox, SandboxBackend
+from insitu.types import Setup, Task, Tree
+
+AGENT_AT = "/home/agent/agent"
+PROMPT_AT = "/home/agent/prompt.txt"
+LOG_BYTES = 64 << 10
+
+
+class ScriptHarness:
+    """Implements insitu.agents.base.Harness.
+
+    `files` are laid under AGENT_AT in the sandbox before the start; `argv` may name them. With `warm` the
+    sandbox, not the process, serves many rollouts and is emptied in between.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        files: Tree,
+        backend: SandboxBackend,
+        *,
+        name: str = "script",
+        version: str = "",
+        warm: bool = False,
+        artifacts: Artifacts = NOTHING,
+    ) -> None:
+        if not argv:
+            raise HarnessError("the script harness needs a command")
+        self._argv = tuple(argv)
+        self._files = dict(files)
+        self._backend = backend
+        self._name = name
+        self._version = version
+        self._warm = warm
+        self._artifacts = artifacts
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def version(self) -> str:
+        return self._version
+
+    def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> ScriptWorker:
+        env = {"PYTHONDONTWRITEBYTECODE": "1"}
+        where = sandbox_template(self._backend, gateway_socket, setup, env=env, artifacts=self._artifacts)
+        return ScriptWorker(where, self._argv, self._files, warm=self._warm)
+
+
+class ScriptWorker(SandboxWorker):
+    """Its sandbox serves one rollout, or if warm any number."""
+
+    def __init__(self, where: SandboxTemplate, argv: tuple[str, ...], files: Tree, *, warm: bool) -> None:
+        super().__init__("script", where, uses=sys.maxsize if warm else 1)
+        self._argv = argv
+        self._files = files
+
+    async def _boot(self, sandbox: Sandbox) -> None:
+        if self._place.spec.image and not self._argv[0].startswith(AGENT_AT):
+            look = ["/bin/sh", "-c", 'command -v "$0"', self._argv[0]]
+            await smoke_test(sandbox, look, self._argv[0])
+
+    async def _prepare(self, sandbox: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
+        for path, entry in self._files.items():
+            await sandbox.put(f"{AGENT_AT}/{path}", entry.content, executable=entry.executable)
+        await sandbox.put(PROMPT_AT, task.prompt.encode())
+        await write_task_files(sandbox, task)
+
+    async def _run_agent(self, sandbox: Sandbox, task: Task, access: ModelAccess, left: Left) -> AgentEnd:
+        address = f"http://127.0.0.1:{self._place.spec.gateway_port}/s/{access.public_id}/v1"
+        env = {
+            "OPENAI_BASE_URL": address,
+            "OPENAI_API_KEY": access.secret,
+            "OPENAI_MODEL": access.model,
+            "PROMPT_FILE": PROMPT_AT,
+            "CONTEXT_TOKENS": str(access.max_context_tokens),
+            "CALL_TOKENS": str(access.max_call_tokens),
+        }
+        command = AgentProcess(argv=self._argv, env=env, stdin=task.prompt.encode(), log_bytes=LOG_BYTES)
+        return await command.run(sandbox, task.limits.wall_s, left, exit_code_rule, access.away_s)

@@ -1,0 +1,34 @@
+"""The Terminus style of agent: a model that is shown a terminal and types into it. The loop is insitu's own.
+
+Nothing is installed: the package `terminus_agent` runs on the Python that every sandbox has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from insitu.agents.artifacts import NOTHING, Artifacts
+from insitu.agents.script import AGENT_AT, ScriptHarness
+from insitu.sandbox.base import SandboxBackend
+from insitu.types import FileEntry
+
+LOOP = Path(__file__).with_name("terminus_agent")
+START = (
+    f"import runpy, sys; sys.path.insert(0, {AGENT_AT!r}); "
+    f"runpy.run_module({LOOP.name!r}, run_name='__main__')"
+)
+
+
+def terminus(backend: SandboxBackend, *, warm: bool = False, artifacts: Artifacts = NOTHING) -> ScriptHarness:
+    """Its version is a digest of the loop's source."""
+    source = {path.name: path.read_bytes() for path in sorted(LOOP.glob("*.py"))}
+    return ScriptHarness(
+        ["python3", "-I", "-S", "-c", START],
+        {f"{LOOP.name}/{name}": FileEntry(content=content) for name, content in source.items()},
+        backend,
+        name="terminus",
+        version=hashlib.sha256(repr(source).encode()).hexdigest()[:12],
+        warm=warm,
+        artifacts=artifacts,
+    )

@@ -1,0 +1,205 @@
+"""A Codec turns rendered text into ids so that only the family's own scaffold can make control tokens.
+
+Text from outside goes through `shield` before a template sees it: the first character of every control
+marker becomes a lone surrogate, which valid text cannot hold, so no marker can begin inside outside text
+and templates still see its length, its ends and its white space. `encode` splits the rendered text at the
+markers that are left (all scaffold), takes the shield off, and encodes each run between two markers with a
+tokenizer that knows no control tokens. Content without markers gets the ids that the stock tokenizer
+gives the same rendering. Callers: render/template and render/parse.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from insitu.chat.bytelevel import byte_table
+from insitu.errors import RenderError
+from insitu.types import IntArray
+
+_SHIELD_BASE = 0xDC00
+_SCAFFOLD_CHARS, _SCAFFOLDS = 32, 1024
+"""Texts up to this length are mostly what templates write around content: so many are kept."""
+
+
+class Codec:
+    """Encoder and decoder over one `tokenizer.json`.
+
+    `control` names the added tokens that are control tokens; None means all of them. The rest stay ordinary.
+    """
+
+    def __init__(self, tokenizer_json: str, control: Sequence[str] | None = None) -> None:
+        """Raises RenderError when the tokenizer cannot keep content and control tokens apart."""
+        spec = json.loads(tokenizer_json)
+        added = spec.get("added_tokens", [])
+        names = [str(t["content"]) for t in added]
+        chosen = names if control is None else list(control)
+        missing = sorted(set(chosen) - set(names))
+        if missing:
+            raise RenderError(f"control tokens not among the tokenizer's added tokens: {missing}")
+        for token in added:
+            if token["content"] in chosen and (token.get("lstrip") or token.get("rstrip")):
+                raise RenderError(f"control token {token['content']!r} swallows white space; not supported")
+        self._stock = Tokenizer.from_str(tokenizer_json)
+        told = json.dumps(sorted(chosen))
+        self.identity = hashlib.sha256(f"{len(told)} {told}{tokenizer_json}".encode()).hexdigest()
+        """Names the tokenizer and its control tokens."""
+        kept = {str(t["content"]): int(t["id"]) for t in added if t["content"] not in chosen}
+        spec["added_tokens"] = [t for t in added if t["content"] in kept]
+        _forget(spec.get("model", {}), chosen)
+        _pin(spec.get("model", {}), kept)
+        self._plain = Tokenizer.from_str(json.dumps(spec))
+        self._stock.no_padding()
+        self._plain.no_padding()
+        self._stock.no_truncation()
+        self._plain.no_truncation()
+        self.control: Mapping[str, int] = {
+            str(t["content"]): int(t["id"]) for t in added if t["content"] in chosen
+        }
+        """Marker text -> id."""
+        self.names: Mapping[int, str] = {i: name for name, i in self.control.items()}
+        self.vocab_size = 1 + max(self._stock.get_vocab(with_added_tokens=True).values())
+        self._is_control = np.zeros(3 + max(self.names, default=-1), dtype=np.bool_)
+        """By id + 1; what lies outside falls on an end, and neither end is a control token's."""
+        self._is_control[[i + 1 for i in self.names]] = True
+        self._firsts = _shielded(chosen)
+        self._markers = _finder(chosen)
+        self._scaffold: dict[str, list[int]] = {}
+        self._bytes = byte_table(self._stock)
+        self._check()
+
+    def shield(self, text: str) -> str:
+        """Outside text made safe to pass through a template; lone surrogates become U+FFFD."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        for first, hidden in self._firsts:
+            text = text.replace(first, hidden)
+        return text
+
+    def unshield(self, text: str) -> str:
+        for first, hidden in self._firsts:
+            text = text.replace(hidden, first)
+        return text
+
+    def encode(self, rendered: str) -> IntArray:
+        """Ids of a rendered text: markers are scaffold, everything shielded is content."""
+        ids: list[int] = []
+        at = 0
+        for hit in self._markers.finditer(rendered):
+            ids += self._run(rendered[at : hit.start()])
+            ids.append(self.control[hit.group()])
+            at = hit.end()
+        ids += self._run(rendered[at:])
+        return np.array(ids, dtype=np.int32)
+
+    def encode_content(self, text: str) -> IntArray:
+        """Ids of outside text alone."""
+        return np.array(self._run(self.shield(text)), dtype=np.int32)
+
+    def encode_stock(self, rendered: str) -> IntArray:
+        """What the stock tokenizer gives; for the checks at load only."""
+        return np.array(self._stock.encode(rendered, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: IntArray) -> str:
+        """Text of ids, control tokens included; ids outside the vocabulary vanish."""
+        if self._bytes is not None:
+            return self._bytes.text(ids)
+        return str(self._stock.decode(ids.tolist(), skip_special_tokens=False))
+
+    def decode_marked(self, ids: IntArray) -> str:
+        """Text of ids in the form `encode` takes: control tokens as markers, marker text that ordinary tokens
+        spell shielded, so that no reader takes it for scaffold."""
+        parts: list[str] = []
+        at = 0
+        for mark in [*self.control_positions(ids), len(ids)]:
+            if mark > at:
+                parts.append(
+                    self._markers.sub(lambda hit: self.shield(hit.group()), self.decode(ids[at:mark]))
+                )
+            parts.append("" if mark == len(ids) else self.names[int(ids[mark])])
+            at = mark + 1
+        return "".join(parts)
+
+    def markers_in(self, text: str) -> int:
+        """Control markers typed as plain text."""
+        return sum(1 for _ in self._markers.finditer(text))
+
+    def control_positions(self, ids: IntArray) -> list[int]:
+        """Positions of control ids, ascending."""
+        return self._is_control.take(ids + 1, mode="clip").nonzero()[0].tolist()
+
+    def _run(self, text: str) -> list[int]:
+        """Ids of a text without markers; not to be written to."""
+        if not text:
+            return []
+        known = self._scaffold.get(text)
+        if known is not None:
+            return known
+        # The fast form leaves out the offsets, which nobody reads.
+        (encoded,) = self._plain.encode_batch_fast([self.unshield(text)], add_special_tokens=False)
+        ids: list[int] = encoded.ids
+        if len(text) <= _SCAFFOLD_CHARS:
+            if len(self._scaffold) >= _SCAFFOLDS:
+                self._scaffold.clear()
+            self._scaffold[text] = ids
+        return ids
+
+    def _check(self) -> None:
+        for name, number in self.control.items():
+            if number in self._run(self.shield(f"a{name}b {name}")):
+                raise RenderError(f"control token {name!r} can be spelled by ordinary text in this tokenizer")
+
+
+def _finder(markers: Sequence[str]) -> re.Pattern[str]:
+    """Finds any marker, the longest first. Their first characters stand before the alternatives: then the
+    search leaps to the next of them without a step of Python for each, whatever an agent sends."""
+    rests: dict[str, list[str]] = {}
+    for marker in sorted(markers, key=len, reverse=True):
+        rests.setdefault(marker[0], []).append(re.escape(marker[1:]))
+    return re.compile(
+        "|".join(f"{re.escape(first)}(?:{'|'.join(rest)})" for first, rest in rests.items()) or "(?!)"
+    )
+
+
+def _shielded(markers: Sequence[str]) -> list[tuple[str, str]]:
+    """The first character of each marker and what hides it."""
+    firsts = sorted({m[:1] for m in markers})
+    for first in firsts:
+        if not first or first.isalnum() or first.isspace():
+            raise RenderError(
+                f"a control token begins with an ordinary character {first!r}; name control_tokens"
+            )
+    return [(first, chr(_SHIELD_BASE + i)) for i, first in enumerate(firsts)]
+
+
+def _forget(model: dict[str, object], markers: Sequence[str]) -> None:
+    """Take the markers out of a BPE vocabulary where no merge needs them, so that no text can reach them."""
+    vocab = model.get("vocab")
+    if not isinstance(vocab, dict):
+        return
+    merges = model.get("merges")
+    needed: set[str] = set()
+    for merge in merges if isinstance(merges, list) else []:
+        left, right = merge if isinstance(merge, list) else str(merge).split(" ", 1)
+        needed |= {left, right, left + right}
+    for marker in markers:
+        if marker not in needed and marker != model.get("unk_token"):
+            vocab.pop(marker, None)
+
+
+def _pin(model: dict[str, object], kept: Mapping[str, int]) -> None:
+    """The library renumbers added tokens that the model's vocabulary does not hold; so it must hold them."""
+    vocab = model.get("vocab")
+    if kept and not isinstance(vocab, dict):
+        raise RenderError(
+            "control_tokens needs a tokenizer whose vocabulary is a table; name no control_tokens"
+        )
+    if isinstance(vocab, dict):
+        vocab.update(kept)

@@ -1,0 +1,230 @@
+"""Meaning of sampled ids where calls stand between two control tokens: found by ids, never by decoded text.
+
+`<think>` ... `</think>` is reasoning. A call that is not whole and exactly of its format stays in the text,
+for the agent to see, and sets `malformed`; nothing is repaired and nothing is half a call. Marker text that
+the model spells with ordinary tokens is ordinary text. The formats themselves are in render/formats.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from insitu.chat.codec import Codec
+from insitu.chat.renderer import ParsedCall, ParsedReply
+from insitu.types import IntArray
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+
+ReadCall = Callable[[IntArray], ParsedCall | None]
+"""A call from the ids between its markers; None when they are not exactly one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Control tokens around calls."""
+
+    open: str = "<tool_call>"
+    close: str = "</tool_call>"
+    section_open: str = ""
+    """Where a format puts all calls of a reply into a section."""
+    section_close: str = ""
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What has been read so far."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[ParsedCall, ...] = ()
+    malformed: bool = False
+    thought: bool = False
+    """A reasoning block was read, be it empty."""
+    outside: bool = False
+    """Not in the section where this format puts calls; what looks like a call is none here."""
+
+
+def without_stop(ids: IntArray, stop_ids: frozenset[int]) -> IntArray:
+    return ids[:-1] if len(ids) and int(ids[-1]) in stop_ids else ids
+
+
+def parse_blocks(
+    codec: Codec, ids: IntArray, in_reasoning: bool, blocks: Blocks, read: ReadCall
+) -> ParsedReply:
+    """Parse one reply without its stop id. `in_reasoning`: the generation prompt already opened <think>."""
+    parts = _Parts(outside=bool(blocks.section_open))
+    at = _read_reasoning(codec, ids, 0, parts) if in_reasoning else 0
+    marks = codec.control_positions(ids)
+    for mark in marks:
+        if mark < at:
+            continue
+        name = codec.names[int(ids[mark])]
+        if name == blocks.open:
+            parts.text += codec.decode(ids[at:mark])
+            at = _read_call(codec, ids, mark, parts, blocks, read)
+        elif name == THINK_OPEN and not parts.thought and not parts.calls:
+            parts.text += codec.decode(ids[at:mark])
+            at = _read_reasoning(codec, ids, mark + 1, parts)
+        elif name in (blocks.section_open, blocks.section_close):
+            parts.text += codec.decode(ids[at:mark])
+            at = mark + 1
+            parts.outside = name == blocks.section_close
+            if not _in_place(codec, ids, mark, blocks, not parts.outside):
+                parts.malformed = True
+                parts.text += name
+    parts.text += codec.decode(ids[at:])
+    return ParsedReply(
+        text=_trim(parts), reasoning=parts.reasoning, calls=parts.calls, malformed=parts.malformed
+    )
+
+
+def _in_place(codec: Codec, ids: IntArray, mark: int, blocks: Blocks, opens: bool) -> bool:
+    """A section begins right before a call and ends right behind one."""
+    step, wanted = (1, blocks.open) if opens else (-1, blocks.close)
+    at = mark + step
+    while 0 <= at < len(ids):
+        if int(ids[at]) in codec.names:
+            return codec.names[int(ids[at])] == wanted
+        if codec.decode(ids[at : at + 1]).strip():
+            return False
+        at += step
+    return False
+
+
+def is_open_reasoning(codec: Codec, ids: IntArray, in_reasoning: bool) -> bool:
+    """True when a reply cut off at the end of `ids` stands inside <think>."""
+    for mark in codec.control_positions(ids):
+        name = codec.names[int(ids[mark])]
+        if name in (THINK_OPEN, THINK_CLOSE):
+            in_reasoning = name == THINK_OPEN
+    return in_reasoning
+
+
+def _trim(parts: _Parts) -> str:
+    """The template puts line breaks between reasoning, text and calls; they are not the model's words."""
+    text = parts.text
+    if parts.thought:
+        text = text.lstrip("\n")
+    if parts.calls:
+        text = text.rstrip("\n")
+    return "" if parts.calls and text.isspace() else text
+
+
+def find(codec: Codec, ids: IntArray, start: int, name: str) -> int:
+    """Position of the next control token `name` at or after start, else -1."""
+    wanted = codec.control.get(name)
+    if wanted is None:
+        return -1
+    found = (ids[start:] == wanted).nonzero()[0]
+    return start + int(found[0]) if len(found) else -1
+
+
+def _read_reasoning(codec: Codec, ids: IntArray, start: int, parts: _Parts) -> int:
+    """Read up to </think> or the end; returns the position after it."""
+    end = find(codec, ids, start, THINK_CLOSE)
+    stop = len(ids) if end < 0 else end
+    parts.thought = True
+    parts.reasoning = codec.decode(ids[start:stop]).strip("\n")
+    return stop if end < 0 else end + 1
+
+
+def _read_call(codec: Codec, ids: IntArray, start: int, parts: _Parts, blocks: Blocks, read: ReadCall) -> int:
+    """Read one call that opens at `start`; returns the position after it."""
+    end = find(codec, ids, start + 1, blocks.close)
+    nested = find(codec, ids, start + 1, blocks.open)
+    if end < 0 or 0 <= nested < end:
+        stop = len(ids) if nested < 0 else nested
+        parts.malformed = True
+        parts.text += codec.decode(ids[start:stop])
+        return stop
+    call = None if parts.outside else read(ids[start + 1 : end])
+    if call is None:
+        parts.outside |= find(codec, ids[:end], start, blocks.section_close) >= 0
+        parts.malformed = True
+        parts.text += codec.decode(ids[start : end + 1])
+    else:
+        parts.calls += (call,)
+        if parts.text and not parts.malformed:
+            parts.text = parts.text.rstrip("\n")
+    return end + 1
+
+
+def read_call(text: str, arguments: str = "arguments") -> ParsedCall | None:
+    """A call from its JSON text: an object with exactly `name` and the member called `arguments`, the latter
+    kept as sampled; None when the shape is not exactly known."""
+    text = text.strip()
+    if not text.startswith("{"):
+        return None
+    try:
+        members, end = _members(text)
+    except (ValueError, IndexError, RecursionError):
+        return None
+    if text[end:].strip() or set(members) != {"name", arguments}:
+        return None
+    name, raw = members["name"], members[arguments]
+    if not name.startswith('"') or not raw.startswith("{"):
+        return None
+    parsed = str(json.loads(name))
+    if not is_name(parsed):
+        return None
+    return ParsedCall(name=parsed, arguments=raw)
+
+
+def is_name(name: str) -> bool:
+    """Fit to be sent as a tool's name."""
+    return bool(name) and not any("\ud800" <= c <= "\udfff" for c in name)
+
+
+def is_json(text: str) -> bool:
+    """The whole text is one JSON value."""
+    text = text.strip(" \t\r\n")
+    try:
+        _, end = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return end == len(text)
+
+
+def is_object(text: str) -> bool:
+    """The whole text is one JSON object."""
+    return text.lstrip(" \t\r\n").startswith("{") and is_json(text)
+
+
+def _members(text: str) -> tuple[dict[str, str], int]:
+    """Raw JSON text of each member of the object at the start of `text`, and where the object ends.
+
+    Raises ValueError or IndexError on bad JSON and on a key that comes twice.
+    """
+    members: dict[str, str] = {}
+    at = _skip(text, 1)
+    while text[at] != "}":
+        key, at = _DECODER.raw_decode(text, at)
+        at = _skip(text, at)
+        if not isinstance(key, str) or key in members or text[at] != ":":
+            raise ValueError("not a plain object")
+        start = _skip(text, at + 1)
+        _, at = _DECODER.raw_decode(text, start)
+        members[key] = text[start:at]
+        at = _skip(text, at)
+        if text[at] == ",":
+            at = _skip(text, at + 1)
+            if text[at] == "}":
+                raise ValueError("comma before the end")
+        elif text[at] != "}":
+            raise ValueError("comma expected")
+    return members, at + 1
+
+
+def _skip(text: str, at: int) -> int:
+    while text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)

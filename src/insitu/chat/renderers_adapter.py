@@ -1,0 +1,352 @@
+"""The hand-written families of the `renderers` package (extra `renderers`, pinned) behind our Family.
+
+The package gets a tokenizer of ours: what it writes itself becomes scaffold, what comes from outside was
+shielded before and stays text. It never renders a history: a run of messages is rendered behind one or two
+dummies and the dummies' tokens are cut off, so the cost is the new text and sampled ids are never written
+again. Its bridges (O(context)) are an oracle in tests only. Each family proves itself at load (render/check).
+Caller: render/load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import import_module, metadata
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+
+from insitu.chat.codec import Codec
+from insitu.chat.parse import THINK_CLOSE, THINK_OPEN
+from insitu.chat.prefix_cache import RootCache
+from insitu.chat.renderer import Capabilities, ParsedReply, demoted, joined, own_id
+from insitu.chat.template_inputs import TemplateInputs
+from insitu.chat.tool_formats import FORMATS, is_open_reasoning, reasoning_close
+from insitu.chat.validation import abilities
+from insitu.errors import RenderError
+from insitu.install_hints import install_extra
+from insitu.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
+
+PINNED = "0.1.12"
+_SCAFFOLD_CHARS = 48
+_USER = Message(role="user", text="Question.")
+_SAID = Message(role="assistant", text="Answer.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownRenderer:
+    """One entry of the table below."""
+
+    tool_format: str
+    telltale: str
+    """Stands in every chat template that these rules could follow: `auto` tries them only then."""
+    settings: tuple[tuple[str, object], ...] = ()
+    """Arguments of the package's config that our protocol needs."""
+
+
+KNOWN: Mapping[str, KnownRenderer] = {
+    "qwen3": KnownRenderer(tool_format="hermes", telltale="You may call one or more functions to assist"),
+    "qwen3.5": KnownRenderer(tool_format="xml", telltale="<function=example_function_name>"),
+    "qwen3.6": KnownRenderer(tool_format="xml", telltale="<function=example_function_name>"),
+    "qwen3.8": KnownRenderer(tool_format="xml", telltale="<function=example_function_name>"),
+    "prime-qwen3": KnownRenderer(tool_format="xml", telltale="<function=example_function_name>"),
+    "glm-4.5": KnownRenderer(tool_format="glm", telltale="[gMASK]<sop>"),
+    "glm-5": KnownRenderer(tool_format="glm", telltale="[gMASK]<sop>"),
+    "glm-5.1": KnownRenderer(tool_format="glm", telltale="[gMASK]<sop>"),
+    "glm-5.3": KnownRenderer(tool_format="glm", telltale="[gMASK]<sop>"),
+    "deepseek-v3": KnownRenderer(tool_format="deepseek", telltale="<\uff5ctool\u2581calls\u2581begin\uff5c>"),
+    "deepseek-r1": KnownRenderer(tool_format="deepseek", telltale="<\uff5ctool\u2581calls\u2581begin\uff5c>"),
+    "kimi-k2": KnownRenderer(tool_format="kimi", telltale="<|im_middle|>"),
+    # The tools belong to the root block, which is the same whatever the user says first.
+    "llama-3": KnownRenderer(
+        tool_format="llama", telltale="<|start_header_id|>", settings=(("tools_in_user_message", False),)
+    ),
+}
+"""Rules of the package that insitu offers, by the package's own names."""
+
+
+class _Rendered(Protocol):
+    token_ids: list[int]
+    message_indices: list[int]
+
+
+class _Renderer(Protocol):
+    def render(
+        self,
+        messages: list[dict[str, object]],
+        *,
+        tools: list[dict[str, object]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> _Rendered: ...
+
+    def get_stop_token_ids(self) -> list[int]: ...
+
+
+class Stand:
+    """The tokenizer that the package sees: text it wrote itself becomes scaffold, shielded text content."""
+
+    name_or_path = ""
+    unk_token_id: int | None = None
+    eos_token_id: int | None = None
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._scaffold = lru_cache(maxsize=1024)(lambda text: tuple(codec.encode(text).tolist()))
+
+    def encode(self, text: str, *_: object, **__: object) -> list[int]:
+        # Every rendering writes the same role names, line breaks and dummies.
+        if len(text) <= _SCAFFOLD_CHARS:
+            return list(self._scaffold(text))
+        ids: list[int] = self._codec.encode(text).tolist()
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *_: object, **__: object) -> str:
+        return self._codec.decode_marked(np.array(token_ids, dtype=np.int32))
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        return self._codec.control.get(token)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AdaptedRenderer:
+    """Implements `insitu.chat.renderer.Family`; made by `adapted_renderer`, immutable."""
+
+    fingerprint: str
+    codec: Codec
+    caps: Capabilities
+    renderer: _Renderer
+    shown: TemplateInputs
+    stop_ids: frozenset[int]
+    end_ids: tuple[int, ...]
+    """The usual end of a turn (one stop id) and the scaffold ids after it; empty where the next message's
+    opener ends a turn."""
+    prompts: Mapping[bool, IntArray]
+    """Generation prompts: behind tool results (True) and behind anything else."""
+    in_reasoning: bool
+    roots: RootCache
+
+    @property
+    def vocab_size(self) -> int:
+        return self.codec.vocab_size
+
+    def open(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
+        return self.roots.get(system, tools, self._root)
+
+    def _root(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
+        ids, index = render(self, [*system, _USER], tools)
+        start = index.index(len(system))
+        if not np.array_equal(ids[start:], self.append([_USER])):
+            raise RenderError("these rules write the first user message unlike the later ones")
+        return ids[:start].copy()
+
+    def append(self, messages: Sequence[Message]) -> IntArray:
+        if not messages:
+            return np.zeros(0, dtype=np.int32)
+        run = messages if self.caps.native_system else [demoted(m) for m in messages]
+        before = _before(run)
+        ids, index = render(self, [*before, *run])
+        start = next((i for i, owner in enumerate(index) if owner >= len(before)), len(index))
+        # Where an opener ends the turn before it, the package counts it to that turn.
+        return ids[start - (self.caps.open_ended and len(before) > 1) :]
+
+    def close(self, sampled: IntArray, finish: Finish) -> IntArray:
+        last = int(sampled[-1]) if len(sampled) else -1
+        if self.end_ids and last == self.end_ids[0]:
+            return np.array(self.end_ids[1:], dtype=np.int32)
+        ids = list(self.end_ids)
+        if last not in self.stop_ids and is_open_reasoning(self.codec, sampled, self.in_reasoning):
+            ids = [*reasoning_close(self.codec), *ids]
+        return np.array(ids, dtype=np.int32)
+
+    def join(self, sampled: IntArray, finish: Finish, messages: Sequence[Message]) -> IntArray:
+        return joined(self.close(sampled, finish), self.append(messages), sampled, self.caps)
+
+    def generation_prompt(self, after: Role = "user") -> IntArray:
+        return self.prompts[after == "tool"]
+
+    def parse(self, sampled: IntArray, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
+        return FORMATS[self.caps.tool_format](self.codec, sampled, self.stop_ids, self.in_reasoning, tools)
+
+    def render_reply(self, message: Message) -> IntArray:
+        if message.role != "assistant":
+            raise RenderError(f"render_reply takes an assistant message, not {message.role!r}")
+        said = self.codec.encode(self._behind_prompt(message))
+        if self.caps.open_ended:
+            return np.append(said, self._opener(message)).astype(np.int32)
+        after = len(self.end_ids) - 1
+        if len(said) <= after or int(said[len(said) - 1 - after]) not in self.stop_ids:
+            raise RenderError("these rules do not end this reply as they end others")
+        return said[: len(said) - after]
+
+    def _behind_prompt(self, message: Message) -> str:
+        """Marked text of a reply without the generation prompt. Text, because the prompt may end inside what
+        the whole rendering writes with one token."""
+        text = self.codec.decode_marked(render(self, [_USER, message])[0])
+        before = self.codec.decode_marked(render(self, [_USER])[0])
+        prompt = self.codec.decode_marked(self.prompts[False])
+        if text.startswith(before + prompt):
+            return text[len(before) + len(prompt) :]
+        # A prompt that opens reasoning, and rules that leave it out of a finished turn.
+        head, opened, _ = prompt.partition(THINK_OPEN)
+        if not opened or not text.startswith(before + head):
+            raise RenderError("these rules do not write this reply behind their own generation prompt")
+        said = text[len(before) + len(head) :]
+        if said.startswith(THINK_CLOSE):
+            return said
+        return f"{self.codec.shield(message.reasoning)}\n{THINK_CLOSE}\n\n{said}"
+
+    def _opener(self, said: Message) -> int:
+        """The opener that a model samples behind `said`, where openers end turns."""
+        calls = said.tool_calls
+        follower = Message(role="tool", text="x", tool_call_id=calls[0].id) if calls else _USER
+        return int(self.append([follower])[0])
+
+    def named(self, message: Message) -> Message:
+        """With the calls' own ids where the policy gives them: Kimi writes them into calls and results."""
+        if self.caps.tool_format != "kimi":
+            return message
+        calls = tuple(
+            replace(call, id=own if (own := own_id(call.id)) != call.id else f"functions.{call.name}:{i}")
+            for i, call in enumerate(message.tool_calls)
+        )
+        return replace(message, tool_calls=calls, tool_call_id=own_id(message.tool_call_id))
+
+    def decode(self, ids: IntArray) -> str:
+        return self.codec.decode(ids)
+
+    def injections(self, text: str) -> int:
+        return self.codec.markers_in(text)
+
+
+def render(
+    chat_renderer: AdaptedRenderer,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSpec] = (),
+    *,
+    prompt: bool = False,
+) -> tuple[IntArray, list[int]]:
+    """(ids, index of the message each belongs to). Raises RenderError when the package refuses."""
+    try:
+        rendered = chat_renderer.renderer.render(
+            [chat_renderer.shown.message(chat_renderer.named(m)) for m in messages],
+            tools=[chat_renderer.shown.tool(t) for t in tools] or None,
+            add_generation_prompt=prompt,
+        )
+    except (ValueError, TypeError, KeyError, NotImplementedError, RecursionError) as error:
+        raise RenderError(
+            f"the {chat_renderer.caps.source} rules refuse the conversation: {error}"
+        ) from error
+    return np.array(rendered.token_ids, dtype=np.int32), rendered.message_indices
+
+
+def _before(run: Sequence[Message]) -> list[Message]:
+    """A shortest plausible conversation that `run` can follow."""
+    answered = []
+    for message in run:
+        if message.role != "tool":
+            break
+        answered.append(ToolCall(id=message.tool_call_id or "call", name="tool", arguments="{}"))
+    return [_USER, Message(role="assistant", tool_calls=tuple(answered[:1]))] if answered else [_USER]
+
+
+# --------------------------------------------------------------------------- loading
+
+
+def adapted_renderer(
+    name: str, codec: Codec, arguments: Mapping[str, object] = MappingProxyType({})
+) -> AdaptedRenderer:
+    """The package's rules `name` over this tokenizer, with `arguments` for their config. Raises RenderError
+    where they cannot serve. The caller proves the result with `render.check.check_renderer`."""
+    if name not in KNOWN:
+        raise RenderError(f"no known family {name!r}; known are {', '.join(sorted(KNOWN))}")
+    known = KNOWN[name]
+    settings = {**dict(known.settings), **arguments}
+    renderer = _renderer(name, settings, codec)
+    stops = frozenset(int(i) for i in renderer.get_stop_token_ids())
+    caps = Capabilities(
+        source=name,
+        tool_format=known.tool_format,
+        tools=True,
+        native_system=True,
+        parallel_calls=True,
+        text_with_calls=True,
+        reasoning=False,
+    )
+    draft = AdaptedRenderer(
+        fingerprint=_fingerprint(codec, name, settings),
+        codec=codec,
+        caps=caps,
+        renderer=renderer,
+        shown=TemplateInputs(codec.shield),
+        stop_ids=stops,
+        end_ids=(),
+        prompts={},
+        in_reasoning=False,
+        roots=RootCache(),
+    )
+    return _derive(draft)
+
+
+def _derive(draft: AdaptedRenderer) -> AdaptedRenderer:
+    """Ends, prompts and stop ids as the rules write them, then what they are able to say."""
+    ids, index = render(draft, [_USER, _SAID])
+    ends = [i for i, token in enumerate(ids) if int(token) in draft.stop_ids and index[i] == 1]
+    prompts: dict[bool, IntArray] = {}
+    tool = Message(role="tool", text="x", tool_call_id="call")
+    for after, messages in ((False, [_USER]), (True, [*_before([tool]), tool])):
+        without, whole = render(draft, messages)[0], render(draft, messages, prompt=True)[0]
+        if not np.array_equal(whole[: len(without)], without):
+            raise RenderError(f"the {draft.caps.source} rules change a message before a generation prompt")
+        prompts[after] = whole[len(without) :]
+    chat_renderer = replace(
+        draft,
+        end_ids=tuple(int(i) for i in ids[ends[-1] :]) if ends else (),
+        prompts=prompts,
+        in_reasoning=is_open_reasoning(draft.codec, prompts[False], False),
+        caps=replace(draft.caps, open_ended=not ends),
+    )
+    pieces = [*prompts.values(), chat_renderer.append([_USER]), chat_renderer.append([tool])]
+    openers = {int(piece[0]) for piece in pieces if len(piece)} & set(chat_renderer.codec.names)
+    chat_renderer = replace(chat_renderer, stop_ids=chat_renderer.stop_ids | openers)
+    return replace(chat_renderer, caps=abilities(chat_renderer))
+
+
+def _renderer(name: str, settings: Mapping[str, object], codec: Codec) -> _Renderer:
+    """The package's renderer over our tokenizer. Raises RenderError with the reason where there is none."""
+    try:
+        found = metadata.version("renderers")
+        package = import_module("renderers")
+        configs = import_module("renderers.configs")
+    except (ImportError, metadata.PackageNotFoundError) as error:
+        raise RenderError(f"known families need an extra: {install_extra('renderers')} ({error})") from error
+    if found != PINNED:
+        raise RenderError(f"renderers {found} is installed; insitu is made for {PINNED}")
+    kinds: dict[str, Any] = {
+        kind.model_fields["name"].default: kind
+        for kind in vars(configs).values()
+        if hasattr(kind, "model_fields") and "name" in kind.model_fields
+    }
+    with _refusals(name):
+        config = kinds[name](**settings)
+        made: _Renderer = package.create_renderer(Stand(codec), config)
+    return made
+
+
+@contextmanager
+def _refusals(name: str) -> Iterator[None]:
+    """The package checks its tokens with assertions and fails in many ways on a tokenizer not its own."""
+    try:
+        yield
+    except (AssertionError, LookupError, TypeError, ValueError, RuntimeError, OSError) as error:
+        reason = str(error) or type(error).__name__
+        raise RenderError(f"the {name} rules do not fit this tokenizer: {reason}") from error
+
+
+def _fingerprint(codec: Codec, name: str, settings: Mapping[str, object]) -> str:
+    told = f"renderers {PINNED} {name} {json.dumps(settings, sort_keys=True)}"
+    return hashlib.sha256(f"{codec.identity}\0{told}".encode()).hexdigest()

@@ -1,0 +1,123 @@
+"""`python -m insitu.demo.no_read_baseline`: how often a toy task is solved by an agent that edits without
+looking.
+
+Played through the real path (agent, gateway, grader) on held-out tasks. By default the agent replaces text
+that it imagines by text that it imagines, as the warm start does when it edits without looking. With
+`--anchor` it knows how the generator begins every module, and writes a line of its own behind the text that
+all of them share: the edit is accepted, but what the line must say stands in the file alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from insitu.attempt import AttemptExecutor
+from insitu.chat.load import load_renderer
+from insitu.collect.breaker import Breaker
+from insitu.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot
+from insitu.config import Config, demo_preset, load_config, model_folder
+from insitu.demo.demonstrator import FINAL, Habits, Step, edit, guess
+from insitu.demo.warm_start import Demonstrator
+from insitu.runtime.agents import limits_of, open_agents
+from insitu.storage.store import Score
+from insitu.tasks.toy import ToyProblem, ToySource
+from insitu.testing.scripted_engine import ScriptedEngine
+from insitu.training.build import make_judge
+from insitu.types import Message, Rollout
+from insitu.view.curve import wilson
+
+BLIND = Habits(look=0.0, recover=0.0, verify=0.0)
+
+
+class Anchored(Demonstrator):
+    """Writes a line behind the end of the function's head, whatever stands there."""
+
+    def assign(self, rollout_id: str, problem: ToyProblem, habits: Habits, seed: int) -> None:
+        _, imagined = guess(random.Random(f"whet-anchor-{problem.seed}-{seed}"))
+        self._scripts[rollout_id] = [
+            Step(message=edit(problem, "):", f"):\n    return {imagined}")),
+            Step(message=Message(role="assistant", text=FINAL)),
+        ]
+
+
+class _Nowhere:
+    """Sink and watcher that keep nothing."""
+
+    def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
+        """Nothing of this kind is trained: what is not stored is made again."""
+
+    def start(self, rollout_id: str, attempt: int, version: int) -> None:
+        """See `plan`."""
+
+    def put(self, slot: Slot, rollout: Rollout) -> None: ...
+
+    def attempted(self, slot: Slot, rollout: Rollout) -> None: ...
+
+    def held(self, phase: Phase, step: int) -> dict[str, Rollout]:
+        return {}
+
+    def tried(self, phase: Phase, step: int) -> dict[str, int]:
+        return {}
+
+    def rollout_started(self, rollout_id: str) -> None: ...
+
+    def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None: ...
+
+
+async def measure(config: Config, tasks: int, *, anchor: bool = False) -> dict[str, Score]:
+    """Family -> score of blind editing on held-out tasks; "" is the total. anchor: see the module."""
+    renderer = load_renderer(model_folder(config), config.model.renderer)
+    demonstrator = Anchored(renderer) if anchor else Demonstrator(renderer)
+    source = ToySource(limits_of(config))
+    chosen = source.tasks("eval", 0, tasks)
+    for i, task in enumerate(chosen):
+        slot = Slot(phase="eval_before", step=0, group=i, slot=0)
+        demonstrator.assign(slot.rollout_id, source.problem(task), BLIND, 0)
+    engine, nowhere = ScriptedEngine(renderer, demonstrator), _Nowhere()
+    with tempfile.TemporaryDirectory(prefix="insitu-blind-") as sockets:
+        async with open_agents(config, renderer, engine, Path(sockets)) as agents:
+            attempts = AttemptExecutor(
+                agents.gateway, agents.workers, make_judge(config, agents.backend, source)
+            )
+            options = CollectOptions(seed=0, group_size=1)
+            dispatcher = Dispatcher(attempts, nowhere, nowhere, Breaker(), options)
+            groups = await dispatcher.collect("eval_before", 0, chosen)
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for rollout in group.rollouts:
+            if rollout.reward is not None:
+                found.setdefault("", []).append(rollout.reward)
+                found.setdefault(rollout.category, []).append(rollout.reward)
+    return {name: Score.of(rewards) for name, rewards in sorted(found.items())}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the rate with its 95 % interval, by family, and one JSON line."""
+    parser = argparse.ArgumentParser(
+        prog="insitu.demo.no_read_baseline", description=__doc__.split("\n", 1)[0]
+    )
+    parser.add_argument("--agent", choices=("pi", "script"), default="pi")
+    parser.add_argument("--tasks", type=int, default=512)
+    parser.add_argument("--anchor", action="store_true", help="edit behind the text that all modules share")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    options = parser.parse_args(argv)
+    config = load_config(None, [f"harness.agent={options.agent}", *options.overrides], demo_preset())
+    scores = asyncio.run(measure(config, options.tasks, anchor=options.anchor))
+    for name, score in scores.items():
+        low, high = wilson(score)
+        print(
+            f"{name or 'all':12} {score.rate:.3f}  {score.solved}/{score.total}  95 % {low:.3f} to {high:.3f}"
+        )
+    print(json.dumps({name or "all": score.rate for name, score in scores.items()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,390 @@
+"""EmbeddedCore: continuous-batching sampler in torch fp32 on CPU, inside the learner's process.
+
+Invariant: what a request gets (ids and logprobs, every bit) is a function of the weights, its prompt, its
+parameters and its key; never of what else runs, of cache hits, of prefill chunks or of arrival order. The
+owner calls `submit`, then `step` until `busy` is False; results come through each request's callback, inside
+`step`. Not thread-safe: one thread owns it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from insitu.engines.base import Receipt
+from insitu.engines.embedded.attention import BLOCK
+from insitu.engines.embedded.batch_invariance import verify_batch_invariance
+from insitu.engines.embedded.forward import ROWS, CachedForward, DecodeSpan, PrefillTile
+from insitu.engines.embedded.model import Qwen3
+from insitu.engines.embedded.prefix_cache import TILE, PrefixCache, tile_names
+from insitu.engines.embedded.sampling import stream
+from insitu.engines.embedded.slots import DecodeSlots
+from insitu.engines.embedded.weights import SamplerWeights, checksum
+from insitu.errors import EngineError
+from insitu.types import Finish, Generation, IntArray, RequestKey, SamplingParams
+
+_WORTH = 3
+"""Companions from which on a shared prefix is read once for all."""
+_PATIENCE = 4
+"""Prefill passes that decoding rows wait for: a step with more rows costs little more than one with few."""
+
+Done = Callable[[Generation | EngineError], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Shape of the engine. Results may depend on `threads`, on nothing else here."""
+
+    max_rows: int = 32
+    """Requests that run at once; a multiple of 4."""
+    max_context: int = 2048
+    """Prompt plus sampled tokens of one request."""
+    threads: int = 1
+    """Torch threads while the engine runs; set anew at each step, so a trainer may use its own number."""
+    prefill_tiles: int = 8
+    """Most 16-token tiles of prompt per forward pass."""
+    cache_tokens: int = 65536
+    """Prompt tokens whose keys and values are kept for later requests; 0 = none."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One request on its way: waiting, prefilling (slot set), decoding (`filled` == prompt - 1)."""
+
+    number: int
+    prompt: IntArray
+    params: SamplingParams
+    uniform: npt.NDArray[np.float64]
+    names: list[bytes]
+    done: Done
+    limit: int
+    """Most tokens to sample: max_tokens or what the context leaves."""
+    slot: int = -1
+    filled: int = 0
+    """Tiles of the prompt whose keys and values the slot holds."""
+    count: int = 0
+    """Tokens sampled."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start."""
+
+    steps: int = 0
+    decoded: int = 0
+    """Tokens sampled."""
+    prefilled: int = 0
+    """Prompt tokens computed, padding included."""
+    reused: int = 0
+    """Prompt tokens copied from the prefix cache."""
+    shared: int = 0
+    """Decode steps that read a common prefix once for all."""
+    moved: int = 0
+    """Requests that went on in a lower slot, so that a step has fewer rows."""
+
+
+class EmbeddedCore:
+    """See the module. `refresh` takes over the model's current weights under a new version."""
+
+    def __init__(self, model: Qwen3, options: EngineOptions, *, version: int = 0) -> None:
+        """Raises EngineError for options that do not fit the model, or when the self-check fails."""
+        _check_options(model, options)
+        self.options = options
+        self.stats = EngineStats()
+        self._model = model
+        self._pin_threads()
+        with torch.inference_mode():
+            self._forward = CachedForward(
+                SamplerWeights(model), options.max_rows, options.max_context, options.prefill_tiles
+            )
+            self._cache = PrefixCache(model.config, options.cache_tokens // TILE)
+        self._receipt = Receipt(version=version, checksum=checksum(model))
+        self._numbers = itertools.count(1)
+        self._waiting: deque[_Request] = deque()
+        self._prefilling: list[_Request] = []
+        self._settled: deque[tuple[Done, Generation | EngineError]] = deque()
+        self._decoding: list[_Request] = []
+        self._free = list(range(options.max_rows))
+        self._paused = False
+        self._rows = DecodeSlots(self._forward, options.max_context)
+        self._slots = np.zeros(0, np.int64)
+        """Of `_decoding`, in its order; with `_trunk`, worked out anew when `_changed`."""
+        self._trunk = 0
+        self._changed = True
+        self._passes = 0
+        """Prefill passes since the last decode step."""
+        verify_batch_invariance(self._forward)
+
+    # ------------------------------------------------------------------ control
+
+    @property
+    def receipt(self) -> Receipt:
+        """Of the weights in force."""
+        return self._receipt
+
+    @property
+    def shapes_pinned(self) -> bool:
+        """True when this machine needs every shape fixed (slower); decided by the self-check."""
+        return self._forward.fixed
+
+    @property
+    def keeps_sampled(self) -> bool:
+        """True when the self-check found that sampled tokens' keys and values may be cached."""
+        return self._forward.unified
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self._cache
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def busy(self) -> bool:
+        """True when `step` has something to do."""
+        return bool(self.running or (self._waiting and not self._paused))
+
+    def pause(self) -> None:
+        """Start no waiting request any more; what runs goes on. Idle when `running` is 0."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def refresh(self, version: int) -> Receipt:
+        """Take the model's weights as they are now. Raises EngineError while a request runs."""
+        if self.running:
+            raise EngineError(f"cannot load weights while {self.running} requests run: pause first")
+        with torch.inference_mode():
+            self._forward.reset(SamplerWeights(self._model))
+        self._cache.clear()
+        self._receipt = Receipt(version=version, checksum=checksum(self._model))
+        return self._receipt
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, ids: IntArray, params: SamplingParams, key: RequestKey, done: Done) -> int:
+        """Queue a request; `done` gets its Generation, or an EngineError, inside a later `step`.
+
+        ids [n] int32, n >= 1. Returns a number for `abort`. Raises EngineError for a request that cannot be
+        served: no ids, ids outside the vocabulary, a prompt that leaves no room in the context.
+        """
+        room = self.options.max_context - len(ids)
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= self._model.config.vocab_size:
+            raise EngineError(f"a prompt needs ids between 0 and {self._model.config.vocab_size - 1}")
+        if room < 1:
+            raise EngineError(
+                f"context overflow: a prompt of {len(ids)} tokens leaves no room"
+                f" in a context of {self.options.max_context}"
+            )
+        if params.max_tokens < 1 or not (0 <= params.temperature < math.inf):
+            raise EngineError(f"max_tokens={params.max_tokens} temperature={params.temperature} is not valid")
+        limit = min(params.max_tokens, room)
+        request = _Request(
+            number=next(self._numbers),
+            prompt=ids,
+            params=params,
+            uniform=stream(key, limit),
+            names=tile_names(ids[:-1]),
+            done=done,
+            limit=limit,
+        )
+        self._waiting.append(request)
+        return request.number
+
+    def abort(self, number: int) -> bool:
+        """End a request now, with finish `abort` and what was sampled so far. False if it is not known."""
+        for request in [*self._waiting, *self._prefilling, *self._decoding]:
+            if request.number == number:
+                self._end(request, "abort")
+                self._deliver()
+                return True
+        return False
+
+    def step(self) -> None:
+        """Admit, run one prefill pass and one decode step, then call back for what ended."""
+        self._pin_threads()
+        self.stats.steps += 1
+        with torch.inference_mode():
+            self._admit()
+            if self._prefilling:
+                self._prefill()
+                self._passes += 1
+            if self._decoding and (not self._prefilling or self._passes >= _PATIENCE):
+                self._decode()
+                self._passes = 0
+        self._deliver()
+
+    def fail_all(self, error: EngineError) -> None:
+        """End every request with `error`."""
+        for request in [*self._waiting, *self._prefilling, *self._decoding]:
+            self._settle(request, error)
+        self._deliver()
+
+    # ------------------------------------------------------------------ inside a step
+
+    def _pin_threads(self) -> None:
+        if torch.get_num_threads() != self.options.threads:
+            torch.set_num_threads(self.options.threads)
+
+    def _admit(self) -> None:
+        while self._waiting and self._free and not self._paused:
+            request = self._waiting.popleft()
+            self._free.sort()
+            request.slot = self._free.pop(0)
+            self._prefilling.append(request)
+
+    def _prefill(self) -> None:
+        """One pass over the next tiles, oldest request first; tiles that another one makes are awaited."""
+        jobs: list[PrefillTile] = []
+        owners: list[tuple[_Request, bytes]] = []
+        made: set[bytes] = set()
+        for request in self._prefilling:
+            self._reuse(request)
+            for index in range(request.filled, len(request.names)):
+                name = request.names[index]
+                if len(jobs) == self.options.prefill_tiles or name in made:
+                    break
+                made.add(name)
+                jobs.append(self._tile(request, index))
+                owners.append((request, name))
+        if jobs:
+            self._forward.prefill(jobs)
+            self.stats.prefilled += len(jobs) * TILE
+        for job, (request, name) in zip(jobs, owners, strict=True):
+            request.filled = job.index + 1
+            self._keep(job.slot, job.index, name)
+        ready = [r for r in self._prefilling if r.filled == len(r.names)]
+        self._prefilling = [r for r in self._prefilling if r.filled < len(r.names)]
+        for request in ready:
+            self._start_decoding(request)
+
+    def _tile(self, request: _Request, index: int) -> PrefillTile:
+        ids = np.zeros(TILE, np.int64)
+        piece = request.prompt[:-1][index * TILE : (index + 1) * TILE]
+        ids[: len(piece)] = piece
+        return PrefillTile(request.slot, index, ids)
+
+    def _reuse(self, request: _Request) -> None:
+        """Copy what the cache holds of the prompt beyond what the slot has."""
+        held = self._cache.match(request.names[request.filled :])
+        if held:
+            slot, start = request.slot, request.filled * TILE
+            self._cache.load(held, self._forward.keys[:, slot], self._forward.values[:, slot], start)
+            request.filled += len(held)
+            self.stats.reused += len(held) * TILE
+
+    def _keep(self, slot: int, index: int, name: bytes) -> None:
+        cut = slice(index * TILE, (index + 1) * TILE)
+        self._cache.store(name, self._forward.keys[:, slot, :, :, cut], self._forward.values[:, slot, :, cut])
+
+    def _start_decoding(self, request: _Request) -> None:
+        """The last prompt token is the first decode input."""
+        self._cache.touch(request.names)
+        self._rows.start(request.slot, request.prompt, request.params.temperature, request.uniform)
+        self._decoding.append(request)
+        self._changed = True
+
+    def _decode(self) -> None:
+        """One token for each decoding request; ends those that are complete."""
+        if self._changed:
+            self._arrange()
+        slots = self._slots
+        span = DecodeSpan(1 + int(slots.max()), self._rows.reach(slots), self._trunk, int(slots[0]))
+        self.stats.shared += span.trunk > 0
+        self.stats.decoded += len(slots)
+        ids, logprobs = self._rows.step(slots, span)
+        for request, token, logprob in zip(list(self._decoding), ids, logprobs, strict=True):
+            request.count += 1
+            if not math.isfinite(logprob):
+                line = f"version {self._receipt.version} of the weights gives logits that are not finite"
+                self._settle(request, EngineError(line))
+            elif token in request.params.stop_ids:
+                self._end(request, "stop")
+            elif request.count == request.limit:
+                self._end(request, "length")
+
+    def _arrange(self) -> None:
+        """Close the gaps between decoding slots that no waiting request will fill; find the trunk."""
+        if not self._prefilling and (self._paused or not self._waiting):
+            gaps = sorted(s for s in self._free if s < len(self._decoding))
+            movers = [r for r in self._decoding if r.slot >= len(self._decoding)]
+            for request, slot in zip(movers, gaps, strict=True):
+                self._rows.move(request.slot, slot)
+                self.stats.moved += 1
+                self._free.remove(slot)
+                self._free.append(request.slot)
+                request.slot = slot
+        self._slots = np.array([r.slot for r in self._decoding])
+        self._trunk = self._common()
+        self._changed = False
+
+    def _common(self) -> int:
+        """Length of the prompt prefix that all decoding requests share, in whole blocks."""
+        first, *others = self._decoding
+        if len(others) < _WORTH:
+            return 0
+        most = min(len(r.prompt) - 1 for r in self._decoding) // BLOCK
+        for block in range(most):
+            at = (block + 1) * (BLOCK // TILE) - 1
+            name = first.names[at]
+            if any(r.names[at] != name for r in others):
+                return block * BLOCK
+        return most * BLOCK
+
+    def _end(self, request: _Request, finish: Finish) -> None:
+        ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        if request.count:
+            ids, logprobs = self._rows.result(request.slot)
+            self._keep_sampled(request, ids)
+        runs = ((0, self._receipt.version),)
+        self._settle(request, Generation(ids=ids, logprobs=logprobs, finish=finish, version_runs=runs))
+
+    def _keep_sampled(self, request: _Request, ids: IntArray) -> None:
+        """Cache the full tiles that sampling completed: the next call of a rollout continues them."""
+        if not self._forward.unified:
+            return
+        first = (len(request.prompt) - 1) // TILE
+        held = np.concatenate([request.prompt[first * TILE :], ids[:-1]])
+        full = held[: len(held) // TILE * TILE]
+        parent = request.names[first - 1] if first else b""
+        with torch.inference_mode():
+            for index, name in enumerate(tile_names(full, parent), first):
+                self._keep(request.slot, index, name)
+
+    def _deliver(self) -> None:
+        """Call back outside inference mode, when the engine's own state is consistent."""
+        while self._settled:
+            done, result = self._settled.popleft()
+            done(result)
+
+    def _settle(self, request: _Request, result: Generation | EngineError) -> None:
+        """Forget a request, give its slot back, and remember to tell its owner."""
+        self._settled.append((request.done, result))
+        for queue in (self._waiting, self._prefilling, self._decoding):
+            if request in queue:
+                queue.remove(request)
+        self._changed = True
+        if request.slot >= 0:
+            self._rows.stop(request.slot)
+            self._free.append(request.slot)
+            request.slot = -1
+
+
+def _check_options(model: Qwen3, options: EngineOptions) -> None:
+    limit = model.config.max_position_embeddings
+    if not 2 <= options.max_context <= limit:
+        raise EngineError(f"max_context={options.max_context} must be between 2 and the model's {limit}")
+    if options.max_rows < ROWS or options.max_rows % ROWS:
+        raise EngineError(f"max_rows={options.max_rows} must be a multiple of {ROWS}")
+    if min(options.threads, options.prefill_tiles) < 1 or options.cache_tokens < 0:
+        raise EngineError("threads and prefill_tiles must be at least 1, cache_tokens at least 0")

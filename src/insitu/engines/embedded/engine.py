@@ -1,0 +1,86 @@
+"""The embedded engine as the controller sees it: `engines.base.Engine` over a channel to the learner.
+
+The sampler itself (torch) is `embedded_core`, in the learner's process; this side never imports torch.
+Cancelling `generate` aborts the request there. A learner that is gone raises EngineError everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from insitu.engines.base import EngineInfo, Receipt
+from insitu.engines.rpc import Meta, RpcClient
+from insitu.errors import EngineError, boundary
+from insitu.types import Finish, Generation, IntArray, RequestKey, SamplingParams
+
+
+class EmbeddedEngine:
+    """Implements `engines.base.Engine`. Make one with `attach`; the channel's owner closes the learner."""
+
+    def __init__(
+        self, channel: RpcClient, info: EngineInfo, receipt: Receipt, call_deadline_s: float
+    ) -> None:
+        self._channel = channel
+        self._info = info
+        self._receipt = receipt
+        self._deadline_s = call_deadline_s
+
+    @classmethod
+    async def attach(cls, channel: RpcClient, *, call_deadline_s: float = 120.0) -> EmbeddedEngine:
+        """Ask the learner what it hosts. `call_deadline_s` bounds every later call. Raises EngineError."""
+        reply = await channel.call("engine.info", deadline_s=call_deadline_s)
+        with boundary(EngineError, "read engine.info"):
+            info = EngineInfo(name=reply.meta["name"], max_context_tokens=int(reply.meta["max_context"]))
+        return cls(channel, info, _receipt(reply.meta), call_deadline_s)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def receipt(self) -> Receipt:
+        """Of the weights in force; follows the learner at `resume` and `refresh`."""
+        return self._receipt
+
+    async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
+        """Sample a continuation of `ids`. Raises EngineError; cancellation aborts at the learner."""
+        meta: Meta = {
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "stop_ids": sorted(params.stop_ids),
+            "seed": key.seed,
+            "rollout_id": key.rollout_id,
+            "turn": key.turn,
+        }
+        frame = await self._channel.call("engine.generate", meta, {"ids": ids}, deadline_s=self._deadline_s)
+        if frame.meta["finish"] not in ("stop", "length", "abort"):
+            raise EngineError(f"the learner answered finish={frame.meta['finish']!r}")
+        runs = cast("list[list[Any]]", frame.meta["version_runs"])
+        return Generation(
+            ids=frame.arrays["ids"],
+            logprobs=frame.arrays["logprobs"],
+            finish=cast(Finish, frame.meta["finish"]),
+            version_runs=tuple((int(start), int(version)) for start, version in runs),
+        )
+
+    async def pause(self) -> None:
+        """Return when nothing is in flight; requests that arrive from now on wait for `resume`."""
+        await self._channel.call("engine.pause", deadline_s=self._deadline_s)
+
+    async def resume(self) -> None:
+        frame = await self._channel.call("engine.resume", deadline_s=self._deadline_s)
+        self._receipt = _receipt(frame.meta)
+
+    async def refresh(self) -> Receipt:
+        """Fetch the receipt of the weights now in force, after the learner published new ones."""
+        frame = await self._channel.call("engine.info", deadline_s=self._deadline_s)
+        self._receipt = _receipt(frame.meta)
+        return self._receipt
+
+    async def close(self) -> None:
+        """Close the channel. May be called twice."""
+        await self._channel.close()
+
+
+def _receipt(meta: Meta) -> Receipt:
+    return Receipt(version=int(meta["version"]), checksum=str(meta["checksum"]))

@@ -1,0 +1,49 @@
+"""The edge to model files: the safetensors library fails with an error of its own, also of a full disk, and
+gives what it writes to its user alone.
+
+Callers: embedded_model, the trainer's policies, checkpoints and exports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from insitu.errors import InsituError, boundary
+
+
+@contextmanager
+def model_files(kind: type[InsituError], doing: str) -> Iterator[None]:
+    """As `errors.boundary`, for what reads or writes safetensors."""
+    with boundary(kind, doing):
+        try:
+            yield
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+
+
+ASSETS = (
+    "tokenizer*", "special_tokens_map*", "added_tokens*", "vocab*", "merges*", "*.model", "*.tiktoken",
+    "tekken.json", "chat_template*", "*.jinja", "generation_config*", "*processor_config*",
+    "insitu_renderer.json", "*.py", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+"""Files of a model folder that belong to the model beside config.json and its weights."""
+
+
+def model_assets(folder: Path) -> list[Path]:
+    """The files of a model folder that go along when its weights are replaced."""
+    return sorted({path for pattern in ASSETS for path in folder.glob(pattern) if path.is_file()})
+
+
+def share(folder: Path) -> None:
+    """Give every file below `folder` the mode of an ordinary new file: a server may run as another user."""
+    made = folder / ".mode"
+    made.touch()
+    mode = made.stat().st_mode & 0o777
+    made.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)

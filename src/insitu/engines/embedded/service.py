@@ -1,0 +1,114 @@
+"""The core's side of the channel: the commands `engine.*`, for any process that hosts an EmbeddedCore.
+
+`EngineService.handlers` goes into a RpcServer together with the host's own commands. The host alternates
+`server.poll` and `service.step`. Run as a module it is a process with a core and nothing else:
+`python -m insitu.engines.embedded.service SOCKET MODEL_FOLDER [max_context]`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
+from insitu.engines.embedded.model import load_model
+from insitu.engines.rpc import Meta
+from insitu.engines.rpc_server import Handler, RpcCall, RpcServer
+from insitu.errors import EngineError, boundary
+from insitu.types import Generation, RequestKey, SamplingParams
+
+
+class EngineService:
+    """Answers `engine.info`, `.generate`, `.pause` (when nothing runs any more) and `.resume`."""
+
+    def __init__(self, core: EmbeddedCore) -> None:
+        self.core = core
+        self._pausing: list[RpcCall] = []
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        return {
+            "engine.info": self._info,
+            "engine.generate": self._generate,
+            "engine.pause": self._pause,
+            "engine.resume": self._resume,
+        }
+
+    @property
+    def busy(self) -> bool:
+        """True when `step` has something to do."""
+        return self.core.busy or bool(self._pausing)
+
+    def step(self) -> None:
+        """One step of the core, if it has work; answers a pause that has become true."""
+        if self.core.busy:
+            self.core.step()
+        if self._pausing and not self.core.running:
+            pausing, self._pausing = self._pausing, []
+            for call in pausing:
+                call.reply()
+
+    def _info(self, call: RpcCall) -> None:
+        call.reply(
+            {"name": "embedded", "max_context": self.core.options.max_context, **_receipt_meta(self.core)}
+        )
+
+    def _generate(self, call: RpcCall) -> None:
+        with boundary(EngineError, "read engine.generate"):
+            meta = call.meta
+            params = SamplingParams(
+                max_tokens=int(meta["max_tokens"]),
+                temperature=float(meta["temperature"]),
+                stop_ids=frozenset(int(i) for i in meta["stop_ids"]),
+            )
+            key = RequestKey(seed=int(meta["seed"]), rollout_id=meta["rollout_id"], turn=int(meta["turn"]))
+
+        def done(result: Generation | EngineError) -> None:
+            if isinstance(result, EngineError):
+                call.fail(result)
+            elif result.logprobs is not None:
+                runs = [list(run) for run in result.version_runs]
+                call.reply(
+                    {"finish": result.finish, "version_runs": runs},
+                    {"ids": result.ids, "logprobs": result.logprobs},
+                )
+
+        number = self.core.submit(call.arrays["ids"], params, key, done)
+        call.on_cancel = lambda: _abort(self.core, number)
+
+    def _pause(self, call: RpcCall) -> None:
+        self.core.pause()
+        self._pausing.append(call)
+
+    def _resume(self, call: RpcCall) -> None:
+        self.core.resume()
+        call.reply(_receipt_meta(self.core))
+
+
+def _abort(core: EmbeddedCore, number: int) -> None:
+    core.abort(number)
+
+
+def _receipt_meta(core: EmbeddedCore) -> Meta:
+    return {"version": core.receipt.version, "checksum": core.receipt.checksum}
+
+
+def serve(core: EmbeddedCore, path: Path) -> None:
+    """Serve one core at `path` until the last client has gone."""
+    service = EngineService(core)
+    with RpcServer(path, service.handlers) as server:
+        while not server.abandoned:
+            server.poll(0.0 if service.busy else 0.2)
+            service.step()
+
+
+def main(argv: list[str]) -> int:
+    """SOCKET MODEL_FOLDER [max_context]"""
+    context = int(argv[2]) if len(argv) > 2 else 2048
+    serve(EmbeddedCore(load_model(Path(argv[1])), EngineOptions(max_context=context)), Path(argv[0]))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

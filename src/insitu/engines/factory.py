@@ -1,0 +1,189 @@
+"""Opens the engine that the configuration names, when it is a server or a trainer behind HTTP, and probes it.
+
+    async with open_engine(config, family) as engine: ...
+
+The embedded engine is not opened here: it lives in the learner (train.client). Callers: serve and
+evaluation through learner/sampler.py, training/build.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Protocol
+
+import numpy as np
+
+from insitu.config import Config
+from insitu.engines.base import Engine, LoadingEngine
+from insitu.engines.external import ExternalEngine
+from insitu.engines.external_http import serve_external, split_address
+from insitu.engines.http import HttpOptions, checked_url
+from insitu.engines.probe import probe_engine
+from insitu.engines.sglang import open_sglang
+from insitu.engines.vllm import open_vllm
+from insitu.errors import ConfigError, EngineError, EngineUnavailable
+from insitu.types import IntArray, Message, ToolSpec
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Between two looks at a server that is not there yet."""
+Opener = Callable[[HttpOptions], AbstractAsyncContextManager[LoadingEngine]]
+
+
+class ProbeRenderer(Protocol):
+    """As much of `chat.renderer.Family` as the probe needs for a prompt."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def open(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray: ...
+
+    def append(self, messages: Sequence[Message]) -> IntArray: ...
+
+    def generation_prompt(self) -> IntArray: ...
+
+
+def http_options(config: Config) -> HttpOptions:
+    """How to reach the configured server. Raises ConfigError, also when its key is not in the environment."""
+    table = config.engine
+    checked_url(table.url, "engine.url")
+    return HttpOptions(
+        url=table.url,
+        key=secret_from_environment(table.key_env),
+        call_deadline_s=table.call_timeout_s,
+        control_deadline_s=table.control_timeout_s,
+        retries=table.retries,
+    )
+
+
+def secret_from_environment(name: str) -> str:
+    """The key that the operator put into variable `name`; empty for an empty name. Raises ConfigError."""
+    if not name:
+        return ""
+    value = os.environ.get(name, "").strip()
+    if not value:
+        raise ConfigError(f"engine.key_env: the environment variable {name} is not set")
+    return value
+
+
+def probe_prompt(renderer: ProbeRenderer) -> IntArray:
+    """A short conversation up to the generation prompt."""
+    said = Message(role="user", text="Write a few words about anything you like.")
+    parts = [renderer.open((), ()), renderer.append((said,)), renderer.generation_prompt()]
+    return np.concatenate(parts).astype(np.int32)
+
+
+@asynccontextmanager
+async def open_engine(
+    config: Config,
+    renderer: ProbeRenderer,
+    *,
+    probe: bool = True,
+    announce: Callable[[str], None] = log.warning,
+) -> AsyncIterator[Engine]:
+    """The configured engine, attached and probed at `engine.temperature`.
+
+    `announce` gets a line that the operator needs before the engine can answer: where the trainer of an
+    external engine must connect, or which server is waited for. Raises ConfigError for kinds that are not
+    opened here, EngineError when the engine cannot be trusted, EngineUnavailable when it does not come.
+    """
+    async with _attach(config, announce) as engine:
+        await _trust(engine, config, renderer, probe=probe)
+        yield engine
+
+
+@asynccontextmanager
+async def open_server(
+    config: Config, renderer: ProbeRenderer, announce: Callable[[str], None] = log.warning
+) -> AsyncIterator[LoadingEngine]:
+    """The same for a server that takes weights (vllm, sglang). Raises ConfigError for other kinds."""
+    async with _attach_server(config, announce) as engine:
+        await _trust(engine, config, renderer, probe=True)
+        yield engine
+
+
+async def _trust(engine: Engine, config: Config, renderer: ProbeRenderer, *, probe: bool) -> None:
+    """Raises EngineError for an engine that is too small, or that the probe finds out."""
+    if engine.info.max_context_tokens < config.model.max_context_tokens:
+        raise EngineError(
+            f"{engine.info.name} takes {engine.info.max_context_tokens} tokens per call, "
+            f"model.max_context_tokens asks for {config.model.max_context_tokens}"
+        )
+    if probe:
+        report = await probe_engine(
+            engine,
+            probe_prompt(renderer),
+            vocab_size=renderer.vocab_size,
+            temperature=config.engine.temperature,
+            deadline_s=config.engine.call_timeout_s,
+        )
+        log.info(
+            "engine probed name=%s version=%d gap=%.2g",
+            engine.info.name,
+            report.version,
+            report.largest_gap,
+        )
+
+
+@asynccontextmanager
+async def _attach(config: Config, announce: Callable[[str], None]) -> AsyncIterator[Engine]:
+    if config.engine.kind in ("vllm", "sglang"):
+        async with _attach_server(config, announce) as server:
+            yield server
+    elif config.engine.kind == "external":
+        async with _open_external(config, announce) as external:
+            yield external
+    else:
+        raise ConfigError(f"engine.kind {config.engine.kind}: {_NOT_HERE[config.engine.kind]}")
+
+
+@asynccontextmanager
+async def _attach_server(config: Config, announce: Callable[[str], None]) -> AsyncIterator[LoadingEngine]:
+    """A server that is not there is waited for: often it is being started beside the run."""
+    openers: Mapping[str, Opener] = {"vllm": open_vllm, "sglang": open_sglang}
+    if config.engine.kind not in openers:
+        raise ConfigError(f"engine.kind {config.engine.kind} takes no weights from a trainer of insitu's")
+    opener, options, most_s = openers[config.engine.kind], http_options(config), config.engine.start_timeout_s
+    began, told = time.monotonic(), False
+    async with AsyncExitStack() as stack:
+        while True:
+            try:
+                engine = await stack.enter_async_context(opener(options))
+                break
+            except EngineUnavailable as error:
+                if time.monotonic() - began >= most_s:
+                    late = f"; waited {most_s:g} s for it (engine.start_timeout_s)" if most_s else ""
+                    raise EngineUnavailable(f"{error}{late}") from error
+                if not told:
+                    announce(f"waiting for {config.engine.kind} at {options.url} ({most_s:g} s): {error}")
+                    told = True
+            await asyncio.sleep(min(LOOK_S, max(0.0, began + most_s - time.monotonic())))
+        yield engine
+
+
+_NOT_HERE = {
+    "embedded": "it lives in the learner, only servers are opened alone",
+    "upstream": "it takes no token ids, so nothing is sampled from it; `insitu serve` passes requests on",
+}
+
+
+@asynccontextmanager
+async def _open_external(config: Config, announce: Callable[[str], None]) -> AsyncIterator[Engine]:
+    table = config.engine
+    host, port = split_address(table.listen, "engine.listen")
+    engine = ExternalEngine(
+        max_context_tokens=config.model.max_context_tokens, call_deadline_s=table.call_timeout_s
+    )
+    secret = secret_from_environment(table.key_env)
+    async with serve_external(engine, host, port, secret) as url:
+        announce(f"waiting for the trainer at {url} (key in {table.key_env})")
+        try:
+            yield engine
+        finally:
+            await engine.close()

@@ -1,0 +1,163 @@
+"""How a vLLM server says which weights it holds: by routes of its own, or through insitu's worker extension.
+
+vLLM 0.32 has routes for the label of its weights and the sums of its tensors. 0.26 has neither; there
+`vllm_worker.InsituWorker` answers both, if the server was started with it. Used by vllm.py, vllm_control.py
+and vllm_transfer.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from insitu.engines.http import EngineHttp, NotOffered
+from insitu.engines.weight_mapping import EMPTY
+from insitu.errors import EngineError, EngineUnavailable
+
+__all__ = [
+    "FRESH",
+    "SUPPORTED",
+    "RouteWeights",
+    "ServedWeights",
+    "TensorSums",
+    "WorkerWeights",
+    "find_weights",
+]
+
+FRESH = "default"
+"""The label of the weights that a server was started with."""
+SUPPORTED = (
+    "insitu supports vLLM 0.32, and 0.26 with --worker-extension-cls insitu.engines.vllm_worker.InsituWorker"
+    " and insitu on the server's PYTHONPATH"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSums:
+    """What vLLM reports for each of its tensors. On a CPU it repacks some and then reports empty ones."""
+
+    by_name: Mapping[str, str]
+
+    @property
+    def complete(self) -> bool:
+        return EMPTY not in self.by_name.values()
+
+    def digest(self, published: str = "") -> str:
+        """Hex digest over all tensors in name order; `published` stands in for empty ones."""
+        text = "".join(f"{name}\0{self.by_name[name]}\0" for name in sorted(self.by_name))
+        if not self.complete:
+            text += published
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class ServedWeights(Protocol):
+    """The weights of a server that can be asked for them. All raise EngineError."""
+
+    spans: bool
+    """Replies say which weights sampled which tokens, so a call may go on while they change."""
+
+    async def label(self) -> str:
+        """FRESH, or what `set_label` set."""
+
+    async def set_label(self, version: int) -> None: ...
+
+    async def sums(self) -> TensorSums: ...
+
+
+class RouteWeights:
+    """By the routes of vLLM 0.32."""
+
+    spans = True
+
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
+
+    async def label(self) -> str:
+        label = (await self._http.get("/weight_info")).get("weight_version")
+        if not isinstance(label, str):
+            raise EngineError("vllm /weight_info names no version")
+        return label
+
+    async def set_label(self, version: int) -> None:
+        await self._http.post("/update_weight_version", {"new_version": str(version)})
+
+    async def sums(self) -> TensorSums:
+        body = {"action": "checksum"}
+        answer = await self._http.post("/weight_checker", body, deadline_s=self._http.options.call_deadline_s)
+        sums = answer.get("checksums")
+        if not isinstance(sums, dict) or not sums:
+            raise EngineError("vllm /weight_checker names no tensor")
+        return TensorSums(by_name=sums)
+
+
+class WorkerWeights:
+    """By `vllm_worker.InsituWorker` in each worker of the server."""
+
+    spans = False
+
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
+
+    async def label(self) -> str:
+        labels = {said["label"] for said in await self._ask({})}
+        if len(labels) != 1:
+            raise EngineError(f"vllm's workers hold weights of several versions: {sorted(labels)}")
+        label: str = labels.pop()
+        return label
+
+    async def set_label(self, version: int) -> None:
+        await self._call("insitu_set_label", {"label": str(version)})
+
+    async def sums(self) -> TensorSums:
+        said = await self._ask({"with_sums": "yes"})
+        sums = {f"tp{one['rank']}:{name}": value for one in said for name, value in one["sums"].items()}
+        if not sums:
+            raise EngineError("vllm's workers name no tensor")
+        return TensorSums(by_name=sums)
+
+    async def _ask(self, kwargs: Mapping[str, str]) -> list[dict[str, Any]]:
+        found = (await self._call("insitu_weights", kwargs)).get("results")
+        wanted = {"label", "rank", *(("sums",) if kwargs else ())}
+        if not isinstance(found, list) or not found:
+            raise EngineError("vllm /collective_rpc names no worker")
+        if not all(isinstance(one, dict) and one.keys() >= wanted for one in found):
+            raise EngineError("vllm /collective_rpc: a worker's answer is not that of InsituWorker")
+        return found
+
+    async def _call(self, method: str, kwargs: Mapping[str, str]) -> Mapping[str, Any]:
+        body = {"method": method, "kwargs": dict(kwargs)}
+        return await self._http.post("/collective_rpc", body, deadline_s=self._http.options.call_deadline_s)
+
+
+async def find_weights(http: EngineHttp) -> ServedWeights | None:
+    """How this server can be asked; None where it offers no control at all."""
+    try:
+        await http.get("/weight_info")
+    except NotOffered:
+        pass
+    else:
+        return RouteWeights(http)
+    try:
+        await http.get("/is_paused")
+    except NotOffered:
+        return None
+    held = WorkerWeights(http)
+    try:
+        await held.label()
+    except EngineUnavailable:
+        raise
+    except EngineError as error:
+        version = await version_of(http)
+        raise EngineError(f"vllm {version} cannot say which weights it holds: {SUPPORTED}") from error
+    return held
+
+
+async def version_of(http: EngineHttp) -> str:
+    """As the server says, or `of an unknown version`."""
+    try:
+        said = (await http.get("/version")).get("version")
+    except NotOffered:
+        said = None
+    return said if isinstance(said, str) else "of an unknown version"

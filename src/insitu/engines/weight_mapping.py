@@ -1,0 +1,137 @@
+"""Which published tensors feed which parameter of an engine, and the proof that each received its own.
+
+Servers fuse matrices (q, k and v into one; gate and up; the experts of a layer) and name the shard that holds
+a part. The map is closed: a parameter that nothing feeds, or a published tensor that feeds none, is an error,
+since either would be sampled with old weights. Callers: vllm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from insitu.engines.safetensors_file import digest
+from insitu.errors import EngineError
+
+_SHARD = re.compile(r"^(?:[a-z]+\d+:)+")
+"""E.g. `dp0:pp0:pcp0:tp1:`; which part of the tensor, not which tensor."""
+_FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+_EXPERTS: Mapping[str, Sequence[tuple[str, ...]]] = {
+    "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "w2_weight": (("down_proj",), ("w2",)),
+}
+"""What one expert has in the tensor of all, under the names that architectures have for it."""
+_WRAPPERS = (".base_layer.", ".routed_experts.")
+"""Modules of a server that a checkpoint does not have: around adapted layers, and between experts and their
+tensors (vLLM 0.32)."""
+_NUMBER = re.compile(r"\d+")
+_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
+EMPTY = digest([])
+"""Sum that a server gives for a tensor whose bytes it has packed away."""
+
+
+def plain(name: str) -> str:
+    """The parameter's own name: no shard, no wrapper."""
+    found = _SHARD.sub("", name)
+    for wrapper in _WRAPPERS:
+        found = found.replace(wrapper, ".")
+    return found
+
+
+def _sources(name: str, published: Mapping[str, object]) -> tuple[str, ...]:
+    """The published tensors that parameter `name` consists of, in their order; empty = none known."""
+    if name in published:
+        return (name,)
+    if name == _HEAD and _EMBED in published:
+        return (_EMBED,)
+    path, _, leaf = name.rpartition(".")
+    parent, _, module = path.rpartition(".")
+    wanted: tuple[str, ...] = ()
+    if module in _FUSED:
+        wanted = tuple(f"{parent}.{part}.{leaf}" for part in _FUSED[module])
+    elif leaf in _EXPERTS:
+        wanted = _of_experts(path, _EXPERTS[leaf], published)
+    return wanted if all(part in published for part in wanted) else ()
+
+
+def _of_experts(
+    path: str, known: Sequence[tuple[str, ...]], published: Mapping[str, object]
+) -> tuple[str, ...]:
+    """Every expert's tensors, one after the other."""
+    for parts in known:
+        count = 0
+        while f"{path}.{count}.{parts[0]}.weight" in published:
+            count += 1
+        if count:
+            return tuple(f"{path}.{e}.{part}.weight" for e in range(count) for part in parts)
+    return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightMapping:
+    """The map of one engine and one published set."""
+
+    sources: Mapping[str, tuple[str, ...]]
+    """Engine's own name of a parameter -> published tensors, in the order they lie in it."""
+    alike: Mapping[str, str] = field(default_factory=dict)
+    """Parameter that one vector feeds (a norm) -> a name that those of the other layers share. An engine does
+    not fuse or pad them, so it holds all of a name as published or, sharded or of another type, none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamChecksums:
+    """What an engine says of its parameters, sums by its own names."""
+
+    before: Mapping[str, str]
+    after: Mapping[str, str]
+    exact: Collection[str] = ()
+    """Those that held exactly the published bytes after an earlier update."""
+
+
+def map_weights(engine_names: Iterable[str], published: Mapping[str, Sequence[int]]) -> WeightMapping:
+    """`published`: shapes by name. Raises EngineError, naming the first, for a parameter without a source or
+    a tensor without a use."""
+    sources: dict[str, tuple[str, ...]] = {}
+    alike: dict[str, str] = {}
+    for name in sorted(engine_names):
+        found = _sources(plain(name), published)
+        if not found:
+            raise EngineError(f"the engine's parameter {name} would receive none of the published tensors")
+        sources[name] = found
+        if len(found) == 1 and len(published[found[0]]) == 1:
+            alike[name] = _NUMBER.sub("#", plain(name))
+    used = {part for parts in sources.values() for part in parts}
+    idle = sorted(published.keys() - used)
+    if idle:
+        raise EngineError(f"{idle[0]} was published and feeds no parameter of the engine")
+    return WeightMapping(sources=sources, alike=alike)
+
+
+def check_received(
+    fed: WeightMapping, expected: Mapping[str, str], changed: Iterable[str] | None, held: ParamChecksums
+) -> frozenset[str]:
+    """The parameters that hold exactly the published bytes, whose sums by parameter are `expected`.
+
+    A parameter must do so if it ever did, before this update or after an earlier one, or if the same one of
+    another layer does. Others (sharded, padded, of another type) must at least have changed when one of their
+    tensors did; `changed` None = not known. Packed ones say nothing. Raises EngineError for one that did not.
+    """
+    moved = None if changed is None else set(changed)
+    exact = frozenset(name for name in fed.sources if held.after.get(name) == expected[name])
+    could = {fed.alike[name] for name in exact & fed.alike.keys()}
+    for name, parts in fed.sources.items():
+        after = held.after.get(name)
+        if after is None:
+            raise EngineError(f"the engine names its parameter {name} no more after the update")
+        if name in exact:
+            continue
+        if moved is not None and moved.intersection(parts) and held.before.get(name) == after != EMPTY:
+            raise EngineError(f"the engine's parameter {name} still holds its old weights after the update")
+        once = name in held.exact or held.before.get(name) == expected[name]
+        if once or (after != EMPTY and fed.alike.get(name) in could):
+            raise EngineError(f"the engine's parameter {name} holds other weights than were published")
+    return exact

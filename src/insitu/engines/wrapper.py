@@ -1,0 +1,31 @@
+"""An engine around another: the control plane is answered by the one inside, `generate` is the outer
+one's own. Subclasses: training/learner/supervisor.py, training/weights/reconnect.py,
+`benchmarks/failures.py`."""
+
+from __future__ import annotations
+
+from insitu.engines.base import Engine, EngineInfo, Receipt
+
+
+class EngineWrapper:
+    """`engines.base.Engine` without `generate`."""
+
+    def __init__(self, inner: Engine) -> None:
+        self._inner = inner
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._inner.info
+
+    @property
+    def receipt(self) -> Receipt:
+        return self._inner.receipt
+
+    async def pause(self) -> None:
+        await self._inner.pause()
+
+    async def resume(self) -> None:
+        await self._inner.resume()
+
+    async def close(self) -> None:
+        await self._inner.close()

@@ -1,0 +1,243 @@
+"""Turned tests: real tests changed so that they must fail where the real ones pass.
+
+What passes both ways was not run, or is an object that equals what it is asked for. A turned test keeps its
+name and its shape: where the expected value is a literal (in the assertion, in the rows of a loop over it, in
+an assignment or in the rows of `parametrize`), one token of it is a near one, in its form, and nothing tells
+it from a real test but knowing the answer. A question is asked the other way, by its operator alone.
+Elsewhere the assertion itself is turned round, which can be seen.
+Text is changed on the host, at the places that the syntax tree names.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from insitu.grading.mutation.expectations import Expectation, Function, Module, is_literal, runs_its_end
+from insitu.grading.mutation.source_edits import Edit, Source, end_of, in_place
+
+OPPOSITE = {
+    "assertEqual": "assertNotEqual", "assertNotEqual": "assertEqual", "assertTrue": "assertFalse",
+    "assertFalse": "assertTrue", "assertIs": "assertIsNot", "assertIsNot": "assertIs",
+    "assertIsNone": "assertIsNotNone", "assertIsNotNone": "assertIsNone", "assertIn": "assertNotIn",
+    "assertNotIn": "assertIn",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """One way of turning a test."""
+
+    edits: tuple[Edit, ...]
+    rows: int = 1
+    """How many rows of `parametrize` the test has, of which one is turned; 1 where all of it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MutableTest:
+    """A test that can be turned."""
+
+    name: str
+    """`Class::test` or `test`, as in the file."""
+    hidden: bool
+    """Whether it then looks like a real one."""
+    ways: tuple[Mutation, ...]
+    """Different ones; each changes the same place of the file."""
+
+
+def mutable_tests(
+    text: str,
+    wanted: Sequence[str],
+    seed: str,
+    *,
+    by_row: Collection[str] = (),
+    ways: int = 1,
+) -> tuple[Source | None, list[MutableTest]]:
+    """Those of the `wanted` tests that can be turned, with up to `ways` ways each, and what makes the edits:
+    those that look real first, then in the order given. Of those `by_row` that are parametrized, one row is.
+    The same for the same `seed`."""
+    tree = ast.parse(text)
+    try:
+        module = Module(tree, Source(text))
+    except (SyntaxError, IndexError):
+        return None, []
+    nodes = dict(_tests(tree))
+    hidden: list[MutableTest] = []
+    seen: list[MutableTest] = []
+    for name in wanted:
+        if name not in nodes:
+            continue
+        rng = random.Random(f"{seed}/{name}")
+        if drawn := _hidden_ways(nodes[name], module, f"{seed}/{name}", ways, by_row=name in by_row):
+            hidden.append(MutableTest(name=name, hidden=True, ways=drawn))
+        elif edits := _open_turn(nodes[name], module.source, rng):
+            seen.append(MutableTest(name=name, hidden=False, ways=(Mutation(edits=tuple(edits)),)))
+    return module.source, [*hidden, *seen]
+
+
+def _tests(module: ast.Module) -> Iterator[tuple[str, Function]]:
+    """(name, node) of the tests in a module and its classes whose name is defined once."""
+    for prefix, body in [("", module.body)] + [
+        (f"{node.name}::", node.body) for node in module.body if isinstance(node, ast.ClassDef)
+    ]:
+        tests = [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        names = [node.name for node in tests]
+        yield from ((prefix + node.name, node) for node in tests if names.count(node.name) == 1)
+
+
+# --------------------------------------------------------------------------- near values for right ones
+
+
+def _hidden_ways(
+    test: Function, module: Module, seed: str, most: int, *, by_row: bool
+) -> tuple[Mutation, ...]:
+    """Up to `most` ways in which one assertion of the test expects another value, or one that it asks for the
+    opposite. One that the rest of the file contradicts is taken only where there is no other, and of the rest
+    the first with so many."""
+    rng = random.Random(seed)
+    told = module.told(test)
+    places = list(module.expectations(test))
+    rng.shuffle(places)
+    best: tuple[tuple[bool, int], tuple[Mutation, ...]] | None = None
+    for place in places:
+        for ways, said in _value_ways(place, module.source, told, rng, seed, most, by_row=by_row):
+            rank = (said or place.repeated, -len(ways))
+            if best is None or rank < best[0]:
+                best = rank, ways
+            if not said:
+                break
+        if best is not None and best[0] == (False, -most):
+            break
+    if best is not None:
+        return best[1]
+    statements = [statement for owner in module.owners(test) for statement in owner.body]
+    rng.shuffle(statements)
+    flips = (_flipped(each, module.source) for each in statements)
+    return next(((Mutation(edits=tuple(edits)),) for edits in flips if edits), ())
+
+
+def _value_ways(
+    place: Expectation,
+    source: Source,
+    told: frozenset[str],
+    rng: random.Random,
+    seed: str,
+    most: int,
+    *,
+    by_row: bool,
+) -> Iterator[tuple[tuple[Mutation, ...], bool]]:
+    """Sets of ways to turn an expectation, and whether words of the test say what was right."""
+    rows = list(place.rows)
+    # One row and not all: the fewer are wrong the less there is of which the right answer may be known.
+    for row in rng.sample(rows, len(rows)):
+        try:
+            edits, said = source.others(row, told, seed, most)
+            if place.tests and not by_row:
+                every = [source.others(each, told, seed, most)[0] for each in rows]
+                yield tuple(Mutation(edits=together) for together in zip(*every, strict=False)), said
+                return
+        except ValueError:
+            continue
+        count = len(rows) if place.tests else 1
+        yield tuple(Mutation(edits=(edit,), rows=count) for edit in edits), said
+
+
+FLIPPED: Mapping[type[ast.cmpop], tuple[str, str]] = {
+    ast.Is: ("is", "is not"), ast.IsNot: ("not", ""), ast.In: ("in", "not in"), ast.NotIn: ("not", ""),
+    ast.Lt: ("<", ">="), ast.GtE: (">=", "<"), ast.Gt: (">", "<="), ast.LtE: ("<=", ">"),
+}  # fmt: skip
+"""Operator -> a token of it, and what stands there where the opposite is asked, whose opposite it is. `!=`
+has none here: an equality is turned by its value."""
+
+
+def _flipped(statement: ast.stmt, source: Source) -> list[Edit]:
+    """Edits by which an assertion asks for the opposite, as real tests do too. Weaker than another value: an
+    object may have an answer of its own to each question."""
+    if not isinstance(statement, ast.Assert):
+        return []
+    test = statement.test
+    start = (test.lineno, test.col_offset)
+    plain = (ast.Call, ast.Name, ast.Attribute, ast.Subscript)
+    if isinstance(test, plain):
+        return [Edit(start=start, end=start, text="not ")] if source.parted(test) else []
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and isinstance(test.operand, plain):
+        _, after = source.between(start, end_of(test))[:2]
+        return [Edit(start=start, end=after.start, text="")] if after.start[0] == start[0] else []
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and type(test.ops[0]) in FLIPPED:
+        right, op = test.comparators[0], test.ops[0]
+        if (
+            isinstance(op, ast.Is | ast.IsNot)
+            and isinstance(right, ast.Constant)
+            and isinstance(right.value, bool)
+        ):
+            return [in_place(right, str(not right.value))]
+        return _operator(test, *FLIPPED[type(op)], source)
+    return []
+
+
+def _operator(test: ast.Compare, old: str, new: str, source: Source) -> list[Edit]:
+    left, right = test.left, test.comparators[0]
+    tokens = source.between(end_of(left), (right.lineno, right.col_offset))
+    at = next((n for n, token in enumerate(tokens) if token.text == old), None)
+    if at is None:
+        return []
+    if new:
+        return [tokens[at].instead(new)]
+    # With the blank that parted it from its neighbour: behind `is`, or before `in`.
+    before = tokens[at - 1] if at and tokens[at - 1].text == "is" else None
+    if before is not None and before.end[0] == tokens[at].start[0]:
+        return [Edit(start=before.end, end=tokens[at].end, text="")]
+    behind = tokens[at + 1] if at + 1 < len(tokens) else None
+    if behind is not None and behind.text == "in" and behind.start[0] == tokens[at].end[0]:
+        return [Edit(start=tokens[at].start, end=behind.start, text="")]
+    return []
+
+
+# --------------------------------------------------------------------------- assertions turned round
+
+
+def _open_turn(test: Function, source: Source, rng: random.Random) -> list[Edit]:
+    """The last statement, alone on its lines, turned round; empty for one we do not know how to turn."""
+    last = test.body[-1]
+    before = test.body[-2].end_lineno or 0 if len(test.body) > 1 else test.lineno
+    if not source.alone(last) or last.lineno <= before or not runs_its_end(test):
+        return []
+    if isinstance(last, ast.Assert):
+        if not source.parted(last.test):
+            return []
+        text = _unequal(last.test, source, rng) or f"not ({source.of(last.test)})"
+        return [in_place(last.test, text)]
+    if not isinstance(last, ast.Expr) or not isinstance(last.value, ast.Call):
+        return []
+    call = last.value
+    if not isinstance(call.func, ast.Attribute) or ast.unparse(call.func.value) != "self":
+        return []
+    name = OPPOSITE.get(call.func.attr)
+    if name is None or len(call.args) > 2 or call.keywords:
+        return []
+    if call.func.attr == "assertEqual" and len(call.args) == 2:
+        equal = ast.Compare(left=call.args[0], ops=[ast.Eq()], comparators=[call.args[1]])
+        unequal = _unequal(equal, source, rng)
+        if unequal is not None:
+            return [in_place(call, f"self.assertTrue({unequal})")]
+    named = source.between((last.lineno, last.col_offset), end_of(call.func))
+    return [token.instead(name) for token in named[-1:]]
+
+
+def _unequal(test: ast.expr, source: Source, rng: random.Random) -> str | None:
+    """For `value == right`: whether the value equals a number that nobody can know, as an object does that
+    equals everything, or differs from what is right. The value is taken once, as in the real test."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
+        return None
+    value, right = test.left, test.comparators[0]
+    if is_literal(value):
+        value, right = right, value
+    held = (ast.Await, ast.NamedExpr, ast.Yield, ast.YieldFrom)
+    if any(isinstance(node, held) for node in ast.walk(test)):
+        return None
+    other = rng.randint(10**6, 10**9)
+    it = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=7)) + "_"
+    asked, said = source.of(value), source.of(right)
+    return f"(lambda {it}: {it} == {other} or not {it} == ({said}))({asked})"

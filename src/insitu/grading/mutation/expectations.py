@@ -1,0 +1,230 @@
+"""Where a test says what it expects: the literals that must be others for it to fail.
+
+Only what a pass proves to have been run, and only where it is certain that another literal is another answer.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from insitu.grading.mutation.source_edits import Source, words
+
+EQUALITIES = frozenset(
+    {"assertEqual", "assertListEqual", "assertTupleEqual", "assertDictEqual", "assertSetEqual",
+     "assertSequenceEqual", "assertMultiLineEqual", "assertCountEqual"}
+)  # fmt: skip
+WRAPPERS = frozenset({"approx", "pytest.approx", "tuple", "list"})
+"""What gives another value for each other literal."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """What one statement says that something equals."""
+
+    rows: tuple[ast.expr, ...]
+    """Literals, one for each time that the statement is run."""
+    tests: bool
+    """Whether each row is a test of its own, as those of `parametrize` are."""
+    repeated: bool
+    """Whether the file says elsewhere what the same question comes to: two answers would tell."""
+
+
+class Module:
+    """What the tests of a file have in common."""
+
+    def __init__(self, module: ast.Module, source: Source) -> None:
+        self.source = source
+        self.helpers = _helpers(module)
+        statements = (node for node in ast.walk(module) if isinstance(node, ast.stmt))
+        self._asked = Counter(ast.dump(side) for node in statements for side in equality(node))
+
+    def expectations(self, test: Function) -> Iterator[Expectation]:
+        """Those of a test and of the helpers that it calls."""
+        for owner in self.owners(test):
+            for statement in owner.body:
+                found = self._expecting(owner, statement)
+                if found is not None:
+                    yield found
+
+    def owners(self, test: Function) -> list[Function]:
+        """Functions of which each statement was run when the test passes: itself, and helpers that it
+        calls."""
+        if not runs_its_end(test):
+            return []
+        called = [
+            self.helpers[statement.value.func.id]
+            for statement in test.body
+            if isinstance(statement, ast.Expr)
+            and isinstance(statement.value, ast.Call)
+            and isinstance(statement.value.func, ast.Name)
+            and statement.value.func.id in self.helpers
+        ]
+        return [test, *(helper for helper in called if runs_its_end(helper))]
+
+    def told(self, test: Function) -> frozenset[str]:
+        """Words with which the test says what it expects where no literal does: its name, docstring,
+        comments, messages, and the names of its cases."""
+        said: list[str] = []
+        for owner in self.owners(test):
+            said += [owner.name, ast.get_docstring(owner) or "", self.source.comments(owner)]
+            for node in ast.walk(owner):
+                if isinstance(node, ast.Assert) and node.msg is not None:
+                    said.append(ast.unparse(node.msg))
+                elif isinstance(node, ast.keyword) and node.arg in ("ids", "msg"):
+                    said.append(ast.unparse(node.value))
+        return words(" ".join(said))
+
+    def _expecting(self, owner: Function, statement: ast.stmt) -> Expectation | None:
+        loop = statement if isinstance(statement, ast.For) else None
+        if loop is not None:
+            runs = isinstance(loop.iter, ast.List | ast.Tuple) and bool(loop.iter.elts)
+            if len(loop.body) != 1 or loop.orelse or not runs:
+                return None
+            statement = loop.body[0]
+        sides = equality(statement)
+        if any(_tolerant(side) for side in sides):
+            return None
+        for side in sides:
+            literals, tests = _expected(side, owner, loop)
+            other = next((each for each in sides if each is not side), None)
+            if literals and not (other is not None and is_literal(other)):
+                again = loop is None and not tests and other is not None and self._asked[ast.dump(other)] > 1
+                return Expectation(rows=tuple(literals), tests=tests, repeated=again)
+        return None
+
+
+def runs_its_end(test: Function) -> bool:
+    """Whether a pass of this test means that its last statement was run."""
+    leaves = (ast.Return, ast.Yield, ast.YieldFrom)
+    return not any(isinstance(node, leaves) for node in ast.walk(test))
+
+
+def _helpers(module: ast.Module) -> Mapping[str, Function]:
+    """Functions of the module that are defined once and named once: by what calls them."""
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
+    defined = [node.name for node in functions]
+    named = [node.id for node in ast.walk(module) if isinstance(node, ast.Name)]
+    return {node.name: node for node in functions if defined.count(node.name) == named.count(node.name) == 1}
+
+
+def equality(statement: ast.stmt) -> tuple[ast.expr, ...]:
+    """Both sides of what the statement says is equal; empty when it says something else."""
+    if isinstance(statement, ast.Assert):
+        test = statement.test
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+            return (test.comparators[0], test.left)
+        return ()
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        call = statement.value
+        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if method in EQUALITIES and len(call.args) == 2 and not call.keywords:
+            return (call.args[1], call.args[0])
+    return ()
+
+
+def _tolerant(side: ast.expr) -> bool:
+    """Whether it may equal what is near: an `approx` with a tolerance of its own."""
+    calls = [node for node in ast.walk(side) if isinstance(node, ast.Call)]
+    return any(ast.unparse(c.func).endswith("approx") and (c.keywords or len(c.args) > 1) for c in calls)
+
+
+def _expected(side: ast.expr, test: Function, loop: ast.For | None) -> tuple[list[ast.expr], bool]:
+    """The literals that a side of an equality comes to, all of them, where that is certain; and whether each
+    is a test of its own."""
+    if is_literal(side):
+        return [side], False
+    if isinstance(side, ast.Call) and ast.unparse(side.func) in WRAPPERS:
+        plain = len(side.args) == 1 and not side.keywords and is_literal(side.args[0])
+        return [side.args[0]] if plain else [], False
+    if not isinstance(side, ast.Name) or _uses(test, side.id) != 1:
+        return [], False
+    if loop is not None:
+        place = _place(loop.target, side.id)
+        if place is not None:
+            return _column(loop.iter, place), False
+    if any(side.id == argument.arg for argument in (*test.args.args, *test.args.kwonlyargs)):
+        return _parameters(test, side.id), True
+    stores = [
+        node
+        for node in test.body
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and _place(node.targets[0], side.id) == ()
+    ]
+    once = len(stores) == _stores(test, side.id) == 1 and is_literal(stores[0].value)
+    return [stores[0].value] if once else [], False
+
+
+def _uses(test: Function, name: str) -> int:
+    return sum(
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+        for statement in test.body
+        for node in ast.walk(statement)
+    )
+
+
+def _stores(test: Function, name: str) -> int:
+    return sum(
+        isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load)
+        for node in ast.walk(test)
+    )
+
+
+def _place(target: ast.expr, name: str) -> tuple[int, ...] | None:
+    """Where `name` stands in a target: () for the target itself, (n,) for the n-th of a tuple."""
+    if isinstance(target, ast.Name):
+        return () if target.id == name else None
+    if isinstance(target, ast.Tuple | ast.List):
+        names = [node.id if isinstance(node, ast.Name) else "" for node in target.elts]
+        return (names.index(name),) if name in names and "" not in names else None
+    return None
+
+
+def _column(rows: ast.expr, place: tuple[int, ...]) -> list[ast.expr]:
+    """The literal at one place of every row; empty unless each row has one."""
+    if not isinstance(rows, ast.List | ast.Tuple) or not rows.elts:
+        return []
+    found: list[ast.expr] = []
+    for row in rows.elts:
+        node: ast.expr = row
+        for at in place:
+            if not isinstance(node, ast.Tuple | ast.List) or at >= len(node.elts):
+                return []
+            node = node.elts[at]
+        if not is_literal(node):
+            return []
+        found.append(node)
+    return found
+
+
+def _parameters(test: Function, name: str) -> list[ast.expr]:
+    """The literals that `parametrize` gives to an argument."""
+    for decorator in test.decorator_list:
+        if not isinstance(decorator, ast.Call) or len(decorator.args) != 2:
+            continue
+        plain = all(word.arg == "ids" for word in decorator.keywords)
+        if plain and ast.unparse(decorator.func).endswith("mark.parametrize"):
+            listed = _argument_names(decorator.args[0])
+            if name in listed:
+                return _column(decorator.args[1], () if len(listed) == 1 else (listed.index(name),))
+    return []
+
+
+def _argument_names(names: ast.expr) -> list[str]:
+    """The names that `parametrize` was given as one text or as a list of texts."""
+    if not is_literal(names):
+        return []
+    value = ast.literal_eval(names)
+    listed = value.split(",") if isinstance(value, str) else value
+    return [str(part).strip() for part in listed] if isinstance(listed, list | tuple) else []
+
+
+def is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return False
+    return True

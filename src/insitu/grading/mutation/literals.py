@@ -1,0 +1,130 @@
+"""Families of tokens: what a turned test may say instead of the right answer.
+
+A token's family holds tokens of its form: its quotes, prefix and escapes, its base, underscores, point and
+exponent, its zeros, and all its characters but one. Each member has the same family, so a family has no
+centre: from some members of it nothing tells which one they were drawn for. A token without such a family
+(None, an empty text) has none at all.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import random
+import re
+import string
+from collections.abc import Callable, Iterator, Sequence
+
+TOLERANCE = 1e-11
+"""Floats that are no further apart may count as equal: ten times what `pytest.approx` allows beside zero."""
+SIGNIFICANT = 5
+"""Digits from the first one that counts, among which the other one is: those behind may count as equal."""
+_BASES = {"0x": 16, "0o": 8, "0b": 2}
+_VOWELS = "aeiou"
+_CONSONANTS = "".join(c for c in string.ascii_lowercase if c not in _VOWELS)
+_KINDS = (
+    "123456789", _CONSONANTS, _CONSONANTS.upper(), _VOWELS, _VOWELS.upper(),
+    "-_.,:;!?/+*=#@|%&~^$", "()", "[]", "{}", "<>",
+)  # fmt: skip
+"""Characters of a text that may stand for each other; the earlier kinds are seen less among others."""
+_HEX = (string.digits, "abcdef", "ABCDEF")
+_STRING = re.compile(r"([A-Za-z]*)('''|\"\"\"|'|\")(.*)\2", re.DOTALL)
+_ESCAPE = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|N\{[^}]*\}|[0-7]{1,3}|.)"
+_UNIT = re.compile(_ESCAPE + "|.", re.DOTALL)
+
+
+def wrong_literal(
+    token: str, rng: random.Random, most: int, allowed: Callable[[str], bool] = lambda other: True
+) -> list[str]:
+    """Up to `most` other members of a family of the token, all of different values; the family is drawn by
+    what its members have in common. `allowed` must say the same of a family whichever member it is asked for.
+    Raises ValueError for a token without one."""
+    for category in _kinds(token, rng):
+        fitting = [other for other in category if other != token and _alike(token, other)]
+        if _distinct([token, *fitting]) and (fitting := [other for other in fitting if allowed(other)]):
+            return rng.sample(fitting, min(most, len(fitting)))
+    raise ValueError(f"nothing is near {token!a}")
+
+
+def _alike(token: str, other: str) -> bool:
+    """Whether the other has a value of the same type, written as Python writes it if the token is so."""
+    try:
+        old, new = ast.literal_eval(token), ast.literal_eval(other)
+    except (SyntaxError, ValueError):
+        return False
+    return type(old) is type(new) and (
+        not isinstance(old, float) or (repr(old) == token) == (repr(new) == other)
+    )
+
+
+def _distinct(tokens: Sequence[str]) -> bool:
+    values = [ast.literal_eval(token) for token in tokens]
+    if isinstance(values[0], float):
+        values.sort()
+        # Of two infinities the difference is no number, and not more.
+        return all(b - a > TOLERANCE for a, b in itertools.pairwise(values))
+    # Letters in another case do not count as another answer everywhere.
+    return len({v.lower() if isinstance(v, str | bytes) else v for v in values}) == len(values)
+
+
+def _kinds(token: str, rng: random.Random) -> Iterator[list[str]]:
+    if token in ("True", "False"):
+        yield ["True", "False"]
+    elif (found := _STRING.fullmatch(token)) is not None:
+        head = found[1] + found[2]
+        for category in _texts(found[3], rng, raw="r" in found[1].lower()):
+            yield [head + content + found[2] for content in category]
+    elif token[:1] in "0123456789.":
+        yield from _numbers(token, rng)
+
+
+def _numbers(token: str, rng: random.Random) -> Iterator[list[str]]:
+    """The number with another digit at one place; zeros before and behind those that count stay."""
+    prefix = token[:2].lower() if token[:2].lower() in _BASES else ""
+    base = _BASES.get(prefix, 10)
+    end = len(token) if prefix else re.match(r"[\d_.]*", token).end()  # type: ignore[union-attr]
+    places = [at for at in range(len(prefix), end) if token[at] not in "_."]
+    written = "".join(token[at] for at in places)
+    core = written.strip("0")
+    first = written.index(core) if core else len(written) - 1
+    last = first + max(1, len(core)) - 1
+    # What has one digit in its last place may be zero, unless it has an exponent, where nobody writes one.
+    zero = first == last == len(written) - 1 and not re.search("[eEjJ]", token[end:])
+    spots = list(range(first, min(last + 1, first + SIGNIFICANT))) if core or zero else []
+    for spot in rng.sample(spots, len(spots)):
+        inside = first < spot < last
+        digits = next(kind for kind in _HEX if written[spot] in kind)[:base]
+        at = places[spot]
+        yield [token[:at] + d + token[at + 1 :] for d in digits if d != "0" or inside or zero]
+
+
+def _texts(content: str, rng: random.Random, *, raw: bool) -> Iterator[list[str]]:
+    """The text between the quotes with another character at one place, first where it shows least."""
+    units = list(content) if raw else _UNIT.findall(content)
+    at = [sum(map(len, units[:n])) for n in range(len(units))]
+    order = [(_kind(unit)[0], n) for n, unit in enumerate(units)]
+    rng.shuffle(order)
+    for _, n in sorted(order, key=lambda each: each[0]):
+        # What comes behind a backslash of a raw text may be no escape, but looks like one.
+        if raw and (units[n] == "\\" or content[at[n] - 1 : at[n]] == "\\"):
+            continue
+        behind = content[at[n] + len(units[n]) :]
+        yield [content[: at[n]] + unit + behind for unit in _kind(units[n])[1]]
+
+
+def _kind(unit: str) -> tuple[int, list[str]]:
+    """A rank, and what may stand for one character or one escape: the same for each of these."""
+    if len(unit) > 1:
+        if unit[1] in "xuU":
+            digits = next(kind for kind in _HEX if unit[-1] in kind)
+            return 3, [unit[:-1] + digit for digit in digits]
+        return 9, ["\\n", "\\t"] if unit[1] in "nt" else []
+    for rank, kind in enumerate(_KINDS):
+        if unit in kind:
+            return rank, list(kind)
+    if unit.isascii() or not unit.isalpha():
+        return 9, []
+    block = ord(unit) // 8 * 8
+    around = [chr(block + n) for n in range(8)]
+    case = (unit.islower(), unit.isupper())
+    return 4, [other for other in around if other.isalpha() and (other.islower(), other.isupper()) == case]

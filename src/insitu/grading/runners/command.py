@@ -1,0 +1,111 @@
+"""command: shell commands in the grading sandbox; each passes when it exits 0 and prints its markers.
+
+Weak: the candidate's code runs in the very process whose word is taken. Hidden files are put over the
+candidate's and belong to another user, and nothing of one command lives on into the next.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from insitu.errors import TaskError
+from insitu.grading.candidate import Candidate
+from insitu.grading.runners.base import RunLimits, RunReport
+from insitu.grading.runners.common import RunnerBase, control_task, for_memory, out_of_cpu, run_in
+from insitu.sandbox.base import Sandbox
+from insitu.types import (
+    Check,
+    FileEntry,
+    GradingPlan,
+    HiddenTests,
+    Oracle,
+    Outcome,
+    Task,
+    Trust,
+)
+
+LIMITED = 'ulimit -t "$1" && exec sh -c "$2"'
+MAX_OUTPUT_BYTES = 32 << 20
+"""An honest candidate may print much before a marker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What became of one check."""
+
+    passed: bool
+    timed_out: bool = False
+    cpu: bool = False
+    memory: bool = False
+
+
+class CommandRunner(RunnerBase):
+    """Runner `command`; strength weak."""
+
+    name = "command"
+    trust: Trust = "weak"
+
+    def check(self, task: Task, oracle: Oracle) -> None:
+        checks = oracle.tests.checks
+        if not checks:
+            raise TaskError(f"task {task.id}: no command to check it with")
+        for one in checks:
+            if not one.command.strip() or "\0" in one.command:
+                raise TaskError(f"task {task.id}: check {one.name!r} has no command")
+            if not (math.isfinite(one.weight) and one.weight >= 0) or any(not text for text in one.markers):
+                raise TaskError(f"task {task.id}: check {one.name!r} has a bad weight or an empty marker")
+        if not any(one.weight > 0 for one in checks):
+            raise TaskError(f"task {task.id}: no check has a weight")
+
+    def processes(self, task: Task, oracle: Oracle) -> int:
+        return len(oracle.tests.checks)
+
+    def control(self) -> tuple[Task, Oracle]:
+        task = control_task({"one": FileEntry(content=b"1\n")}, GradingPlan(runner=self.name))
+        check = Check(name="one", command="cat one", markers=("1",))
+        return task, Oracle(task_id="control", tests=HiddenTests(checks=(check,)))
+
+    async def run(
+        self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
+    ) -> RunReport:
+        await candidate.lay(sandbox, candidate.hidden(oracle.tests), owner="root")
+        done: list[Done] = []
+        for check in oracle.tests.checks:
+            done.append(await _done(sandbox, check, limits))
+            if done[-1].timed_out:
+                break
+            await sandbox.kill_all()
+        return report(oracle.tests.checks, done)
+
+
+async def _done(sandbox: Sandbox, check: Check, limits: RunLimits) -> Done:
+    argv = ["sh", "-c", LIMITED, "check", str(limits.cpu_s), check.command]
+    result = await run_in(sandbox, argv, limits, max_output_bytes=MAX_OUTPUT_BYTES)
+    found = all(marker.encode() in result.stdout for marker in check.markers)
+    passed = result.exit_code == 0 and found and not result.timed_out
+    cpu, memory = out_of_cpu(result, limits.cpu_s), result.out_of_memory
+    return Done(passed=passed, timed_out=result.timed_out, cpu=cpu, memory=memory)
+
+
+def report(checks: tuple[Check, ...], done: list[Done]) -> RunReport:
+    """The finding over all checks. Checks of weight 0 must pass as well; they earn nothing. Pure."""
+    passed = sum(one.passed for one in done)
+    weight = sum(check.weight for check in checks)
+    score = sum(check.weight for check, one in zip(checks, done, strict=False) if one.passed) / weight
+    late = any(one.timed_out or (one.cpu and not one.passed) for one in done)
+    outcome = Outcome.RESOLVED if passed == len(checks) else Outcome.UNRESOLVED
+    if late and outcome is not Outcome.RESOLVED:
+        outcome = Outcome.TEST_TIMEOUT
+    failed = [(c.name, one) for c, one in zip(checks, done, strict=False) if not one.passed]
+    reason = f"{passed} of {len(checks)} checks pass"
+    if failed:
+        reason += f"; {failed[0][0]} does not{for_memory(failed[0][1].memory)}"
+    return RunReport(
+        outcome=outcome,
+        passed=passed,
+        total=len(checks),
+        reason=reason,
+        complete=not any(one.timed_out for one in done),
+        score=score,
+    )

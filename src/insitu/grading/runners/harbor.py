@@ -1,0 +1,133 @@
+"""harbor: a task folder's tests/test.sh runs in the grading sandbox and leaves its reward in a file.
+
+Weak: the reward is made in the sandbox by a script that runs the candidate. The file is read through the
+backend, as one regular file of bounded size that no link leads to, after every process is dead, and it
+counts only when it is exactly a number from 0 to 1. reward.json wins against reward.txt, as in Harbor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+
+from insitu.errors import SandboxError, TaskError
+from insitu.grading.candidate import Candidate
+from insitu.grading.runners.base import RunLimits, RunReport
+from insitu.grading.runners.common import RunnerBase, control_task, out_of_cpu, run_in
+from insitu.sandbox.base import Sandbox
+from insitu.types import (
+    FileEntry,
+    GradingPlan,
+    HiddenTests,
+    Oracle,
+    Outcome,
+    Task,
+    Trust,
+)
+
+TESTS, LOGS = "/tests", "/logs"
+SCRIPT = "tests/test.sh"
+REWARDS = (f"{LOGS}/verifier/reward.json", f"{LOGS}/verifier/reward.txt")
+MAX_REWARD_BYTES = 4096
+RUN = f'ulimit -t "$1"; mkdir -p {LOGS}/verifier {LOGS}/agent {LOGS}/artifacts && exec {TESTS}/test.sh'
+"""By the script's own first line; one without is bash's, which runs it when the kernel cannot."""
+NUMBER = re.compile(r"\+?([0-9]{1,20}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,3})?")
+
+
+class HarborRunner(RunnerBase):
+    """Runner `harbor`; strength weak."""
+
+    name = "harbor"
+    trust: Trust = "weak"
+    places: tuple[str, ...] = (TESTS, LOGS)
+
+    def check(self, task: Task, oracle: Oracle) -> None:
+        if SCRIPT not in oracle.tests.files:
+            raise TaskError(f"task {task.id}: the hidden files have no {SCRIPT}")
+        other = [path for path in oracle.tests.files if not path.startswith("tests/")]
+        if other:
+            raise TaskError(f"task {task.id}: hidden file {other[0]} is not below tests/")
+
+    def control(self) -> tuple[Task, Oracle]:
+        task = control_task({"one": FileEntry(content=b"1\n")}, GradingPlan(runner=self.name))
+        script = FileEntry(content=b"cat one > /logs/verifier/reward.txt\n")
+        return task, Oracle(task_id="control", tests=HiddenTests(files={SCRIPT: script}))
+
+    async def run(
+        self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
+    ) -> RunReport:
+        await candidate.lay(sandbox)
+        for path, entry in oracle.tests.files.items():
+            await sandbox.put(f"/{path}", entry.content, executable=entry.executable or path == SCRIPT)
+        argv = ["bash", "-c", RUN, "tests", str(limits.cpu_s)]
+        result = await run_in(sandbox, argv, limits, env=oracle.tests.env)
+        if result.timed_out or out_of_cpu(result, limits.cpu_s):
+            return _report(Outcome.TEST_TIMEOUT, "out of time", complete=not result.timed_out)
+        await sandbox.kill_all()
+        return await self._read(sandbox)
+
+    async def _read(self, sandbox: Sandbox) -> RunReport:
+        for path in REWARDS:
+            try:
+                content = await sandbox.get(path, max_bytes=MAX_REWARD_BYTES)
+            except SandboxError as error:
+                if error.infra:
+                    raise
+                return _report(Outcome.REFUSED, "the reward file is too large")
+            if content is None:
+                continue
+            try:
+                reward = read_reward(content, is_json=path.endswith(".json"))
+            except ValueError as error:
+                return _report(Outcome.REFUSED, f"the reward file holds no reward: {error}")
+            outcome = Outcome.RESOLVED if reward == 1.0 else Outcome.UNRESOLVED
+            return _report(outcome, f"the tests gave {reward:g}", score=reward, complete=True)
+        return _report(Outcome.UNRESOLVED, "the tests left no reward file", complete=True)
+
+
+def _report(outcome: Outcome, reason: str, *, score: float = 0.0, complete: bool = False) -> RunReport:
+    passed = int(outcome is Outcome.RESOLVED)
+    return RunReport(outcome=outcome, passed=passed, total=1, reason=reason, complete=complete, score=score)
+
+
+def read_reward(content: bytes, *, is_json: bool) -> float:
+    """The number in a reward file: alone in reward.txt, in reward.json also as the only value of an object
+    or as its `reward`. Raises ValueError for anything but a plain number from 0 to 1."""
+    try:
+        text = content.decode("ascii").strip()
+    except UnicodeDecodeError:
+        raise ValueError("it is not ASCII") from None
+    if not is_json:
+        if NUMBER.fullmatch(text) is None:
+            raise ValueError("not a plain number from 0 to 1")
+        return _bounded(float(text))
+    try:
+        value = json.loads(text, parse_constant=_refused, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("not JSON") from None
+    if isinstance(value, Mapping):
+        if "reward" not in value and len(value) != 1:
+            raise ValueError("an object without `reward`")
+        value = value["reward"] if "reward" in value else next(iter(value.values()))
+    if not isinstance(value, int | float):
+        raise ValueError(f"a {type(value).__name__} is no number")
+    return _bounded(value)
+
+
+def _bounded(value: float) -> float:
+    if not (0 <= value <= 1) or not math.isfinite(value):
+        raise ValueError("not a number from 0 to 1")
+    return float(value)
+
+
+def _refused(text: str) -> object:
+    raise ValueError(f"{text} is no number")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice")
+    return found

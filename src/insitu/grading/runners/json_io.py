@@ -1,0 +1,246 @@
+"""json_io: the cases stay on the host, only the candidate runs in the sandbox, and the two exchange plain
+JSON.
+
+An answer of the sandbox is the candidate's claim about one value and nothing else: it counts when it equals
+the expected value, which never leaves the host. Forging answers therefore needs knowledge of right values,
+which is what solving means. Equality is JSON's with types: 1, 1.0 and true differ pairwise, dict order is
+free, -0.0 equals 0.0, a tuple or a set equals no list, subclasses are no values, NaN and infinities are
+refused on both sides.
+
+All inputs go in at once and one process answers them in order. Sending them one by one would gain nothing,
+since inputs say nothing about expected values, and would cost a wake-up of the event loop per case.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from insitu.errors import GradeError, TaskError
+from insitu.grading.candidate import Candidate
+from insitu.grading.diff import DEFAULT_POLICY, bad_path
+from insitu.grading.runners.base import RunLimits, RunReport
+from insitu.grading.runners.common import RunnerBase, control_task, for_memory, out_of_cpu, run_in
+from insitu.grading.runners.json_io_worker import MAX_DEPTH, MAX_NODES, encode
+from insitu.sandbox.base import ExecResult, Sandbox
+from insitu.sandbox.base_tree import is_plain
+from insitu.tasks.row_files import MAX_DIGITS
+from insitu.types import Case, FileEntry, GradingPlan, Oracle, Outcome, Task, Tree, Trust
+
+WORKER = Path(__file__).with_name("json_io_worker.py").read_text()
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "PYTHONUTF8": "1",
+    "PYTHONSAFEPATH": "1",
+    "PYTHONINTMAXSTRDIGITS": str(MAX_DIGITS),
+}
+"""The sandbox's environment is the host's making, so -I (which ignores all of it) is not needed; a fixed hash
+seed makes the verdict on code that iterates over sets repeatable."""
+RELATIVE = 1e-7
+ANSWER_OVERHEAD = 128
+"""Bytes of an answer line beside its value, at most."""
+
+
+class ChannelTampered(Exception):
+    """The private channel carries what the worker cannot have written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What the sandbox says of one case."""
+
+    ok: bool
+    value: object = None
+    """The JSON value if ok, else the name of the error."""
+
+
+class JsonIoRunner(RunnerBase):
+    """Runner `json_io`; strength strong."""
+
+    name = "json_io"
+    trust: Trust = "strong"
+
+    def check(self, task: Task, oracle: Oracle) -> None:
+        entry = task.grading.entry
+        if not entry.endswith(".py") or bad_path(entry, DEFAULT_POLICY):
+            raise TaskError(f"task {task.id}: json_io needs grading.entry, a .py file; got {entry!r}")
+        if is_plain(task.setup) and entry not in task.files and entry not in oracle.gold:
+            raise TaskError(f"task {task.id}: the entry {entry} is not among its files: {_some(task.files)}")
+        if not oracle.cases:
+            raise TaskError(f"task {task.id}: the oracle has no cases")
+        for number, case in enumerate(oracle.cases):
+            for what, value in (("args", list(case.args)), ("expected", case.expected)):
+                try:
+                    encode(value, 0, [MAX_NODES])
+                except (TypeError, ValueError) as error:
+                    raise TaskError(f"task {task.id}: {what} of case {number}: {error}") from None
+
+    def precheck_failure(self, task: Task, tree: Tree) -> str:
+        return "" if task.grading.entry in tree else f"{task.grading.entry} is gone"
+
+    def control(self) -> tuple[Task, Oracle]:
+        files = {"control.py": FileEntry(content=b"def one():\n    return 1\n")}
+        task = control_task(files, GradingPlan(entry="control.py"))
+        return task, Oracle(task_id="control", cases=(Case(function="one", args=(), expected=1),), gold={})
+
+    async def run(
+        self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
+    ) -> RunReport:
+        await candidate.lay(sandbox)
+        nonce = secrets.token_hex(8)
+        ids = [f"{nonce}-{number}" for number in range(len(oracle.cases))]
+        argv = [limits.python, "-s", "-S", "-B", "-c", WORKER]
+        job = _job(sandbox.workdir, task, oracle, ids, nonce, limits)
+        result = await run_in(sandbox, argv, limits, cwd="/", env=ENVIRONMENT, stdin=job)
+        if not result.stdout.startswith(f'["{nonce}"]\n'.encode()):
+            tail = ascii(result.stderr[-200:].decode("utf-8", "replace"))
+            raise GradeError(f"the worker did not start (exit {result.exit_code}): {tail}")
+        return judge(oracle.cases, ids, result, limits.cpu_s)
+
+
+def _some(tree: Tree) -> str:
+    return ", ".join(sorted(tree)[:5]) or "it has none"
+
+
+def _job(root: str, task: Task, oracle: Oracle, ids: Sequence[str], nonce: str, limits: RunLimits) -> bytes:
+    job = {
+        "root": root,
+        "entry": task.grading.entry,
+        "ready": nonce,
+        "max_bytes": limits.max_output_bytes - ANSWER_OVERHEAD * (len(ids) + 1),
+        "address_space": 2 * limits.memory_bytes,
+        "cpu_s": limits.cpu_s,
+        "calls": [(key, case.function, list(case.args)) for key, case in zip(ids, oracle.cases, strict=True)],
+    }
+    return ascii(job).encode()
+
+
+def judge(cases: Sequence[Case], ids: Sequence[str], result: ExecResult, cpu_s: int) -> RunReport:
+    """The finding from the raw bytes of the private channel. Pure; the first line is the ready line."""
+    total = len(cases)
+    try:
+        if result.truncated:
+            raise ChannelTampered("more output than the worker sends")
+        claims = read_claims(result.stdout.split(b"\n", 1)[1], ids)
+    except ChannelTampered as found:
+        return RunReport(outcome=Outcome.TAMPERED, passed=0, total=total, reason=str(found))
+    right = [c.ok and equal(c.value, case) for c, case in zip(claims, cases, strict=False)]
+    passed = sum(right)
+    if result.timed_out or out_of_cpu(result, cpu_s):
+        what = "time" if result.timed_out else "CPU time"
+        return RunReport(
+            outcome=Outcome.TEST_TIMEOUT,
+            passed=passed,
+            total=total,
+            reason=f"out of {what} after {len(claims)} of {total} cases",
+            complete=not result.timed_out,
+        )
+    if result.exit_code != 0 or len(claims) < total:
+        how = f"{result.exit_code}{for_memory(result.out_of_memory)}"
+        reason = f"the process ended ({how}) after {len(claims)} of {total} cases"
+        return RunReport(outcome=Outcome.UNRESOLVED, passed=passed, total=total, reason=reason)
+    outcome = Outcome.RESOLVED if passed == total else Outcome.UNRESOLVED
+    reason = f"{passed} of {total} cases pass" + _first_error(claims)
+    return RunReport(outcome=outcome, passed=passed, total=total, reason=reason, complete=True)
+
+
+def _first_error(claims: Sequence[Claim]) -> str:
+    for number, claim in enumerate(claims):
+        if not claim.ok:
+            return f"; case {number} raised {claim.value}"
+    return ""
+
+
+def read_claims(data: bytes, ids: Sequence[str]) -> list[Claim]:
+    """Claims in the order of `ids`, possibly fewer. Raises Tampered on any line the worker cannot have sent.
+
+    A last line without newline belongs to a process that was cut off and is left out.
+    """
+    lines = data.split(b"\n")[:-1]
+    if len(lines) > len(ids):
+        raise ChannelTampered(f"{len(lines)} answers to {len(ids)} cases")
+    return [_read_claim(line, key) for line, key in zip(lines, ids, strict=False)]
+
+
+def _read_claim(line: bytes, key: str) -> Claim:
+    try:
+        answer = json.loads(line, parse_constant=_no_constant, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        raise ChannelTampered("an answer is not JSON") from None
+    if type(answer) is not list or len(answer) != 3 or type(answer[1]) is not bool:
+        raise ChannelTampered("an answer has another form")
+    if answer[0] != key:
+        raise ChannelTampered("an answer is unknown, repeated or out of order")
+    ok, value = answer[1], answer[2]
+    if not ok and not (type(value) is str and value.isascii() and value.isidentifier() and len(value) <= 40):
+        raise ChannelTampered("an error has no name")
+    return Claim(ok=ok, value=value)
+
+
+def _no_constant(text: str) -> object:
+    raise ValueError(text)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("duplicate key")
+    return found
+
+
+def equal(claimed: object, case: Case) -> bool:
+    expected = _plain(case.expected)
+    if case.lists:
+        claimed = _as_lists(claimed)
+    ways = [expected, expected[0]] if case.wrapped and isinstance(expected, list) and expected else [expected]
+    if case.tolerance:
+        return any(close(claimed, way, case.tolerance) for way in ways)
+    return any(same(claimed, way) if case.exact else claimed == way for way in ways)
+
+
+def _as_lists(claimed: object, depth: int = 0) -> object:
+    """With lists in place of tuples, as deep as the worker nests values."""
+    if depth > 2 * MAX_DEPTH:
+        return claimed
+    if isinstance(claimed, list):
+        return [_as_lists(item, depth + 1) for item in claimed]
+    if isinstance(claimed, dict):
+        if claimed.keys() == {"\0tuple"}:
+            return _as_lists(claimed["\0tuple"], depth + 1)
+        return {key: _as_lists(item, depth + 1) for key, item in claimed.items()}
+    return claimed
+
+
+def _plain(value: object) -> object:
+    """As it comes out of the sandbox."""
+    return json.loads(encode(value, 0, [MAX_NODES]))
+
+
+def close(claimed: object, expected: object, tolerance: float) -> bool:
+    """As `==`, with numbers that may differ by `tolerance` or by a ten-millionth of the expected one."""
+    if isinstance(expected, int | float) and isinstance(claimed, int | float):
+        try:
+            return abs(claimed - expected) <= tolerance + RELATIVE * abs(expected)
+        except OverflowError:  # an integer beyond the floats
+            return claimed == expected
+    if isinstance(claimed, list) and isinstance(expected, list):
+        pairs = zip(claimed, expected, strict=False)
+        return len(claimed) == len(expected) and all(close(a, b, tolerance) for a, b in pairs)
+    if isinstance(claimed, dict) and isinstance(expected, dict):
+        keys = claimed.keys() == expected.keys()
+        return keys and all(close(claimed[key], expected[key], tolerance) for key in expected)
+    return claimed == expected
+
+
+def same(claimed: object, expected: object) -> bool:
+    """Equality of JSON values with types. Goes only as deep as `expected`."""
+    if type(claimed) is not type(expected):
+        return False
+    if isinstance(claimed, list) and isinstance(expected, list):
+        return len(claimed) == len(expected) and all(map(same, claimed, expected))
+    if isinstance(claimed, dict) and isinstance(expected, dict):
+        return claimed.keys() == expected.keys() and all(same(claimed[k], expected[k]) for k in expected)
+    return claimed == expected

@@ -1,0 +1,166 @@
+"""swebench_log: the task's script runs its tests in the grading sandbox; their log is parsed here, on the
+host.
+
+Weak: the candidate's code writes to the same log. What the host adds: only what stands between two lines
+with a nonce is read (the shell that prints them holds it, no argument or variable of the tests does), ids
+match exactly or not at all, an id with two outcomes has failed, and without a readable log nothing passes:
+the exit code is never asked.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+from insitu.errors import GradeError, TaskError
+from insitu.grading.candidate import Candidate
+from insitu.grading.runners.base import RunLimits, RunReport
+from insitu.grading.runners.common import (
+    RunnerBase,
+    control_task,
+    for_memory,
+    out_of_cpu,
+    passing,
+    run_in,
+    share,
+)
+from insitu.grading.runners.log_parsers import PARSERS, SKIPPED, XFAIL, read_log
+from insitu.sandbox.base import ExecResult, Sandbox
+from insitu.types import (
+    FileEntry,
+    GradingPlan,
+    HiddenTests,
+    Oracle,
+    Outcome,
+    Task,
+    Trust,
+)
+
+FRAMED = """
+IFS= read -r nonce || exit 97
+script=$(cat)
+printf '%s start\\n' "$nonce"
+( ulimit -t "$1"; unset nonce; eval "$script" ) </dev/null 2>&1
+code=$?
+printf '\\n%s end %s\\n' "$nonce" "$code"
+"""
+BEGIN, END = b">>>>> Start Test Output", b">>>>> End Test Output"
+"""With which scripts of the SWE-bench family frame the part of their output that is the tests'."""
+MAX_LOG_BYTES = 32 << 20
+
+
+class SwebenchLogRunner(RunnerBase):
+    """Runner `swebench_log`; strength weak."""
+
+    name = "swebench_log"
+    trust: Trust = "weak"
+
+    def check(self, task: Task, oracle: Oracle) -> None:
+        tests = oracle.tests
+        if tests.parser not in PARSERS:
+            known = ", ".join(sorted(PARSERS))
+            raise TaskError(f"task {task.id}: no log parser {tests.parser!r} (known: {known})")
+        if not tests.script.strip() or "\0" in tests.script:
+            raise TaskError(f"task {task.id}: no script that runs its tests")
+        if not tests.fail_to_pass and not tests.expected:
+            raise TaskError(f"task {task.id}: no test that must change from failing to passing")
+        required = (*tests.fail_to_pass, *tests.pass_to_pass)
+        if len(set(required)) != len(required) or len(dict(tests.expected)) != len(tests.expected):
+            raise TaskError(f"task {task.id}: a test id is required twice")
+
+    def control(self) -> tuple[Task, Oracle]:
+        files = {"one": FileEntry(content=b"PASSED one\n")}
+        task = control_task(files, GradingPlan(runner=self.name))
+        tests = HiddenTests(script="cat one", parser="pytest", fail_to_pass=("one",))
+        return task, Oracle(task_id="control", tests=tests)
+
+    async def run(
+        self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
+    ) -> RunReport:
+        tests = oracle.tests
+        own = lays_tests(tests.script)
+        await candidate.lay(sandbox, candidate.hidden(tests), owner="sandbox" if own else "root")
+        nonce = secrets.token_hex(16)
+        argv = ["bash", "-c", FRAMED, "tests", str(limits.cpu_s)]
+        stdin = f"{nonce}\n{tests.script}".encode()
+        result = await run_in(sandbox, argv, limits, stdin=stdin, max_output_bytes=MAX_LOG_BYTES)
+        return judge(tests, result, nonce.encode(), limits.cpu_s)
+
+
+def lays_tests(script: str) -> bool:
+    """Whether a script lays tests itself, with git, and so must be able to write them. Comments do not."""
+    code = [line for line in script.splitlines() if not line.lstrip().startswith("#")]
+    return any(word in line for line in code for word in ("git apply", "git checkout", "git reset"))
+
+
+def judge(tests: HiddenTests, result: ExecResult, nonce: bytes, cpu_s: int) -> RunReport:
+    """The finding from the raw log. Pure."""
+    total = len(tests.fail_to_pass) + len(tests.pass_to_pass) or len(tests.expected)
+    if not result.stdout.startswith(nonce + b" start\n"):
+        if result.timed_out:
+            return _failed(Outcome.TEST_TIMEOUT, total, "out of time before the first test")
+        raise GradeError(f"the test script did not start (exit {result.exit_code}): bash may be missing")
+    log = result.stdout[len(nonce) + len(b" start\n") :]
+    if result.timed_out:
+        return _failed(Outcome.TEST_TIMEOUT, total, "out of time")
+    if result.truncated:
+        return _failed(Outcome.UNRESOLVED, total, f"the log has more than {MAX_LOG_BYTES} bytes")
+    body, mark, tail = log.partition(b"\n" + nonce + b" end ")
+    if nonce in body or nonce in tail:
+        return _failed(Outcome.TAMPERED, total, "the log holds what only the host knows")
+    if not mark:
+        how = for_memory(result.out_of_memory)
+        return _failed(Outcome.UNRESOLVED, total, f"the test script was ended before its end{how}")
+    late = tail.strip() in (b"137", b"152") and out_of_cpu(result, cpu_s)
+    outcomes = read_log(tests.parser, _tests_part(tests.script, body).decode("utf-8", "replace"))
+    found = _equal(tests, outcomes) if tests.expected else _required(tests, outcomes)
+    if late and found.outcome is not Outcome.RESOLVED:
+        return _failed(Outcome.TEST_TIMEOUT, total, "out of CPU time", complete=True)
+    return found
+
+
+def _tests_part(script: str, log: bytes) -> bytes:
+    """What a script frames as the output of its tests: from the first start to the last end."""
+    if BEGIN.decode() not in script or END.decode() not in script:
+        return log
+    _, begun, rest = log.partition(BEGIN)
+    body, ended, _ = rest.rpartition(END)
+    return body if begun and ended else b""
+
+
+def _failed(outcome: Outcome, total: int, reason: str, *, complete: bool = False) -> RunReport:
+    return RunReport(outcome=outcome, passed=0, total=total, reason=reason, complete=complete, score=0.0)
+
+
+def _required(tests: HiddenTests, outcomes: Mapping[str, str]) -> RunReport:
+    """Tests to fix must pass; those that must not break may be skipped or fail as expected, as the sets of
+    this family count it."""
+    still = ("PASSED", SKIPPED, XFAIL)
+    f2p = sum(outcomes.get(name) == "PASSED" for name in tests.fail_to_pass)
+    p2p = sum(outcomes.get(name) in still for name in tests.pass_to_pass)
+    total = len(tests.fail_to_pass) + len(tests.pass_to_pass)
+    return RunReport(
+        outcome=Outcome.RESOLVED if f2p + p2p == total else Outcome.UNRESOLVED,
+        passed=f2p + p2p,
+        total=total,
+        reason=passing(tests, f2p + p2p, outcomes),
+        complete=True,
+        fail_to_pass=(f2p, len(tests.fail_to_pass)),
+        pass_to_pass=(p2p, len(tests.pass_to_pass)),
+        score=share(tests, f2p, p2p),
+    )
+
+
+def _equal(tests: HiddenTests, outcomes: Mapping[str, str]) -> RunReport:
+    """Sets that grade by equality: the same ids with the same outcomes, no more and no less."""
+    expected = dict(tests.expected)
+    right = sum(outcomes.get(name) == outcome for name, outcome in expected.items())
+    more = len(outcomes.keys() - expected.keys())
+    return RunReport(
+        outcome=Outcome.RESOLVED if right == len(expected) and not more else Outcome.UNRESOLVED,
+        passed=right,
+        total=len(expected),
+        reason=f"{right} of {len(expected)} outcomes are as expected" + (f", {more} more" if more else ""),
+        complete=True,
+        score=right / len(expected),
+    )

@@ -1,0 +1,76 @@
+"""How much a task's verdicts are worth, as far as that is known before anything is judged.
+
+A runner has a strength; that of `pytest` is lowered to weak where no assertion of a test file can be turned
+so that it looks like a real one. Read by what holds a run to `grade.min_trust`.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Iterator
+
+from insitu.errors import TaskError
+from insitu.grading.canaries import text_of
+from insitu.grading.candidate import Candidate
+from insitu.grading.grader import RUNNERS
+from insitu.grading.runners.pytest_mutants import draw
+from insitu.types import FileEntry, Oracle, Task, Tree, Trust
+
+ORDER: tuple[Trust, ...] = ("weak", "standard", "strong")
+
+
+def below(trust: Trust, least: Trust) -> bool:
+    return ORDER.index(trust) < ORDER.index(least)
+
+
+def trust_of(task: Task, oracle: Oracle) -> tuple[Trust, str]:
+    """The strength of a task's verdicts and where it comes from. Of test files that only an image has nothing
+    is known: their verdicts may be weaker. Raises TaskError for a runner that there is not."""
+    runner = RUNNERS.get(task.grading.runner)
+    if runner is None:
+        raise TaskError(f"task {task.id}: no runner {task.grading.runner!r}")
+    if runner.name == "pytest":
+        for path in _unturned(task, oracle):
+            return "weak", f"no assertion of {path} can be turned unseen"
+    return runner.trust, f"runner {runner.name}"
+
+
+def _tests_of(entry: FileEntry | None) -> list[str]:
+    """`test` and `Class::test` of a file that is required whole, as far as they stand in it."""
+    try:
+        body = ast.parse(entry.content).body if entry is not None else []
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    owners = [("", body)] + [(f"{node.name}::", node.body) for node in body if isinstance(node, ast.ClassDef)]
+    return [
+        prefix + node.name
+        for prefix, nodes in owners
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test")
+    ]
+
+
+def _named(name: str, known: Tree) -> list[str]:
+    """The ids that a required one stands for: of a whole file, those of its tests."""
+    return [name] if "::" in name else [f"{name}::{test}" for test in _tests_of(known.get(name))]
+
+
+def _unturned(task: Task, oracle: Oracle) -> Iterator[str]:
+    tests = oracle.tests
+    known = dict(task.files)
+    if task.files or not tests.patch:
+        known |= Candidate.of(task, task.files, task.files).hidden(tests)
+    new, old = (
+        [one for name in names for one in _named(name, known)]
+        for names in (tests.fail_to_pass, tests.pass_to_pass)
+    )
+    for path in dict.fromkeys(name.partition("::")[0] for name in (*new, *old)):
+        if path in known:
+            names = [name for name in (*new, *old) if name.startswith(path + "::")]
+            try:
+                text = text_of(known[path].content)
+            except ValueError:
+                continue  # no Python: the grader says so
+            if not draw(path, text, new, names, random.Random(path), seed=path).standard:
+                yield path

@@ -1,0 +1,72 @@
+"""Builds the Verdict, the only thing that leaves grading. A reward exists unless the host itself failed."""
+
+from __future__ import annotations
+
+from insitu import __version__
+from insitu.grading.diff import PROTECTED_FOLDERS, Diff
+from insitu.grading.runners.base import RunReport
+from insitu.types import Outcome, RewardKind, Trust, Verdict
+
+GRADER = 6
+"""Raised with every change that can change a verdict."""
+
+MAX_REASON_CHARS = 300
+MAX_NAMED = 20
+MAX_LISTED = 200
+
+
+def make_verdict(
+    report: RunReport,
+    *,
+    trust: Trust,
+    task_hash: str,
+    diff: Diff | None,
+    duration_s: float,
+    kind: RewardKind = "binary",
+    image: str = "",
+) -> Verdict:
+    """Reward is 1.0 when resolved, None when infra, else 0.0; of kind `fraction`, honest failures keep their
+    score."""
+    reward = 1.0 if report.outcome is Outcome.RESOLVED else 0.0
+    if kind == "fraction" and report.outcome in (Outcome.UNRESOLVED, Outcome.TEST_TIMEOUT):
+        share = report.passed / report.total if report.total else 0.0
+        reward = share if report.score is None else report.score
+    reason = report.reason
+    if diff is not None and diff.suspicious:
+        reason += "; shadows the standard library: " + ", ".join(diff.suspicious)
+    return Verdict(
+        outcome=report.outcome,
+        reward=None if report.outcome is Outcome.INFRA else reward,
+        trust=trust,
+        passed=report.passed,
+        total=report.total,
+        fail_to_pass=report.fail_to_pass,
+        pass_to_pass=report.pass_to_pass,
+        controls=report.controls,
+        image=image,
+        grader=f"insitu {__version__}/{GRADER}",
+        dropped_paths=() if diff is None else (*gathered(diff.dropped), *gathered(diff.left_out)),
+        reason=reason[:MAX_REASON_CHARS],
+        task_hash=task_hash,
+        diff_hash="" if diff is None else diff.digest,
+        duration_s=duration_s,
+    )
+
+
+def gathered(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Of a folder like .git with many of the paths, its name and their number; and no more than are read."""
+    kept: list[str] = []
+    inside: dict[str, list[str]] = {}
+    for path in paths:
+        parts = path.split("/")
+        depth = next((n for n, part in enumerate(parts) if part in PROTECTED_FOLDERS), 0)
+        if len(parts) == 1:
+            kept.append(path)
+        else:
+            inside.setdefault("/".join(parts[: depth + 1]), []).append(path)
+    for folder, among in inside.items():
+        kept += among if len(among) <= MAX_NAMED else [f"{folder}/ ({len(among)} files)"]
+    kept.sort()
+    if len(kept) > MAX_LISTED:
+        kept[MAX_LISTED:] = [f"and {len(kept) - MAX_LISTED} more"]
+    return tuple(kept)

@@ -1,1 +1,0 @@
-"""The agent of harness/terminus.py. It runs alone in a box: standard library only, nothing else of insitu."""

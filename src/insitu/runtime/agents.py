@@ -1,0 +1,192 @@
+"""The agent's side of the path, put together from the configuration.
+
+    backend -> harness -> workers <-unix sockets-> gateway -> family, engine
+
+The same for a learner's engine and for a scripted one: recording demonstrations uses it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from insitu.agents.artifacts import Artifacts
+from insitu.agents.base import Harness, ModelAccess
+from insitu.agents.install import install, install_pi
+from insitu.agents.pi import PiHarness
+from insitu.agents.pool import Sockets, WorkerPool
+from insitu.agents.recipe import CliHarness
+from insitu.agents.registry import RECIPES
+from insitu.agents.script import AGENT_AT, ScriptHarness
+from insitu.agents.single_turn import SingleTurn
+from insitu.agents.terminus import terminus
+from insitu.chat.renderer import ChatRenderer
+from insitu.config import Config
+from insitu.engines.base import Engine
+from insitu.gateway.listeners import Listener, check_port
+from insitu.gateway.server import Gateway
+from insitu.runtime.gateway import gateway_config
+from insitu.runtime.sandboxes import make_pool
+from insitu.sandbox.base import SandboxBackend
+from insitu.sandbox.pool import Pool
+from insitu.tasks.factory import action_of
+from insitu.types import FileEntry, Limits
+
+log = logging.getLogger(__name__)
+
+SCRIPT_AGENT = Path(__file__).parent.parent / "demo" / "script_agent.py"
+"""The agent of `harness.agent = "script"`: one file, standard library only."""
+
+
+class Listening(Protocol):
+    """A gateway as far as sandboxes need it: gateway.server.Gateway, or runtime.upstream.UpstreamGateway."""
+
+    def listen_unix(self, path: Path) -> AbstractAsyncContextManager[Listener]: ...
+
+    def listen_tcp(self, host: str = "127.0.0.1", port: int = 0) -> AbstractAsyncContextManager[Listener]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What agents run by, found on this machine before anything that takes long is started."""
+
+    pool: Pool
+    """Not yet entered."""
+    harness: Harness
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """Where agents run: workers whose sandboxes reach one gateway."""
+
+    workers: WorkerPool
+    harness: Harness
+    backend: SandboxBackend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agents:
+    """The agent's side of the path: where rollouts run and whom they talk to."""
+
+    gateway: Gateway
+    workers: WorkerPool
+    harness: Harness
+    backend: SandboxBackend
+
+
+def model_name(config: Config) -> str:
+    """What agents are told to ask for."""
+    return config.engine.model or "policy"
+
+
+def limits_of(config: Config) -> Limits:
+    return Limits(
+        wall_s=config.limits.wall_s,
+        max_calls=config.limits.max_calls,
+        max_call_tokens=config.limits.max_call_tokens,
+        max_session_tokens=config.limits.max_session_tokens,
+        max_context_tokens=config.model.max_context_tokens,
+        max_prompt_tokens=config.limits.max_prompt_tokens,
+        max_nodes=config.limits.max_nodes,
+    )
+
+
+def make_harness(config: Config, backend: SandboxBackend) -> Harness:
+    """The configured agent, installed when it is missing. Raises SetupError."""
+    artifacts = Artifacts(
+        paths=config.harness.artifacts,
+        max_files=config.harness.artifact_files,
+        max_bytes=config.harness.artifact_bytes,
+    )
+    if config.harness.agent == "script":
+        content = SCRIPT_AGENT.read_bytes()
+        return ScriptHarness(
+            ["python3", "-S", "-E", f"{AGENT_AT}/{SCRIPT_AGENT.name}"],
+            {SCRIPT_AGENT.name: FileEntry(content=content)},
+            backend,
+            version=hashlib.sha256(content).hexdigest()[:12],
+            warm=config.harness.mode == "warm",
+            artifacts=artifacts,
+        )
+    if config.harness.agent == "single_turn":
+        return SingleTurn(action_of(config))
+    if config.harness.agent == "terminus":
+        return terminus(backend, warm=config.harness.mode == "warm", artifacts=artifacts)
+    recipe = RECIPES.get(config.harness.agent)
+    if recipe is not None:
+        return CliHarness(recipe, install(recipe.package), backend, artifacts=artifacts)
+    access = ModelAccess(
+        public_id="",
+        secret="",
+        model=model_name(config),
+        max_call_tokens=config.limits.max_call_tokens,
+        max_context_tokens=config.model.max_context_tokens,
+    )
+    return PiHarness(
+        install_pi(),
+        "rpc" if config.harness.mode == "warm" else "fresh",
+        backend,
+        rollouts_per_process=config.harness.max_rollouts_per_process,
+        model=access,
+        compact=config.harness.compact,
+        artifacts=artifacts,
+    )
+
+
+def find_means(config: Config, say: Callable[[str], None] = log.warning) -> Means:
+    """Sandboxes, the agent, which is installed when it is missing, and a look at the port. `say`: see
+    make_pool. Raises SetupError, and ConfigError for host tools that cannot be."""
+    pool = find_pool(config, say, lambda check, *args: check(*args))
+    return Means(pool=pool, harness=make_harness(config, pool))
+
+
+def find_pool(config: Config, say: Callable[[str], None], run: Callable[..., Any]) -> Pool:
+    """Sandboxes, with a look at the port and the host tools; each is looked at by `run`."""
+    run(check_port, config.gateway.port)
+    run(gateway_config, config)
+    pool: Pool = run(make_pool, config, say)
+    return pool
+
+
+@asynccontextmanager
+async def open_agents(
+    config: Config,
+    renderer: ChatRenderer,
+    engine: Engine,
+    sockets: Path,
+    means: Means | None = None,
+    say: Callable[[str], None] = log.warning,
+) -> AsyncIterator[Agents]:
+    """Gateway, workers and their sockets, for as long as the context lasts. `means`: found before. `say`:
+    gets the gateway's lines for the operator."""
+    async with (
+        Gateway(engine, renderer, gateway_config(config), say=say) as gateway,
+        open_crew(config, gateway, sockets, means) as crew,
+    ):
+        yield Agents(gateway=gateway, workers=crew.workers, harness=crew.harness, backend=crew.backend)
+
+
+@asynccontextmanager
+async def open_crew(
+    config: Config, gateway: Listening, sockets: Path, means: Means | None = None
+) -> AsyncIterator[Crew]:
+    """The workers of a gateway that there is, each on a socket of its own below `sockets`."""
+    means = means or find_means(config)
+    harness, size = means.harness, config.harness.workers
+    async with AsyncExitStack() as stack:
+        backend = await stack.enter_async_context(means.pool)
+        paths = [sockets / f"g{i}" for i in range(size)]
+        for path in paths:
+            await stack.enter_async_context(gateway.listen_unix(path))
+        if config.gateway.port:
+            await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
+        strict = config.harness.mode == "fresh"
+        workers = await stack.enter_async_context(WorkerPool(harness, size, Sockets(paths), strict=strict))
+        if not strict:
+            await workers.warm()
+        yield Crew(workers=workers, harness=harness, backend=backend)

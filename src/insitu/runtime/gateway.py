@@ -1,0 +1,46 @@
+"""What a configuration says of every session of a gateway. Callers: agents, evaluate, serve, cli."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+from pydantic import ValidationError
+
+from insitu.config import Config
+from insitu.errors import ConfigError, boundary
+from insitu.gateway.admin import ToolBody
+from insitu.gateway.host_tools import HostTool, ToolBox
+from insitu.gateway.request import GatewayConfig
+from insitu.gateway.text_tool_calls import TextShim
+
+
+def gateway_config(config: Config, log_dir: Path | None = None) -> GatewayConfig:
+    """Raises ConfigError for host tools that cannot be."""
+    table = config.gateway
+    shim = TextShim(tool=table.shim_tool, argument=table.shim_argument, whole_text=table.shim_whole_text)
+    return GatewayConfig(
+        engine_deadline_s=config.engine.call_timeout_s,
+        max_concurrent_calls=table.max_concurrent_calls,
+        auxiliary=table.auxiliary,
+        keep_reasoning=config.model.keep_reasoning,
+        tools=read_tools(Path(table.tools)) if table.tools else (),
+        shim=shim if table.shim_tool else None,
+        log_dir=log_dir,
+    )
+
+
+def read_tools(path: Path) -> tuple[HostTool, ...]:
+    """Host tools from a JSON file: a list of {name, description, parameters}. Raises ConfigError."""
+    with boundary(ConfigError, f"cannot read {path}"):
+        listed = orjson.loads(path.read_bytes())
+    if not isinstance(listed, list):
+        raise ConfigError(f"{path}: must be a list of host tools")
+    try:
+        tools = tuple(HostTool(**ToolBody.model_validate(tool).model_dump()) for tool in listed)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path}: {where}: {first['msg']}") from error
+    ToolBox(tools)
+    return tools

@@ -1,0 +1,136 @@
+"""The host's end of the socket to a sandbox's PID 1: sends jobs with their descriptors, hears how they
+ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+from insitu.errors import SandboxError, SandboxLost
+
+ANSWER_S = 10.0
+MAX_FDS = 16
+_CREDENTIALS = struct.Struct("3i")
+
+
+async def readable(fd: int) -> None:
+    """Wait until `fd` can be read without blocking. The caller sets a deadline."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    loop.add_reader(fd, wake)
+    try:
+        await waiter
+    finally:
+        loop.remove_reader(fd)
+
+
+class Control:
+    """Every job gets a number; `started` jobs answer with an exit code, orders with success or not."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._answers: dict[str, asyncio.Future[int]] = {}
+        self._buffer = bytearray()
+        self._sending = asyncio.Lock()
+        self.lost = False
+        sock.setblocking(False)
+
+    @property
+    def peer(self) -> int:
+        """Process at the other end of a socket that it connected to; 0 when it has no number here."""
+        told = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, _, _ = _CREDENTIALS.unpack(told)
+        return int(pid)
+
+    async def ready(self) -> list[int]:
+        """Wait for the first line; returns the descriptors that came with it. The caller sets a deadline."""
+        await readable(self._sock.fileno())
+        try:
+            line, fds, _, _ = socket.recv_fds(self._sock, 64, MAX_FDS)
+        except OSError as error:
+            raise SandboxError(f"no word from the sandbox: {error.strerror}") from error
+        if line != b"ready\n":
+            for fd in fds:
+                os.close(fd)
+            raise SandboxError("the sandbox ended while it was built")
+        self._loop.add_reader(self._sock, self._hear)
+        return fds
+
+    def _hear(self) -> None:
+        try:
+            data = self._sock.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose()
+            return
+        self._buffer += data
+        *lines, rest = self._buffer.split(b"\n")
+        self._buffer = bytearray(rest)
+        for line in lines:
+            word, job, value = line.decode("ascii", "replace").split(" ", 2)
+            future = self._answers.pop(job, None) if word in ("exit", "swept") else None
+            if future is not None and not future.done():
+                future.set_result(int(value))
+
+    def _lose(self) -> None:
+        self.lost = True
+        self._loop.remove_reader(self._sock)
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(SandboxLost("the sandbox is gone"))
+                future.exception()  # mark as seen: not every job has someone waiting
+        self._answers.clear()
+
+    async def start(
+        self, kind: str, fields: Sequence[str], fds: Sequence[int] = ()
+    ) -> tuple[str, asyncio.Future[int]]:
+        """Send one order. Raises SandboxLost when the sandbox is gone."""
+        job = str(next(self._numbers))
+        parts = [os.fsencode(part) for part in (kind, job, *fields)]
+        if any(b"\0" in part for part in parts):
+            raise SandboxError("a NUL character cannot be part of a command")
+        body = b"\0".join(parts)
+        if self.lost:
+            raise SandboxLost("the sandbox is gone")
+        future = self._loop.create_future()
+        self._answers[job] = future
+        async with self._sending:
+            try:
+                socket.send_fds(self._sock, [struct.pack("<I", len(body))], fds)
+                async with asyncio.timeout(ANSWER_S):
+                    await self._loop.sock_sendall(self._sock, body)
+            except (OSError, TimeoutError) as error:
+                self._lose()
+                raise SandboxLost(f"the sandbox does not listen: {error}") from error
+        return job, future
+
+    async def order(self, kind: str, *fields: str) -> int:
+        """Send an order and wait for its answer, a number: what was asked for, or whether it was done. Raises
+        SandboxLost also when none comes in time."""
+        _, future = await self.start(kind, fields)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await future
+        except TimeoutError as error:
+            raise SandboxLost(f"the sandbox did not answer `{kind}` within {ANSWER_S:.0f} s") from error
+
+    def close(self) -> None:
+        if not self.lost:
+            self._lose()
+        with contextlib.suppress(OSError):
+            self._sock.close()

@@ -1,0 +1,131 @@
+"""A sandbox of the pool: the backend's own; gives its permit back, and makes idempotent calls again.
+
+What can be made twice without harm (put, get, wipe, kill) is tried again after SandboxTransient. A command
+is not: nobody knows how far the first one came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+from insitu.errors import PolicyUnsupported, SandboxTransient
+from insitu.sandbox.base import ExecResult, Owner, Process, Sandbox, SupportsRootSetup, cpu_s, memory_kills
+from insitu.types import Tree
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CALL_TRIES = 3
+PAUSE_S = 0.2
+
+
+class PooledSandbox:
+    """Implements insitu.sandbox.base.Sandbox around another."""
+
+    def __init__(
+        self, inner: Sandbox, backend: str, done: Callable[[], None], failed: Callable[[str], None]
+    ) -> None:
+        """`backend`: the name of the one that made it. `done` is called once, when the sandbox is closed;
+        `failed` with the cause of each call given up."""
+        self._inner, self._done, self._failed = inner, done, failed
+        self.backend = backend
+        self._closed = False
+
+    @property
+    def workdir(self) -> str:
+        return self._inner.workdir
+
+    def memory_kills(self) -> int:
+        return memory_kills(self._inner)
+
+    async def cpu_s(self) -> float:
+        return await cpu_s(self._inner)
+
+    async def _again(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        tried = 0
+        while True:
+            tried += 1
+            try:
+                return await call()
+            except SandboxTransient as error:
+                if tried == CALL_TRIES:
+                    self._failed(str(error))
+                    raise
+                log.warning("retry call=%s tried=%d cause=%s", what, tried, error)
+                await asyncio.sleep(PAUSE_S * 2 ** (tried - 1))
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        max_output_bytes: int = 1 << 20,
+    ) -> ExecResult:
+        return await self._inner.exec(
+            argv, timeout_s=timeout_s, env=env, cwd=cwd, stdin=stdin, max_output_bytes=max_output_bytes
+        )
+
+    async def exec_as_root(self, argv: Sequence[str], *, timeout_s: float) -> ExecResult:
+        return await self._roots().exec_as_root(argv, timeout_s=timeout_s)
+
+    async def end_root(self) -> None:
+        await self._roots().end_root()
+
+    def _roots(self) -> SupportsRootSetup:
+        if not isinstance(self._inner, SupportsRootSetup):
+            raise PolicyUnsupported("this sandbox has no root")
+        return self._inner
+
+    async def spawn(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None
+    ) -> Process:
+        return await self._inner.spawn(argv, env=env, cwd=cwd)
+
+    async def put(self, path: str, content: bytes, *, executable: bool = False) -> None:
+        await self._again("put", lambda: self._inner.put(path, content, executable=executable))
+
+    async def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
+        return await self._again("get", lambda: self._inner.get(path, max_bytes=max_bytes))
+
+    async def put_tree(self, files: Tree, *, owner: Owner = "sandbox") -> None:
+        await self._again("put_tree", lambda: self._inner.put_tree(files, owner=owner))
+
+    async def lay(self, files: Tree, *, remove: Sequence[str] = (), owner: Owner = "sandbox") -> None:
+        await self._again("lay", lambda: self._inner.lay(files, remove=remove, owner=owner))
+
+    async def get_tree(self, *, max_bytes: int = 64 << 20, max_files: int = 10_000) -> Tree:
+        return await self._again(
+            "get_tree", lambda: self._inner.get_tree(max_bytes=max_bytes, max_files=max_files)
+        )
+
+    async def kill_all(self) -> None:
+        await self._again("kill_all", self._inner.kill_all)
+
+    async def wipe(self) -> None:
+        await self._again("wipe", self._inner.wipe)
+
+    async def close(self) -> None:
+        try:
+            await self._inner.close()
+        finally:
+            if not self._closed:
+                self._closed = True
+                self._done()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()

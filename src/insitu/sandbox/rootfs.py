@@ -1,0 +1,203 @@
+"""What a local sandbox looks like inside, as a list of steps that both local modes carry out.
+
+An allow-list: system programs and libraries read-only, five made-up files of /etc, private writable folders
+in memory. No home, no run directory, no dataset, no insitu. Nothing of a sandbox ever lies on the host's
+disk, so a killed host leaves nothing to clean up.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from insitu.errors import PolicyUnsupported, SetupError
+from insitu.sandbox.base import SandboxSpec
+
+HOME = "/home/agent"
+INSIDE_ID = 1000
+SUPERVISOR_AT = "/run/insitu/supervisor.pyc"
+OWN_PYTHON = "/opt/python"
+SYSTEM_PYTHON = Path("/usr/bin/python3")
+OLDEST_PYTHON = (3, 10)
+"""The first that can run what insitu puts into a sandbox."""
+
+Step = tuple[str, str, str]
+"""(kind, argument, path): bind source, link target, tmpfs bytes, file text, code as hex digits, and proc,
+dev, ro and dir with "".
+A step's path is inside the sandbox; binds are read-only."""
+
+_ETC = (
+    ("/etc/passwd", f"root:x:0:0:root:/:/bin/sh\nagent:x:{INSIDE_ID}:{INSIDE_ID}::{HOME}:/bin/bash\n"),
+    ("/etc/group", f"root:x:0:\nagent:x:{INSIDE_ID}:\n"),
+    ("/etc/hosts", "127.0.0.1 localhost sandbox\n"),
+    ("/etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files dns\n"),
+    # Nobody answers there, and nothing leads there: a name that is asked for is an attempt to get out.
+    ("/etc/resolv.conf", "nameserver 192.0.2.1\noptions timeout:1 attempts:1\n"),
+)
+
+
+def writable(spec: SandboxSpec) -> tuple[str, ...]:
+    """Every place of the sandbox that can be written; the work folder first, the home second."""
+    return (spec.workdir, HOME, "/tmp", "/dev/shm", *spec.places)
+
+
+def python_inside() -> str:
+    """The machine's own Python when it is recent enough, else the one that insitu runs on, lent to the
+    sandbox."""
+    if python_version(SYSTEM_PYTHON) >= OLDEST_PYTHON:
+        return str(SYSTEM_PYTHON)
+    return f"{OWN_PYTHON}/bin/python3"
+
+
+@functools.cache
+def python_version(program: Path) -> tuple[int, int]:
+    """(0, 0) for what is missing or no Python."""
+    command = [str(program), "-I", "-S", "-c", "import sys; print(sys.version_info[0], sys.version_info[1])"]
+    try:
+        said = subprocess.run(command, capture_output=True, check=True, timeout=30).stdout.split()
+        return int(said[0]), int(said[1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return 0, 0
+
+
+def _own_library() -> dict[str, str]:
+    """A Python built as a shared library was told an absolute place for it that the sandbox does not have."""
+    if python_inside().startswith(OWN_PYTHON) and sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        return {"LD_LIBRARY_PATH": f"{OWN_PYTHON}/lib"}
+    return {}
+
+
+def supervisor(arguments: Sequence[str]) -> list[str]:
+    """The command of the sandbox's PID 1."""
+    settings = [f"{name}={value}" for name, value in _own_library().items()]
+    start = ["/usr/bin/env", *settings] if settings else []
+    return [*start, python_inside(), "-I", "-S", "-B", SUPERVISOR_AT, *arguments]
+
+
+def compile_supervisor() -> bytes:
+    """The program of PID 1, compiled once by the Python that will run it in every sandbox.
+
+    Raises OSError and subprocess.SubprocessError.
+    """
+    inside = python_inside()
+    python = str(Path(sys.base_prefix, "bin", "python3")) if inside.startswith(OWN_PYTHON) else inside
+    source = Path(__file__).with_name("supervisor.py").read_bytes()
+    command = [python, "-I", "-S", "-B", "-c", _COMPILE]
+    return subprocess.run(command, input=source, capture_output=True, check=True, timeout=30).stdout
+
+
+_COMPILE = """
+import importlib.util, marshal, sys
+code = compile(sys.stdin.buffer.read(), "supervisor.py", "exec")
+sys.stdout.buffer.write(importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code))
+"""
+
+
+def environment(spec: SandboxSpec) -> dict[str, str]:
+    """/usr/bin comes first: a version-manager shim for python3 costs 90 ms a start. Hashes and clocks are the
+    same on every machine, because what a program prints is part of the next prompt."""
+    path = "/usr/bin:/bin:/usr/local/bin:/usr/sbin:/sbin"
+    if python_inside().startswith(OWN_PYTHON):
+        path = f"{OWN_PYTHON}/bin:{path}"
+    base = {"PATH": path, "HOME": HOME, "USER": "agent", "LOGNAME": "agent", "SHELL": "/bin/bash"}
+    base |= {"TERM": "dumb", "LANG": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0"}
+    return base | _own_library() | dict(spec.env)
+
+
+def _system(hidden: Sequence[Path]) -> list[Step]:
+    steps: list[Step] = []
+    for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        path = Path("/", name)
+        if path.is_symlink():
+            steps.append(("link", str(path.readlink()), str(path)))
+        elif path.is_dir():
+            steps.append(("bind", str(path), str(path)))
+    steps += _covers(hidden, Path("/usr"), Path("/usr"))
+    if python_inside().startswith(OWN_PYTHON):
+        prefix = Path(sys.base_prefix).resolve()
+        steps.append(("bind", str(prefix), OWN_PYTHON))
+        library = prefix / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        packages = [library / name for name in ("site-packages", "dist-packages")]
+        steps += _covers([*packages, *hidden], prefix, Path(OWN_PYTHON))
+    for path in (Path("/etc/ld.so.cache"), Path("/etc/alternatives")):
+        if path.exists():
+            steps.append(("bind", str(path), str(path)))
+    return steps
+
+
+_NEEDED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "share", "local")
+
+
+def hidden_folders(asked: Iterable[Path]) -> tuple[Path, ...]:
+    """What no sandbox may show though it may lie in a folder that every sandbox shows: insitu itself with the
+    checkout it came from, the current folder (runs lie below it), and what is `asked` for. Nothing within
+    another.
+
+    Raises SetupError for a folder that sandboxes cannot do without.
+    """
+    package = Path(__file__).resolve().parent.parent
+    checkout = package.parent.parent
+    own = [package, *([checkout] if (checkout / "pyproject.toml").exists() else [])]
+    found = {path.resolve() for path in (*own, Path(), *asked)} - {Path("/")}
+    for path in found:
+        inner = path.parts[2:]
+        needed = len(inner) == 0 or (inner[-1] in _NEEDED and set(inner[:-1]) <= {"local"})
+        if path.is_relative_to("/usr") and needed:
+            raise SetupError(f"every sandbox shows {path}, so runs cannot lie there: work in another folder")
+    return tuple(sorted(path for path in found if not found & set(path.parents)))
+
+
+def _covers(hidden: Iterable[Path], shown: Path, target: Path) -> Iterator[Step]:
+    """Lay an empty folder over each hidden one below `shown`, which the sandbox sees at `target`."""
+    covered = set[Path]()
+    for path in sorted(hidden):
+        if path.is_relative_to(shown) and path.is_dir() and not covered & {path, *path.parents}:
+            covered.add(path)
+            place = str(target / path.relative_to(shown))
+            yield ("tmpfs", "4096", place)
+            yield ("ro", "", place)
+
+
+def plan(
+    spec: SandboxSpec, code: bytes, work_bytes: int, scratch_bytes: int, hidden: Sequence[Path] = ()
+) -> list[Step]:
+    """Steps in order. `code` is from `compile_supervisor`, `hidden` from `hidden_folders`; the sizes bound
+    the work folder and each other writable place.
+
+    Raises PolicyUnsupported for a bind that is missing or lies over a writable place.
+    """
+    steps = _system(hidden)
+    steps += [("file", text, path) for path, text in _ETC]
+    steps += [("proc", "", "/proc"), ("dev", "", "/dev")]
+    steps.append(("code", code.hex(), SUPERVISOR_AT))
+    places = writable(spec)
+    steps.append(("tmpfs", str(work_bytes), places[0]))
+    steps += [("tmpfs", str(scratch_bytes), path) for path in places[1:]]
+    steps.append(("link", "/tmp", "/var/tmp"))
+    for bind in spec.binds:
+        source = bind.source.resolve()
+        if not source.exists():
+            raise PolicyUnsupported(f"bind of {bind.source}: no such file or folder")
+        covers = any(Path(place).is_relative_to(bind.target) for place in places)
+        if covers or not bind.target.startswith("/"):
+            raise PolicyUnsupported(f"bind at {bind.target}: would cover a writable folder of the sandbox")
+        steps.append(("bind", str(source), bind.target))
+    return [*_with_folders(steps), ("ro", "", "/dev"), ("ro", "", "/")]
+
+
+def _with_folders(steps: list[Step]) -> list[Step]:
+    """Make every parent folder by name: those that bubblewrap adds on its own only root could enter."""
+    made, mounted, result = {Path("/")}, set[Path](), list[Step]()
+    for kind, argument, path in steps:
+        for parent in reversed(Path(path).parents):
+            if parent not in made and not any(parent.is_relative_to(place) for place in mounted):
+                made.add(parent)
+                result.append(("dir", "", str(parent)))
+        result.append((kind, argument, path))
+        if kind not in ("file", "code", "link"):
+            mounted.add(Path(path))
+    return result

@@ -1,0 +1,154 @@
+"""What a person types to put an agent on a session: environment, files and command, from the agent's recipe.
+
+Pure; the same recipes start the agents in sandboxes, so what is printed is what runs. Caller: run.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import orjson
+
+from insitu.agents.pi import PI_TOOLS
+from insitu.agents.recipe import HOME, Recipe, Start
+from insitu.agents.registry import RECIPES
+from insitu.errors import ConfigError
+
+PROGRAMS: Mapping[str, str] = {
+    "claude_code": "claude",
+    "codex": "codex",
+    "opencode": "opencode",
+    "qwen_code": "qwen",
+    "gemini_cli": "gemini",
+    "mini_swe": "mini",
+}
+"""The command that an ordinary installation of each agent gives."""
+
+TASK = "INSITU_TASK"
+"""Stands for the task in a set-up that takes it when it is run."""
+
+PI_PROVIDER = "insitu"
+PI_RESERVE = 16384
+"""Tokens that Pi keeps free for a summary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Where a session is, and its limits."""
+
+    address: str
+    """http://host:port/s/{public_id}."""
+    secret: str
+    model: str
+    max_call_tokens: int
+    context_tokens: int
+    home: str
+    """Folder that is the agent's home, so that nobody's own settings are touched or used."""
+    tools_url: str = ""
+    """http://host:port/tools/{public_id}; empty when the session has no host tools."""
+    tool_secret: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSetup:
+    """One agent's way to a session."""
+
+    agent: str
+    env: Mapping[str, str]
+    files: Mapping[str, str]
+    """Text by path."""
+    home: str
+    command: tuple[str, ...]
+    note: str = ""
+    """Why the agent will get no answer there; empty when it may get one."""
+
+    def lines(self) -> list[str]:
+        """As a shell takes it."""
+        folders = sorted({self.home, *(path.rpartition("/")[0] for path in self.files)})
+        said = [f"# {self.agent}" + (f": will not work, {self.note}" if self.note else "")]
+        said += [f"mkdir -p {shlex.join(folders)}"]
+        for path, text in self.files.items():
+            said += [f"cat > {shlex.quote(path)} <<'END'", *text.rstrip("\n").split("\n"), "END"]
+        said += [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return [*said, f"HOME={shlex.quote(self.home)} {shlex.join(self.command)}"]
+
+    def script(self) -> str:
+        """As a program for `sh` that takes the task; of a set-up made with the prompt `TASK`."""
+        return "\n".join(["set -eu", *self.lines()]).replace(TASK, '"${1:?usage: sh FILE TASK}"') + "\n"
+
+
+def names() -> list[str]:
+    """Agents that `setup` knows."""
+    return ["pi", *(name for name in RECIPES if name in PROGRAMS)]
+
+
+def setup(agent: str, access: Access, prompt: str = "your task") -> AgentSetup:
+    """Raises ConfigError for an agent nobody knows."""
+    if agent == "pi":
+        return _pi(access, prompt)
+    if agent not in PROGRAMS or agent not in RECIPES:
+        raise ConfigError(f"no agent {agent!r}; there are: {', '.join(names())}")
+    return _from_recipe(RECIPES[agent], access, prompt)
+
+
+def _from_recipe(recipe: Recipe, access: Access, prompt: str) -> AgentSetup:
+    program = PROGRAMS[recipe.name]
+    start = Start(
+        address=access.address,
+        secret=access.secret,
+        model=access.model,
+        prompt=prompt,
+        program=program,
+        max_call_tokens=access.max_call_tokens,
+        context_tokens=access.context_tokens,
+    )
+    argv = list(recipe.argv(start))
+    arguments = argv[argv.index(program) + 1 :]
+    if recipe.stdin(start) and "-" not in arguments:
+        arguments.append(prompt)
+    arguments = [prompt if argument == "-" else argument for argument in arguments]
+    return AgentSetup(
+        agent=recipe.name,
+        env={name: value.replace(HOME, access.home) for name, value in recipe.env(start).items()},
+        files={path.replace(HOME, access.home): _readable(raw) for path, raw in recipe.files(start).items()},
+        home=access.home,
+        command=(program, *(argument.replace(HOME, access.home) for argument in arguments)),
+    )
+
+
+def _pi(access: Access, prompt: str) -> AgentSetup:
+    model = {
+        "id": access.model,
+        # It compacts when less than PI_RESERVE is left, and lowers what it asks for by its own estimate.
+        "contextWindow": max(1, access.context_tokens - 2 * access.max_call_tokens) + PI_RESERVE,
+        "maxTokens": access.max_call_tokens,
+    }
+    provider = {
+        "baseUrl": f"{access.address}/v1",
+        "api": "openai-completions",
+        "apiKey": "$INSITU_API_KEY",
+        "models": [model],
+    }
+    config = orjson.dumps({"providers": {PI_PROVIDER: provider}})
+    env = {"INSITU_API_KEY": access.secret}
+    flags = ["--print", "--provider", PI_PROVIDER, "--model", access.model]
+    if access.tools_url:
+        env |= {"INSITU_TOOLS_URL": access.tools_url, "INSITU_TOOLS_KEY": access.tool_secret}
+        flags += ["--extension", str(PI_TOOLS)]
+    return AgentSetup(
+        agent="pi",
+        env=env,
+        files={f"{access.home}/.pi/agent/models.json": _readable(config)},
+        home=access.home,
+        command=("pi", *flags, prompt),
+    )
+
+
+def _readable(raw: bytes) -> str:
+    """JSON indented, any other text as it is."""
+    try:
+        return orjson.dumps(orjson.loads(raw), option=orjson.OPT_INDENT_2).decode()
+    except orjson.JSONDecodeError:
+        return raw.decode()

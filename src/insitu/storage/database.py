@@ -1,0 +1,138 @@
+"""One SQLite file in WAL mode: one writer, readable with no process alive, each write one transaction.
+
+A transaction is on disk when its block ends (synchronous=FULL), or nothing of it is. Safe from several
+threads of one process. Errors are `RecordError`, one line. `store.Store` says what is in the file.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from insitu import failpoint
+from insitu.errors import RecordError
+from insitu.storage.metrics import disk_error
+from insitu.storage.rollout_rows import READABLE, SCHEMA, SCHEMA_VERSION
+
+_BUSY_TIMEOUT_S = 5.0
+_DAMAGED = ("file is not a database", "database disk image is malformed")
+"""What SQLite says of a file that it cannot read."""
+
+
+class EmptyStore(RecordError):
+    """The file is there and nothing is in it yet: its writer has just begun, or died then."""
+
+
+class Database:
+    """The file and its transactions. A context manager."""
+
+    def __init__(self, path: Path, *, readonly: bool = False) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        try:
+            self._db = _connect(path, readonly)
+        except sqlite3.Error as error:
+            raise RecordError(f"cannot open {path}: {error}") from error
+        self._db.row_factory = sqlite3.Row
+        try:
+            self._prepare(readonly)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        """Idempotent. Everything stored is durable already."""
+        with self._lock:
+            self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def set_meta(self, key: str, value: str) -> None:
+        """Remember a small fact of the run (agent version, host, ...)."""
+        with self._writing("meta") as db:
+            db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def meta(self) -> dict[str, str]:
+        """All facts, `schema_version` among them."""
+        return {row["key"]: row["value"] for row in self._all("SELECT key, value FROM meta")}
+
+    def _prepare(self, readonly: bool) -> None:
+        if not readonly:
+            with self._sql():
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA synchronous = FULL")
+            with self._writing("schema") as db:
+                fresh = not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
+                for statement in SCHEMA.split(";\n") if fresh else ():
+                    db.execute(statement)
+                db.execute("INSERT OR IGNORE INTO meta VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
+        elif not self._all("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
+            raise EmptyStore(f"{self._path} holds no rollouts yet")
+        version = self.meta().get("schema_version", "")
+        if version == str(SCHEMA_VERSION) or (readonly and version in READABLE):
+            return
+        if version in READABLE:
+            raise RecordError(f"{self._path} was written by an older insitu: it can be read, not continued")
+        raise RecordError(
+            f"{self._path} has schema version {version or 'none'}; this insitu reads {' and '.join(READABLE)}"
+        )
+
+    def _all(self, query: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
+        with self._reading() as db:
+            return db.execute(query, values).fetchall()
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._sql(reading=True):
+            yield self._db
+
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[sqlite3.Connection]:
+        """One transaction: all of it is on disk when the block ends, or none of it. `what`: its failpoint."""
+        with self._lock, self._sql():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                failpoint.hit(f"{what}.before")
+                self._db.execute("COMMIT")
+            except BaseException:
+                # SQLite has rolled back by itself after some errors, a full disk among them.
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+            failpoint.hit(f"{what}.after")
+
+    @contextmanager
+    def _sql(self, *, reading: bool = False) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            # a file that is not, or no longer, a database fails at its first use of any kind
+            if reading or str(error) in _DAMAGED:
+                raise RecordError(f"cannot read {self._path}: {error}") from error
+            raise disk_error(self._path, error) from error
+
+
+def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
+    uri = path.absolute().as_uri()
+    if readonly:
+        # Without a write-ahead log the file is complete by itself and may lie on a read-only disk.
+        logged = path.with_name(path.name + "-wal").exists()
+        uri += "?mode=ro" if logged else "?mode=ro&immutable=1"
+    return sqlite3.connect(
+        uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+    )

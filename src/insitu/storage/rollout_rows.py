@@ -1,0 +1,383 @@
+"""How a Rollout is laid out in SQLite rows, and read back equal.
+
+Token ids are little-endian int32 blobs, log-probabilities float32, masks one byte per token. A segment
+keeps log-probabilities and versions of masked-in tokens only, since they are 0 everywhere else; a segment
+that breaks that rule is refused. Every row carries the schema version it was written with.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+
+from insitu.errors import RecordError
+from insitu.types import (
+    DriftNote,
+    FileEntry,
+    FloatArray,
+    IntArray,
+    Ledger,
+    Outcome,
+    Rollout,
+    Segment,
+    Status,
+    Timings,
+    Trajectory,
+    Turn,
+    Verdict,
+)
+
+SCHEMA_VERSION = 4
+READABLE = ("3", "4")
+"""Versions of directories that can be looked at: 3 has no `states`."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS rollouts (
+  rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, ulid TEXT NOT NULL,
+  phase TEXT NOT NULL, step INTEGER NOT NULL, group_no INTEGER NOT NULL, slot INTEGER NOT NULL,
+  task_id TEXT NOT NULL, category TEXT NOT NULL, status TEXT NOT NULL, reward REAL, attempt INTEGER NOT NULL,
+  error TEXT NOT NULL, deleted TEXT NOT NULL, timings TEXT NOT NULL, ledger TEXT NOT NULL, egress INTEGER,
+  UNIQUE (phase, step, group_no, slot)) STRICT;
+CREATE TABLE IF NOT EXISTS attempts (
+  rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL, schema_version INTEGER NOT NULL,
+  status TEXT NOT NULL, error TEXT NOT NULL, timings TEXT NOT NULL, ledger TEXT NOT NULL, egress INTEGER,
+  PRIMARY KEY (rollout_id, attempt)) STRICT;
+CREATE TABLE IF NOT EXISTS files (
+  rollout_id TEXT NOT NULL, path TEXT NOT NULL, schema_version INTEGER NOT NULL,
+  executable INTEGER NOT NULL, content BLOB NOT NULL, PRIMARY KEY (rollout_id, path)) STRICT;
+CREATE TABLE IF NOT EXISTS turns (
+  rollout_id TEXT NOT NULL, position INTEGER NOT NULL, schema_version INTEGER NOT NULL,
+  turn INTEGER NOT NULL, parent INTEGER NOT NULL, context_ids BLOB NOT NULL, ids BLOB NOT NULL,
+  logprobs BLOB, finish TEXT NOT NULL, version_runs TEXT NOT NULL, excluded TEXT NOT NULL,
+  PRIMARY KEY (rollout_id, position)) STRICT;
+CREATE TABLE IF NOT EXISTS segments (
+  rollout_id TEXT NOT NULL, position INTEGER NOT NULL, schema_version INTEGER NOT NULL,
+  segment INTEGER NOT NULL, owner TEXT NOT NULL, kind TEXT NOT NULL, label TEXT NOT NULL, ids BLOB NOT NULL,
+  mask BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
+  PRIMARY KEY (rollout_id, position)) STRICT;
+CREATE TABLE IF NOT EXISTS notes (
+  rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL,
+  drifts TEXT NOT NULL, hints TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS verdicts (
+  rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, outcome TEXT NOT NULL, reward REAL,
+  trust TEXT NOT NULL, passed INTEGER NOT NULL, total INTEGER NOT NULL, dropped_paths TEXT NOT NULL,
+  reason TEXT NOT NULL, task_hash TEXT NOT NULL, diff_hash TEXT NOT NULL, duration_s REAL NOT NULL,
+  tests TEXT NOT NULL, controls TEXT NOT NULL, image TEXT NOT NULL, grader TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS states (
+  rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, phase TEXT NOT NULL, step INTEGER NOT NULL,
+  group_no INTEGER NOT NULL, slot INTEGER NOT NULL, task_id TEXT NOT NULL, state TEXT NOT NULL,
+  reason TEXT NOT NULL, attempt INTEGER NOT NULL, version INTEGER NOT NULL, oldest INTEGER, account INTEGER,
+  UNIQUE (phase, step, group_no, slot)) STRICT;
+CREATE INDEX IF NOT EXISTS states_by_state ON states (state);
+CREATE INDEX IF NOT EXISTS states_by_account ON states (account);
+CREATE TABLE IF NOT EXISTS steps (
+  step INTEGER PRIMARY KEY, schema_version INTEGER NOT NULL, committed_s REAL NOT NULL,
+  checkpoint TEXT NOT NULL, plan_hash TEXT NOT NULL, metrics TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS ledger (
+  step INTEGER NOT NULL, entry TEXT NOT NULL, schema_version INTEGER NOT NULL, tokens INTEGER NOT NULL,
+  PRIMARY KEY (step, entry)) STRICT;
+"""
+"""`ledger.entry` is `captured`, `trained` or a reason of `EXCLUSIONS`. `notes` has a row only for
+rollouts with drifts or hints, and older directories do not have the table."""
+
+Row = Mapping[str, Any]
+
+
+def insert(
+    db: sqlite3.Connection, table: str, values: Mapping[str, object], *, replace: bool = False
+) -> None:
+    """Insert one row, stamped with the schema version."""
+    row = {**values, "schema_version": SCHEMA_VERSION}
+    verb = "INSERT OR REPLACE" if replace else "INSERT"
+    places = ", ".join(f":{name}" for name in row)
+    db.execute(f"{verb} INTO {table} ({', '.join(row)}) VALUES ({places})", row)
+
+
+def dumps(value: object) -> str:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+
+
+def write_rollout(db: sqlite3.Connection, place: Mapping[str, object], rollout: Rollout) -> None:
+    """Insert every row of a rollout; the caller holds the transaction. `place`: ulid, phase, step, slot."""
+    _check_reward(rollout.id, rollout.reward)
+    write_attempt(db, rollout)
+    values = {
+        **place,
+        **_attempt_values(rollout),
+        "task_id": rollout.task_id,
+        "category": rollout.category,
+        "reward": rollout.reward,
+        "deleted": dumps(rollout.deleted),
+    }
+    insert(db, "rollouts", values)
+    for path, entry in rollout.changed.items():
+        insert(db, "files", {"rollout_id": rollout.id, "path": path} | _file_values(entry))
+    for position, turn in enumerate(rollout.trajectory.turns):
+        insert(db, "turns", {"rollout_id": rollout.id, "position": position} | _turn_values(turn))
+    for position, segment in enumerate(rollout.trajectory.segments):
+        insert(db, "segments", {"rollout_id": rollout.id, "position": position} | _segment_values(segment))
+    notes = _notes_values(rollout.trajectory)
+    if notes:
+        insert(db, "notes", {"rollout_id": rollout.id} | notes)
+    if rollout.verdict is not None:
+        insert(db, "verdicts", {"rollout_id": rollout.id} | _verdict_values(rollout.verdict))
+
+
+def rewrite_verdict(db: sqlite3.Connection, rollout_id: str, verdict: Verdict) -> None:
+    """Replace the verdict of a decided rollout, and its reward."""
+    _check_reward(rollout_id, verdict.reward)
+    insert(db, "verdicts", {"rollout_id": rollout_id} | _verdict_values(verdict), replace=True)
+    db.execute("UPDATE rollouts SET reward = ? WHERE rollout_id = ?", (verdict.reward, rollout_id))
+
+
+def _check_reward(rollout_id: str, reward: float | None) -> None:
+    """SQLite keeps a NaN as NULL, which would read as not graded. Raises RecordError."""
+    if reward is not None and not math.isfinite(reward):
+        raise RecordError(f"rollout {rollout_id} has reward {reward}, which is no number")
+
+
+def write_attempt(db: sqlite3.Connection, rollout: Rollout) -> None:
+    """Insert or replace the row of one try at a slot, with the account of the tokens it sampled."""
+    insert(db, "attempts", _attempt_values(rollout), replace=True)
+
+
+def erase_rollout(db: sqlite3.Connection, rollout_id: str) -> None:
+    """Delete every row of a decided rollout; the rows of its attempts stay."""
+    for table in ("rollouts", "files", "turns", "segments", "notes", "verdicts"):
+        db.execute(f"DELETE FROM {table} WHERE rollout_id = ?", (rollout_id,))
+
+
+def read_ledger(text: str) -> Ledger:
+    return Ledger(**orjson.loads(text))
+
+
+def _attempt_values(rollout: Rollout) -> dict[str, object]:
+    ledger = rollout.trajectory.ledger
+    account = {"captured": ledger.captured, "trained": ledger.trained, "excluded": dict(ledger.excluded)}
+    return {
+        "rollout_id": rollout.id,
+        "attempt": rollout.attempt,
+        "status": rollout.status.value,
+        "error": rollout.error,
+        "timings": dumps({name: getattr(rollout.timings, name) for name in Timings.__dataclass_fields__}),
+        "ledger": dumps(account),
+        "egress": rollout.egress_attempts,
+    }
+
+
+def read_rollout(db: sqlite3.Connection, row: Row) -> Rollout:
+    """The Rollout of one row of `rollouts`, arrays read-only."""
+    rollout_id = row["rollout_id"]
+    key = (rollout_id,)
+    files = db.execute("SELECT * FROM files WHERE rollout_id = ? ORDER BY path", key)
+    turns = db.execute("SELECT * FROM turns WHERE rollout_id = ? ORDER BY position", key).fetchall()
+    segments = db.execute("SELECT * FROM segments WHERE rollout_id = ? ORDER BY position", key)
+    verdict = db.execute("SELECT * FROM verdicts WHERE rollout_id = ?", key).fetchone()
+    hints, drifts = _read_notes(db, rollout_id, [r["turn"] for r in turns])
+    return Rollout(
+        id=rollout_id,
+        task_id=row["task_id"],
+        category=row["category"],
+        status=Status(row["status"]),
+        reward=row["reward"],
+        trajectory=Trajectory(
+            segments=tuple(_segment(r) for r in segments),
+            turns=tuple(_turn(r, hints) for r in turns),
+            ledger=read_ledger(row["ledger"]),
+            drifts=drifts,
+        ),
+        verdict=None if verdict is None else _verdict(verdict),
+        changed={r["path"]: FileEntry(content=r["content"], executable=bool(r["executable"])) for r in files},
+        deleted=tuple(orjson.loads(row["deleted"])),
+        timings=Timings(**orjson.loads(row["timings"])),
+        attempt=row["attempt"],
+        error=row["error"],
+        egress_attempts=row["egress"],
+    )
+
+
+def _file_values(entry: FileEntry) -> dict[str, object]:
+    return {"executable": int(entry.executable), "content": bytes(entry.content)}
+
+
+def _turn_values(turn: Turn) -> dict[str, object]:
+    return {
+        "turn": turn.index,
+        "parent": turn.parent,
+        "context_ids": _int_blob(turn.context_ids),
+        "ids": _int_blob(turn.ids),
+        "logprobs": None if turn.logprobs is None else _float_blob(turn.logprobs),
+        "finish": turn.finish,
+        "version_runs": dumps(turn.version_runs),
+        "excluded": turn.excluded,
+    }
+
+
+Pairs = tuple[tuple[str, str], ...]
+Hints = Mapping[int, tuple[Pairs, Pairs]]
+"""By turn: the agent's hints, and what it wished."""
+
+
+def _notes_values(trajectory: Trajectory) -> dict[str, object]:
+    """Empty when there is nothing to note. Wishes stand only at the turns where they change."""
+    hints: list[tuple[object, ...]] = []
+    wished: Pairs = ()
+    for turn in trajectory.turns:
+        if turn.advisory != wished:
+            hints.append((turn.index, turn.hints, turn.advisory))
+        elif turn.hints:
+            hints.append((turn.index, turn.hints))
+        wished = turn.advisory
+    if not hints and not trajectory.drifts:
+        return {}
+    names = DriftNote.__dataclass_fields__
+    drifts = [{name: getattr(note, name) for name in names} for note in trajectory.drifts]
+    return {"drifts": dumps(drifts), "hints": dumps(hints)}
+
+
+def read_drifts(db: sqlite3.Connection) -> list[DriftNote]:
+    """Of every stored rollout."""
+    rows = db.execute("SELECT drifts FROM notes ORDER BY rollout_id") if has_table(db, "notes") else ()
+    return [DriftNote(**note) for row in rows for note in orjson.loads(row["drifts"])]
+
+
+def has_table(db: sqlite3.Connection, name: str) -> bool:
+    """False for tables that are younger than the directory."""
+    return db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
+
+
+def _pairs(told: Iterable[tuple[str, str]]) -> Pairs:
+    return tuple((name, value) for name, value in told)
+
+
+def _read_notes(
+    db: sqlite3.Connection, rollout_id: str, turns: Iterable[int]
+) -> tuple[Hints, tuple[DriftNote, ...]]:
+    """`turns`: in order."""
+    if not has_table(db, "notes"):
+        return {}, ()
+    row = db.execute("SELECT * FROM notes WHERE rollout_id = ?", (rollout_id,)).fetchone()
+    if row is None:
+        return {}, ()
+    hints: dict[int, tuple[Pairs, Pairs]] = {}
+    noted = {turn: held for turn, *held in orjson.loads(row["hints"])}
+    wished: Pairs = ()
+    for turn in turns:
+        held = noted.get(turn, ((),))
+        wished = _pairs(held[1]) if len(held) > 1 else wished
+        hints[turn] = (_pairs(held[0]), wished)
+    return hints, tuple(DriftNote(**note) for note in orjson.loads(row["drifts"]))
+
+
+def _turn(row: Row, hints: Hints) -> Turn:
+    told, wished = hints.get(row["turn"], ((), ()))
+    return Turn(
+        index=row["turn"],
+        parent=row["parent"],
+        context_ids=_ints(row["context_ids"]),
+        ids=_ints(row["ids"]),
+        logprobs=None if row["logprobs"] is None else _floats(row["logprobs"]),
+        finish=row["finish"],
+        version_runs=tuple((start, version) for start, version in orjson.loads(row["version_runs"])),
+        excluded=row["excluded"],
+        hints=told,
+        advisory=wished,
+    )
+
+
+def _segment_values(segment: Segment) -> dict[str, object]:
+    out = ~segment.mask
+    if segment.logprobs[out].any() or segment.versions[out].any():
+        raise RecordError(f"{segment.rollout_id}: segment {segment.index} has values outside its mask")
+    return {
+        "segment": segment.index,
+        "owner": segment.rollout_id,
+        "kind": segment.kind,
+        "label": segment.label,
+        "ids": _int_blob(segment.ids),
+        "mask": segment.mask.astype(np.uint8).tobytes(),
+        "logprobs": _float_blob(segment.logprobs[segment.mask]),
+        "versions": _int_blob(segment.versions[segment.mask]),
+    }
+
+
+def _segment(row: Row) -> Segment:
+    mask = np.frombuffer(row["mask"], dtype=np.bool_)
+    logprobs = np.zeros(len(mask), dtype=np.float32)
+    logprobs[mask] = _floats(row["logprobs"])
+    versions = np.zeros(len(mask), dtype=np.int32)
+    versions[mask] = _ints(row["versions"])
+    for array in (logprobs, versions):
+        array.flags.writeable = False
+    return Segment(
+        rollout_id=row["owner"],
+        index=row["segment"],
+        kind=row["kind"],
+        label=row["label"],
+        ids=_ints(row["ids"]),
+        mask=mask,
+        logprobs=logprobs,
+        versions=versions,
+    )
+
+
+def _verdict_values(verdict: Verdict) -> dict[str, object]:
+    return {
+        "outcome": verdict.outcome.value,
+        "reward": verdict.reward,
+        "trust": verdict.trust,
+        "passed": verdict.passed,
+        "total": verdict.total,
+        "dropped_paths": dumps(verdict.dropped_paths),
+        "reason": verdict.reason,
+        "task_hash": verdict.task_hash,
+        "diff_hash": verdict.diff_hash,
+        "duration_s": verdict.duration_s,
+        "tests": dumps([verdict.fail_to_pass, verdict.pass_to_pass]),
+        "controls": verdict.controls,
+        "image": verdict.image,
+        "grader": verdict.grader,
+    }
+
+
+def _verdict(row: Row) -> Verdict:
+    (fixed, to_fix), (kept, to_keep) = orjson.loads(row["tests"])
+    return Verdict(
+        outcome=Outcome(row["outcome"]),
+        reward=row["reward"],
+        trust=row["trust"],
+        passed=row["passed"],
+        total=row["total"],
+        dropped_paths=tuple(orjson.loads(row["dropped_paths"])),
+        reason=row["reason"],
+        task_hash=row["task_hash"],
+        diff_hash=row["diff_hash"],
+        duration_s=row["duration_s"],
+        fail_to_pass=(fixed, to_fix),
+        pass_to_pass=(kept, to_keep),
+        controls=row["controls"],
+        image=row["image"],
+        grader=row["grader"],
+    )
+
+
+def _int_blob(array: IntArray) -> bytes:
+    return array.astype("<i4", casting="safe").tobytes()
+
+
+def _float_blob(array: FloatArray) -> bytes:
+    return array.astype("<f4", casting="safe").tobytes()
+
+
+def _ints(blob: bytes) -> IntArray:
+    return np.frombuffer(blob, dtype="<i4")
+
+
+def _floats(blob: bytes) -> FloatArray:
+    return np.frombuffer(blob, dtype="<f4")

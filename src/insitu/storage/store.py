@@ -1,0 +1,366 @@
+"""The run's memory: SQLite in WAL mode, one writer, readable with no process alive.
+
+Invariants: `put_rollout` returns after the rollout is on disk (synchronous=FULL), so a graded rollout is
+durable before it is counted; `commit_step` is one transaction, so a step is committed wholly or not at all.
+After kill -9 at any moment a new Store sees every rollout and step whose call had returned.
+
+Calls block for a few milliseconds and are safe from several threads of one process. That only one process
+writes is the run directory's lock's business (`run.RunDir`). Errors are `RecordError`, one line.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from insitu.capture.ledger import reassign
+from insitu.errors import RecordError
+from insitu.storage.attempts import count_tries
+from insitu.storage.database import EmptyStore
+from insitu.storage.lifecycle import UNUSED, Balance, Lifecycle, accounted, decide, settle
+from insitu.storage.metrics import Metrics
+from insitu.storage.rollout_rows import (
+    Row,
+    dumps,
+    erase_rollout,
+    has_table,
+    insert,
+    read_drifts,
+    read_ledger,
+    read_rollout,
+    rewrite_verdict,
+    write_attempt,
+    write_rollout,
+)
+from insitu.storage.score import Score
+from insitu.storage.summaries import Outline, read_outlines
+from insitu.storage.ulid import new_ulid
+from insitu.types import DriftNote, Ledger, Rollout, Status, Verdict
+
+__all__ = ["EmptyStore", "Score", "StepRecord", "Store", "add_ledgers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One committed optimizer step."""
+
+    step: int
+    checkpoint: str
+    """Where the weights after this step are, relative to the run directory."""
+    plan_hash: str
+    """Hex digest of the trained plan: equal after a bit-identical resume."""
+    metrics: Mapping[str, Any] = field(repr=False)
+    ledger: Ledger
+    committed_s: float
+    """Seconds since the epoch."""
+
+
+class Store(Lifecycle):
+    """Open with `Store(path)` to write or `Store(path, readonly=True)` to look. A context manager."""
+
+    # ------------------------------------------------------------------ rollouts
+
+    def put_rollout(self, phase: str, step: int, group: int, slot: int, rollout: Rollout) -> None:
+        """Store a decided rollout; on return it is durable. A rollout is stored once: a second is refused,
+        unless the first failed of the infrastructure and no step counts on that. What is evaluated must
+        belong to weights that are still there, besides."""
+        place = {"ulid": new_ulid(), "phase": phase, "step": step, "group_no": group, "slot": slot}
+        with self._writing("graded") as db:
+            seen = db.execute("SELECT status FROM rollouts WHERE rollout_id = ?", (rollout.id,)).fetchone()
+            if seen is not None:
+                # the optimizer step that trains a rollout is not the one of its place: `decide` knows
+                late = phase != "train" and not _open(db, phase, step)
+                if seen["status"] != Status.INFRA_FAILED.value or late:
+                    raise RecordError(f"rollout {rollout.id} is stored already")
+                erase_rollout(db, rollout.id)
+            write_rollout(db, place, rollout)
+            decide(db, place, rollout)
+
+    def put_verdict(self, rollout_id: str, verdict: Verdict) -> None:
+        """Replace the verdict, and with it the reward, of a stored rollout."""
+        with self._writing("verdict") as db:
+            rewrite_verdict(db, rollout_id, verdict)
+
+    def still_open(self, phase: str, step: int) -> bool:
+        """True while rollouts of this phase and step would still be made by the weights they belong to."""
+        with self._reading() as db:
+            return _open(db, phase, step)
+
+    def put_attempt(self, rollout: Rollout) -> None:
+        """Record one try at a slot that failed, with its account; the last one comes by `put_rollout`."""
+        with self._writing("attempt") as db:
+            write_attempt(db, rollout)
+
+    def tried(self, prefix: str) -> dict[str, int]:
+        """Rollout id -> number of its last try, ended or not, for ids that begin with `prefix`."""
+        among = "WHERE rollout_id >= :first AND rollout_id < :after"
+        query = f"SELECT rollout_id, attempt AS n FROM attempts {among}"
+        bounds = {"first": prefix, "after": prefix + "\U0010ffff"}
+        with self._reading() as db:
+            if has_table(db, "states"):
+                query += f" UNION ALL SELECT rollout_id, attempt FROM states {among}"
+            grouped = f"SELECT rollout_id, MAX(n) AS n FROM ({query}) GROUP BY rollout_id HAVING MAX(n) > 0"
+            return {row["rollout_id"]: row["n"] for row in db.execute(grouped, bounds)}
+
+    def tries(self) -> dict[str, int]:
+        """Tries of the run by their end, see tries.py; empty for a directory of an older insitu."""
+        with self._reading() as db:
+            return count_tries(db)
+
+    def attempts(self, rollout_id: str) -> list[tuple[int, Status, str]]:
+        """(attempt, status, error) of every recorded try, in order."""
+        rows = self._all("SELECT * FROM attempts WHERE rollout_id = ? ORDER BY attempt", (rollout_id,))
+        return [(row["attempt"], Status(row["status"]), row["error"]) for row in rows]
+
+    def rollouts(self, phase: str, step: int) -> list[Rollout]:
+        """Rollouts of one phase and step by (group, slot): equal to what was put, arrays read-only."""
+        query = "SELECT * FROM rollouts WHERE phase = ? AND step = ? ORDER BY group_no, slot"
+        with self._reading() as db:
+            return [read_rollout(db, row) for row in db.execute(query, (phase, step)).fetchall()]
+
+    def step_rollouts(self, step: int) -> list[Rollout]:
+        """Every rollout in a committed step's account, trained or not, in the order of their places: what the
+        step was planned from."""
+        account = "SELECT r.* FROM rollouts r JOIN states s USING (rollout_id) WHERE s.account = ?"
+        with self._reading() as db:
+            if not has_table(db, "states"):
+                account = "SELECT * FROM rollouts r WHERE phase = 'train' AND step = ?"
+            rows = db.execute(f"{account} ORDER BY r.step, r.group_no, r.slot", (step,)).fetchall()
+            return [read_rollout(db, row) for row in rows]
+
+    def step_score(self, step: int) -> Score:
+        """Of the rollouts in a committed step's account."""
+        account = "JOIN states s USING (rollout_id) WHERE s.account = ?"
+        with self._reading() as db:
+            if not has_table(db, "states"):
+                account = "WHERE r.phase = 'train' AND r.step = ?"
+            rewards = f"SELECT r.reward FROM rollouts r {account} AND r.reward IS NOT NULL"
+            return Score.of([row["reward"] for row in db.execute(rewards, (step,))])
+
+    def rollout(self, rollout_id: str) -> Rollout:
+        """One rollout by its id. Raises RecordError when there is none."""
+        with self._reading() as db:
+            row = db.execute("SELECT * FROM rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone()
+            if row is None:
+                raise RecordError(f"{self._path} holds no rollout {rollout_id}")
+            return read_rollout(db, row)
+
+    def outcomes(self, phase: str, step: int) -> list[Outline]:
+        """How the rollouts of one phase and step ended, by (group, slot), without reading tokens or files."""
+        with self._reading() as db:
+            return read_outlines(db, phase, step)
+
+    def drifts(self) -> list[DriftNote]:
+        """Requests of all stored rollouts that did not simply continue what was held."""
+        with self._reading() as db:
+            return read_drifts(db)
+
+    def places(self, phase: str, step: int) -> dict[tuple[int, int], str]:
+        """(group, slot) -> rollout id of what is stored; a resumed collector fills the rest."""
+        query = "SELECT group_no, slot, rollout_id FROM rollouts WHERE phase = ? AND step = ?"
+        rows = self._all(query, (phase, step))
+        return {(row["group_no"], row["slot"]): row["rollout_id"] for row in rows}
+
+    def phases(self) -> dict[tuple[str, int], int]:
+        """(phase, step) -> number of stored rollouts, in the order of their first rollout."""
+        query = "SELECT phase, step, COUNT(*) AS n FROM rollouts GROUP BY phase, step ORDER BY MIN(ulid)"
+        return {(row["phase"], row["step"]): row["n"] for row in self._all(query)}
+
+    def scores(self, phase: str, step: int) -> dict[str, Score]:
+        """Task family -> score of one phase and step; the key "" is the total."""
+        query = (
+            "SELECT category, reward FROM rollouts"
+            " WHERE phase = ? AND step = ? AND reward IS NOT NULL ORDER BY category, group_no, slot"
+        )
+        by_category: dict[str, list[float]] = {}
+        for row in self._all(query, (phase, step)):
+            by_category.setdefault(row["category"], []).append(row["reward"])
+        total = Score.of([reward for rewards in by_category.values() for reward in rewards])
+        return {"": total} | {category: Score.of(held) for category, held in by_category.items() if category}
+
+    def ledger(self) -> Ledger:
+        """The account of everything that is stored: committed steps, evaluations, what was discarded outside
+        of any step, and every failed try.
+
+        Raises RecordError when it does not balance or a sampled token is in none of them.
+        """
+        balance = self.check_balance()
+        if balance.pending:
+            raise RecordError(
+                f"the ledger of the run does not balance: the fate of {balance.pending} stored tokens is open"
+            )
+        return balance.tokens
+
+    def check_balance(self) -> Balance:
+        """The account of rollouts and of tokens at any moment of a run. Raises RecordError, naming the first
+        rollout, step or sum that is wrong."""
+        steps = self.steps()
+        with self._reading() as db:
+            return _balance(db, steps)
+
+    # ------------------------------------------------------------------ steps
+
+    def commit_step(
+        self,
+        step: int,
+        metrics: Metrics,
+        checkpoint: str,
+        plan_hash: str,
+        ledger: Ledger,
+        *,
+        trained: Collection[str] = (),
+        discarded: Mapping[str, str] | None = None,
+        meta: Mapping[str, str] | None = None,
+    ) -> None:
+        """Commit one optimizer step in one transaction, after its checkpoint is on disk. `trained` and
+        `discarded` (rollout id -> reason) are together all that was assigned to it, and may name what failed
+        of the infrastructure besides; facts in `meta` are stored with it. Steps only grow; a step is
+        committed once. Raises RecordError."""
+        if not ledger.balanced:
+            raise RecordError(f"step {step}: the ledger does not balance: {ledger}")
+        with self._writing("step") as db:
+            last = db.execute("SELECT MAX(step) AS step FROM steps").fetchone()["step"]
+            if last is not None and step <= last:
+                raise RecordError(f"step {step} cannot follow step {last}: it would be trained twice")
+            settle(db, step, ledger, trained, discarded or {})
+            values: dict[str, object] = {"step": step, "committed_s": time.time(), "checkpoint": checkpoint}
+            insert(db, "steps", values | {"plan_hash": plan_hash, "metrics": dumps(dict(metrics))})
+            entries = {"captured": ledger.captured, "trained": ledger.trained, **ledger.excluded}
+            for entry, tokens in entries.items():
+                insert(db, "ledger", {"step": step, "entry": entry, "tokens": tokens})
+            for fact in (meta or {}).items():
+                db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", fact)
+
+    def steps(self) -> list[StepRecord]:
+        """Every committed step in order."""
+        with self._reading() as db:
+            rows = db.execute("SELECT * FROM steps ORDER BY step").fetchall()
+            return [_step(db, row) for row in rows]
+
+    def last_step(self) -> StepRecord | None:
+        """The newest committed step; None before the first. A resumed run starts after it."""
+        with self._reading() as db:
+            row = db.execute("SELECT * FROM steps ORDER BY step DESC LIMIT 1").fetchone()
+            return None if row is None else _step(db, row)
+
+
+def add_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
+    """Sum of accounts."""
+    excluded: dict[str, int] = {}
+    for ledger in ledgers:
+        for reason, tokens in ledger.excluded.items():
+            excluded[reason] = excluded.get(reason, 0) + tokens
+    return Ledger(
+        captured=sum(x.captured for x in ledgers),
+        trained=sum(x.trained for x in ledgers),
+        excluded=dict(sorted(excluded.items())),
+    )
+
+
+def _open(db: sqlite3.Connection, phase: str, step: int) -> bool:
+    """See `Store.still_open`. Training: until a committed step has counted on one of these rollouts."""
+    if phase != "train":
+        last: int = db.execute("SELECT COALESCE(MAX(step), 0) AS step FROM steps").fetchone()["step"]
+        return step >= last
+    counted = (
+        "SELECT 1 FROM states s JOIN steps c ON c.step = s.account"
+        " WHERE s.phase = 'train' AND s.step = ? LIMIT 1"
+    )
+    return db.execute(counted, (step,)).fetchone() is None
+
+
+def _step(db: sqlite3.Connection, row: Row) -> StepRecord:
+    entries = db.execute("SELECT entry, tokens FROM ledger WHERE step = ?", (row["step"],)).fetchall()
+    account = {entry["entry"]: entry["tokens"] for entry in entries}
+    return StepRecord(
+        step=row["step"],
+        checkpoint=row["checkpoint"],
+        plan_hash=row["plan_hash"],
+        metrics=orjson.loads(row["metrics"]),
+        ledger=Ledger(captured=account.pop("captured"), trained=account.pop("trained"), excluded=account),
+        committed_s=row["committed_s"],
+    )
+
+
+def _balance(db: sqlite3.Connection, steps: Sequence[StepRecord]) -> Balance:
+    """See `Store.check_balance`."""
+    failed = (
+        "SELECT a.ledger FROM attempts a LEFT JOIN rollouts r USING (rollout_id, attempt)"
+        " WHERE r.rollout_id IS NULL"
+    )
+    ended = [read_ledger(row["ledger"]) for row in db.execute(failed)]
+    stored = sum(ledger.captured for ledger in ended)
+    states: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    pending = 0
+    if has_table(db, "states"):
+        _check_rows(db)
+        _check_steps(db, steps)
+        query = "SELECT s.*, r.ledger FROM states s LEFT JOIN rollouts r USING (rollout_id)"
+    else:
+        query = (
+            "SELECT ledger, 'evaluation' AS reason, CASE phase WHEN 'train' THEN step END AS account,"
+            " CASE phase WHEN 'train' THEN 'trained' ELSE 'discarded' END AS state FROM rollouts"
+        )
+    for row in db.execute(query):
+        states[row["state"]] += 1
+        if row["state"] == "discarded":
+            reasons[row["reason"]] += 1
+        if row["ledger"] is None:
+            continue
+        ledger = read_ledger(row["ledger"])
+        stored += ledger.captured
+        if row["state"] in UNUSED:
+            pending += ledger.captured
+        elif row["account"] is None:
+            # without a reason: it failed of the infrastructure and is being made again
+            ended.append(reassign(ledger, row["reason"] or "infra"))
+    total = add_ledgers([*(step.ledger for step in steps), *ended])
+    if not total.balanced or total.captured + pending != stored:
+        raise RecordError(
+            f"the ledger of the run does not balance: {total}, {pending} tokens pending, {stored} are stored"
+        )
+    return Balance(
+        states=dict(states),
+        discarded=dict(sorted(reasons.items())),
+        tokens=total,
+        pending=pending,
+        tries=count_tries(db),
+    )
+
+
+def _check_rows(db: sqlite3.Connection) -> None:
+    """Every stored rollout stands somewhere, and every decided one is stored."""
+    wrong = {
+        "is stored and stands nowhere": "SELECT r.rollout_id FROM rollouts r"
+        " LEFT JOIN states s USING (rollout_id)"
+        " WHERE s.state IS NULL OR s.state IN ('planned', 'running') AND r.status != 'infra_failed'",
+        "is graded and not stored": "SELECT s.rollout_id FROM states s"
+        " LEFT JOIN rollouts r USING (rollout_id)"
+        " WHERE r.rollout_id IS NULL AND s.state IN ('graded', 'scored', 'assigned', 'trained')",
+        "is trained by no committed step": "SELECT s.rollout_id FROM states s LEFT JOIN steps c"
+        " ON c.step = s.account WHERE c.step IS NULL AND s.state = 'trained'",
+        "is taken by a step that is committed already": "SELECT s.rollout_id FROM states s JOIN steps c"
+        " ON c.step = s.account WHERE s.state = 'assigned'",
+    }
+    for what, query in wrong.items():
+        row = db.execute(f"{query} LIMIT 1").fetchone()
+        if row is not None:
+            raise RecordError(f"the ledger of the run does not balance: rollout {row['rollout_id']} {what}")
+
+
+def _check_steps(db: sqlite3.Connection, steps: Sequence[StepRecord]) -> None:
+    """Every committed step counts exactly the tokens of its rollouts."""
+    for step in steps:
+        held = sum(ledger.captured for ledger in accounted(db, step.step))
+        if held != step.ledger.captured:
+            raise RecordError(
+                f"the ledger of the run does not balance: step {step.step} counts {step.ledger.captured}"
+                f" tokens, its rollouts hold {held}"
+            )

@@ -1,0 +1,149 @@
+"""The verb: the attacks, a table of their cells, the JSON line, and what is not as required in words."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from insitu.config import Config, load_config
+from insitu.errors import ConfigError
+from insitu.runtime.sandboxes import LACKS, check_tasks, make_backend
+from insitu.sandbox.base import SandboxBackend
+from insitu.shutdown import run_interruptible
+from insitu.suites.attacks.matrix import ATTACKS, RESIDUAL, as_markdown, required, runners
+from insitu.suites.attacks.model import Attack
+from insitu.suites.attacks.run import AttackReport, run_matrix
+from insitu.suites.attacks.runner import NAIVE_WORK_BYTES, Cell
+from insitu.suites.attacks.target import target_for
+from insitu.suites.attacks.user_tasks import run_user_tasks, user_targets
+
+WIDTH = 150
+"""Of the table where it goes to no terminal."""
+
+
+def chosen_attacks(text: str) -> tuple[Attack, ...]:
+    """Attacks from `1,4,10-12`; all of them from an empty text. Raises ConfigError."""
+    wanted: set[int] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
+        if found is None:
+            raise ConfigError(f"--only takes numbers of attacks, like 1,4,10-12; got {part!r}")
+        wanted |= set(range(int(found[1]), int(found[2] or found[1]) + 1))
+    unknown = sorted(wanted - {attack.id for attack in ATTACKS})
+    if unknown:
+        raise ConfigError(f"no attack {unknown[0]}; there are 1 to {len(ATTACKS)}")
+    return tuple(attack for attack in ATTACKS if not wanted or attack.id in wanted)
+
+
+def chosen_runners(text: str) -> tuple[str, ...]:
+    """Runners from `a,b`; all of them from an empty text. Raises ConfigError."""
+    known = runners()
+    names = [name.strip() for name in text.split(",") if name.strip()] or list(known)
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise ConfigError(f"no runner {unknown[0]} in the matrix; there are: {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
+
+
+def open_backends(config: Config) -> tuple[SandboxBackend, SandboxBackend]:
+    """What sandboxes are made with, and the same for the careless grader. A fall-back has no part in it:
+    what is shown is shown of one backend. Raises ConfigError and SetupError."""
+    if config.sandbox.backend == "harbor":
+        why = LACKS["harbor"]["gateway_only"]
+        raise ConfigError(
+            f"insitu attack needs sandboxes in which agents run; sandbox.backend = harbor: {why}"
+        )
+    check_tasks(config, [target_for("json_io").task])
+    return make_backend(config), make_backend(config, work_bytes=NAIVE_WORK_BYTES)
+
+
+def run(options: argparse.Namespace, path: Path | None, overrides: Sequence[str]) -> bool:
+    """True when every cell is as required. `options`: those of the command line; `path`: the file whose tasks
+    are attacked, and whose [sandbox] is used; so are those of overrides under `tasks.`.
+
+    Raises ConfigError, TaskError and SetupError.
+    """
+    if options.markdown:
+        print(as_markdown(), end="")
+        return True
+    attacks, names = chosen_attacks(options.only), chosen_runners(options.runner)
+    shown = sys.stderr if options.json else sys.stdout
+    config = load_config(path, overrides)
+    backend, careless = open_backends(config)
+    if path is None and not any(one.startswith("tasks.") for one in overrides):
+        report = run_interruptible(run_matrix(attacks, names, backend, careless, _tell))
+    else:
+        name = str(path or config.tasks.path or config.tasks.source)
+        found = user_targets(config, name, options.tasks, _say)
+        subjects = [one for one in found if one.task.grading.runner in names]
+        if not subjects:
+            raise ConfigError(f"no task of {name} asks for runner {', '.join(names)}")
+        check_tasks(config, [one.task for one in subjects])
+        attacks = tuple(attack for attack in attacks if attack.portable)
+        if not attacks:
+            raise ConfigError(
+                f"attacks {options.only} know the reference subject; none can be tried on {name}"
+            )
+        names = tuple(dict.fromkeys(one.task.grading.runner for one in subjects))
+        report = run_interruptible(run_user_tasks(attacks, subjects, backend, _tell))
+    print_report(report, attacks, names, Console(file=shown, width=None if shown.isatty() else WIDTH))
+    if options.json:
+        print(orjson.dumps(report.as_json()).decode())
+    return not report.failures
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _tell(cell: Cell) -> None:
+    print(f"{cell.runner} {cell.id} {'FAILED' if cell.failures else 'ok'}", file=sys.stderr)
+
+
+def print_report(
+    report: AttackReport, attacks: Sequence[Attack], names: Sequence[str], console: Console
+) -> None:
+    """What each cell came to; a residual one says so beside what the cheat got."""
+    found: dict[tuple[int, str], Cell] = {}
+    for cell in report.cells:  # of many tasks, one that failed is shown
+        if not cell.failures:
+            found.setdefault((cell.id, cell.runner), cell)
+        else:
+            found[cell.id, cell.runner] = cell
+    table = Table("#", "attack", *names, "twins", box=None, pad_edge=False)
+    for attack in attacks:
+        cells = [found[attack.id, name] for name in names if (attack.id, name) in found]
+        mine = [cell for cell in report.cells if cell.id == attack.id]
+        twins = f"{sum(cell.twins_ok for cell in mine)}/{sum(cell.twins for cell in mine)}"
+        table.add_row(str(attack.id), attack.title, *(_word(attack, cell) for cell in cells), twins)
+    console.print(table)
+    for name in names:
+        for number, reason in RESIDUAL[name].items():
+            if (number, name) in found and found[number, name].residual:
+                console.print(f"{name} {number} is residual: {reason}", markup=False, highlight=False)
+    for failure in report.failures:
+        where = f"{failure.runner} {failure.id}" if failure.id else f"{failure.runner}, not attacked"
+        line = f"{where}: expected {failure.expected}; got {failure.got}"
+        console.print(line, markup=False, highlight=False)
+    for name in names:
+        defeated, residual, tried = report.by_runner(name)
+        rest = f", {residual} residual" if residual else ""
+        console.print(f"{name}: {defeated} of {tried} attacks defeated{rest}", highlight=False)
+    counts = report.as_json()
+    summary = f"{counts['defeated']} of {counts['attacks']} attacks defeated by at least one runner, "
+    console.print(summary + f"{counts['twins_ok']} of {counts['twins']} honest twins keep their reward")
+
+
+def _word(attack: Attack, cell: Cell) -> str:
+    if cell.residual:
+        return f"residual ({cell.got})"
+    if cell.failures:
+        return f"FAILED {cell.got[:40]}"
+    return cell.got if attack.id in RESIDUAL[cell.runner] else required(attack, cell.runner)

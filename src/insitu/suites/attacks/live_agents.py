@@ -1,0 +1,93 @@
+"""Agents that attack from where agents really are: a harness's sandbox, a gateway session, a secret of their
+own.
+
+    script -> ScriptHarness's sandbox -(unix socket)-> Gateway -> ScriptedEngine
+
+Their sandbox is made, stopped and captured by the code that serves every rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from insitu.agents.base import AgentResult, ModelAccess
+from insitu.agents.script import ScriptHarness
+from insitu.chat.template import TemplateRenderer
+from insitu.gateway.server import Gateway
+from insitu.gateway.session import Session
+from insitu.gateway.session_spec import SessionStats
+from insitu.sandbox.base import SandboxBackend
+from insitu.testing.open_renderer import open_renderer
+from insitu.testing.scripted_engine import ScriptedEngine
+from insitu.types import Limits, Message, Task, Trajectory
+
+SEAL_S = 5.0
+LIMITS = Limits(wall_s=60.0, max_calls=8, max_call_tokens=64, max_context_tokens=4096)
+
+
+@functools.cache
+def renderer() -> TemplateRenderer:
+    with tempfile.TemporaryDirectory(prefix="insitu-") as folder:
+        return open_renderer(Path(folder) / "model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttackOutcome:
+    """What an agent left behind: its folder, and what its session holds."""
+
+    result: AgentResult
+    trajectory: Trajectory
+    stats: SessionStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedGateway:
+    """A gateway with a policy that always says the same, and agents that attack it."""
+
+    gateway: Gateway
+    backend: SandboxBackend
+    folder: Path
+    engine: ScriptedEngine
+
+    @asynccontextmanager
+    async def session(self, name: str) -> AsyncIterator[tuple[Session, Path]]:
+        """A session on a socket of its own. The caller seals it."""
+        path = self.folder / name
+        async with self.gateway.listen_unix(path):
+            yield self.gateway.open_session(f"attack/{name}", seed=1, limits=LIMITS, listener=path), path
+
+    async def agent(self, name: str, script: str, task: Task) -> AttackOutcome:
+        """Run `script` as an agent with shell and Python on a task. Raises SandboxError and HarnessError."""
+        harness = ScriptHarness(("/bin/sh", "-c", script), {}, self.backend)
+        async with self.session(name) as (session, path), harness.worker(path) as worker:
+            access = ModelAccess(
+                public_id=session.public_id,
+                secret=session.secret,
+                max_call_tokens=LIMITS.max_call_tokens,
+                max_context_tokens=LIMITS.max_context_tokens,
+            )
+            try:
+                result = await worker.run(replace(task, limits=LIMITS), access)
+            finally:
+                trajectory = await session.seal(SEAL_S)
+            return AttackOutcome(result=result, trajectory=trajectory, stats=session.stats)
+
+
+@asynccontextmanager
+async def open_scripted_gateway(backend: SandboxBackend) -> AsyncIterator[ScriptedGateway]:
+    tokens = await asyncio.to_thread(renderer)
+    engine = ScriptedEngine(
+        tokens,
+        lambda ids, key: Message(role="assistant", text="I see."),
+        max_context_tokens=LIMITS.max_context_tokens,
+    )
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="insitu-"))
+        gateway = await stack.enter_async_context(Gateway(engine, tokens))
+        yield ScriptedGateway(gateway=gateway, backend=backend, folder=Path(folder), engine=engine)

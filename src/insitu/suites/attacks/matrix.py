@@ -1,0 +1,92 @@
+"""Every attack, and what each cell of attack x runner must be. docs/attacks.md is made from here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from insitu.suites.attacks.file_attacks import FILES_ATTACKS
+from insitu.suites.attacks.leak_attacks import LEAKS
+from insitu.suites.attacks.model import Attack
+from insitu.suites.attacks.process_attacks import LIFE
+from insitu.suites.attacks.target import RUNNERS
+from insitu.suites.attacks.test_attacks import TESTS
+from insitu.suites.attacks.verdict_attacks import VERDICT
+from insitu.types import Outcome
+
+ATTACKS: tuple[Attack, ...] = (*TESTS, *VERDICT, *FILES_ATTACKS, *LEAKS, *LIFE)
+
+_PROCESS = "the tests and the candidate share a process"
+_FRAMES = f"{_PROCESS}: expected values stand in the frames that call it"
+_READS = (
+    "the tests are in the candidate's sandbox while they run: it can read them and hard-code what they say"
+)
+_SEES = f"{_PROCESS}: it can see that it is tested"
+_EQUALS = f"{_PROCESS} and there are no controls: an object that equals everything satisfies an assertion"
+_REPORTS = f"{_PROCESS} and there are no controls: what it reports can be patched"
+_PRINTS = f"{_PROCESS} and its output: what the check prints when all is well, the candidate can print"
+_CODES = f"{_PROCESS}: with the code that the check leaves with when all is well, the candidate can leave"
+_FILE = "the reward is a file that the script makes in the sandbox, and so can the candidate"
+RESIDUAL: Mapping[str, Mapping[int, str]] = {
+    "json_io": {},
+    "pytest": {19: _SEES},
+    "command": {11: _PRINTS, 15: _EQUALS, 16: _FRAMES, 17: _READS, 19: _SEES},
+    "swebench_log": {
+        10: _REPORTS,
+        11: f"{_PROCESS} and its output: lines of a test that never ran cannot be told from others",
+        15: _EQUALS,
+        16: _FRAMES,
+        17: _READS,
+        19: _SEES,
+    },
+    "harbor": {
+        10: _REPORTS,
+        12: _CODES,
+        15: _EQUALS,
+        16: _FRAMES,
+        17: _READS,
+        19: _SEES,
+        21: _FILE,
+        22: _FILE,
+    },
+}
+"""Runner -> attack -> why a determined candidate may win there. Shown, never hidden."""
+
+_WORDS = {
+    Outcome.UNRESOLVED: "R0",
+    Outcome.TAMPERED: "TAMPER",
+    Outcome.REFUSED: "REFUSED",
+    Outcome.TEST_TIMEOUT: "TIMEOUT",
+}
+
+
+def runners() -> tuple[str, ...]:
+    """Those that the grader has, in the order of the matrix."""
+    from insitu.grading.grader import RUNNERS as KNOWN
+
+    return tuple(name for name in RUNNERS if name in KNOWN and name in RESIDUAL)
+
+
+def required(attack: Attack, runner: str) -> str:
+    """The cell in words: outcomes by variant, each once, or residual."""
+    if attack.id in RESIDUAL[runner]:
+        return "residual"
+    if attack.play is not None:
+        return "SAFE" if attack.id != 50 else "TAMPER"
+    said = ("/".join(_WORDS[outcome] for outcome in v.allowed(runner)) for v in attack.variants)
+    return ", ".join(dict.fromkeys(said))
+
+
+def as_markdown() -> str:
+    """The matrix as a table, and the reasons of its residual cells."""
+    names = runners()
+    lines = ["| # | attack | asked for | " + " | ".join(names) + " | fools |"]
+    lines.append("|" + "---|" * (len(names) + 4))
+    for attack in ATTACKS:
+        fooled = ", ".join(dict.fromkeys(v.naive for v in attack.variants if v.naive is not None))
+        cells = [required(attack, name) for name in names]
+        row = [str(attack.id), attack.title, attack.expect, *cells, fooled or "its careless counterpart"]
+        lines.append("| " + " | ".join(row) + " |")
+    lines.append("")
+    for name in names:
+        lines += [f"- {name}, {number}: {reason}." for number, reason in RESIDUAL[name].items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,112 @@
+"""The attacks that know nothing of the reference subject, tried on a user's own tasks.
+
+The gold change of a task is the honest twin, its untouched folder with one comment more is what a cheat may
+earn at most. A cheat that earns more shows that the task's tests can be cheated, or the runner it asks for: a
+failed cell, also where the matrix of the reference subject promises nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from insitu.config import Config
+from insitu.errors import GradeError, SandboxError, TaskError
+from insitu.grading.diff import changes, is_protected
+from insitu.grading.grader import runner_for, solution
+from insitu.runtime.agents import limits_of
+from insitu.sandbox.base import SandboxBackend
+from insitu.suites.attacks.matrix import RESIDUAL
+from insitu.suites.attacks.model import Attack, Move
+from insitu.suites.attacks.run import AT_ONCE, AttackReport
+from insitu.suites.attacks.runner import AttackRunner, Cell, Failure, try_variants
+from insitu.suites.attacks.target import Target
+from insitu.tasks.base import Split
+from insitu.tasks.factory import open_source
+from insitu.types import Oracle, Task
+
+
+def user_targets(
+    config: Config, name: str, count: int, tell: Callable[[str], None] = lambda line: None
+) -> list[Target]:
+    """The first tasks, of the training split and then of the other, that can be attacked; `name` is what
+    errors call their source, `tell` gets a line for each that is left out. Raises TaskError and
+    ConfigError."""
+    source = open_source(config, limits_of(config), runner_for)
+    found, left_out = list[Target](), list[str]()
+    splits: tuple[Split, ...] = ("train", "eval")
+    for split in splits:
+        size, missing = source.size(split), count - len(found) - len(left_out)
+        for task in source.tasks(split, 0, missing if size is None else min(missing, size)):
+            try:
+                found.append(as_target(task, source.oracle(task)))
+            except TaskError as error:
+                left_out.append(str(error))
+    if not found:
+        raise TaskError(f"no task of {name} can be attacked: {left_out[0] if left_out else 'there is none'}")
+    for reason in left_out:
+        tell(f"left out: {reason}")
+    return found
+
+
+def as_target(task: Task, oracle: Oracle) -> Target:
+    """Raises TaskError when nothing of Python is changed by the gold, or its base is not on the host."""
+    if not task.files:
+        raise TaskError(f"task {task.id}: its files are in an image; attacks need them on the host")
+    if not (oracle.gold or oracle.gold_patch):
+        raise TaskError(f"task {task.id}: it has no gold, which is the honest twin")
+    solved = solution(task, oracle, task.files)
+    for target in changes(task.files, solved)[0]:
+        ours = target.endswith(".py") and target in task.files
+        if ours and not is_protected(target, task.grading.protected):
+            return Target(task=task, oracle=oracle, target=target, solved=solved)
+    raise TaskError(f"task {task.id}: its gold changes no Python file that it starts with")
+
+
+async def run_user_tasks(
+    attacks: Sequence[Attack],
+    subjects: Sequence[Target],
+    backend: SandboxBackend,
+    tell: Callable[[Cell], None] = lambda cell: None,
+) -> AttackReport:
+    """Try what is portable of `attacks` on each subject. One that its gold does not solve, or that its base
+    does, is not attacked and told as unfit, and so is one whose sandboxes fail before an attack."""
+    cells: list[Cell] = []
+    unfit: list[Failure] = []
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(lab: AttackRunner, attack: Attack) -> None:
+        runner = lab.subject.task.grading.runner
+        async with gate:
+            cell = await try_variants(lab, attack, runner, RESIDUAL[runner].get(attack.id, ""), own=True)
+        where = f"task {lab.subject.task.id}, "
+        failures = tuple(_at(failure, where) for failure in cell.failures)
+        cells.append(replace(cell, failures=failures))
+        tell(cells[-1])
+
+    for subject in subjects:
+        lab = AttackRunner(backend, backend, subject)
+        try:
+            await lab.grader.validate(subject.task, subject.oracle, repeats=1)
+            idle = await lab.grade(await lab.left(Move(after="#\n"), solved=False))
+        except (TaskError, GradeError, SandboxError) as error:
+            unfit.append(_unfit(subject.task, str(error)))
+            continue
+        lab.idle = idle.reward or 0.0
+        async with asyncio.TaskGroup() as tasks:
+            for attack in attacks:
+                if attack.portable:
+                    tasks.create_task(one(lab, attack))
+    return AttackReport(cells=tuple(cells), naive=(), unfit=tuple(unfit))
+
+
+def _unfit(task: Task, reason: str) -> Failure:
+    """Where a task is not attacked: no attack has number 0."""
+    got = " ".join(reason.split()).removeprefix(f"task {task.id}: ")
+    expected = f"task {task.id}, its base fails and its gold passes"
+    return Failure(id=0, runner=task.grading.runner, expected=expected, got=got)
+
+
+def _at(failure: Failure, where: str) -> Failure:
+    return replace(failure, expected=where + failure.expected)

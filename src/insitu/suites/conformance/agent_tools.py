@@ -1,0 +1,147 @@
+"""How each agent is asked for each thing: by its own tools, in its own argument names.
+
+A tool is named as the agent names it on the wire; where a dialect joins a namespace to it, the end of the
+name decides. A new agent needs one entry here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from insitu.types import WORKDIR
+
+Arguments = Mapping[str, object]
+Call = tuple[str, Arguments]
+"""(tool, arguments)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTools:
+    """One agent's tools. Paths are relative to the work folder."""
+
+    read: Callable[[str], Call]
+    edit: Callable[[str, str, str], Call]
+    """(path, old text, new text)."""
+    run: Callable[[str], Call]
+    summarise: str
+    """Pattern in the last user or system block of a prompt that asks for a summary of the conversation, and
+    in no summary."""
+    spawn: Callable[[str], Call] | None = None
+    """Prompt of a sub-agent -> the call that starts it; None where the agent has none."""
+    wait: Callable[[str], Call] | None = None
+    """What the spawning calls answered -> the call that waits for the sub-agents, where one is needed."""
+    answer: Callable[[str], Call] | None = None
+    """Answer of a sub-agent -> the call that hands it in; None where a text ends it."""
+    finish: Call | None = None
+    """The call that ends the run; None where a text ends it."""
+    summary: str = "<analysis>Short.</analysis>\n<summary>{}</summary>"
+    """Form in which the agent takes a summary."""
+    review: str = ""
+    """Pattern that asks for the same summary once more."""
+    muses: bool = False
+    """A reply without a call does not end the run."""
+    repeats: int = 0
+    """Same commands in a row that make the agent say something in the user's place."""
+    compacts: bool = True
+    """It has a compaction."""
+    window_tokens: int = 48_000
+    """Context of the policy: small, so that the agent has to compact. An agent whose own prompt nearly fills
+    it gets a larger one (run.py)."""
+    grow_bytes: int = 8_000
+    """Output of one command while the context is filled."""
+
+
+def _replace(path: str, old: str, new: str) -> str:
+    """A shell command for agents that edit with no tool of their own."""
+    code = f"import pathlib as p; f=p.Path({path!r}); f.write_text(f.read_text().replace({old!r}, {new!r}))"
+    return f'python3 -c "{code}"'
+
+
+def _agent_ids(answers: str) -> list[str]:
+    return list(dict.fromkeys(re.findall(r"[0-9a-f]{8}-[0-9a-f-]{27}", answers)))
+
+
+PLAYS: Mapping[str, AgentTools] = {
+    "claude_code": AgentTools(
+        read=lambda path: ("Read", {"file_path": f"{WORKDIR}/{path}"}),
+        edit=lambda path, old, new: (
+            "Edit",
+            {"new_string": new, "old_string": old, "file_path": f"{WORKDIR}/{path}"},
+        ),
+        run=lambda command: ("Bash", {"description": "Run it", "command": command}),
+        spawn=lambda prompt: (
+            "Agent",
+            {"prompt": prompt, "description": "Look", "subagent_type": "general-purpose"},
+        ),
+        summarise=r"an <analysis> block followed by a <summary> block",
+    ),
+    "codex": AgentTools(
+        read=lambda path: ("exec_command", {"cmd": f"cat {path}"}),
+        edit=lambda path, old, new: ("exec_command", {"cmd": _replace(path, old, new)}),
+        run=lambda command: ("exec_command", {"cmd": command}),
+        spawn=lambda prompt: ("spawn_agent", {"message": prompt}),
+        wait=lambda answers: ("wait_agent", {"targets": _agent_ids(answers)}),
+        summarise=r"CONTEXT CHECKPOINT COMPACTION",
+    ),
+    "opencode": AgentTools(
+        read=lambda path: ("read", {"filePath": f"{WORKDIR}/{path}"}),
+        edit=lambda path, old, new: (
+            "edit",
+            {"newString": new, "oldString": old, "filePath": f"{WORKDIR}/{path}"},
+        ),
+        run=lambda command: ("bash", {"description": "Run it", "command": command}),
+        summarise=r"Do not mention the summary process",
+        spawn=lambda prompt: ("task", {"prompt": prompt, "description": "Look", "subagent_type": "general"}),
+    ),
+    "pi": AgentTools(
+        read=lambda path: ("read", {"path": path}),
+        edit=lambda path, old, new: (
+            "edit",
+            {"edits": [{"newText": new, "oldText": old}], "path": path},
+        ),
+        run=lambda command: ("bash", {"command": command}),
+        summarise=r"Only summarize information explicitly present above",
+    ),
+    "qwen_code": AgentTools(
+        read=lambda path: ("read_file", {"file_path": f"{WORKDIR}/{path}"}),
+        edit=lambda path, old, new: (
+            "edit",
+            {"new_string": new, "old_string": old, "file_path": f"{WORKDIR}/{path}"},
+        ),
+        run=lambda command: ("run_shell_command", {"is_background": False, "command": command}),
+        spawn=lambda prompt: ("agent", {"prompt": prompt, "description": "Look"}),
+        summarise=r"Then, produce the <state_snapshot> XML",
+        summary="<analysis>Short.</analysis>\n<state_snapshot>{}</state_snapshot>",
+    ),
+    "gemini_cli": AgentTools(
+        read=lambda path: ("read_file", {"file_path": f"{WORKDIR}/{path}"}),
+        edit=lambda path, old, new: (
+            "replace",
+            {
+                "new_string": new,
+                "old_string": old,
+                "instruction": "Mend it.",
+                "file_path": f"{WORKDIR}/{path}",
+            },
+        ),
+        run=lambda command: ("run_shell_command", {"description": "Run it", "command": command}),
+        spawn=lambda prompt: ("invoke_agent", {"prompt": prompt, "agent_name": "generalist"}),
+        answer=lambda text: ("complete_task", {"result": {"response": text}}),
+        # It cuts only at what stands in the user's place: here at its warning of a loop.
+        repeats=5,
+        summarise=r"generate the updated <state_snapshot>|evaluate the <state_snapshot>",
+        summary="<state_snapshot>{}</state_snapshot>",
+        review=r"evaluate the <state_snapshot>",
+    ),
+    "mini_swe": AgentTools(
+        read=lambda path: ("bash", {"command": f"cat {path}"}),
+        edit=lambda path, old, new: ("bash", {"command": _replace(path, old, new)}),
+        run=lambda command: ("bash", {"command": command}),
+        finish=("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
+        muses=True,
+        summarise=r"(?!)",
+        compacts=False,
+    ),
+}

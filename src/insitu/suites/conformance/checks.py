@@ -1,0 +1,193 @@
+"""The checks of `insitu conformance`: what must be true of a session whatever its agent did.
+
+The policy's own notes and the engine's list of prompts stand on one side, the sealed trajectory on the other;
+neither is derived from the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from insitu.agents.base import AgentResult
+from insitu.gateway.request import GatewayCounters
+from insitu.gateway.session import Session
+from insitu.suites.conformance.agent_tools import AgentTools
+from insitu.suites.conformance.scripted_policy import PARTS, RIGHT, ScriptedPolicy
+from insitu.testing.exactness import training_faults
+from insitu.testing.scripted_engine import ScriptedEngine, SentRequest
+from insitu.types import EXCLUSIONS, IntArray, Ledger, Trajectory, Tree, Turn
+
+LEAST_SPLIT = 0.2
+LEAST_TRAINED = 0.99
+LINES = ("main", "part")
+"""What the director said on the main line and as a sub-agent: all of it must be trainable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConformanceResult:
+    """What became of one agent."""
+
+    version: str = ""
+    sampled: int = 0
+    """Tokens that the policy produced."""
+    trained: int = 0
+    excluded: Mapping[str, int] = field(default_factory=dict)
+    unexplained: int = 0
+    """Tokens that are neither trained nor excluded for a named reason."""
+    compactions: int = 0
+    subagents: int = 0
+    calls: int = 0
+    split: float = 0.0
+    """Share of the replies with tokens that no tokenizer would choose."""
+    duration_s: float = 0.0
+    crowded: bool = False
+    """It compacted before the task was done: its own prompt nearly fills the window."""
+    failures: tuple[str, ...] = ()
+    log: bytes = field(default=b"", repr=False)
+    """Redacted output of the agent."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "version": self.version,
+            "ok": self.ok,
+            "sampled": self.sampled,
+            "trained": self.trained,
+            "excluded": dict(self.excluded),
+            "unexplained": self.unexplained,
+            "compactions": self.compactions,
+            "subagents": self.subagents,
+        }
+
+
+def judge(
+    version: str,
+    play: AgentTools,
+    director: ScriptedPolicy,
+    engine: ScriptedEngine,
+    session: Session,
+    result: AgentResult,
+    trajectory: Trajectory,
+) -> ConformanceResult:
+    """Everything that can be said once the session is sealed."""
+    ledger = trajectory.ledger
+    sampled = sum(_produced(director, sent) for sent in engine.sent)
+    explained = ledger.trained + sum(n for reason, n in ledger.excluded.items() if reason in EXCLUSIONS)
+    split = [spoken.split for spoken in director.spoken.values()]
+    failures = [
+        *_agent_failures(result, session),
+        *_exactness(trajectory.turns, engine.sent, director),
+        *training_faults(trajectory, {key.turn: answer for key, answer in engine.answers.items()}),
+        *_books(trajectory, ledger, sampled, explained),
+        *_lines(trajectory.turns, director, engine.sent),
+        *_coverage(play, director, split),
+    ]
+    return ConformanceResult(
+        version=version,
+        sampled=sampled,
+        trained=ledger.trained,
+        excluded=dict(ledger.excluded),
+        unexplained=sampled - explained,
+        compactions=director.compactions,
+        subagents=len(director.finished_parts),
+        calls=len(engine.sent),
+        split=sum(split) / max(1, len(split)),
+        duration_s=result.duration_s,
+        crowded=director.crowded,
+        failures=tuple(failures),
+        log=result.log,
+    )
+
+
+def _produced(director: ScriptedPolicy, sent: SentRequest) -> int:
+    """Tokens the engine gave for this request: none for one that was aborted."""
+    spoken = director.spoken.get(sent.key.turn)
+    return 0 if spoken is None else min(len(spoken.ids), sent.params.max_tokens)
+
+
+def _agent_failures(result: AgentResult, session: Session) -> Iterator[str]:
+    if result.exit != "finished":
+        yield f"the agent {result.exit}: {result.detail}"
+    if not task_done(result.tree):
+        yield "the task is not done"
+    if session.stats.infra_error:
+        yield f"the session failed: {session.stats.infra_error}"
+    if session.stats.budget_stop:
+        yield f"the budget of {session.stats.budget_stop} ran out"
+    if session.stats.malformed:
+        yield f"{session.stats.malformed} replies did not parse"
+
+
+def task_done(tree: Tree) -> bool:
+    """The fault is mended and the check was run."""
+    mended = "app.py" in tree and RIGHT.encode() in tree["app.py"].content
+    return mended and "ran.txt" in tree and tree["ran.txt"].content.strip() == b"checked"
+
+
+def _exactness(turns: Sequence[Turn], sent: Sequence[SentRequest], director: ScriptedPolicy) -> Iterator[str]:
+    """Path ids are the ids that the engine got and gave."""
+    paths: dict[int, IntArray] = {-1: np.zeros(0, dtype=np.int32)}
+    received = {request.key.turn: request.ids for request in sent}
+    for turn in turns:
+        prompt = np.concatenate([paths[turn.parent], turn.context_ids])
+        paths[turn.index] = np.concatenate([prompt, turn.ids])
+        if turn.index not in received or not np.array_equal(prompt, received[turn.index]):
+            yield f"turn {turn.index}: the path is not the prompt that the engine got"
+        spoken = director.spoken.get(turn.index)
+        if spoken is None or not np.array_equal(turn.ids, spoken.ids[: len(turn.ids)]):
+            yield f"turn {turn.index}: the ids kept are not those sampled"
+    lost = sorted(set(director.spoken) - set(paths))
+    if lost:
+        yield f"turns {lost} were sampled and are not in the trajectory"
+
+
+def _books(trajectory: Trajectory, ledger: Ledger, sampled: int, explained: int) -> Iterator[str]:
+    if not ledger.balanced or ledger.captured != sampled or explained != sampled:
+        yield f"{sampled} tokens were sampled, {ledger.captured} captured, {explained} explained"
+    masked = sum(int(segment.mask.sum()) for segment in trajectory.segments)
+    if masked != ledger.trained:
+        yield f"{masked} tokens are masked in, {ledger.trained} are booked as trained"
+    kept = sum(len(turn.ids) for turn in trajectory.turns if not turn.excluded)
+    if kept != ledger.trained:
+        yield f"{kept} tokens stand in turns that are not excluded, {ledger.trained} are booked as trained"
+
+
+def _lines(turns: Sequence[Turn], director: ScriptedPolicy, sent: Sequence[SentRequest]) -> Iterator[str]:
+    """What main line and sub-agents said is trained. Which turns are theirs the director says, not the
+    ledger: a forest that took all for side calls would otherwise lose nothing."""
+    kinds = {turn: spoken.kind for turn, spoken in director.spoken.items()}
+    said = sum(_produced(director, request) for request in sent if kinds.get(request.key.turn) in LINES)
+    own = [turn for turn in turns if kinds.get(turn.index) in LINES]
+    lost = said - sum(len(turn.ids) for turn in own if not turn.excluded)
+    if not said or lost > (1 - LEAST_TRAINED) * said:
+        reasons = sorted({turn.excluded for turn in own if turn.excluded})
+        yield f"{lost} of {said} tokens of main line and sub-agents are not trainable: {reasons}"
+    side = [turn.index for turn in own if turn.excluded == "auxiliary"]
+    if side:
+        yield f"turns {side} are booked as auxiliary and were said on the main line or by a sub-agent"
+
+
+def traffic_failures(counters: GatewayCounters) -> Iterator[str]:
+    """Every request was the session's own and was understood as far as that is the gateway's part."""
+    if counters.defects:
+        yield f"the gateway itself failed at {counters.defects} requests"
+    if counters.unauthorized:
+        yield f"{counters.unauthorized} requests came without the session's secret"
+
+
+def _coverage(play: AgentTools, director: ScriptedPolicy, split: Sequence[bool]) -> Iterator[str]:
+    """The run was a test of what it should test."""
+    if play.compacts and not director.compactions:
+        yield "the agent never compacted"
+    if play.spawn is not None and len(director.finished_parts) < PARTS:
+        yield f"{len(director.finished_parts)} of {PARTS} sub-agents finished"
+    if play.spawn is not None and not director.overlapped:
+        yield "the sub-agents did not run at the same time"
+    if sum(split) < LEAST_SPLIT * len(split):
+        yield f"only {sum(split)} of {len(split)} replies were split"

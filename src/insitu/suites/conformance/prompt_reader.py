@@ -1,0 +1,55 @@
+"""What a scripted policy sees: the prompt's ids, read back as a conversation.
+
+The policy gets nothing but the ids that the engine gets, so what it does shows that they carry everything an
+agent said. Blocks are found by control ids, never by text. Only for `testing.open_renderer`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from insitu.chat.codec import Codec
+from insitu.types import IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptBlock:
+    """One block of a prompt."""
+
+    role: str
+    text: str = field(repr=False)
+    """Reasoning and calls of an assistant included, as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTranscript:
+    """One prompt."""
+
+    tools: frozenset[str]
+    """Names of the tools on offer."""
+    messages: tuple[PromptBlock, ...]
+
+    def texts(self, *roles: str) -> str:
+        """All text of these roles."""
+        return "\n".join(said.text for said in self.messages if said.role in roles)
+
+
+def read_prompt(codec: Codec, ids: IntArray) -> PromptTranscript:
+    """The conversation that `ids` render, without the generation prompt at their end."""
+    opens = codec.control["<|im_start|>"]
+    ends = codec.control["<|im_end|>"]
+    starts = [at for at in codec.control_positions(ids) if int(ids[at]) == opens]
+    tools: frozenset[str] = frozenset()
+    messages: list[PromptBlock] = []
+    for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+        inside = ids[start + 1 : stop]
+        closing = [at for at in codec.control_positions(inside) if int(inside[at]) == ends]
+        if not closing:
+            continue
+        role, _, text = codec.decode(inside[: closing[-1]]).partition("\n")
+        if role == "tools":
+            tools = frozenset(str(tool["function"]["name"]) for tool in json.loads(text))
+        else:
+            messages.append(PromptBlock(role=role, text=text))
+    return PromptTranscript(tools=tools, messages=tuple(messages))

@@ -1,0 +1,117 @@
+"""A relay in front of the gateway that keeps what an agent sends and what it gets: the wire recordings.
+
+One file per agent, JSON lines under xz: a head (agent, version, rollout, seed, limits, and in `books` what
+came of the session), then every HTTP exchange in order of arrival {"i", "method", "path", "headers", "body",
+"status", "reply"}. Headers are the agent's own hints only; the session's secret and id are blanked out, and
+other people's prose is masked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import lzma
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from insitu.suites.conformance.anonymise import masked
+
+FORMAT = 1
+HINTS = (
+    *("x-claude-code-", "x-codex-", "x-session-", "x-parent-", "session-id", "thread-id"),
+    *("x-stainless-retry-count", "anthropic-version", "anthropic-beta"),
+)
+"""Headers that begin so are kept."""
+_HOP = frozenset({"transfer-encoding", "content-length", "connection", "keep-alive", "content-encoding"})
+
+
+@dataclass(slots=True, kw_only=True)
+class RecordedExchange:
+    """One request with its reply, as they came."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes = field(repr=False)
+    status: int = 0
+    reply: bytearray = field(default_factory=bytearray, repr=False)
+
+
+class WireRecorder:
+    """Listens on a socket of its own and passes everything on to the gateway's, both ways, as it comes."""
+
+    def __init__(self, gateway_socket: Path, max_body_bytes: int = 64 << 20) -> None:
+        self.exchanges: list[RecordedExchange] = []
+        self._gateway_socket = gateway_socket
+        self._max_body = max_body_bytes
+
+    @asynccontextmanager
+    async def listen(self, path: Path) -> AsyncIterator[None]:
+        connector = aiohttp.UnixConnector(str(self._gateway_socket), limit=0)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False
+        ) as client:
+
+            async def handle(request: web.BaseRequest) -> web.StreamResponse:
+                return await self._relay(client, request)
+
+            server = web.Server(handle, handler_cancellation=True, access_log=None)
+            runner = web.ServerRunner(server, shutdown_timeout=1.0)
+            await runner.setup()
+            try:
+                await web.UnixSite(runner, path).start()
+                yield
+            finally:
+                await runner.cleanup()
+                await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    async def _relay(self, client: aiohttp.ClientSession, request: web.BaseRequest) -> web.StreamResponse:
+        raw = bytearray()
+        async for chunk in request.content.iter_any():
+            raw += chunk
+            if len(raw) > self._max_body:
+                raise web.HTTPRequestEntityTooLarge(self._max_body, len(raw))
+        body = bytes(raw)
+        hints = {k.lower(): v for k, v in request.headers.items() if k.lower().startswith(HINTS)}
+        kept = RecordedExchange(method=request.method, path=request.path_qs, headers=hints, body=body)
+        self.exchanges.append(kept)
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP - {"content-encoding"}}
+        url = f"http://gateway{request.path_qs}"
+        async with client.request(request.method, url, data=body or None, headers=headers) as reply:
+            kept.status = reply.status
+            passed = {k: v for k, v in reply.headers.items() if k.lower() not in _HOP}
+            response = web.StreamResponse(status=reply.status, headers=passed)
+            await response.prepare(request)
+            async for chunk in reply.content.iter_any():
+                kept.reply += chunk
+                await response.write(chunk)
+            await response.write_eof()
+            return response
+
+    def write(self, path: Path, head: Mapping[str, object], hidden: dict[str, str]) -> None:
+        """`hidden`: text to blank out -> what stands there instead."""
+        lines: list[object] = [{"format": FORMAT, **head}]
+        for at, kept in enumerate(self.exchanges):
+            lines.append(
+                {
+                    "i": at,
+                    "method": kept.method,
+                    "path": kept.path,
+                    "headers": kept.headers,
+                    "body": masked(orjson.loads(kept.body)) if kept.body else None,
+                    "status": kept.status,
+                    "reply": kept.reply.decode("utf-8", "replace"),
+                }
+            )
+        text = b"\n".join(orjson.dumps(line) for line in lines) + b"\n"
+        for secret, shown in hidden.items():
+            text = text.replace(secret.encode(), shown.encode())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Bodies repeat over distances that gzip does not see.
+        path.write_bytes(lzma.compress(text, preset=6))

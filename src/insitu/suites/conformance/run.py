@@ -1,0 +1,139 @@
+"""One agent through the real gateway in a real sandbox, and the checks of what came of it.
+
+    Director <-ids- ScriptedEngine <- Gateway <-socket- (Recorder) <- sandbox with the unmodified agent
+
+Nothing but the gateway can be reached from the sandbox, so all model traffic is in its session. Every token
+that the policy produced must be in the ledger: trained, or excluded for a named reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from insitu.agents.base import AgentResult, Harness, ModelAccess
+from insitu.agents.install import PI_VERSION, install, install_pi
+from insitu.agents.pi import PiHarness
+from insitu.agents.recipe import CliHarness
+from insitu.agents.registry import RECIPES
+from insitu.errors import InsituError
+from insitu.gateway.server import Gateway
+from insitu.gateway.session import Session
+from insitu.sandbox.base import SandboxBackend
+from insitu.suites.conformance.agent_tools import PLAYS, AgentTools
+from insitu.suites.conformance.checks import ConformanceResult, judge, traffic_failures
+from insitu.suites.conformance.recorder import WireRecorder
+from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
+from insitu.testing.open_renderer import Splitter, open_renderer
+from insitu.testing.scripted_engine import ScriptedEngine
+from insitu.types import Limits, Task, Trajectory
+
+SEED = 1
+MAX_CALL_TOKENS = 2048
+WALL_S = 300.0
+MOST_WINDOW_TOKENS = 160_000
+SEAL_S = 10.0
+
+
+def make_harness(name: str, backend: SandboxBackend, access: ModelAccess, version: str = "") -> Harness:
+    """The agent, installed when it is missing; `version`: empty = the pinned one. Raises SetupError."""
+    if name == "pi":
+        return PiHarness(install_pi(version or PI_VERSION), "fresh", backend, model=access, compact=True)
+    recipe = RECIPES[name]
+    package = replace(recipe.package, version=version or recipe.package.version)
+    return CliHarness(recipe, install(package), backend)
+
+
+async def conform(agent: str, backend: SandboxBackend, record: Path | None = None) -> ConformanceResult:
+    """Run one agent, NAME or NAME@VERSION, and check it; failures of any kind are in the Finding. An agent
+    that failed and whose own prompt nearly fills the window is run again with a larger one."""
+    name, _, version = agent.partition("@")
+    play = PLAYS[name]
+    finding = await _conform(name, version, play, backend, record)
+    while finding.crowded and not finding.ok and play.window_tokens < MOST_WINDOW_TOKENS:
+        play = replace(play, window_tokens=play.window_tokens * 3 // 2)
+        finding = await _conform(name, version, play, backend, record)
+    return finding
+
+
+async def _conform(
+    name: str, version: str, play: AgentTools, backend: SandboxBackend, record: Path | None
+) -> ConformanceResult:
+    access = ModelAccess(
+        public_id="", secret="", max_call_tokens=MAX_CALL_TOKENS, max_context_tokens=play.window_tokens
+    )
+    try:
+        harness = await asyncio.to_thread(make_harness, name, backend, access, version)
+        with tempfile.TemporaryDirectory(prefix="insitu-") as folder:
+            return await _run(harness, play, Path(folder), record)
+    except InsituError as error:
+        return ConformanceResult(failures=(str(error),))
+
+
+async def _run(harness: Harness, play: AgentTools, folder: Path, record: Path | None) -> ConformanceResult:
+    renderer = await asyncio.to_thread(open_renderer, folder / "model")
+    director = ScriptedPolicy(renderer, Splitter(folder / "model" / "tokenizer.json", seed=1), play)
+    engine = ScriptedEngine(renderer, director, sampled=True)
+    limits = Limits(
+        wall_s=WALL_S,
+        max_calls=200,
+        max_call_tokens=MAX_CALL_TOKENS,
+        max_session_tokens=1 << 20,
+        max_context_tokens=play.window_tokens,
+    )
+    task = Task(id="conformance", prompt=PROMPT, files=FILES, limits=limits)
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(Gateway(engine, renderer))
+        reached = folder / "gateway"
+        await stack.enter_async_context(gateway.listen_unix(reached))
+        recorder = WireRecorder(reached)
+        entrance = folder / "relay" if record else reached
+        if record:
+            await stack.enter_async_context(recorder.listen(entrance))
+        session = gateway.open_session(
+            f"conformance/{harness.name}", seed=SEED, limits=limits, listener=reached
+        )
+        result, trajectory = await _rollout(harness, session, task, entrance)
+        if record:
+            hidden = {session.secret: "***", f"/s/{session.public_id}": "", session.public_id: "ID"}
+            # Some agents tell the model what machine they run on.
+            hidden |= {platform.release(): "RELEASE", platform.version(): "VERSION"}
+            path = record / f"{harness.name}.jsonl.xz"
+            head = {
+                **{"agent": harness.name, "version": harness.version, "rollout": session.rollout_id},
+                **{"seed": SEED, "limits": asdict(limits), "books": _books(trajectory)},
+            }
+            await asyncio.to_thread(recorder.write, path, head, hidden)
+    finding = judge(harness.version, play, director, engine, session, result, trajectory)
+    return replace(finding, failures=(*finding.failures, *traffic_failures(gateway.counters)))
+
+
+def _books(trajectory: Trajectory) -> dict[str, object]:
+    """What of a session depends on its messages alone, not on the vocabulary: its shape, and what drifted."""
+    return {
+        "parents": [turn.parent for turn in trajectory.turns],
+        "labels": [segment.label for segment in trajectory.segments],
+        "drifts": [[note.kind, note.cause, note.request, note.turn] for note in trajectory.drifts],
+        "excluded": [[turn.index, turn.excluded] for turn in trajectory.turns if turn.excluded],
+    }
+
+
+async def _rollout(
+    harness: Harness, session: Session, task: Task, entrance: Path
+) -> tuple[AgentResult, Trajectory]:
+    access = ModelAccess(
+        public_id=session.public_id,
+        secret=session.secret,
+        max_call_tokens=task.limits.max_call_tokens,
+        max_context_tokens=task.limits.max_context_tokens,
+    )
+    async with harness.worker(entrance) as worker:
+        try:
+            result = await worker.run(task, access)
+        finally:
+            trajectory = await session.seal(SEAL_S)
+    return result, trajectory

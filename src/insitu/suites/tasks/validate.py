@@ -1,0 +1,269 @@
+"""`insitu tasks`: look at a data set, and find out which of its tasks can be trusted.
+
+    source -> (task, oracle) -> Grader.validate: base fails, solution passes, N times -> gate file
+
+A finding is stored with the task's hash and the image it was found in; what is settled is not run again. An
+infrastructure failure settles nothing and says nothing about the task. Called by the CLI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+from insitu.config import Config
+from insitu.errors import ConfigError, InsituError, TaskError
+from insitu.grading.grader import GradeConfig, Grader, runner_for
+from insitu.grading.trust import trust_of
+from insitu.runtime.agents import limits_of
+from insitu.runtime.sandboxes import check_tasks, make_pool
+from insitu.sandbox.base import SandboxBackend
+from insitu.shutdown import run_interruptible
+from insitu.suites.tasks.gold_tree import with_gold
+from insitu.tasks.allowlist import TaskFinding, read_allowlist, write_allowlist
+from insitu.tasks.base import Item
+from insitu.tasks.dataset import RowSource
+from insitu.tasks.factory import open_rows, open_source
+from insitu.types import Oracle, Task
+
+TOY_TASKS = 64
+"""Tasks of an endless source that are looked at when no number is given."""
+KEEP_EVERY_S = 5.0
+"""Seconds between two writes of the gate file while validation runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidateOptions:
+    """What of a validation is not in the configuration."""
+
+    repeats: int = 3
+    allowlist: Path
+    limit: int = 0
+    """Tasks to look at, in the order of the file; 0 = all (toy: TOY_TASKS)."""
+    ids: Sequence[str] = ()
+    """Only these tasks; empty = all."""
+
+
+def items_of(
+    config: Config, limit: int = 0, ids: Sequence[str] = ()
+) -> tuple[Iterator[Item], RowSource | None]:
+    """Tasks with their oracles, and the data set they are from (None for toy). Raises TaskError."""
+    if config.tasks.source == "toy":
+        toy = open_source(config, limits_of(config), runner_for)
+        items = (Item(task=t, oracle=toy.oracle(t)) for t in toy.tasks("train", 0, limit or TOY_TASKS))
+        return _chosen(items, ids), None
+    source = open_rows(config, limits_of(config), runner_for)
+    return itertools.islice(_chosen(source.every(), ids), limit or None), source
+
+
+def _chosen(items: Iterator[Item], ids: Sequence[str]) -> Iterator[Item]:
+    if not ids:
+        yield from items
+        return
+    missing = set(ids)
+    for item in items:
+        if item.task.id in ids:
+            missing.discard(item.task.id)
+            yield item
+    if missing:
+        raise TaskError(f"there is no task {min(missing)}")
+
+
+def validate(config: Config, options: ValidateOptions, stream: TextIO) -> Mapping[str, Any]:
+    """Validate every task that is not settled; the counts, and what did not pass. Raises InsituError."""
+    return run_interruptible(_validate(config, options, stream))
+
+
+async def _validate(config: Config, options: ValidateOptions, stream: TextIO) -> Mapping[str, Any]:
+    items, source = items_of(config, options.limit, options.ids)
+    book = _Book(options, stream)
+    settings = GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers)
+    waiting: asyncio.Queue[Item] = asyncio.Queue(maxsize=2 * config.grade.workers)
+
+    async def work(grader: Grader, backend: SandboxBackend) -> None:
+        while True:
+            item = await waiting.get()
+            book.put(item.task, await check_item(grader, backend, item, options.repeats))
+            waiting.task_done()
+
+    try:
+        say = partial(print, file=stream, flush=True)
+        async with make_pool(config, say) as pool, asyncio.TaskGroup() as group:
+            grader = Grader(pool, settings)
+            workers = [group.create_task(work(grader, pool)) for _ in range(config.grade.workers)]
+            for item in items:
+                if book.settled(item.task):
+                    continue
+                if (found := unplaced(config, item.task)) is not None:
+                    book.put(item.task, found)
+                else:
+                    await waiting.put(item)
+            await waiting.join()
+            for worker in workers:
+                worker.cancel()
+    finally:
+        with contextlib.suppress(TaskError):
+            book.keep()
+    return _summary(book.seen, source, options)
+
+
+class _Book:
+    """The gate file while it is being added to."""
+
+    def __init__(self, options: ValidateOptions, stream: TextIO) -> None:
+        self._options, self._stream = options, stream
+        self._gate = read_allowlist(options.allowlist, missing_ok=True)
+        self._findings = dict(self._gate.findings)
+        self._kept = time.monotonic()
+        self.seen: dict[str, TaskFinding] = {}
+
+    def settled(self, task: Task) -> bool:
+        found = self._gate.settled(task.id, task.content_hash, self._options.repeats)
+        if found is not None:
+            self.seen[task.id] = found
+        return found is not None
+
+    def put(self, task: Task, found: TaskFinding) -> None:
+        self._findings[task.id] = self.seen[task.id] = found
+        reason = f": {found.reason}" if found.reason else ""
+        line = f"{found.status:8} {task.id} ({found.seconds:.1f} s){reason}"
+        print(line, file=self._stream, flush=True)
+        if time.monotonic() - self._kept > KEEP_EVERY_S:
+            self.keep()
+            self._kept = time.monotonic()
+
+    def keep(self) -> None:
+        write_allowlist(self._options.allowlist, self._findings)
+
+
+def unplaced(config: Config, task: Task) -> TaskFinding | None:
+    """The finding on a task that has no place in the sandboxes of [sandbox]: in others it may have one."""
+    try:
+        check_tasks(config, [task])
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"task {task.id} ")[:300]
+        return TaskFinding(status="infra", task_hash=task.content_hash, image=task.setup.image, reason=reason)
+    return None
+
+
+async def check_item(grader: Grader, backend: SandboxBackend, item: Item, repeats: int) -> TaskFinding:
+    """The finding on one task. Never raises for what a task or a sandbox can do."""
+    task, oracle = item.task, item.oracle
+    if not (oracle.gold or oracle.gold_patch or oracle.solve):
+        reason = "the row has no solution to try"
+        return TaskFinding(
+            status="no_gold", task_hash=task.content_hash, image=task.setup.image, reason=reason
+        )
+    began = time.monotonic()
+    image = task.setup.image
+    try:
+        solved = await with_gold(backend, task, oracle)
+        await grader.validate(task, solved, repeats=repeats)
+        image = (await grader.bases.of(task)).image
+    except InsituError as error:
+        status: Any = "infra" if error.infra else "failed"
+        reason = " ".join(str(error).split()).removeprefix(f"task {task.id}: ")[:300]
+    else:
+        status, reason = "passed", ""
+    return TaskFinding(
+        status=status,
+        task_hash=task.content_hash,
+        image=image,
+        repeats=repeats,
+        reason=reason,
+        seconds=round(time.monotonic() - began, 3),
+    )
+
+
+def _summary(
+    seen: Mapping[str, TaskFinding], source: RowSource | None, options: ValidateOptions
+) -> Mapping[str, Any]:
+    counts = Counter(found.status for found in seen.values())
+    return {
+        "tasks": len(seen),
+        "passed": counts["passed"],
+        "failed": counts["failed"],
+        "no_gold": counts["no_gold"],
+        "infra": counts["infra"],
+        "refused_rows": 0 if source is None else len(source.refused),
+        "repeats": options.repeats,
+        "gate": str(options.allowlist),
+        "not_passed": [
+            {"id": name, "status": found.status, "reason": found.reason}
+            for name, found in seen.items()
+            if found.status != "passed"
+        ],
+    }
+
+
+# --------------------------------------------------------------------------- for people
+
+
+def list_tasks(config: Config, limit: int = 0) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
+    """One row per task, and what the set holds. Nothing of an oracle is in it but counts."""
+    items, source = items_of(config, limit)
+    rows: list[Mapping[str, Any]] = [
+        {
+            "id": item.task.id,
+            "category": item.task.category,
+            "runner": item.task.grading.runner,
+            "trust": trust_of(item.task, item.oracle)[0],
+            "tests": len(required(item.oracle)),
+            "files": len(item.task.files),
+            "image": item.task.setup.image,
+            "gold": bool(item.oracle.gold or item.oracle.gold_patch or item.oracle.solve),
+            "task_hash": item.task.content_hash,
+        }
+        for item in items
+    ]
+    refused = [] if source is None else [str(refusal) for refusal in source.refused]
+    total: dict[str, Any] = {"tasks": len(rows), "refused": refused}
+    if source is not None:
+        total |= {"train": source.size("train"), "eval": source.size("eval"), "left_out": source.left_out}
+    return rows, total
+
+
+def show_task(config: Config, task_id: str, *, tests: bool = False) -> Mapping[str, Any]:
+    """What an agent is given for a task; with `tests` what is required of it too. Raises TaskError."""
+    item = next(items_of(config, 0, [task_id])[0])
+    task: Task = item.task
+    hidden = {"required": required(item.oracle)} if tests else {}
+    return hidden | {
+        "id": task.id,
+        "category": task.category,
+        "task_hash": task.content_hash,
+        "image": task.setup.image,
+        "workdir": task.setup.workdir,
+        "setup": list(task.setup.commands),
+        "root_setup": list(task.setup.root_commands),
+        "runner": task.grading.runner,
+        "reward": task.grading.reward,
+        "protected": list(task.grading.protected),
+        "trust": trust_of(item.task, item.oracle)[0],
+        "tests": len(required(item.oracle)),
+        "limits": asdict(task.limits),
+        "files": {path: len(entry.content) for path, entry in sorted(task.files.items())},
+        "prompt": task.prompt,
+    }
+
+
+def required(oracle: Oracle) -> list[str]:
+    """What a solution is judged by, one line each: ids of tests, cases or commands."""
+    tests = oracle.tests
+    found = [f"fail_to_pass {name}" for name in tests.fail_to_pass]
+    found += [f"pass_to_pass {name}" for name in tests.pass_to_pass]
+    found += [f"expected {name} {status}" for name, status in tests.expected]
+    found += [f"check {check.name}: {check.command}" for check in tests.checks]
+    for exchange in oracle.exchanges:
+        found.append(f"exchange {exchange.stdin!r:.200} -> {exchange.expected!r:.200}")
+    for case in oracle.cases:
+        found.append(f"case {case.function}({', '.join(map(repr, case.args))}) == {case.expected!r}")
+    return found

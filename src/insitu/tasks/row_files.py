@@ -1,0 +1,210 @@
+"""Reads rows from JSONL, gzipped JSONL and JSON files, and what the schemas of all data sets share.
+
+A row is read when it is used: a data set is kept as places in a file, not as its content. Every error names
+the file, the line and, where it has one, the id of the row.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import gzip
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from insitu.errors import TaskError, boundary
+
+RawRow = Mapping[str, Any]
+MAX_REASON_CHARS = 300
+MAX_DIGITS = 100_000
+"""Of an integer in a row or in an answer. The time to read one grows with the square."""
+# Python's own cap, 4300, is for the whole process: sets and solutions have longer ones (factorials, powers).
+sys.set_int_max_str_digits(MAX_DIGITS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLocation:
+    """Where one row is."""
+
+    path: Path
+    number: int
+    """Line, or index in the list, from 1; 0 = the path is a task folder."""
+    offset: int = -1
+    """Byte offset of the line in a plain JSONL file; -1 = `content` holds it."""
+    content: bytes = b""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.number}" if self.number else str(self.path)
+
+    def row(self) -> RawRow:
+        """The row. Raises TaskError."""
+        line = self.content
+        if self.offset >= 0:
+            with boundary(TaskError, f"read {self}"), self.path.open("rb") as file:
+                file.seek(self.offset)
+                line = file.readline()
+        return parse_object(line, str(self))
+
+
+def parse_object(text: bytes | str, where: str) -> RawRow:
+    """One JSON object. NaN and infinities are refused. Raises TaskError."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{where}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise TaskError(f"{where}: not a JSON object")
+    return value
+
+
+def _no_constant(text: str) -> object:
+    raise ValueError(f"{text} is no JSON")
+
+
+def read_places(path: Path) -> Iterator[RowLocation]:
+    """The rows of a .jsonl, .jsonl.gz or .json file (a list of rows, or one row). Raises TaskError."""
+    if not path.is_file():
+        raise TaskError(f"tasks.path: {path} is not a file")
+    name = path.name.removesuffix(".gz")
+    packed = name != path.name
+    if not name.endswith((".jsonl", ".json", ".ndjson")):
+        raise TaskError(f"tasks.path: {path} is no .jsonl, .jsonl.gz or .json file (convert Parquet first)")
+    with boundary(TaskError, f"read {path}"):
+        if name.endswith(".json"):
+            yield from _read_list(path, gzip.decompress(path.read_bytes()) if packed else path.read_bytes())
+        elif packed:
+            with gzip.open(path, "rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield RowLocation(path=path, number=number, content=line)
+        else:
+            yield from _read_lines(path)
+
+
+def _read_lines(path: Path) -> Iterator[RowLocation]:
+    offset = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield RowLocation(path=path, number=number, offset=offset)
+            offset += len(line)
+
+
+def _read_list(path: Path, content: bytes) -> Iterator[RowLocation]:
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{path}: not JSON: {error}") from None
+    for number, row in enumerate(value if isinstance(value, list) else [value], 1):
+        yield RowLocation(path=path, number=number, content=json.dumps(row).encode())
+
+
+class TaskRow(BaseModel):
+    """Base of all schemas: columns that insitu does not use are ignored, those it uses are checked
+    strictly."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class OwnRow(TaskRow):
+    """Base of insitu's own schemas, which know all their keys: another one is a mistake."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: object) -> object:
+        fields = [str(name) for key, field in cls.model_fields.items() for name in _names(key, field)]
+        for key in value if isinstance(value, dict) else ():
+            if key not in fields:
+                close = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.5)
+                hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(fields)}"
+                raise ValueError(f"unknown key {ascii(key)[:60]}: {hint}")
+        return value
+
+
+def _names(key: str, field: FieldInfo) -> list[object]:
+    alias = field.validation_alias
+    return list(alias.choices) if isinstance(alias, AliasChoices) else [alias or key]
+
+
+def parse_ids(value: object) -> tuple[str, ...]:
+    """Test ids from a list, a JSON string or a Python literal: the data sets use all three.
+    Anything else is refused; a string is never taken apart into letters. Raises ValueError."""
+    if isinstance(value, str):
+        value = parse_literal(value)
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"must be a list of test ids, not {type(value).__name__}")
+    for item in value:
+        if not isinstance(item, str) or not item.strip():
+            raise ValueError(f"must hold test ids, got {ascii(item)[:60]}")
+    return tuple(dict.fromkeys(value))
+
+
+def parse_literal(text: str) -> object:
+    """JSON, or a Python literal. Raises ValueError."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        raise ValueError(f"is neither a list nor JSON nor a Python literal: {ascii(text)[:60]}") from None
+
+
+def parse_texts(value: object) -> tuple[str, ...]:
+    """Commands or names: a list, a string that holds one as JSON or as a Python literal, or one text."""
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        if not value.lstrip().startswith("["):
+            return (value,)
+        try:
+            value = parse_literal(value)
+        except ValueError:
+            return (str(value),)  # `[ -f x ]` is a command too
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise ValueError("must be a text or a list of texts")
+    return tuple(item for item in value if item.strip())
+
+
+TestIds = Annotated[tuple[str, ...], BeforeValidator(parse_ids)]
+OwnIds = Annotated[
+    tuple[str, ...], BeforeValidator(lambda value: () if value in (None, "") else parse_ids(value))
+]
+"""The same where ids may be left out: null and an empty text are none."""
+Texts = Annotated[tuple[str, ...], BeforeValidator(parse_texts)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def describe(error: ValidationError) -> str:
+    """One line for the first problem of a row."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{where}: {message}{more}" if where else f"{message}{more}"
+
+
+def row_id(row: RawRow) -> str:
+    """What a row calls itself, for errors; empty where it says nothing."""
+    for key in ("instance_id", "task_id", "id", "name"):
+        value = row.get(key)
+        if isinstance(value, str | int):
+            return str(value)
+    inner = row.get("metadata")
+    return row_id(inner) if isinstance(inner, dict) else ""

@@ -1,0 +1,171 @@
+"""Attention over a prefix tree with torch's own kernels: no pair is computed twice, no key laid out per row.
+
+In preorder a first child follows its parent, so a run of first children is one causal sequence, a branch.
+What lies behind it, under any node of it, sees the branch up to that node whole:
+
+    tokens   |---- branch ----|-- second child of a node --|-- third --|
+    causal   its own branch, once per branch
+    whole    queries [second child, end of the node) x keys [branch, end of the node's tokens)
+
+Each piece is one call of the flash kernel; partial results are merged by their log-sums, and the backward of
+a piece takes the merged ones, which makes it exact. A GPU's kernel reads grouped keys and values as they
+stand. A CPU's wants a pair of them per query head: there those of one piece at a time are repeated over the
+heads of their group. An `Attend` of policy/base.py, made once per micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from insitu.training.attention.rows import runs_on_gpu
+from insitu.training.plan.prefix_tree import Tree
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Queries [q0, q1) that see keys [k0, k1): all of them, or, where both are the same, those before."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    causal: bool
+
+
+def tree_pieces(tree: Tree) -> tuple[Piece, ...]:
+    """Cut a tree's visible pairs into pieces: each pair is in exactly one, every token in one causal one."""
+    parent, start, end = tree.parent.tolist(), tree.start.tolist(), tree.end.tolist()
+    branch: list[int] = []
+    """First token of the branch of each node."""
+    second: dict[int, int] = {}
+    """Node with several children -> first token of its second one."""
+    heads: list[int] = []
+    for n, above in enumerate(parent):
+        if above >= 0 and above == n - 1:
+            branch.append(branch[above])
+            continue
+        branch.append(start[n])
+        heads.append(start[n])
+        if above >= 0:
+            second.setdefault(above, start[n])
+    own = [Piece(a, b, a, b, True) for a, b in zip(heads, [*heads[1:], tree.tokens], strict=True)]
+    return (*own, *(Piece(at, end[n], branch[n], start[n + 1], False) for n, at in sorted(second.items())))
+
+
+def pairs(pieces: tuple[Piece, ...]) -> int:
+    """Query-key pairs that are computed."""
+    return sum(
+        (p.q1 - p.q0) * (p.q1 - p.q0 + 1) // 2 if p.causal else (p.q1 - p.q0) * (p.k1 - p.k0) for p in pieces
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TreeAttend:
+    """Attention between the tokens of one tree."""
+
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, tree: Tree) -> TreeAttend:
+        return cls(tree_pieces(tree))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out: Tensor = _Pieces.apply(q, k, v, scale, self.pieces)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        pieces: tuple[Piece, ...],
+    ) -> Tensor:
+        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        lse = out.new_empty(q.shape[:2])
+        for p in pieces:
+            part, sums = _attend(p, q, k, v, scale)
+            mine = (slice(None), slice(p.q0, p.q1))
+            if p.causal:
+                out[mine], lse[mine] = part, sums
+                continue
+            both = torch.logaddexp(lse[mine], sums)
+            out[mine] *= (lse[mine] - both).exp().unsqueeze(-1)
+            out[mine].addcmul_(part, (sums - both).exp().unsqueeze(-1))
+            lse[mine] = both
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = (scale, pieces)  # type: ignore[attr-defined]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        q, k, v, out, lse = ctx.saved_tensors
+        scale, pieces = ctx.settings
+        sums = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (q, k, v)]
+        for p in pieces:
+            found = _backward(p, (grad, q, k, v, out, lse), scale)
+            for total, part, ends in zip(sums, found, ((p.q0, p.q1), *[(p.k0, p.k1)] * 2), strict=True):
+                total[:, slice(*ends)] += part
+        return *(s.to(t.dtype) for s, t in zip(sums, (q, k, v), strict=True)), None, None
+
+
+def _seen(p: Piece, x: Tensor, heads: int) -> Tensor:
+    """Keys or values of a piece, of x [kv_heads, U, hd], as the kernel wants them: on a GPU a view,
+    [1, kv_heads, K, hd]; on a CPU [1, heads, K, hd]."""
+    own = x[:, p.k0 : p.k1]
+    grouped = runs_on_gpu(x) or x.shape[0] == heads
+    return own[None] if grouped else own.repeat_interleave(heads // x.shape[0], 0)[None]
+
+
+def _gather(x: Tensor, heads: int) -> Tensor:
+    """The gradient of `_seen`: [heads, K, hd] as it came, or summed over the heads of a group."""
+    return x if x.shape[0] == heads else x.view(heads, -1, *x.shape[1:]).sum(1)
+
+
+def _attend(p: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [heads, Q, hd] and log-sums [heads, Q] of one piece."""
+    given = (q[None, :, p.q0 : p.q1], _seen(p, k, q.shape[0]), _seen(p, v, q.shape[0]))
+    if runs_on_gpu(q):
+        found = aten._scaled_dot_product_flash_attention.default(*given, 0.0, p.causal, False, scale=scale)
+    else:
+        found = aten._scaled_dot_product_flash_attention_for_cpu.default(*given, 0.0, p.causal, scale=scale)
+    return found[0][0], found[1][0, :, : p.q1 - p.q0].float()
+
+
+def _backward(p: Piece, given: tuple[Tensor, ...], scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by the piece's queries, keys and values, from merged outputs and log-sums."""
+    grad, q, k, v, out, lse = given
+    mine = (None, slice(None), slice(p.q0, p.q1))
+    keys, values = _seen(p, k, q.shape[0]), _seen(p, v, q.shape[0])
+    args = (grad[mine], q[mine], keys, values, out[mine], lse[mine].contiguous())
+    if runs_on_gpu(q):
+        # Sequence offsets, empty ones too, would ask for the kernel of many sequences. Without dropout nobody
+        # reads the random state.
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        found = aten._scaled_dot_product_flash_attention_backward.default(
+            *args, None, None, p.q1 - p.q0, p.k1 - p.k0, 0.0, p.causal, state, state[:0], scale=scale
+        )
+    else:
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+            *args, 0.0, p.causal, scale=scale
+        )
+    return found[0][0], _gather(found[1][0], k.shape[0]), _gather(found[2][0], k.shape[0])
+
+
+def visible(tree: Tree) -> Tensor:
+    """[U, U] bool, query by key, from the definition: for tests and small trees."""
+    last = torch.from_numpy(np.asarray(tree.end)[tree.node].astype(np.int64))
+    at = torch.arange(tree.tokens)
+    return (at[:, None] >= at[None]) & (at[:, None] < last[None])

@@ -1,0 +1,216 @@
+"""The learner process: trainer and embedded engine over one set of weights, behind one unix socket.
+
+    controller --engine.*--> EngineService -> EmbeddedCore --\\
+               --train.*---> Commands -----> Trainer --------+--> one Qwen3
+
+One thread alternates between the socket and the sampler; a training step blocks both. The sampler takes new
+weights at `train.publish` only; requests that are there when a step or a publication begins are finished
+first, under the version they came to. With `--engine ""` there is no sampler: a server elsewhere samples.
+The process ends when its parent dies, when its client has gone, or at `train.shutdown`. Run by client.py:
+`python -m insitu.training.learner.main --socket PATH --model DIR --parent PID --train JSON --engine JSON`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from insitu import failpoint
+from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
+from insitu.engines.embedded.model import Qwen3
+from insitu.engines.embedded.service import EngineService
+from insitu.engines.rpc import Meta
+from insitu.engines.rpc_server import Handler, RpcCall, RpcServer
+from insitu.errors import TrainError
+from insitu.training.learner import ranks as peers
+from insitu.training.learner.parent_watch import follow_parent, main_of_child
+from insitu.training.learner.probe import probe_engine
+from insitu.training.learner.ranks import RankProcesses
+from insitu.training.learner.serialization import decode_plan
+from insitu.training.learner.transfer import Transfers
+from insitu.training.learner.weight_checksum import WeightChecksum
+from insitu.training.model.base import Policy
+from insitu.training.model.load import device_of, open_policy
+from insitu.training.options import TrainConfig, parse_config
+from insitu.training.trainer import checkpoint
+from insitu.training.trainer.distributed import RankLostError
+from insitu.training.trainer.trainer import Trainer
+from insitu.training.weights.delta import write_delta
+from insitu.training.weights.export import Form, export
+
+
+class Commands:
+    """The `train.*` commands. Each answers before it returns."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        service: EngineService | None,
+        assets: Path,
+        probe_gap: float,
+        others: RankProcesses | None = None,
+    ) -> None:
+        self._trainer, self._service, self._assets = trainer, service, assets
+        self._probe_gap = probe_gap
+        self._transfers = Transfers(trainer.model)
+        self._fingerprint = WeightChecksum(trainer.model)
+        self._others = others or RankProcesses(trainer.ranks, [])
+        self.stop = False
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        return {
+            "train.info": self._info,
+            "train.step": self._step,
+            "train.save": self._save,
+            "train.load": self._load,
+            "train.publish": self._publish,
+            "train.export": self._export,
+            "train.transfer": self._transfer,
+            "train.shutdown": self._shutdown,
+        }
+
+    def _info(self, call: RpcCall) -> None:
+        trainer = self._trainer
+        call.reply({"step": trainer.steps, "probe_gap": self._probe_gap, **self._held()})
+
+    def _step(self, call: RpcCall) -> None:
+        plan = decode_plan(call.meta["plan"], call.arrays)
+        self._drain()
+        with self._together():
+            self._others.tell("step", {"plan": call.meta["plan"]}, call.arrays)
+            try:
+                result = self._trainer.step(plan)
+            finally:
+                self._trainer.give_back()
+        failpoint.hit("learner.stepped")
+        call.reply({**asdict(result), **self._held()})
+
+    def _save(self, call: RpcCall) -> None:
+        with self._whole(moments=True):
+            checkpoint.save(self._trainer, Path(call.meta["folder"]), self._assets)
+        call.reply()
+
+    def _load(self, call: RpcCall) -> None:
+        self._drain()
+        with self._together():
+            self._others.tell("load", {"folder": call.meta["folder"]})
+        checkpoint.load(self._trainer, Path(call.meta["folder"]))
+        self._info(call)
+
+    def _publish(self, call: RpcCall) -> None:
+        """The sampler takes the trainer's weights, under the trainer's version and no other."""
+        if self._service is None:
+            raise TrainError("this learner has no engine of its own to publish to")
+        version = self._current(int(call.meta["version"]))
+        self._drain()
+        self._service.core.refresh(version)
+        failpoint.hit("learner.published")
+        call.reply(self._held())
+
+    def _export(self, call: RpcCall) -> None:
+        """The weights as a model folder, and as the difference to the folder `base` where one is named."""
+        meta, folder = call.meta, Path(call.meta["folder"])
+        form = Form(dtype=meta["dtype"], own_head=bool(meta["own_head"]), adapter=bool(meta["adapter"]))
+        version = self._current(int(meta["version"]))
+        with self._whole():
+            manifest = export(self._trainer.model, folder, version, form, self._assets)
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        if meta["delta"]:
+            size = write_delta(Path(meta["delta"]), Path(meta["base"]), folder)
+        call.reply({"checksum": manifest.checksum, "tensors": dict(manifest.tensors), "bytes": size})
+
+    def _transfer(self, call: RpcCall) -> None:
+        """The trainer's half of bringing weights to an engine without files; see transfer.py."""
+        if "version" in call.meta:
+            self._current(int(call.meta["version"]))
+        if self._trainer.ranks.sharded:
+            raise TrainError("train.shard: sharded weights reach an engine as files only (engine.publish)")
+        call.reply(self._transfers.answer(call.meta))
+
+    def _current(self, version: int) -> int:
+        if version != self._trainer.version:
+            raise TrainError(f"version {version} is not the trainer's, which is {self._trainer.version}")
+        return version
+
+    def _held(self) -> Meta:
+        with self._whole():
+            return {"version": self._trainer.version, "weights": self._fingerprint.now()}
+
+    def _shutdown(self, call: RpcCall) -> None:
+        self.stop = True
+        call.reply()
+
+    @contextmanager
+    def _whole(self, *, moments: bool = False) -> Iterator[None]:
+        """The weights can be read, and with `moments` the optimiser's state: sharded ranks bring theirs."""
+        with self._together():
+            if self._trainer.ranks.sharded:
+                self._others.tell("gather", {"moments": moments})
+            with self._trainer.whole(moments=moments):
+                yield
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Without one of its ranks the learner is of no use: it ends at once, and may be started again."""
+        try:
+            yield
+        except RankLostError as error:
+            raise SystemExit(f"RankLostError: {error}") from error
+
+    def _drain(self) -> None:
+        """Let every request that was submitted end; nothing new is read meanwhile."""
+        while self._service is not None and self._service.core.busy:
+            self._service.step()
+
+
+def serve(path: Path, commands: Commands, service: EngineService | None) -> None:
+    """Answer until the client has gone or asks to stop."""
+    own = service.handlers if service is not None else {}
+    with RpcServer(path, {**own, **commands.handlers}) as server:
+        while not (server.abandoned or commands.stop):
+            server.poll(0.0 if service is not None and service.busy else 0.2)
+            if service is not None:
+                service.step()
+
+
+def sampler(model: Policy, raw: str, config: TrainConfig) -> tuple[EngineService | None, float]:
+    """The engine in this process and the gap that its probe found; none for an empty description."""
+    if not raw:
+        return None, 0.0
+    if not isinstance(model, Qwen3):
+        raise TrainError("the embedded engine samples with the builtin policy only")
+    options: Meta = json.loads(raw)
+    core = EmbeddedCore(model, EngineOptions(**options))
+    gap = probe_engine(core, model, temperature=config.temperature, limit=config.max_logprob_gap)
+    return EngineService(core), gap
+
+
+def run(args: argparse.Namespace) -> None:
+    follow_parent(args.parent)
+    config = parse_config(args.train)
+    model = open_policy(args.model, config.policy, device_of(config.policy, 0, config.ranks))
+    service, gap = sampler(model, args.engine, config)
+    with peers.started(args.model, config) as others:
+        trainer = peers.make_trainer(model, args.model, config, others.ranks)
+        serve(args.socket, Commands(trainer, service, args.model, gap, others), service)
+
+
+def main(argv: list[str]) -> int:
+    """0, or 1 with one line on standard error."""
+    parser = argparse.ArgumentParser(prog="insitu.training.learner.main", description=__doc__)
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--train", required=True)
+    parser.add_argument("--engine", required=True)
+    return main_of_child(parser, run, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

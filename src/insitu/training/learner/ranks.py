@@ -1,0 +1,168 @@
+"""The other ranks of a learner: processes that do every step with it.
+
+    learner (rank 0) --pipe: step, load--> peer 1 .. n     all: Trainer.step, gradients summed by gloo
+
+A peer has no sampler and no socket. It does what comes down its pipe, ends with the pipe or with its parent,
+and writes its last words to the learner's log. Commands go to all peers before the learner acts itself, since
+a step is one conversation of all ranks. Run as
+`python -m insitu.training.learner.ranks --rank R --world N --store FILE --model DIR --parent PID --train
+JSON`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy.typing as npt
+
+from insitu.engines.rpc import Decoder, Frame, Meta, encode
+from insitu.errors import TrainError, boundary
+from insitu.training.learner.parent_watch import follow_parent, main_of_child
+from insitu.training.learner.serialization import decode_plan
+from insitu.training.model.base import Policy
+from insitu.training.model.hf import HfPolicy
+from insitu.training.model.load import device_of, open_policy
+from insitu.training.model.shard import shard
+from insitu.training.options import TrainConfig, dump_config, parse_config
+from insitu.training.trainer import checkpoint
+from insitu.training.trainer.distributed import Alone, RankLostError, Ranks, Sharded, join, leave
+from insitu.training.trainer.reference import read_reference
+from insitu.training.trainer.trainer import Trainer
+
+_END_S = 10.0
+"""How long a peer may take to end by itself."""
+
+
+class RankProcesses:
+    """What rank 0 has of the others."""
+
+    def __init__(self, ranks: Ranks, children: list[subprocess.Popen[bytes]]) -> None:
+        self.ranks, self._children = ranks, children
+
+    def tell(self, op: str, meta: Meta, arrays: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
+        """Have every peer do something, without waiting. Raises TrainError when one is dead."""
+        frame = encode({"op": op, **meta}, arrays) if self._children else b""
+        for rank, child in enumerate(self._children, 1):
+            if (code := child.poll()) is not None:
+                raise RankLostError(f"rank {rank} died (exit status {code}): see the learner's log")
+            with boundary(RankLostError, f"write to rank {rank} of the learner"):
+                pipe = _pipe(child)
+                pipe.write(frame)
+                pipe.flush()
+
+
+@contextmanager
+def started(model: Path, config: TrainConfig) -> Iterator[RankProcesses]:
+    """The peers that the configuration asks for; none for one rank. They end with the context."""
+    if config.ranks == 1:
+        yield RankProcesses(Alone(), [])
+        return
+    with tempfile.TemporaryDirectory(prefix="insitu-ranks-") as folder:
+        store = Path(folder) / "store"
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(1, config.ranks):
+                children.append(_spawn(rank, store, model, config))
+            yield RankProcesses(_join(0, store, config), children)
+        finally:
+            leave()
+            for child in children:
+                _end(child)
+
+
+def _join(rank: int, store: Path, config: TrainConfig) -> Ranks:
+    device = device_of(config.policy, rank, config.ranks)
+    limit = config.step_timeout_s
+    return join(rank, config.ranks, store, deadline_s=limit, device=device, sharded=config.shard)
+
+
+def make_trainer(model: Policy, folder: Path, config: TrainConfig, ranks: Ranks) -> Trainer:
+    """The trainer of one rank, its model from `folder`; sharded ranks keep their part of it only."""
+    reference = read_reference(config, folder)
+    if isinstance(ranks, Sharded):
+        if not isinstance(model, HfPolicy):
+            raise TrainError("train.shard: only a model of transformers (policy.kind hf) can be sharded")
+        shard(model, ranks.mesh())
+    return Trainer(model, config, reference=reference, ranks=ranks)
+
+
+def _spawn(rank: int, store: Path, model: Path, config: TrainConfig) -> subprocess.Popen[bytes]:
+    arguments = [
+        *("--rank", str(rank), "--world", str(config.ranks), "--store", str(store)),
+        *("--model", str(model), "--parent", str(os.getpid()), "--train", dump_config(config)),
+    ]
+    with boundary(TrainError, f"start rank {rank}"):
+        # The learner's own environment and log, so PYTHONPATH and thread settings are those it was given.
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "insitu.training.learner.ranks", *arguments], stdin=subprocess.PIPE
+        )
+
+
+def _pipe(child: subprocess.Popen[bytes]) -> IO[bytes]:
+    if child.stdin is None:
+        raise TrainError("a rank of the learner has no pipe")
+    return child.stdin
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    try:
+        _pipe(child).close()
+        child.wait(_END_S)
+    except (OSError, subprocess.TimeoutExpired):
+        child.kill()
+        child.wait()
+
+
+def _frames(pipe: IO[bytes]) -> Iterator[Frame]:
+    decoder = Decoder()
+    while data := os.read(pipe.fileno(), 1 << 20):
+        yield from decoder.feed(data)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Do what rank 0 says until its pipe ends."""
+    follow_parent(args.parent)
+    config = parse_config(args.train)
+    ranks = _join(args.rank, args.store, config)
+    model = open_policy(args.model, config.policy, device_of(config.policy, args.rank, args.world))
+    trainer = make_trainer(model, args.model, config, ranks)
+    for frame in _frames(sys.stdin.buffer):
+        if frame.meta["op"] == "load":
+            checkpoint.load(trainer, Path(frame.meta["folder"]))
+        elif frame.meta["op"] == "gather":
+            with trainer.whole(moments=frame.meta["moments"]):
+                pass  # rank 0 reads
+        else:
+            plan = decode_plan(frame.meta["plan"], frame.arrays)
+            try:
+                trainer.step(plan)
+            except TrainError as error:
+                # Rank 0 raises the same and tells the controller; if it does not, the weights part and the
+                # next step says so.
+                print(f"rank {args.rank}: {error}", file=sys.stderr)
+            trainer.give_back()
+    leave()
+
+
+def main(argv: list[str]) -> int:
+    """0, or 1 with one line on standard error."""
+    parser = argparse.ArgumentParser(prog="insitu.training.learner.ranks", description=__doc__)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--train", required=True)
+    return main_of_child(parser, run, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,59 @@
+"""Any token engine, opened: in a learner process of ours that does not train, or a server.
+
+Never imports torch. Callers: serve, evaluate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from insitu.chat.renderer import ChatRenderer
+from insitu.config import Config, model_folder
+from insitu.engines.base import Engine
+from insitu.engines.factory import open_engine, open_server
+from insitu.errors import ConfigError
+from insitu.training.learner.client import Learner, LearnerSpec
+from insitu.training.weights.reconnect import ReconnectingEngine, StaticWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """An engine in use."""
+
+    engine: Engine
+    check: Callable[[], Awaitable[None]]
+    """Raises when it cannot answer any more; a server may come back, so only a learner says so."""
+
+
+async def _may_come_back() -> None:
+    """A server that is gone is the engine's own error, call by call."""
+
+
+@asynccontextmanager
+async def open_sampler(
+    config: Config, renderer: ChatRenderer, log: Path, announce: Callable[[str], None]
+) -> AsyncIterator[Sampler]:
+    """The configured engine. `log` gets what a learner says; `announce` a line that the operator needs before
+    a server can answer. Raises ConfigError, EngineError."""
+    if config.policy_trouble:  # sft.run in the file of another verb
+        raise ConfigError(config.policy_trouble)
+    if config.engine.kind == "embedded":
+        async with Learner.start(LearnerSpec.of(config, model=model_folder(config), log=log)) as learner:
+            yield Sampler(engine=learner.engine, check=learner.check)
+    elif config.engine.kind in ("vllm", "sglang"):
+        async with open_server(config, renderer, announce) as server:
+            returning = ReconnectingEngine(
+                server,
+                StaticWeights(server),
+                max_wait_s=config.engine.reconnect_timeout_s,
+                restarts=config.train.restarts,
+                published=False,
+                say=announce,
+            )
+            yield Sampler(engine=returning, check=_may_come_back)
+    else:
+        async with open_engine(config, renderer, announce=announce) as engine:
+            yield Sampler(engine=engine, check=_may_come_back)

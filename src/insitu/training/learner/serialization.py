@@ -1,0 +1,105 @@
+"""Plans and results as frames of the learner's channel. No torch.
+
+A plan travels as JSON-able scalars and one flat array per kind; its digest is checked on arrival, so the
+learner trains exactly what the planner planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from insitu.errors import TrainError, boundary
+from insitu.training.options import StepResult
+from insitu.training.plan.packing import MicroBatch
+from insitu.training.plan.step import PlanRow, StepPlan, plan_digest
+from insitu.types import Ledger
+
+Array = npt.NDArray[Any]
+
+
+def encode_plan(plan: StepPlan) -> tuple[dict[str, Any], dict[str, Array]]:
+    """(meta, arrays) of a frame."""
+    meta = {
+        "digest": plan.digest,
+        "groups": plan.groups,
+        "skipped": plan.skipped,
+        "ledger": asdict(plan.ledger),
+        "rows": [[r.group_id, r.rollout_id, r.segment, len(r.ids)] for r in plan.rows],
+        "batches": [[b.prefix, b.tokens, b.rank, b.layout, list(b.rows)] for b in plan.batches],
+    }
+    arrays: dict[str, Array] = {
+        "advantage": np.array([r.advantage for r in plan.rows], np.float64),
+        "weight": np.array([r.weight for r in plan.rows], np.float64),
+        "ids": _joined([r.ids for r in plan.rows], np.int32),
+        "mask": _joined([r.mask for r in plan.rows], np.bool_),
+        "logprobs": _joined([r.logprobs for r in plan.rows], np.float32),
+        "versions": _joined([r.versions for r in plan.rows], np.int32),
+    }
+    return meta, arrays
+
+
+def _joined(parts: list[Any], dtype: type[np.generic]) -> Array:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+
+
+def decode_plan(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> StepPlan:
+    """The plan that `encode_plan` described. Raises TrainError when it is not the one that was sent."""
+    with boundary(TrainError, "read a plan"):
+        try:
+            plan = _plan(meta, arrays)
+        except (KeyError, TypeError) as error:
+            raise TrainError(f"read a plan: {error!r}") from error
+    if plan_digest(plan) != plan.digest:
+        raise TrainError(f"the plan that arrived is not the one that was sent ({plan.digest[:12]})")
+    return plan
+
+
+def _plan(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> StepPlan:
+    rows = []
+    start = 0
+    for i, (group_id, rollout_id, segment, length) in enumerate(meta["rows"]):
+        part = slice(start, start + int(length))
+        rows.append(
+            PlanRow(
+                group_id=group_id,
+                rollout_id=rollout_id,
+                segment=int(segment),
+                advantage=float(arrays["advantage"][i]),
+                weight=float(arrays["weight"][i]),
+                ids=arrays["ids"][part],
+                mask=arrays["mask"][part],
+                logprobs=arrays["logprobs"][part],
+                versions=arrays["versions"][part],
+            )
+        )
+        start = part.stop
+    return StepPlan(
+        rows=tuple(rows),
+        batches=tuple(
+            MicroBatch(
+                prefix=int(prefix),
+                tokens=int(tokens),
+                rank=int(rank),
+                layout=layout,
+                rows=tuple(int(r) for r in members),
+            )
+            for prefix, tokens, rank, layout, members in meta["batches"]
+        ),
+        ledger=Ledger(**meta["ledger"]),
+        groups=int(meta["groups"]),
+        skipped=str(meta["skipped"]),
+        digest=str(meta["digest"]),
+    )
+
+
+def decode_result(meta: Mapping[str, Any]) -> StepResult:
+    """A StepResult from the fields of a reply. Raises TrainError when one is missing."""
+    try:
+        return StepResult(**{f.name: meta[f.name] for f in fields(StepResult)})
+    except KeyError as error:
+        raise TrainError(f"the learner's result lacks {error}") from error

@@ -1,0 +1,375 @@
+"""The training loop in the controller: collect, plan, step, checkpoint, commit, publish, repeat.
+
+    Batches -> groups -> plan_step -> Learner.step -> checkpoint (rename) -> Store.commit_step -> Publisher
+
+Batches (batches.py) are made for the step, or ahead of it while the one before is trained. Never imports
+torch: the learner is a child process. What is stored before a crash is used after it, so a resumed
+synchronous run of a scripted agent ends with the same bits. Called by the CLI and the demo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from insitu import failpoint
+from insitu.attempt import AttemptExecutor
+from insitu.capture.ledger import reassign
+from insitu.collect.breaker import Breaker
+from insitu.collect.dispatcher import AttemptRunner, Dispatcher, Phase, RolloutObserver
+from insitu.config import Config
+from insitu.errors import RecordError
+from insitu.shutdown import run_interruptible
+from insitu.storage.artifacts import AgentArtifacts
+from insitu.storage.host_calls import HostCallLog
+from insitu.storage.logs import AgentLogs, log_to
+from insitu.storage.metrics import Metrics, MetricsFile
+from insitu.storage.run_dir import KIND, RunDir, read_store, read_summary, restore_steps
+from insitu.storage.store import Score, Store
+from insitu.training.alarms.collapse import CollapseAlarm
+from insitu.training.alarms.infra import InfraFailureRate
+from insitu.training.alarms.step import StepAlarms, why_untrained
+from insitu.training.batch_source import Batches, SyncBatches, collect_options, open_ahead
+from insitu.training.build import RunParts, assemble, prepare_training
+from insitu.training.options import gaps
+from insitu.training.plan.step import plan_step
+from insitu.training.step_metrics import (
+    SHOWN,
+    ahead_summary,
+    apart_text,
+    heldout_summary,
+    score_of,
+    step_metrics,
+)
+from insitu.training.store_sink import StoreSink
+from insitu.types import Group, Status
+
+
+class TrainingObserver(RolloutObserver, Protocol):
+    """The view as the loop sees it (view.base.View); methods return at once and never raise."""
+
+    def begin(self, title: str, rollouts: int) -> None: ...
+
+    def stage(self, name: str, total: int = 0) -> None: ...
+
+    def step_done(self, step: int, steps: int, metrics: Metrics) -> None: ...
+
+    def eval_done(self, name: str, score: Score) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+_EVAL_NAMES = {
+    "eval_before": "held-out tasks before training",
+    "eval_during": "held-out tasks after step {step}",
+    "eval_after": "held-out tasks after training",
+}
+_SCORE_NAMES = {
+    "eval_before": "held-out before",
+    "eval_during": "held-out step {step}",
+    "eval_after": "held-out after",
+}
+
+WALL_S, EXTRA = "wall_s", "summary_extra"
+"""Facts of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """What of a run is not in its configuration."""
+
+    resume: Path | None = None
+    """Run directory to continue."""
+    began: float = field(default_factory=time.monotonic)
+    """Reading of time.monotonic() from which the person has waited: the start of the process."""
+    extra: Mapping[str, float | int | str] = field(default_factory=dict)
+    """Further numbers for the summary; those a run was created with stay when it is resumed."""
+
+
+class WallClock:
+    """Seconds that the person has waited for a run, over all processes that worked on it.
+
+    Kept with every committed step, so that a killed process takes the time since its last step with it.
+    """
+
+    def __init__(self, store: Store, began: float) -> None:
+        self._earlier = float(store.meta().get(WALL_S, "0"))
+        self._began = began
+
+    def seconds(self) -> float:
+        return self._earlier + time.monotonic() - self._began
+
+    def meta(self) -> Mapping[str, str]:
+        """As a fact of the run."""
+        return {WALL_S: f"{self.seconds():.3f}"}
+
+
+class TrainingLoop:
+    """One run, from where the store says it stands to its end."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        store: Store,
+        metrics: MetricsFile,
+        parts: RunParts,
+        view: TrainingObserver,
+        clock: WallClock,
+    ) -> None:
+        self._run, self._store, self._metrics, self._parts, self._view = run, store, metrics, parts, view
+        self._clock = clock
+        self._closed: float | None = None
+        """Reading of time.monotonic() at the commit of the step before, in this process."""
+        c = run.config
+        attempts = AttemptExecutor(
+            parts.gateway,
+            parts.workers,
+            parts.judge,
+            keep_log=AgentLogs(run.logs).keep,
+            keep_artifacts=AgentArtifacts(run.artifacts).keep,
+            keep_calls=HostCallLog(run.host_calls).keep,
+        )
+        self._attempts: AttemptRunner = attempts
+        masks, self._eval_masks = (
+            InfraFailureRate(c.collect.infra_failure_alarm),
+            InfraFailureRate(c.collect.infra_failure_alarm),
+        )
+        committed = store.steps()
+        self._alarms = StepAlarms(c.collect, masks, committed)
+        self._collapse = CollapseAlarm(c.train.collapse_alarm, (step.metrics for step in committed))
+        self._sink = StoreSink(store, masks, self._eval_masks)
+        self._dispatcher = Dispatcher(
+            attempts,
+            self._sink,
+            view,
+            Breaker(c.collect.max_consecutive_failures),
+            collect_options(c),
+            check=parts.life.check,
+            version=lambda: parts.engine.receipt.version,
+        )
+
+    async def run(self) -> Mapping[str, Any]:
+        """Everything that is left of the run; returns the summary, but for the time."""
+        last = self._store.last_step()
+        first = 1 if last is None else last.step + 1
+        c = self._run.config
+        left = c.run.steps - first + 1
+        per_step = c.tasks.groups_per_step * c.collect.group_size
+        title = f"{c.harness.agent} {self._parts.harness.version}, seed {c.run.seed}"
+        self._view.begin(title, left * per_step + (2 + self._evals_left(first)) * self._eval_tasks())
+        before = await self._evaluate("eval_before", 0)
+        async with self._batches() as batches:
+            for step in range(first, c.run.steps + 1):
+                # Before a step, not after one: an evaluation that a kill cut short is finished first.
+                if self._evaluated_after(step - 1):
+                    await self._evaluate("eval_during", step - 1)
+                await self._step(step, batches)
+        after = await self._evaluate("eval_after", c.run.steps)
+        return self._summary(before, after)
+
+    @asynccontextmanager
+    async def _batches(self) -> AsyncIterator[Batches]:
+        """Where steps get their groups from, until the last step."""
+        c, parts = self._run.config, self._parts
+        if not c.collect.max_staleness:
+            yield SyncBatches(self._dispatcher, parts.source, c.tasks.groups_per_step, c.collect.group_size)
+            return
+        async with open_ahead(
+            c,
+            self._store,
+            parts.source,
+            self._attempts,
+            self._sink,
+            self._view,
+            check=parts.life.check,
+            warn=self._view.note,
+            version=parts.learner.version,
+        ) as ahead:
+            yield ahead
+
+    def _evaluated_after(self, step: int) -> bool:
+        every = self._run.config.run.eval_every_steps
+        return every > 0 and step > 0 and step % every == 0
+
+    def _evals_left(self, first: int) -> int:
+        return sum(self._evaluated_after(step) for step in range(first - 1, self._run.config.run.steps))
+
+    def _eval_tasks(self) -> int:
+        """As configured, but no more than there are."""
+        size = self._parts.source.size("eval")
+        wanted = self._run.config.run.eval_tasks
+        return wanted if size is None else min(wanted, size)
+
+    async def _evaluate(self, phase: Phase, step: int) -> Sequence[Group]:
+        count = self._eval_tasks()
+        if not count:
+            return ()
+        tasks = self._parts.source.tasks("eval", 0, count)
+        self._view.stage(_EVAL_NAMES[phase].format(step=step), len(tasks))
+        groups = await self._dispatcher.collect(phase, step, tasks, group_size=1)
+        score = score_of(groups)
+        self._view.eval_done(_SCORE_NAMES[phase].format(step=step), score)
+        masked = self._eval_masks.close_step()
+        if masked.line:
+            self._view.note(f"{phase}: {masked.line}")
+        counts = {
+            "solved": score.solved,
+            "total": score.total,
+            "reward_mean": score.reward_mean if score.total else None,
+            "tries": masked.tries,
+            "masked": masked.masked,
+        }
+        self._metrics.write({"event": phase, "step": step, **counts})
+        return groups
+
+    async def _step(self, step: int, batches: Batches) -> None:
+        c = self._run.config
+        began = time.monotonic()
+        self._view.stage(f"step {step} of {c.run.steps}", batches.rollouts)
+        groups, told = await batches.next(step)
+        collected = time.monotonic()
+        graded = [r.id for g in groups for r in g.rollouts if r.status is not Status.INFRA_FAILED]
+        plan = plan_step(groups, self._parts.plan_config)
+        self._store.assign(step, graded)
+        folder = self._run.checkpoints / f"step-{step:05d}"
+        trained = await self._parts.life.train(plan, folder)
+        result = trained.result
+        ledger = reassign(plan.ledger, "mismatch", result.mismatched)
+        metrics = step_metrics(groups, ledger, result)
+        metrics |= {"collect_s": collected - began, "train_s": time.monotonic() - collected, **told}
+        watched, alarms = self._alarms.look(groups, ledger, metrics["reward_mean"])
+        metrics |= watched
+        untrained = why_untrained(groups, result.skipped)
+        alarms += self._collapse.look(metrics)
+        for alarm in filter(None, (untrained, *alarms, result.alarm, apart_text(result.mismatched))):
+            self._view.note(f"step {step}: {alarm}")
+        metrics["step_s"] = (now := time.monotonic()) - began
+        # With what was published and evaluated since the step before.
+        metrics["cycle_s"] = now - (began if self._closed is None else self._closed)
+        self._closed = now
+        metrics |= {"weights": trained.weights, "learner_restarts": self._parts.life.restarts}
+        self._store.commit_step(
+            step,
+            metrics,
+            str(folder.relative_to(self._run.path)),
+            plan.digest,
+            ledger,
+            trained=[name for name, reason in plan.fates.items() if not reason],
+            discarded={name: reason for name, reason in plan.fates.items() if reason},
+            meta=self._clock.meta(),
+        )
+        failpoint.hit("loop.committed")
+        if not result.skipped:
+            batches.pending(result.version)
+        publishing = time.monotonic()
+        await self._parts.life.publish(trained)
+        metrics["publish_s"] = time.monotonic() - publishing
+        failpoint.hit("loop.published")
+        batches.published(result.version)
+        self._metrics.write({"event": "step", "step": step, **metrics})
+        self._view.step_done(
+            step, c.run.steps, {name: metrics[name] for name in SHOWN if metrics.get(name) is not None}
+        )
+        prune(self._run.checkpoints, c.run.keep_checkpoints)
+        failpoint.hit("loop.pruned")
+
+    def _summary(self, before: Sequence[Group], after: Sequence[Group]) -> Mapping[str, Any]:
+        steps, counts = self._store.steps(), self._store.phases()
+        return {
+            **heldout_summary("before", before),
+            **heldout_summary("after", after),
+            "heldout_tasks": len(after),
+            "rl_steps": len(steps),
+            "updates": sum(not step.metrics["skipped"] for step in steps),
+            "rollouts": sum(counts.values()),
+            "agent": self._run.config.harness.agent,
+            "agent_version": self._parts.harness.version,
+            **gaps([step.metrics for step in steps]),
+            "ledger": asdict(self._store.ledger()),
+            "attempts_by_end": self._store.tries(),
+            "seed": self._run.config.run.seed,
+            "weights": self._parts.learner.weights,
+            "run_dir": str(self._run.path),
+            **ahead_summary([step.metrics for step in steps]),
+        }
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints."""
+    for old in sorted(p for p in folder.glob("step-*") if p.is_dir())[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def check_steps(run: RunDir, store: Store) -> None:
+    """Raises RecordError when the store knows fewer steps than checkpoints were written: it is not this run's
+    any more. The newest checkpoint may be one ahead, where a kill came before the step's commit."""
+    last = store.last_step()
+    known = 0 if last is None else last.step
+    written = [int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-[0-9]*")]
+    if max(written, default=0) > known + 1:
+        raise RecordError(
+            f"{run.path / 'run.sqlite'} knows {known} steps, but checkpoints reach to {max(written)}: put the"
+            " store back that belongs to them, or begin a new run"
+        )
+
+
+def finished_run(path: Path, say: Callable[[str], None], kind: str = "") -> Mapping[str, Any] | None:
+    """The summary of a run of this kind ("" = training) that has nothing left to do, and a line that says so;
+    None for any other. Raises RecordError."""
+    summary = read_summary(path)
+    if summary is None:
+        return None
+    with read_store(path) as store:
+        if store.meta().get(KIND, "") != kind:
+            return None
+    say(f"{path} is finished: nothing is left to do")
+    return summary
+
+
+async def _train(config: Config, view: TrainingObserver, options: TrainOptions) -> Mapping[str, Any]:
+    resume = options.resume
+    if resume is not None and (summary := finished_run(resume, view.note)) is not None:
+        return summary
+    view.begin(f"{config.harness.agent}, seed {config.run.seed}", 0)
+    view.stage("checking the configuration and the tasks")
+    prepared = prepare_training(config, view.note)
+    async with AsyncExitStack() as stack:
+        run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))
+        stack.push(run.drop_unused)
+        stack.enter_context(log_to(run.logs / "insitu.log"))
+        store = stack.enter_context(run.store())
+        metrics = stack.enter_context(run.metrics())
+        if KIND in store.meta():
+            raise RecordError(f"{run.path} holds a run of `insitu {store.meta()[KIND]}`, not a training run")
+        check_steps(run, store)
+        clock = WallClock(store, options.began)
+        store.recover()
+        restore_steps(run, store, metrics)
+        if EXTRA not in store.meta():
+            store.set_meta(EXTRA, json.dumps(dict(options.extra)))
+        view.note(f"run directory {run.path}")
+        try:
+            async with assemble(run, store, prepared, view.note, view.stage) as parts:
+                summary = await TrainingLoop(run, store, metrics, parts, view, clock).run()
+        finally:
+            # The disk may be what ended the run: its own line must come through.
+            with contextlib.suppress(RecordError):
+                store.set_meta(WALL_S, clock.meta()[WALL_S])
+        summary = {**summary, "wall_s": round(clock.seconds(), 1), **json.loads(store.meta()[EXTRA])}
+        run.write_summary(summary)
+        return summary
+
+
+def train(config: Config, view: TrainingObserver, options: TrainOptions | None = None) -> Mapping[str, Any]:
+    """Run or continue a run to its end; returns what summary.json holds, value by value.
+
+    Raises InsituError, or KeyboardInterrupt after a clean stop.
+    """
+    return run_interruptible(_train(config, view, options or TrainOptions()))

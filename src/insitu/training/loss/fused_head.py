@@ -1,0 +1,248 @@
+"""The head of the trainer: log-probability and entropy of chosen tokens, for trained positions only.
+
+`objective` also computes a loss and its gradients in the same pass, where each token's loss depends on its
+own log-probability alone; `score` serves any other, at the price of computing logits again for the gradients.
+Either way logits exist for a small tile at a time (tiles.py). The distribution is softmax(logits /
+temperature) in float32: the one the sampler draws from. Called by trainer/trainer.py and sft/warm.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from insitu.errors import TrainError
+from insitu.training.loss.chunked_logits import ChunkedHead, Kernels, Stats
+from insitu.training.model.base import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the model thinks of N chosen tokens."""
+
+    logp: Tensor
+    """[N] log-probability; carries the gradient."""
+    entropy: Tensor
+    """[N] entropy of the distribution, in nats; no gradient."""
+    best: Tensor
+    """[N] bool: the token is the most likely one."""
+
+
+Objective = Callable[[Tensor, slice], Tensor]
+"""(logp [n], part) -> weighted losses [n] of the positions `part`, each a function of its own logp."""
+
+
+class _TokenHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        kernels: Kernels,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sweep = ChunkedHead(hidden, weight.detach(), temperature, store=False, kernels=kernels)
+        found = _ScoreBuffer.empty(targets.shape[0], sweep)
+        for part in sweep.tiles():
+            found.put(part, sweep.stats(part, targets))
+        ctx.save_for_backward(hidden, weight, targets, found.logz)
+        ctx.settings = (temperature, kernels)  # type: ignore[attr-defined]
+        ctx.mark_non_differentiable(found.entropy, found.best)
+        return found.logp, found.entropy, found.best
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, *_unused):  # type: ignore[no-untyped-def]
+        hidden, weight, targets, logz = ctx.saved_tensors
+        temperature, kernels = ctx.settings
+        sweep = ChunkedHead(hidden, weight.detach(), temperature, store=True, kernels=kernels)
+        d_hidden = torch.empty_like(hidden)
+        d_weight = _zeros(weight, sweep) if ctx.needs_input_grad[1] else None
+        for part in sweep.tiles():
+            stats = sweep.stats(part, targets, logz[part])
+            sweep.gradients(part, targets, stats, grad[part], d_hidden, d_weight)
+        return d_hidden, d_weight, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadInputs:
+    """What an objective is computed from besides hidden states and the weight."""
+
+    targets: Tensor
+    """[N] int64."""
+    temperature: float
+    loss: Objective
+    into: Tensor | None
+    """[V, d] float32 that the weight's gradient is added to at once, instead of being handed to autograd."""
+    kernels: Kernels
+    train: bool
+    """Whether gradients are wanted."""
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, weight: Tensor, call: HeadInputs
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        sweep = ChunkedHead(hidden, weight.detach(), call.temperature, store=call.train, kernels=call.kernels)
+        found = _ScoreBuffer.empty(call.targets.shape[0], sweep)
+        d_hidden = torch.empty_like(hidden) if call.train else None
+        d_weight = call.into
+        if call.train and d_weight is None and weight.requires_grad:
+            d_weight = _zeros(weight, sweep)
+        total = torch.zeros((), dtype=sweep.dtype, device=hidden.device)
+        for part in sweep.tiles():
+            stats = sweep.stats(part, call.targets)
+            found.put(part, stats)
+            loss, slope = _slope(call.loss, found.logp[part], part)
+            total += loss
+            if d_hidden is not None:
+                sweep.gradients(part, call.targets, stats, slope, d_hidden, d_weight)
+        if d_hidden is not None:
+            ctx.save_for_backward(
+                d_hidden, *([d_weight] if d_weight is not None and call.into is None else [])
+            )
+        ctx.mark_non_differentiable(found.logp, found.entropy, found.best)
+        return total, found.logp, found.entropy, found.best
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, *_unused):  # type: ignore[no-untyped-def]
+        d_hidden, *rest = ctx.saved_tensors
+        if float(grad) != 1.0:
+            if ctx.needs_input_grad[1] and not rest:
+                raise TrainError("a head that adds to the gradient directly takes no factor on its objective")
+            d_hidden, rest = d_hidden * grad, [d * grad for d in rest]
+        return d_hidden, rest[0] if rest else None, None
+
+
+def _slope(loss: Objective, logp: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    """Sum of the part's losses, and its derivative by each log-probability."""
+    with torch.enable_grad():
+        leaf = logp.detach().requires_grad_()
+        total = loss(leaf, part).sum()
+        # of tokens that the loss leaves out altogether there is no slope to follow
+        slope = torch.autograd.grad(total, [leaf])[0] if total.requires_grad else torch.zeros_like(leaf)
+    return total.detach(), slope
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoreBuffer:
+    """Scores of all positions, filled tile by tile."""
+
+    logp: Tensor
+    entropy: Tensor
+    best: Tensor
+    logz: Tensor
+
+    @classmethod
+    def empty(cls, positions: int, sweep: ChunkedHead) -> _ScoreBuffer:
+        make = sweep.hidden.new_empty
+        numbers = [make(positions, dtype=sweep.dtype) for _ in range(3)]
+        return cls(numbers[0], numbers[1], make(positions, dtype=torch.bool), numbers[2])
+
+    def put(self, part: slice, stats: Stats) -> None:
+        self.logz[part] = stats.logz
+        self.logp[part] = stats.chosen - self.logz[part]
+        self.entropy[part] = stats.entropy
+        self.best[part] = stats.chosen >= stats.top
+
+
+def _zeros(weight: Tensor, sweep: ChunkedHead) -> Tensor:
+    return torch.zeros(weight.shape, dtype=sweep.dtype, device=weight.device)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLoss:
+    """An objective of N chosen tokens, its gradients already computed."""
+
+    total: Tensor
+    """Scalar sum of the losses; carries the gradient."""
+    scores: Scores
+    """Without a gradient."""
+
+
+def objective(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    loss: Objective,
+    *,
+    into: Tensor | None = None,
+    kernels: Kernels = "auto",
+) -> FusedLoss:
+    """Sum of `loss` over the positions, and its gradients, in one pass: three matrix products, none repeated.
+
+    hidden [N, d], weight [V, d] (of any type; gets the gradient, in float32), targets [N] int64. Computes in
+    hidden's type. into: [V, d] float32 that the weight's gradient is added to while the pass runs, and not
+    handed to autograd; `total` must then enter the loss as it is.
+    """
+    train = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    call = HeadInputs(targets, temperature, loss, into if weight.requires_grad else None, kernels, train)
+    total, *scores = _Fused.apply(hidden, weight, call)  # type: ignore[no-untyped-call]
+    return FusedLoss(total, Scores(*scores))
+
+
+def kept_gradient(weight: Tensor) -> Tensor | None:
+    """The gradient of a head's weight for `into`, zeros if there is none yet; None where autograd must see to
+    it: the weight is frozen, not kept in float32, or made from something else."""
+    if not (weight.requires_grad and weight.is_leaf and weight.dtype == torch.float32):
+        return None
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
+def scores(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, kernels: Kernels = "auto"
+) -> Scores:
+    """hidden [N, d], weight [V, d], targets [N] (int64) -> scores; logp carries the gradient, in float32."""
+    return Scores(*_TokenHead.apply(hidden, weight, targets, temperature, kernels))  # type: ignore[no-untyped-call]
+
+
+def score(model: Policy, hidden: Tensor, targets: Tensor, temperature: float) -> Scores:
+    """hidden [N, d] at the positions that predict `targets` [N] (int64) -> scores under the model."""
+    return scores(hidden, model.head_weight, targets, temperature)
+
+
+def predictors(prefix: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shift a batch so that position t of the new rows predicts token t of the new targets.
+
+    prefix [P], rows [B, T], mask [B, T] -> (prefix, inputs [B, T'], targets [B, T'], mask [B, T']).
+    The last prefix token becomes column 0 of the inputs, because it predicts the rows' first token; without
+    a prefix the first token has no predictor and its mask is ignored by construction (callers refuse it).
+    Columns after the last masked one are cut: nothing depends on them.
+    """
+    if prefix.shape[0]:
+        last = prefix[-1:].expand(rows.shape[0], 1)
+        prefix, inputs, targets = prefix[:-1], torch.cat([last, rows[:, :-1]], dim=1), rows
+    else:
+        inputs, targets, mask = rows[:, :-1], rows[:, 1:], mask[:, 1:]
+    used = mask.any(0).nonzero()
+    width = int(used[-1]) + 1 if used.numel() else 0
+    return prefix, inputs[:, :width], targets[:, :width], mask[:, :width]
+
+
+def score_masked(
+    model: Policy, prefix: Tensor, rows: Tensor, mask: Tensor, temperature: float
+) -> tuple[Scores, Tensor]:
+    """Scores of the masked tokens of a batch in row-major order, and the row index of each, [N].
+
+    prefix [P] int64, rows [B, T] int64 right-padded, mask [B, T] bool; at least one token is masked in.
+    """
+    hidden, targets, row = chosen(model, prefix, rows, mask)
+    return score(model, hidden, targets, temperature), row
+
+
+def chosen(model: Policy, prefix: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [N, d] that predict the masked tokens, those tokens [N] and their rows [N]."""
+    prefix, inputs, targets, mask = predictors(prefix, rows, mask)
+    targets, mask = targets.to(model.device), mask.to(model.device)
+    hidden = model.hidden(prefix, inputs)
+    return hidden[mask], targets[mask], mask.nonzero()[:, 0]

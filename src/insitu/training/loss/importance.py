@@ -1,0 +1,34 @@
+"""Corrections for a sampler that is not the policy the step began with: its numerics differ, or its weights
+were older. w = (the trainer's probability before the step) / (the sampler's); none lets a gradient through.
+
+    tis      min(w, high)                        truncated importance sampling
+    mask     w where w <= high, else 0           masked importance sampling
+    icepop   w where low <= w <= high, else 0    the same on both sides (IcePop)
+Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): a rollout with negative advantage is left out
+when the mean over its tokens of log(sampler / live policy) is above a bound.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from insitu.training.loss.options import LossConfig
+
+
+def correct(log_w: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """log_w [N] -> (factor [N], bounded [N] bool: the factor is not w because of the correction's bounds)."""
+    w = log_w.exp()
+    if config.correction == "none":
+        return w, torch.zeros_like(w, dtype=torch.bool)
+    out = w > config.highest_w
+    if config.correction == "tis":
+        return w.clamp(max=config.highest_w), out
+    if config.correction == "icepop":
+        out |= w < config.correction_low
+    return torch.where(out, 0.0, w), out
+
+
+def off_policy_keeps(live_mu: Tensor, advantage: Tensor, bound: float) -> Tensor:
+    """live_mu [N], the mean of live - sampler over the token's rollout -> [N] bool: the token counts."""
+    return (advantage >= 0) | (-live_mu <= bound)

@@ -1,0 +1,114 @@
+"""What a step tells about itself: sums over its tokens, and the numbers and warnings made of them.
+
+Every field of `LossSums` adds up over micro-batches and processes, but for `gap` and
+`seen`, which are maxima. Called by
+trainer/trainer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from insitu.training.loss.losses import TokenLoss
+from insitu.training.options import StepResult, TrainConfig
+
+
+@dataclass(slots=True)
+class LossSums:
+    """Sums of one epoch over its tokens."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    cut: int = 0
+    cut_low: int = 0
+    """Cut, with a negative advantage."""
+    corrected: int = 0
+    ref_kl: float = 0.0
+    k3: float = 0.0
+    """rho - 1 - log rho of tokens of the current version."""
+    gap: float = 0.0
+    """Largest |log rho| of the tokens of the current version that are trained."""
+    seen: float = 0.0
+    """The same of all that are compared, also those that are not trained for it."""
+    apart: int = 0
+    """Tokens that are not trained, since sampler and trainer disagree about them."""
+    current: int = 0
+    """Tokens sampled by the current version."""
+    off_policy: float = 0.0
+    """rho - 1 - log rho of all tokens."""
+    rho: float = 0.0
+    rho_squares: float = 0.0
+    tokens: int = 0
+
+    def add(self, out: TokenLoss, advantage: Tensor) -> None:
+        """Count a micro-batch's tokens."""
+        self.cut += int(out.cut.sum())
+        self.cut_low += int((out.cut & (advantage < 0)).sum())
+        if out.corrected is not None:
+            self.corrected += int(out.corrected.sum())
+        if out.kl is not None:
+            self.ref_kl += float(out.kl.double().sum())
+        self.tokens += len(out.cut)
+
+    def compare(self, log_rho: Tensor, current: Tensor) -> None:
+        """Count the ratios [N] of trainer to sampler before the first update."""
+        exact = log_rho.double()
+        rho = exact.exp()
+        k3 = rho - 1.0 - exact
+        self.k3 += float(k3[current].sum())
+        self.current += int(current.sum())
+        self.off_policy += float(k3.sum())
+        self.rho += float(rho.sum())
+        self.rho_squares += float(rho.square().sum())
+
+    @property
+    def ess(self) -> float:
+        """Effective share of the tokens; 1 where nothing was compared."""
+        return self.rho**2 / (self.tokens * self.rho_squares) if self.rho_squares else 1.0
+
+
+def result_of(epochs: Sequence[LossSums], config: TrainConfig) -> StepResult:
+    """The part of a step's result that its sums tell. What is said of the policy is from before the first
+    update, what the loss bounded is a mean over epochs."""
+    first = epochs[0]
+    counted = first.tokens * len(epochs)
+    off_policy_kl, ref_kl = first.off_policy / first.tokens, first.ref_kl / first.tokens
+    cut, low = sum(s.cut for s in epochs), sum(s.cut_low for s in epochs)
+    return StepResult(
+        optimizer_steps=0,
+        version=0,
+        loss=first.loss,
+        entropy=first.entropy / first.tokens,
+        clip_fraction=cut / counted,
+        clip_low_fraction=low / counted,
+        clip_high_fraction=(cut - low) / counted,
+        corrected_fraction=sum(s.corrected for s in epochs) / counted,
+        mismatch_kl=first.k3 / max(1, first.current),
+        off_policy_kl=off_policy_kl,
+        ess=first.ess,
+        ref_kl=ref_kl,
+        alarm=alarm(off_policy_kl, ref_kl, config),
+        max_logprob_gap=first.gap,
+        max_logprob_gap_seen=first.seen,
+        mismatched=first.apart,
+        tokens=first.tokens - first.apart,
+    )
+
+
+def alarm(off_policy_kl: float, ref_kl: float, config: TrainConfig) -> str:
+    """What is beyond its limit, or empty."""
+    lines = []
+    if 0 < config.kl_alarm < off_policy_kl:
+        lines.append(
+            f"the policy is {off_policy_kl:.3g} nats from those that sampled (train.kl_alarm ="
+            f" {config.kl_alarm:g}): a lower rate, fewer stale rollouts or a correction would hold it"
+        )
+    if config.loss.kl != "none" and 0 < config.reference_alarm < ref_kl:
+        lines.append(
+            f"the policy is {ref_kl:.3g} nats from the reference (train.reference_alarm ="
+            f" {config.reference_alarm:g})"
+        )
+    return "; ".join(lines)

@@ -1,0 +1,179 @@
+"""The memory of one forward and backward pass, found by running it on tensors that have no content.
+
+The model is built from its configuration alone on torch's meta device and goes through the code that trains:
+layers, techniques, attention, head. A dispatch mode counts what is allocated and what is let go, so the peak
+is that of the code as it is, for any architecture. What a kernel takes for itself is added where it is known.
+Called by predict.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from insitu.training.attention.rows import _blocks as score_blocks
+from insitu.training.attention.tree import Piece
+from insitu.training.loss.chunked_logits import cut_of
+from insitu.training.loss.fused_head import kept_gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """Of the pieces of a tree's attention (attention/tree.py), what their memory depends on."""
+
+    causal: int
+    """Tokens of the longest causal piece."""
+    queries: int
+    """Of the largest whole piece; 0 = there is none."""
+    keys: int
+    whole: int
+    """Queries of all whole pieces."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> AttentionShape:
+        causal = max(p.q1 - p.q0 for p in pieces if p.causal)
+        sizes = [(p.q1 - p.q0, p.k1 - p.k0) for p in pieces if not p.causal]
+        # a piece holds its output, and keys and values with their gradients
+        queries, keys = max(sizes, key=lambda size: size[0] + 2 * size[1], default=(0, 0))
+        return cls(causal=causal, queries=queries, keys=keys, whole=sum(q for q, _ in sizes))
+
+    def pieces(self, tokens: int) -> tuple[Piece, ...]:
+        """Pieces of this shape over so many tokens: as large, and of as many queries in all."""
+        own = [(at, min(tokens, at + self.causal)) for at in range(0, tokens, self.causal)]
+        found = [Piece(a, b, a, b, True) for a, b in own]
+        left, most = self.whole, min(self.queries, tokens)
+        while left > 0 and most:
+            found.append(Piece(tokens - min(most, left), tokens, 0, min(self.keys, tokens), False))
+            left -= most
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """Shape of a micro-batch."""
+
+    prefix: int
+    """Tokens that all rows share, computed once."""
+    rows: int
+    width: int
+    """Tokens of the longest row behind the prefix."""
+    trained: int
+    """Positions that the head scores."""
+    tree: AttentionShape | None = None
+    """How the tokens of a tree, which are one row then, attend to each other where that is not one kernel."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the pass computes."""
+        return self.prefix + self.rows * self.width
+
+
+class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts bytes of tensors made within it that are still held: now, and at most per part of the time."""
+
+    def __init__(self, known: Iterable[Tensor] = (), kernels: str = "") -> None:
+        """known: tensors that are there before and do not count. kernels: device whose attention kernels are
+        called as such, so that what they take for themselves counts too."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kernels = kernels
+        self._known = {t.untyped_storage()._cdata for t in known}
+        self._sizes: dict[int, int] = {}
+        self.now = 0
+        self.peaks = [0]
+        """Most bytes that there were in each part."""
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks)
+
+    def part(self) -> None:
+        """Another part begins."""
+        self.peaks.append(self.now)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        out = _grouped(func, args) if func in _GROUPED else func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        if self._kernels and func in _PIECES:
+            own = _workspace(args[0], args[1], backward=func is _PIECES[1], gpu=self._kernels == "cuda")
+            self.peaks[-1] = max(self.peaks[-1], self.now + own)
+        return out
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.now += self._sizes[key]
+        self.peaks[-1] = max(self.peaks[-1], self.now)
+        weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+
+_PIECES = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+"""What TreeAttend calls for tensors without content, whichever device they stand for."""
+
+
+def _workspace(queries: Tensor, keys: Tensor, *, backward: bool, gpu: bool) -> int:
+    """Bytes that the kernel of a piece takes for itself; both [1, heads, tokens, head_dim]."""
+    if gpu:
+        # fp32 sums of dq and of the softmax
+        return 4 * (queries.numel() + queries.numel() // queries.shape[-1]) if backward else 0
+    blocks = 4 * score_blocks(queries.shape[2], keys.shape[2])
+    return 2 * blocks + queries.nbytes if backward else blocks
+
+
+_GROUPED = frozenset({torch.ops.aten._grouped_mm.default})
+
+
+def _grouped(func: Any, args: tuple[Any, ...]) -> Tensor:
+    """A product of tokens sorted by expert with each expert's matrix, or of two such for a gradient. torch
+    checks without content that its type is bf16, which its kernels do not ask for."""
+    a, b = args[:2]
+    groups = args[2].shape[0] if a.dim() == b.dim() == 2 else 0
+    shape = (groups, a.shape[0], b.shape[1]) if groups else (*a.shape[:-1], b.shape[-1])
+    return torch.empty(shape, dtype=a.dtype, device="meta")
+
+
+class DryHead(torch.autograd.Function):
+    """What `objective` of head/ allocates, for hidden [N, d] and weight [V, d] on a CPU or a GPU."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, gpu: bool) -> Tensor:  # type: ignore[no-untyped-def]
+        found = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3)]
+        d_hidden = torch.empty_like(hidden)
+        wanted = weight.requires_grad and kept_gradient(weight) is None
+        d_weight = [torch.zeros(weight.shape, dtype=torch.float32, device="meta")] if wanted else []
+        head_pass(hidden, weight, gpu)
+        ctx.save_for_backward(d_hidden, *d_weight)
+        return found[0].sum()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        d_hidden, *d_weight = ctx.saved_tensors
+        return d_hidden, d_weight[0] if d_weight else None, None
+
+
+def head_pass(hidden: Tensor, weight: Tensor, gpu: bool) -> None:
+    """One sweep over positions x vocabulary, with what is cast of the weight."""
+    hidden.new_empty(cut_of(hidden, weight, gpu=gpu).held, dtype=torch.uint8)

@@ -1,0 +1,367 @@
+"""Chooses the memory techniques of every micro-batch before a step begins, or refuses the step with numbers.
+
+The least costly set that fits is taken, in the order of LADDER. Whether it fits is asked for a slightly
+larger micro-batch first, and what was found is kept: few shapes have to be run dry. A row that fits with none
+is refused, not left out: the error names it, what it would take, what is there and what would help. A sharded
+rank's moments stay on the device. Called by trainer/trainer.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from insitu.engines.embedded.model import Qwen3
+from insitu.errors import TrainError
+from insitu.training.attention.tree import tree_pieces
+from insitu.training.memory.meta_run import AttentionShape, BatchShape
+from insitu.training.memory.predict import GIB, BuiltinMemory, Kernels, MemoryModel, MemoryPredictor, at_most
+from insitu.training.memory.techniques import PLAIN, MemoryOptions
+from insitu.training.model.hf import HfPolicy
+from insitu.training.model.hidden_states import by_pieces
+from insitu.training.options import Lora
+from insitu.training.plan.packing import MicroBatch
+from insitu.training.plan.prefix_tree import build_tree
+from insitu.training.plan.step import StepPlan
+
+KEPT_FREE = 0.06
+"""Share of a device's memory that is left to fragmentation and libraries where no limit is configured."""
+
+_SAVED = MemoryOptions(checkpoint=True, save_attention=True)
+_CHECKPOINT = MemoryOptions(checkpoint=True)
+TILE = 16384
+"""Tokens of an MLP tile: large enough that a product fills a GPU, small beside what is tiled."""
+LADDER: Sequence[MemoryOptions] = (
+    PLAIN,
+    _SAVED,
+    replace(_SAVED, tile_mlp=TILE),
+    replace(_SAVED, tile_mlp=TILE, offload_activations=True),
+    _CHECKPOINT,
+    replace(_CHECKPOINT, tile_mlp=TILE),
+    replace(_CHECKPOINT, tile_mlp=TILE, offload_activations=True),
+    replace(_CHECKPOINT, tile_mlp=TILE, offload_activations=True, offload_optimizer=True),
+)
+"""From fast to slow. Long rows are attention for the most part, so computing it again comes late."""
+FINE = 1 << 40
+"""Steps per doubling of sizes that stay as they are."""
+_SUGGESTED = Lora(rank=16, alpha=32.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeed:
+    """Bytes of the device and of the host."""
+
+    device: int
+    host: int
+
+
+class MemoryPlanner:
+    """The choices of one trainer."""
+
+    def __init__(
+        self,
+        config: Any,
+        policy: HfPolicy | Qwen3,
+        *,
+        limit: int,
+        host: int,
+        measured: Callable[[], int] | None = None,
+        reference: HfPolicy | Qwen3 | None = None,
+    ) -> None:
+        """config: what the policy is built from (`config_of`); limit, host: bytes of device and host.
+        measured: gives the limit anew when a step begins. reference: a policy that scores each micro-batch
+        first; its weights are not part of the limit. Raises TrainError when the memory of this architecture
+        cannot be told."""
+        self._config, self._policy = config, policy
+        self.limit, self._host, self._measured = limit, host, measured
+        self._kernels: Kernels = "cuda" if policy.device.type == "cuda" else "cpu"
+        self._ladder = [t for t in LADDER if self._kernels == "cuda" or not t.offload_activations]
+        """On a CPU the device's memory is the host's."""
+        if isinstance(policy, Qwen3):
+            self._ladder = [PLAIN]
+        elif policy.shards > 1:
+            self._ladder = [t for t in self._ladder if not t.offload_optimizer]
+        self._first = 0
+        """Of the ladder: what is before it has run out of memory."""
+        self._scored_by = reference
+        self._known: dict[tuple[MemoryOptions, bool], list[tuple[BatchShape, MemoryNeed]]] = {}
+        if not isinstance(policy, Qwen3):
+            self._need(self._model, BatchShape(prefix=0, rows=1, width=2, trained=1), PLAIN, first=True)
+
+    @classmethod
+    def of(
+        cls,
+        policy: HfPolicy | Qwen3,
+        memory_gib: float,
+        *,
+        copies: bool = False,
+        reference: HfPolicy | Qwen3 | None = None,
+        ranks: int = 1,
+    ) -> MemoryPlanner:
+        """memory_gib: what training may fill; 0 = what is free, with what training holds already: on a GPU
+        when a step begins, since an engine may be awake on it now; on a CPU now, of which each of `ranks`
+        processes gets its part. copies: a step keeps a copy of weights and moments, to go back to."""
+        kept = sum(3 * p.nbytes for _, p in policy.named_parameters() if p.requires_grad) if copies else 0
+        kept //= 1 if isinstance(policy, Qwen3) else policy.shards
+        apart = 0 if reference is None else _weights(reference)
+        on_gpu = policy.device.type == "cuda"
+        host = _available() // ranks
+
+        def measured() -> int:
+            room = _on_gpu(policy.device) - apart if on_gpu else (_available() + _weights(policy)) // ranks
+            return int(room * (1.0 - KEPT_FREE)) - kept
+
+        limit = int(memory_gib * GIB) - kept - apart if memory_gib else measured()
+        again = measured if on_gpu and not memory_gib else None
+        return cls(config_of(policy), policy, limit=limit, host=host, measured=again, reference=reference)
+
+    @cached_property
+    def _model(self) -> MemoryPredictor:
+        return self._of(None if isinstance(self._policy, Qwen3) else self._policy.lora)
+
+    @cached_property
+    def _reference(self) -> MemoryPredictor | None:
+        return None if self._scored_by is None else self._of(None, config_of(self._scored_by), frozen=True)
+
+    def plan(self, plan: StepPlan) -> list[MemoryOptions]:
+        """Techniques of every micro-batch of a step that is to begin. Raises TrainError when one fits with
+        none of them."""
+        if self._measured is not None:
+            self.limit = self._measured()
+        found = []
+        for at, micro in enumerate(plan.batches):
+            load = load_of(plan, micro, self._kernels, self._policy.compute_dtype)
+            chosen = self.choose(load, first=at == 0)
+            if chosen is None:
+                raise TrainError(self._refusal(plan, micro, load, first=at == 0))
+            found.append(chosen)
+        if any(t.offload_optimizer for t in found):
+            found = [replace(t, offload_optimizer=True) for t in found]
+        return found
+
+    def choose(self, load: BatchShape, *, first: bool = True) -> MemoryOptions | None:
+        """The first of LADDER with which the load fits; None when there is none."""
+        if self._surely(load):
+            return PLAIN
+        ladder = self._ladder[self._first :]
+        return next((t for t in ladder if self._fits(load, t, first=first)), None)
+
+    def ran_out(self, techniques: MemoryOptions) -> bool:
+        """With these the device's memory ran out, whatever was predicted: from now on only those after them
+        are taken. False when there are none."""
+        plain = replace(techniques, offload_optimizer=False)
+        at = [t in (techniques, plain) for t in self._ladder]
+        last = max((i for i, same in enumerate(at) if same), default=-1)
+        if last + 1 >= len(self._ladder):
+            return False
+        self._first = max(self._first, last + 1)
+        return True
+
+    def _surely(self, load: BatchShape) -> bool:
+        """Whether the built-in model has room for several times what the load needs."""
+        if not isinstance(self._policy, Qwen3):
+            return False
+        need = at_most(self._policy.config, _weights(self._policy), load)
+        return need * (1 if self._scored_by is None else 2) <= self.limit
+
+    def _fits(self, load: BatchShape, techniques: MemoryOptions, *, first: bool) -> bool:
+        """Told by a load that needs more and fits, or needs less and does not, where one has been run."""
+        load = _up(load, FINE)
+        known = self._known.setdefault((techniques, first), [])
+        for other, need in known:
+            if self._there(need) and _covers(other, load):
+                return True
+            if not self._there(need) and _covers(load, other):
+                return False
+        # a small model mostly has room for far more, which one run tells for good
+        large = [_roomy(load)] if isinstance(self._policy, Qwen3) else []
+        for size in (*large, *(_up(load, parts) for parts in (4, 64)), load):
+            need = self._need(self._model, size, techniques, first=first)
+            known.append((size, need))
+            if self._there(need):
+                return True
+            if need.device // 2 > self.limit and size not in large:
+                # rounding alone does not double it
+                return False
+        return False
+
+    def _there(self, need: MemoryNeed) -> bool:
+        return need.device <= self.limit and need.host <= self._host
+
+    def _of(self, lora: Lora | None, config: Any = None, *, frozen: bool = False) -> MemoryPredictor:
+        if isinstance(self._policy, Qwen3):
+            return BuiltinMemory(config or self._config, frozen=frozen)
+        dtype = self._policy.compute_dtype
+        # a reference is whole on each rank
+        shards = 1 if frozen else self._policy.shards
+        return MemoryModel(
+            config or self._config,
+            dtype=dtype,
+            lora=lora,
+            kernels=self._kernels,
+            frozen=frozen,
+            shards=shards,
+        )
+
+    def _need(
+        self, model: MemoryPredictor, load: BatchShape, techniques: MemoryOptions, *, first: bool
+    ) -> MemoryNeed:
+        found = model.predict(load, techniques, first=first)
+        scoring = self._reference.scoring(load, techniques) if self._reference is not None else 0
+        return MemoryNeed(device=max(found.peak, found.states + scoring), host=found.host)
+
+    def _refusal(self, plan: StepPlan, micro: MicroBatch, load: BatchShape, *, first: bool) -> str:
+        row = max((plan.rows[i] for i in micro.rows), key=lambda r: len(r.ids))
+        said = (
+            f"rollout {row.rollout_id} segment {row.segment}: a micro-batch of {load.tokens:,} tokens"
+            f" ({load.rows} rows, the longest {len(row.ids):,}) needs"
+        )
+        helps = []
+        found = [self._need(self._model, load, t, first=first) for t in self._ladder]
+        least = min(need.device for need in found)
+        host = min((need.host for need in found if need.device <= self.limit), default=0)
+        if host:
+            needs = (
+                f"{_gib(host)} of the host's memory to fit on {self._policy.device},"
+                f" {_gib(self._host)} are there"
+            )
+        else:
+            needs = f"{_gib(least)} on {self._policy.device}{self._how}, {_gib(self.limit)} are there"
+            half = self._least(self._model, _scaled(load, 0.5), first)
+            slope = (least - half) / (0.5 * load.tokens)
+            fits = int(load.tokens - (least - self.limit) / slope) if slope > 0 else 0
+            fits -= fits % (1000 if fits >= 10_000 else 10)
+            helps.append(f"about {fits:,} tokens fit" if fits > 0 else "its weights alone do not fit")
+        if isinstance(self._policy, Qwen3):
+            helps.append("policy.kind hf has techniques that need less")
+        elif self._policy.lora is None:
+            helps += self._with_adapters(load, first)
+        if load.rows > 1 or len(micro.rows) > 1:
+            helps.append("a smaller train.token_budget cuts the micro-batch")
+        return f"{said} {'; '.join([needs, *helps])}: no update"
+
+    @property
+    def _how(self) -> str:
+        return " with every technique on" if len(self._ladder) > 1 else ""
+
+    def _with_adapters(self, load: BatchShape, first: bool) -> list[str]:
+        """What adapters would need; nothing where the model's layers have other names."""
+        try:
+            model = self._of(_SUGGESTED)
+        except TrainError:
+            return []
+        return [f"policy.lora_rank 16 would need {_gib(self._least(model, load, first))}"]
+
+    def _least(self, model: MemoryPredictor, load: BatchShape, first: bool) -> int:
+        """Bytes with the set of techniques that needs least."""
+        return self._need(model, load, self._ladder[-1], first=first).device
+
+
+def load_of(
+    plan: StepPlan, micro: MicroBatch, kernels: Kernels = "cpu", dtype: torch.dtype = torch.float32
+) -> BatchShape:
+    """What the forward of a micro-batch computes, by the kernels of a device in a type: a prefix's last token
+    stands before each row, and the last token of a row predicts nothing. A tree is one flat stretch."""
+    rows = [plan.rows[i] for i in micro.rows]
+    trained = sum(int(row.mask.sum()) for row in rows)
+    if micro.layout == "tree":
+        pieces = tree_pieces(build_tree(rows))
+        shape = AttentionShape.of(pieces) if by_pieces(pieces, kernels, dtype) else None
+        return BatchShape(prefix=0, rows=1, width=micro.tokens, trained=trained, tree=shape)
+    longest = max(len(row.ids) for row in rows)
+    return BatchShape(
+        prefix=max(0, micro.prefix - 1),
+        rows=len(rows),
+        width=longest - max(1, micro.prefix),
+        trained=trained,
+    )
+
+
+def _up(load: BatchShape, parts: int) -> BatchShape:
+    """Sizes rounded up to one of `parts` steps per doubling; one row is one stretch of tokens."""
+
+    def up(n: int) -> int:
+        step = max(1, (1 << max(0, n.bit_length() - 1)) // parts)
+        return -(-n // step) * step
+
+    tree = load.tree and AttentionShape(
+        **{f.name: up(getattr(load.tree, f.name)) for f in fields(AttentionShape)}
+    )
+    if load.rows == 1:
+        return BatchShape(prefix=0, rows=1, width=up(load.tokens), trained=up(load.trained), tree=tree)
+    return BatchShape(
+        prefix=up(load.prefix), rows=up(load.rows), width=up(load.width), trained=up(load.trained)
+    )
+
+
+def _roomy(load: BatchShape) -> BatchShape:
+    """Two to four times as large in every respect."""
+
+    def up(n: int) -> int:
+        return 2 << max(n, 64).bit_length()
+
+    tree = load.tree and AttentionShape(
+        **{f.name: up(getattr(load.tree, f.name)) for f in fields(AttentionShape)}
+    )
+    if load.rows == 1:
+        return BatchShape(prefix=0, rows=1, width=up(load.tokens), trained=up(load.trained), tree=tree)
+    rows = 2 << load.rows.bit_length()
+    return BatchShape(prefix=up(load.prefix), rows=rows, width=up(load.width), trained=up(load.trained))
+
+
+def _covers(more: BatchShape, less: BatchShape) -> bool:
+    """Whether `more` is the larger one in every respect, and attended to in the same way."""
+    if (more.rows == 1) != (less.rows == 1) or (more.tree is None) != (less.tree is None):
+        return False
+    return all(a >= b for a, b in zip(_sizes(more), _sizes(less), strict=True))
+
+
+def _sizes(load: BatchShape) -> Sequence[int]:
+    tree = () if load.tree is None else astuple(load.tree)
+    return (load.prefix, load.rows, load.width, load.trained, *tree)
+
+
+def _scaled(load: BatchShape, factor: float) -> BatchShape:
+    return replace(
+        load,
+        prefix=int(load.prefix * factor),
+        width=max(1, int(load.width * factor)),
+        trained=max(1, int(load.trained * factor)),
+    )
+
+
+def _gib(size: int) -> str:
+    """Bytes as a person reads them; a small model's are not 0.0."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / GIB:.4f} GiB"
+
+
+def config_of(policy: HfPolicy | Qwen3) -> Any:
+    """A `PretrainedConfig`, or the built-in model's own."""
+    return policy.config if isinstance(policy, Qwen3) else policy.model.config
+
+
+def _weights(policy: HfPolicy | Qwen3) -> int:
+    held = sum(p.nbytes for _, p in policy.named_parameters())
+    return held if isinstance(policy, Qwen3) else held // policy.shards
+
+
+def _on_gpu(device: torch.device) -> int:
+    """Bytes that are free or this process's own: its weights and moments, and what torch keeps for re-use."""
+    return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
+
+
+def _available() -> int:
+    """Bytes of the host that can be used (Linux); all of its memory where that is not told."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,173 @@
+"""How one layer of a transformers model runs: in which precision, and with which memory techniques.
+
+A layer instance gets a `forward` that calls its class's own: with its weights cast to the compute type for
+just this call (as sharded training does, so only the fp32 weights stay), under a checkpoint that keeps the
+layer's input, with the outputs of attention kept or not, the input in the host's memory or not, the MLP in
+tiles or not. Gradients come back in the type of the kept weights. Used by hf.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from insitu.training.memory.offload import Offload
+from insitu.training.memory.techniques import PLAIN, MemoryOptions
+from insitu.training.model.base import Attend
+from insitu.training.model.lora import alive
+
+ATTENTION_OPS = [
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+class _Current(threading.local):
+    """The attention of the forward, or of its recomputation, that runs in this thread."""
+
+    attend: Attend | None = None
+
+
+CURRENT = _Current()
+
+
+class Mode:
+    """What the layers of one policy do next; shared by all of them."""
+
+    def __init__(self, dtype: torch.dtype, offload: Offload) -> None:
+        self.dtype, self.offload = dtype, offload
+        """`dtype`: of activations, and of weights while they are used."""
+        self.techniques: MemoryOptions = PLAIN
+        self.attend: Attend | None = None
+
+
+class Raw(nn.Module):
+    """A module as its class computes it, past the `forward` that its instance was given."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.inner).forward(self.inner, *args, **kwargs)
+
+
+def cast_call(raw: Raw, dtype: torch.dtype, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call with every floating-point parameter in `dtype`; gradients flow back to the parameters."""
+    cast = {n: p.to(dtype) for n, p in raw.named_parameters() if p.is_floating_point() and p.dtype != dtype}
+    return functional_call(raw, cast, args, dict(kwargs)) if cast else raw(*args, **kwargs)
+
+
+def wrap_layer(layer: nn.Module, mode: Mode) -> None:
+    """Make `layer` (called with its input first) run as `mode` says."""
+    # weak: a layer that its own attribute holds would live until the garbage collector comes by
+    held = weakref.ref(layer)
+    mlp = getattr(layer, "mlp", None)
+    if isinstance(mlp, nn.Module):
+        mlp.forward = partial(_mlp, weakref.ref(mlp), mode)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        raw = Raw(alive(held))
+        attend, chosen = mode.attend, mode.techniques
+
+        def compute(*inputs: Any) -> Any:
+            before, CURRENT.attend = CURRENT.attend, attend
+            try:
+                return cast_call(raw, mode.dtype, inputs, kwargs)
+            finally:
+                CURRENT.attend = before
+
+        if not (chosen.checkpoint and torch.is_grad_enabled()):
+            return compute(*args)
+        context: Callable[[], Any] = (
+            partial(create_selective_checkpoint_contexts, ATTENTION_OPS)
+            if chosen.save_attention
+            else lambda: (nullcontext(), nullcontext())
+        )
+        kept: AbstractContextManager[Any] = (
+            mode.offload.hooks() if chosen.offload_activations else nullcontext()
+        )
+        with kept:
+            return checkpoint(
+                compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=context
+            )
+
+    layer.forward = forward
+
+
+def wrap_cast(module: nn.Module, mode: Mode) -> None:
+    """Make a module without techniques (a final norm) run in the compute type."""
+    held = weakref.ref(module)
+    module.forward = lambda *a, **k: cast_call(Raw(alive(held)), mode.dtype, a, k)
+
+
+def _mlp(held: weakref.ref[nn.Module], mode: Mode, x: Tensor) -> Tensor:
+    raw = Raw(alive(held))
+    tile = mode.techniques.tile_mlp
+    if not tile or x.shape[-2] <= tile:
+        out: Tensor = raw(x)
+        return out
+    names, weights = zip(*raw.named_parameters(), strict=True)
+    tiled: Tensor = _Tiled.apply(raw, names, tile, x, *weights)  # type: ignore[no-untyped-call]
+    return tiled
+
+
+def _starts(x: Tensor, tile: int) -> Sequence[int]:
+    """Where the tiles of x begin. Tensors without content are run for their sizes alone: all tiles but the
+    last are alike, and the third finds what the second found."""
+    every = range(0, x.shape[-2], tile)
+    return sorted({*every[:2], every[-1]}) if x.is_meta else every
+
+
+class _Tiled(torch.autograd.Function):
+    """A function of single tokens [..., U, d], some tokens at a time; weight gradients add up in fp32."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, raw: Raw, names: tuple[str, ...], tile: int, x: Tensor, *weights: Tensor
+    ) -> Tensor:
+        ctx.raw, ctx.names, ctx.tile = raw, names, tile
+        ctx.save_for_backward(x, *weights)
+        given = dict(zip(names, weights, strict=True))
+        out = x.new_empty(0)
+        for at in _starts(x, tile):
+            piece = functional_call(raw, given, (x[..., at : at + tile, :],))
+            # one buffer instead of a list of pieces: their sum and a concatenation would both be held
+            out = out if at else piece.new_empty(*x.shape[:-1], piece.shape[-1])
+            out[..., at : at + tile, :] = piece
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        x, *weights = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[4:]
+        free = [w.detach().requires_grad_(need) for w, need in zip(weights, wanted, strict=True)]
+        given = dict(zip(ctx.names, free, strict=True))
+        sums = [
+            torch.zeros_like(w, dtype=torch.float32) if need else None
+            for w, need in zip(weights, wanted, strict=True)
+        ]
+        dx = torch.empty_like(x)
+        for at in _starts(x, ctx.tile):
+            part = (..., slice(at, at + ctx.tile), slice(None))
+            with torch.enable_grad():
+                piece = x[part].detach().requires_grad_()
+                out = functional_call(ctx.raw, given, (piece,))
+            found = torch.autograd.grad(out, [piece, *(w for w in free if w.requires_grad)], grad[part])
+            dx[part] = found[0]
+            for total, add in zip((s for s in sums if s is not None), found[1:], strict=True):
+                total.add_(add)
+        back = [None if s is None else s.to(w.dtype) for s, w in zip(sums, weights, strict=True)]
+        return (None, None, None, dx, *back)

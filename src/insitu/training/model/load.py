@@ -1,0 +1,56 @@
+"""Opens the model folder of a run as the policy that its configuration asks for. Called by the learner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from insitu.engines.embedded.model import Qwen3, load_model
+from insitu.engines.embedded.model_files import model_files
+from insitu.errors import ConfigError, TrainError
+from insitu.training.model.hf import HfPolicy, open_hf
+from insitu.training.options import PolicyConfig
+from insitu.training.weights.export import start_dtype
+
+
+def open_policy(folder: Path, config: PolicyConfig, device: torch.device | None = None) -> Qwen3 | HfPolicy:
+    """Raises InsituError when the folder does not hold such a model or the device is not there. device: one
+    of the configured kind, as `device_of` gives it; None = the first."""
+    if config.kind == "builtin":
+        return load_model(folder)
+    device = device or _device(config.device)
+    lora = config.lora
+    if lora is not None and lora.merged == "auto":
+        with model_files(TrainError, f"load model {folder}"):
+            lora = replace(lora, merged=start_dtype(folder))
+    return open_hf(folder, device=device, dtype=_dtype(config.dtype, device), lora=lora)
+
+
+def device_of(config: PolicyConfig, rank: int, ranks: int) -> torch.device | None:
+    """Where a rank computes, no two on one GPU. None: nothing is to be chosen. Raises ConfigError."""
+    if config.kind == "builtin" or ranks == 1:
+        return None
+    device = _device(config.device)
+    if device.type == "cpu":
+        return device
+    if ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"train.ranks = {ranks}: each rank needs a GPU of its own, torch sees {torch.cuda.device_count()}"
+        )
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def _device(name: str) -> torch.device:
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise ConfigError("policy.device cuda: torch sees no GPU here")
+    return torch.device("cuda" if there and name != "cpu" else "cpu")
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32

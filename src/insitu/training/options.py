@@ -1,0 +1,322 @@
+"""Knobs and results of the learner as plain values: what crosses between controller and learner.
+
+No torch here: the controller builds these, the learner's process reads them back from JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from insitu.config import Config, TrainTable
+from insitu.errors import ConfigError, boundary
+from insitu.training.loss.options import LossConfig
+
+__all__ = [
+    "LossConfig",
+    "OptimConfig",
+    "StepResult",
+    "TrainConfig",
+    "dump_config",
+    "loss_of",
+    "parse_config",
+    "rate",
+]
+
+Decay = Literal["constant", "linear", "cosine"]
+
+EMBEDDED_GAP, FLOAT32_GAP, ROUNDED_GAP = 1e-4, 1e-3, 1.0
+"""Largest |trainer - sampler| log-probability of one token: the embedded engine, a server and a trainer that
+compute in float32, and anything else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """How weights move."""
+
+    lr: float = 2e-4
+    """AdamW's learning rate at the top of the schedule."""
+    muon_lr: float = 0.0
+    """Muon's learning rate for hidden matrices; 0 = AdamW for everything."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    """Largest global gradient norm."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up; step k of n runs at k/n of the rate."""
+    decay: Decay = "constant"
+    total_steps: int = 0
+    """Steps until the decay ends; needed unless constant."""
+    final: float = 0.0
+    """Share of the rate that is left when the decay has ended."""
+
+    def __post_init__(self) -> None:
+        if self.decay != "constant" and self.total_steps <= self.warmup_steps:
+            raise ConfigError(f"decay={self.decay} needs total_steps > warmup_steps")
+
+
+def rate(config: OptimConfig, step: int) -> float:
+    """Factor on the learning rates at optimiser step `step`, counted from 0."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.decay == "constant":
+        return 1.0
+    done = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
+    left = 1.0 - done if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.final + (1.0 - config.final) * left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Low-rank adapters that are trained instead of the weights; see policy/lora.py."""
+
+    rank: int
+    alpha: float
+    """They count alpha / rank times."""
+    targets: tuple[str, ...] = ()
+    """Last names of the matrices that have one; empty = those of attention and MLP that each layer has."""
+    merged: Literal["", "auto", "float32", "bfloat16"] = ""
+    """Type in which an engine holds the sum of matrix and adapter; auto = as the start model's config.json
+    says, empty = it gets adapters as they are."""
+
+
+def publishes_adapters(config: Config) -> bool:
+    """Whether the engine gets adapters as they are, and not whole weights that they were added to."""
+    table = config.engine
+    by_name = table.kind == "vllm" and table.publish_lora == "adapter"
+    return config.policy.lora_rank > 0 and by_name and not config.sft.run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """How the model is held; the keys of [policy]."""
+
+    kind: Literal["builtin", "hf"] = "builtin"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    memory_gib: float = 0.0
+    """Memory of the device that training may fill; 0 = what is free."""
+    lora: Lora | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> PolicyConfig:
+        p = config.policy
+        lora = None
+        if p.lora_rank:
+            # `insitu sft` ends with the merged model, in the start model's type
+            merged = "auto" if config.sft.run else config.engine.publish_dtype
+            lora = Lora(
+                rank=p.lora_rank,
+                alpha=p.lora_alpha,
+                targets=p.lora_targets,
+                merged="" if publishes_adapters(config) else merged,
+            )
+        return cls(kind=p.kind, device=p.device, dtype=p.dtype, memory_gib=p.memory_gib, lora=lora)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How the trainer turns a plan into one update per epoch."""
+
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    epochs: int = 1
+    """Updates from one plan."""
+    temperature: float = 1.0
+    """The sampler's: the trainer's log-probabilities are those of softmax(logits / temperature)."""
+    max_logprob_gap: float = 1e-4
+    """Largest |trainer - sampler| log-probability of a token of the current version; above it, no update."""
+    max_staleness: int = 0
+    """Versions that a trained token may be behind the trainer; 0 = synchronous. Beyond it, no update."""
+    reference: str = ""
+    """Model folder of the reference policy, where the loss has one; empty = the model the learner began
+    with."""
+    kl_alarm: float = 0.1
+    """Divergence of the trainer from the policies that sampled, above which a step gives a warning; 0 =
+    never."""
+    reference_alarm: float = 0.0
+    """Divergence from the reference policy above which a step gives a warning; 0 = never."""
+    threads: int = 1
+    """Torch threads while training."""
+    ranks: int = 1
+    """Processes that train together (trainer/dist.py)."""
+    shard: bool = False
+    """Each rank holds a part of the model, its gradients and moments; otherwise a replica."""
+    share_gpu: bool = False
+    """An engine has the GPU's memory between two steps: what torch keeps for the next one is given back."""
+    step_timeout_s: float = 3600.0
+    """Most seconds for one step; so long a rank waits for another one too."""
+
+    def __post_init__(self) -> None:
+        if self.shard and (self.ranks == 1 or self.policy.kind != "hf"):
+            raise ConfigError("train.shard needs ranks > 1 and policy.kind hf")
+        if not (min(self.epochs, self.threads, self.ranks) >= 1 and self.temperature > 0):
+            raise ConfigError("train: epochs, threads and ranks must be >= 1, temperature > 0")
+
+    @classmethod
+    def of(cls, config: Config) -> TrainConfig:
+        """The learner's part of a run's configuration."""
+        t = config.train
+        return cls(
+            optim=_optim(config),
+            loss=loss_of(t),
+            policy=PolicyConfig.of(config),
+            epochs=t.epochs,
+            temperature=config.engine.temperature,
+            max_logprob_gap=t.max_logprob_gap or _gap_limit(config),
+            max_staleness=config.collect.max_staleness,
+            reference=t.reference,
+            kl_alarm=t.kl_alarm,
+            reference_alarm=t.reference_alarm,
+            threads=t.threads,
+            ranks=t.ranks,
+            shard=t.shard,
+            share_gpu=config.engine.share_gpu,
+            step_timeout_s=t.step_timeout_s,
+        )
+
+
+def _gap_limit(config: Config) -> float:
+    """What the numbers of this engine and policy allow (docs/decisions/0048). A server's own type is not
+    known here: only what was asked for by name counts as float32."""
+    if config.engine.kind == "embedded":
+        return EMBEDDED_GAP
+    policy = config.policy
+    auto = policy.kind == "builtin" or policy.device == "cpu"
+    exact = policy.dtype == "float32" or (policy.dtype == "auto" and auto)
+    return FLOAT32_GAP if exact and config.engine.publish_dtype == "float32" else ROUNDED_GAP
+
+
+def _optim(config: Config) -> OptimConfig:
+    """How weights move. A decay ends with the run's last update; without one the run's length plays no part,
+    so that a run may be resumed for more steps."""
+    t = config.train
+    decay: Decay = "constant" if config.sft.run else t.decay  # [sft] has its own
+    return OptimConfig(
+        lr=t.lr,
+        betas=t.betas,
+        weight_decay=t.weight_decay,
+        grad_clip=t.grad_clip,
+        warmup_steps=t.warmup_steps,
+        decay=decay,
+        total_steps=0 if decay == "constant" else config.run.steps * t.epochs,
+    )
+
+
+def loss_of(t: TrainTable) -> LossConfig:
+    """The loss of a run's configuration; the planner asks too, whether it has a pull."""
+    return LossConfig(
+        name=t.loss,
+        ratio=t.ratio,
+        dppo_low=t.dppo_low,
+        dppo_high=t.dppo_high,
+        dppo_tau=t.dppo_tau,
+        clip_low=t.clip_low,
+        clip_high=t.clip_high,
+        dual_clip=t.dual_clip,
+        gspo_low=t.gspo_low,
+        gspo_high=t.gspo_high,
+        cispo_cap=t.cispo_cap,
+        correction=t.correction,
+        correction_level=t.correction_level,
+        correction_low=t.correction_low,
+        correction_high=t.correction_high,
+        off_policy_mask=t.off_policy_mask,
+        kl=t.kl,
+        kl_weight=t.kl_weight,
+        kl_unbiased=t.kl_unbiased,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step of the trainer did. All means are over trained tokens, unweighted."""
+
+    optimizer_steps: int
+    """Optimiser steps done so far: one for each epoch of a step that was not skipped."""
+    version: int
+    """Policy version of the weights after the step."""
+    skipped: str = ""
+    """Why there was no update, or empty; all numbers below are then 0."""
+    loss: float = 0.0
+    """The weighted sum that was minimised, before the first update."""
+    entropy: float = 0.0
+    """Mean entropy of the policy in nats, before the first update."""
+    grad_norm: float = 0.0
+    """Global gradient norm before clipping, of the last epoch."""
+    clip_fraction: float = 0.0
+    """Share of tokens whose gradient the loss bounded, mean over epochs."""
+    clip_low_fraction: float = 0.0
+    """The part of it with a negative advantage."""
+    clip_high_fraction: float = 0.0
+    """The part of it with a positive advantage."""
+    corrected_fraction: float = 0.0
+    """Share of tokens that a correction bounded or left out, mean over epochs."""
+    mismatch_kl: float = 0.0
+    """Mean of rho - 1 - log rho, trainer against sampler, before the first update, current version only."""
+    off_policy_kl: float = 0.0
+    """The same over all trained tokens, so staleness counts too: the early sign of a collapse."""
+    ess: float = 1.0
+    """(sum rho)^2 / (N sum rho^2) over all N trained tokens before the first update: which share of them
+    the ratios leave effective."""
+    ref_kl: float = 0.0
+    """Mean estimated divergence from the reference policy before the first update."""
+    alarm: str = ""
+    """What is beyond a limit that calls for a person, or empty."""
+    max_logprob_gap: float = 0.0
+    """Largest |trainer - sampler| log-probability before the first update, of trained tokens of the current
+    version."""
+    max_logprob_gap_seen: float = 0.0
+    """The same of all tokens compared, also those that are not trained for it: over the limit where there are
+    any."""
+    mismatched: int = 0
+    """Tokens of the plan that were over the limit and so are not trained; the means count them."""
+    lr: float = 0.0
+    tokens: int = 0
+    """Trained tokens."""
+    rows: int = 0
+    micro_batches: int = 0
+    seconds: float = 0.0
+
+
+def gaps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
+    """How far sampler and trainer were apart: in what was trained, in all that was compared, and in how many
+    tokens too far; None where no token was compared. Earlier versions of insitu told the first alone."""
+    compared = [m for m in steps if m["max_logprob_gap"] is not None]
+    trained = [m["max_logprob_gap"] for m in compared]
+    seen = [m.get("max_logprob_gap_seen", m["max_logprob_gap"]) for m in compared]
+    return {
+        "max_logprob_gap": max(trained, default=None),
+        "max_logprob_gap_seen": max(seen, default=None),
+        "mismatched": sum(m.get("mismatched", 0) for m in steps),
+    }
+
+
+def dump_config(config: TrainConfig) -> str:
+    """JSON text that `parse_config` reads back."""
+    return json.dumps(asdict(config))
+
+
+def parse_config(text: str) -> TrainConfig:
+    """Read what `dump_config` wrote. Raises ConfigError."""
+    with boundary(ConfigError, "read the trainer's configuration"):
+        raw = json.loads(text)
+        try:
+            optim, loss = raw.pop("optim"), raw.pop("loss")
+            optim["betas"] = tuple(optim["betas"])
+            policy = raw.pop("policy")
+            lora = policy.pop("lora")
+            if lora is not None:
+                lora = Lora(**{**lora, "targets": tuple(lora["targets"])})
+            return TrainConfig(
+                optim=OptimConfig(**optim),
+                loss=LossConfig(**loss),
+                policy=PolicyConfig(**policy, lora=lora),
+                **raw,
+            )
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"the trainer's configuration is not complete: {error}") from error

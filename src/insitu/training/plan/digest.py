@@ -1,0 +1,61 @@
+"""What a plan is named by: a hash of its whole content. No torch.
+
+Of a row's ids only those are hashed that the row before it in sorted order does not share: with the lengths
+and the shared prefixes they say the rest. Rows are hashed one by one, many tokens in threads, and their
+hashes in the order of the rows. Used by step.py and learner/wire.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from insitu.training.plan.prefix import Sorted, sort_rows
+from insitu.training.plan.threads import each
+from insitu.types import FloatArray
+
+if TYPE_CHECKING:
+    from insitu.training.plan.step import PlanRow, StepPlan
+
+
+def plan_digest(
+    plan: StepPlan, known: Sorted | None = None, logprobs: Sequence[FloatArray] | None = None
+) -> str:
+    """Hex SHA-256 over the whole content of a plan, its own digest excepted.
+
+    `known`: what sort_rows says of the rows, `logprobs`: those of each row's trained tokens; where they are
+    at hand already.
+    """
+    found = known or sort_rows([row.ids for row in plan.rows])
+    shared = dict(zip(found.order, found.shared, strict=True))
+    ledger = [plan.ledger.captured, plan.ledger.trained, sorted(plan.ledger.excluded.items())]
+    batches = [[b.prefix, b.tokens, b.rank, b.layout, *b.rows] for b in plan.batches]
+    names = [[r.group_id, r.rollout_id, r.segment, len(r.ids)] for r in plan.rows]
+    h = hashlib.sha256()
+    told = [ledger, plan.groups, plan.skipped, batches, names, found.order, found.shared]
+    h.update(json.dumps(told).encode())
+
+    def one(i: int) -> bytes:
+        return _row_digest(plan.rows[i], shared[i], None if logprobs is None else logprobs[i])
+
+    parts = each(one, range(len(plan.rows)), sum(len(row.ids) for row in plan.rows))
+    h.update(b"".join(parts))
+    return h.hexdigest()
+
+
+def _row_digest(row: PlanRow, shared: int, logprobs: FloatArray | None) -> bytes:
+    h = hashlib.sha256(struct.pack("<dd", row.advantage, row.weight))
+    h.update(np.ascontiguousarray(row.ids[shared:], "<i4").data)
+    edges = np.flatnonzero(row.versions[1:] != row.versions[:-1])
+    h.update(struct.pack("<q", len(edges)))
+    h.update(edges.astype("<i8").data)
+    h.update(np.append(row.versions[edges], row.versions[-1:]).astype("<i4").data)
+    h.update(np.packbits(row.mask).data)
+    mu = row.logprobs[row.mask] if logprobs is None else logprobs
+    h.update(np.ascontiguousarray(mu, "<f4").data)
+    return h.digest()

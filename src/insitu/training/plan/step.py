@@ -1,0 +1,373 @@
+"""The planner: groups in, one complete training step out. Pure numpy; decides everything but the weights.
+
+It settles who is trained and why not (the ledger), gives each rollout its advantage and each segment one
+scalar weight for the whole step, so that the loss is a single weighted sum over tokens:
+
+    loss = sum over rows  weight * sum over trained tokens  l(logp, mu, advantage)
+
+Hence nothing depends on packing, micro-batch count or arrival order. Called by training/loop.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from insitu.capture.ledger import reassign
+from insitu.config import Config, model_folder
+from insitu.errors import ConfigError, TrainError
+from insitu.training.options import loss_of
+from insitu.training.plan.advantage import AdvantageKind, advantages, overlong_penalty
+from insitu.training.plan.costs import pair_cost
+from insitu.training.plan.digest import plan_digest
+from insitu.training.plan.packing import PAIR_COST, Layout, MicroBatch, pack
+from insitu.training.plan.prefix import Sorted, sort_rows
+from insitu.training.plan.row_selection import Chosen, RowRules, choose_rows
+from insitu.training.plan.threads import each
+from insitu.types import (
+    BoolArray,
+    FloatArray,
+    Group,
+    IntArray,
+    Ledger,
+    Rollout,
+    Segment,
+    Status,
+    equal_rewards,
+)
+
+__all__ = ["PlanConfig", "PlanRow", "Reducer", "StepPlan", "plan_digest", "plan_step"]
+
+Reducer = Literal["rollout", "token", "constant", "group"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """Choices of the planner."""
+
+    advantage: AdvantageKind = "dr_grpo"
+    reducer: Reducer = "rollout"
+    """What the loss is a mean over: `rollout` rollouts (each a mean over its own tokens, however many
+    segments), `token` tokens, `constant` rollouts with tokens / constant_tokens each, `group`
+    groups (each a mean over its tokens). Means run over all scorable rollouts of groups whose rewards
+    differ, those with advantage zero among them, trained or not."""
+    constant_tokens: int = 1024
+    """Divisor of `constant`."""
+    pull: bool = False
+    """The loss has a term that does not ask for the advantage (`LossConfig.pulls`): a rollout with advantage
+    zero is trained, since that term acts on its tokens too. Without one its loss is zero: it is left out."""
+    truncated: Literal["keep", "mask", "penalise"] = "keep"
+    """A truncated rollout is trained with its graded reward; or counts in the baseline only; or loses
+    `truncated_penalty` of its reward first."""
+    truncated_penalty: float = 1.0
+    overlong_tokens: int = 0
+    """Sampled tokens of a rollout from which its reward is lowered by 1; 0 = length costs nothing."""
+    overlong_margin_tokens: int = 4096
+    """Tokens before that over which the penalty grows from 0."""
+    group_min: int = 2
+    """Scorable rollouts of a group below which none of it is trained: its baseline would mean nothing."""
+    min_groups: int = 1
+    """Useful groups below which nothing is trained in this step: the rollouts of the few are `few_groups`."""
+    token_budget: int = 16384
+    """Most tokens in one micro-batch, padding included."""
+    rows: RowRules = field(default_factory=RowRules)
+    """Which segments are rows."""
+    layout: Layout = "prefix"
+    """What the rows of a micro-batch share (pack.py)."""
+    ranks: int = 1
+    """Processes that train together; each micro-batch is one's."""
+    pair_cost: float = PAIR_COST
+    """A query-key pair, in units of one token through the matrices."""
+
+    def __post_init__(self) -> None:
+        if self.advantage == "maxrl" and self.truncated == "penalise":
+            raise ConfigError("maxrl needs rewards >= 0 and cannot be combined with truncated=penalise")
+        if self.advantage == "maxrl" and self.overlong_tokens:
+            raise ConfigError("maxrl needs rewards >= 0 and cannot be combined with overlong_tokens")
+        if min(self.constant_tokens, self.token_budget) < 1:
+            raise ConfigError("constant_tokens and token_budget must be positive")
+
+    @classmethod
+    def of(cls, config: Config) -> PlanConfig:
+        """The planner's part of a run's configuration."""
+        t = config.train
+        # What costs most of a small model's pass on a CPU is told well enough by the constant.
+        shaped = t.layout == "tree" or t.ranks > 1
+        return cls(
+            advantage=t.advantage,
+            reducer=t.reducer,
+            pull=loss_of(t).has_kl_term,
+            constant_tokens=t.constant_tokens,
+            truncated=t.truncated,
+            overlong_tokens=t.overlong_tokens,
+            overlong_margin_tokens=t.overlong_margin_tokens,
+            group_min=config.collect.group_min,
+            min_groups=t.min_groups,
+            token_budget=t.token_budget,
+            layout=t.layout,
+            rows=RowRules.of(config),
+            ranks=t.ranks,
+            pair_cost=pair_cost(model_folder(config)) if shaped else PAIR_COST,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """One segment to be trained, cut after its last trained token. Arrays share one length."""
+
+    group_id: str
+    rollout_id: str
+    segment: int
+    advantage: float
+    weight: float
+    """Factor on the sum of the row's token losses."""
+    ids: IntArray = field(repr=False)
+    mask: BoolArray = field(repr=False)
+    logprobs: FloatArray = field(repr=False)
+    """The sampler's, where mask is True."""
+    versions: IntArray = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Everything a trainer needs for one step, and the final account of all rollouts given."""
+
+    rows: tuple[PlanRow, ...] = field(repr=False)
+    """In order of group, slot and segment."""
+    batches: tuple[MicroBatch, ...] = field(repr=False)
+    ledger: Ledger
+    """captured = trained + excluded by reason, over all rollouts given; trained = tokens of `rows`."""
+    groups: int
+    """Useful groups: not degenerate, with something to train."""
+    skipped: str = ""
+    """Why nothing is trained, or empty."""
+    digest: str = ""
+    """Hex SHA-256 over all of the above."""
+    fates: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Every rollout given -> why it is not trained, or empty. The learner is not told."""
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens."""
+        return self.ledger.trained
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A rollout and what becomes of it."""
+
+    group_id: str
+    rollout: Rollout
+    advantage: float
+    reason: str
+    """Why it is not trained, or empty."""
+    chosen: Chosen
+    counted: int
+    """Tokens that count in the means: those of scorable rollouts in groups that are not degenerate."""
+    in_mean: bool
+
+    @property
+    def fate(self) -> str:
+        """`reason`, or why it has no row although none applies to all of it; empty: it is trained."""
+        if self.reason or self.chosen.rows:
+            return self.reason
+        return "overlong" if self.chosen.excluded else "no_tokens"
+
+
+def plan_step(groups: Sequence[Group], config: PlanConfig) -> StepPlan:
+    """Plan one optimiser step from collected groups. The order of groups and rollouts does not matter.
+
+    Raises TrainError for what cannot be trained: a rollout given twice, an account of capture that does not
+    match its segments, a trained token without a predecessor or without a usable log-probability.
+    """
+    _check_unique(groups)
+    slots: list[_Slot] = []
+    for group in sorted(groups, key=lambda g: _natural(g.id)):
+        slots += _judge(group, config)
+    useful = {s.group_id for s in slots if not s.fate}
+    skipped = ""
+    if len(useful) < config.min_groups or not useful:
+        skipped = f"{len(useful)} useful groups of {len(groups)}; {max(1, config.min_groups)} are needed"
+        for slot in (slot for slot in slots if not slot.fate):
+            slot.reason = "few_groups"
+    rows, logprobs = _rows(slots, config)
+    found = sort_rows([row.ids for row in rows])
+    plan = StepPlan(
+        rows=rows,
+        batches=pack_rows(rows, config, found),
+        ledger=_account(slots, sum(map(len, logprobs))),
+        groups=len(useful),
+        skipped=skipped,
+        fates={slot.rollout.id: slot.fate for slot in slots},
+    )
+    return replace(plan, digest=plan_digest(plan, found, logprobs))
+
+
+def pack_rows(
+    rows: Sequence[PlanRow], config: PlanConfig, known: Sorted | None = None
+) -> tuple[MicroBatch, ...]:
+    """Rows into micro-batches, as the configuration says. known: what `sort_rows` found of their ids."""
+    return pack(
+        [row.ids for row in rows],
+        [int(row.mask.argmax()) for row in rows],
+        config.token_budget,
+        layout=config.layout,
+        ranks=config.ranks,
+        pair_cost=config.pair_cost,
+        known=known,
+    )
+
+
+# --------------------------------------------------------------------------- who is trained
+
+
+def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key under which `step/10` follows `step/9`."""
+    parts = re.split(r"(\d+)", name)
+    return tuple((0, int(p), p) if p.isdigit() else (1, 0, p) for p in parts)
+
+
+def _check_unique(groups: Sequence[Group]) -> None:
+    for what, ids in (
+        ("group", [g.id for g in groups]),
+        ("rollout", [r.id for g in groups for r in g.rollouts]),
+    ):
+        twice = sorted({name for name in ids if ids.count(name) > 1}) if len(set(ids)) < len(ids) else []
+        if twice:
+            raise TrainError(f"{what} {twice[0]} was given twice: nothing may be trained twice")
+
+
+def _reward(rollout: Rollout, config: PlanConfig) -> float | None:
+    """Reward as the advantage sees it; None = unscorable."""
+    if rollout.status is Status.INFRA_FAILED or rollout.reward is None:
+        return None
+    penalised = rollout.status is Status.TRUNCATED and config.truncated == "penalise"
+    tokens = rollout.trajectory.ledger.captured
+    penalty = overlong_penalty(tokens, config.overlong_tokens, config.overlong_margin_tokens)
+    return rollout.reward - (config.truncated_penalty if penalised else 0.0) - penalty
+
+
+def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
+    """Advantage and fate of every rollout of a group, in slot order."""
+    rollouts = sorted(group.rollouts, key=lambda r: _natural(r.id))
+    rewards = [_reward(r, config) for r in rollouts]
+    scorable = [r for r in rewards if r is not None]
+    thin, degenerate = len(scorable) < config.group_min, equal_rewards(scorable)
+    credit = advantages(rewards, config.advantage)
+    # Where too few are left and nobody failed, the others were given up when their time was over.
+    lost = "infra" if len(scorable) < len(rewards) else "deadline"
+    slots = []
+    for rollout, value in zip(rollouts, credit, strict=True):
+        masked = rollout.status is Status.TRUNCATED and config.truncated == "mask"
+        reason = _reason(rollout, None if thin else value, degenerate=degenerate, masked=masked, lost=lost)
+        if reason == "zero_advantage" and config.pull:
+            reason = ""
+        chosen = choose_rows(rollout, config.rows)
+        in_mean = reason in ("", "zero_advantage", "truncated")
+        counted = chosen.counted if in_mean and not masked else 0
+        slots.append(_Slot(group.id, rollout, value or 0.0, reason, chosen, counted, in_mean))
+    return slots
+
+
+def use_of(group: Group, config: PlanConfig) -> str:
+    """Why nothing of a group would be trained (infra, deadline, degenerate, ...), or empty. What is said of
+    most of its rollouts; infra only if there is nothing else to say."""
+    slots = _judge(group, config)
+    reasons = [s.fate for s in slots]
+    if not all(reasons):
+        return ""
+    others = [reason for reason in reasons if reason != "infra"]
+    return max(others, key=others.count) if others else "infra"
+
+
+def _reason(rollout: Rollout, value: float | None, *, degenerate: bool, masked: bool, lost: str) -> str:
+    """Why a rollout is not trained, or empty. The first that applies names it. `value` None: it has no score,
+    or so few of its group have one that none of them is usable; `lost` says of what."""
+    if rollout.id.startswith("eval"):
+        return "evaluation"
+    if value is None:
+        return lost
+    if degenerate:
+        return "degenerate"
+    if masked:
+        return "truncated"
+    return "" if value else "zero_advantage"
+
+
+# --------------------------------------------------------------------------- with which weight
+
+
+def _rows(slots: Sequence[_Slot], config: PlanConfig) -> tuple[tuple[PlanRow, ...], list[FloatArray]]:
+    """All rows, and the log-probabilities of each one's trained tokens."""
+    weighted = zip(slots, _weights(slots, config), strict=True)
+    todo = [(s, segment, w) for s, w in weighted if not s.reason for segment in s.chosen.rows]
+    made = each(lambda one: _row(*one), todo, sum(len(segment.ids) for _, segment, _ in todo))
+    return tuple(row for row, _ in made), [logprobs for _, logprobs in made]
+
+
+def _weights(slots: Sequence[_Slot], config: PlanConfig) -> list[float]:
+    """The weight of each rollout's segments; every denominator is known before the first backward pass."""
+    rollouts = sum(s.in_mean for s in slots) or 1
+    tokens = sum(s.counted for s in slots) or 1
+    of_group: dict[str, int] = {}
+    for slot in slots:
+        if slot.counted:
+            of_group[slot.group_id] = of_group.get(slot.group_id, 0) + slot.counted
+    if config.reducer == "token":
+        return [1.0 / tokens for _ in slots]
+    if config.reducer == "constant":
+        return [1.0 / (rollouts * config.constant_tokens) for _ in slots]
+    if config.reducer == "group":
+        return [1.0 / (len(of_group) * of_group.get(s.group_id, 1)) if of_group else 0.0 for s in slots]
+    return [1.0 / (rollouts * s.counted) if s.counted else 0.0 for s in slots]
+
+
+def _row(slot: _Slot, segment: Segment, weight: float) -> tuple[PlanRow, FloatArray]:
+    """Cut the dead tail and check what the trainer relies on; with the trained tokens' log-probabilities."""
+    where = f"rollout {slot.rollout.id} segment {segment.index}"
+    end = len(segment.mask) - int(segment.mask[::-1].argmax())
+    ids, mask = segment.ids[:end], segment.mask[:end]
+    if mask[0]:
+        raise TrainError(f"{where} token 0: the first token has no predecessor and cannot be trained")
+    mu = segment.logprobs[:end][mask]
+    # nan fails every comparison
+    if not (float(mu.min()) > -np.inf and float(mu.max()) <= 0):
+        token = int(np.flatnonzero(mask)[int((np.isfinite(mu) & (mu <= 0)).argmin())])
+        raise TrainError(f"{where} token {token}: log-probability {segment.logprobs[token]} is not usable")
+    row = PlanRow(
+        group_id=slot.group_id,
+        rollout_id=slot.rollout.id,
+        segment=segment.index,
+        advantage=slot.advantage,
+        weight=weight,
+        ids=ids,
+        mask=mask,
+        logprobs=segment.logprobs[:end],
+        versions=segment.versions[:end],
+    )
+    return row, mu
+
+
+def _account(slots: Sequence[_Slot], in_rows: int) -> Ledger:
+    """The final ledger of the step. Raises TrainError when it does not balance."""
+    captured = trained = 0
+    excluded: dict[str, int] = {}
+    for slot in slots:
+        ledger = slot.rollout.trajectory.ledger
+        if slot.reason:
+            ledger = reassign(ledger, slot.reason)
+        else:
+            for reason, tokens in slot.chosen.excluded.items():
+                ledger = reassign(ledger, reason, tokens)
+        captured += ledger.captured
+        trained += ledger.trained
+        for reason, tokens in ledger.excluded.items():
+            excluded[reason] = excluded.get(reason, 0) + tokens
+    total = Ledger(captured=captured, trained=trained, excluded=dict(sorted(excluded.items())))
+    if not total.balanced or in_rows != trained:
+        raise TrainError(f"the ledger of the step does not balance: {total}, {in_rows} tokens in rows")
+    return total

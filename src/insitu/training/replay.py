@@ -1,0 +1,88 @@
+"""`insitu replay RUN`: train again from the stored turns and compare every step's weights bit for bit.
+
+No agent, no gateway and no sampler take part: if the stored rollouts are what was trained on, the same plan
+and the same weights come out of them. Reads the run directory only; needs no living process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+from insitu.config import model_folder
+from insitu.errors import RecordError
+from insitu.shutdown import run_interruptible
+from insitu.storage.run_dir import KIND, read_config, read_store
+from insitu.storage.store import Store
+from insitu.storage.temp_dirs import scratch_folder
+from insitu.training.learner.client import Learner, LearnerSpec
+from insitu.training.plan.step import PlanConfig, plan_step
+from insitu.training.start_model import check_start_model
+from insitu.types import Group, Rollout
+
+
+class ReplayObserver(Protocol):
+    """The view as replay sees it."""
+
+    def stage(self, name: str, total: int = 0) -> None: ...
+
+    def advance(self, done: int) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def stored_groups(store: Store, step: int) -> Sequence[Group]:
+    """The groups of one training step as they were collected."""
+    rollouts = store.step_rollouts(step)
+
+    def group_of(rollout: Rollout) -> str:
+        return rollout.id.rsplit("/", 1)[0]
+
+    return [
+        Group(id=name, task_id=held[0].task_id, rollouts=tuple(held))
+        for name, held in ((name, list(members)) for name, members in groupby(rollouts, key=group_of))
+    ]
+
+
+async def _replay(run_dir: Path, view: ReplayObserver) -> Mapping[str, Any]:
+    config = read_config(run_dir)
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(read_store(run_dir))
+        steps = store.steps()
+        if KIND in store.meta():
+            kind = store.meta()[KIND]
+            raise RecordError(
+                f"{run_dir} holds a run of `insitu {kind}`: it has no rollouts that it was trained on"
+            )
+        if not steps:
+            raise RecordError(f"{run_dir} has no committed step to replay")
+        scratch = stack.enter_context(scratch_folder())
+        spec = LearnerSpec.of(config, model=model_folder(config), log=scratch / "learner.log")
+        learner = await stack.enter_async_context(Learner.start(replace(spec, samples=False)))
+        check_start_model(store, learner)
+        plan_config, differing = PlanConfig.of(config), []
+        view.stage("replay", len(steps))
+        for record in steps:
+            plan = plan_step(stored_groups(store, record.step), plan_config)
+            await learner.step(plan)
+            same_plan = plan.digest == record.plan_hash
+            if not same_plan or learner.weights != record.metrics["weights"]:
+                differing.append(record.step)
+                view.note(f"step {record.step}: the {'weights differ' if same_plan else 'plan differs'}")
+            view.advance(record.step)
+        return {
+            "run_dir": str(run_dir),
+            "steps": len(steps),
+            "identical": not differing,
+            "differing_steps": differing,
+            "weights": learner.weights,
+        }
+
+
+def replay(run_dir: Path, view: ReplayObserver) -> Mapping[str, Any]:
+    """Repeat the training of a stored run. Raises InsituError."""
+    return run_interruptible(_replay(run_dir, view))

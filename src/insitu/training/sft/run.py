@@ -1,0 +1,336 @@
+"""`insitu sft RUN`: supervised training on the rollouts that a run directory holds.
+
+    RUN's store -> choose -> schedule -> plan_lessons -> Learner.step -> checkpoint (rename) -> commit_step
+
+Writes a run directory of its own; RUN is only read. The learner, its planner rows, head and checkpoints are
+those of `insitu train`, so a checkpoint of this is a model.path of that; adapters are merged for it at the
+end. What was chosen is stored before the
+first step: a resumed run goes on with the same lessons and ends with the same bits. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from insitu.chat.load import load_renderer
+from insitu.chat.renderer import ChatRenderer, forgotten_before
+from insitu.config import Config, model_folder
+from insitu.errors import ConfigError, RecordError, TrainError
+from insitu.shutdown import run_interruptible
+from insitu.storage.logs import log_to
+from insitu.storage.metrics import Metrics, MetricsFile
+from insitu.storage.run_dir import KIND, RunDir, read_config, read_store, restore_steps, write_text
+from insitu.storage.store import Store
+from insitu.storage.temp_dirs import remove_stale_scratch
+from insitu.training.learner.client import Export, Learner, LearnerSpec, StepResult
+from insitu.training.loop import WallClock, finished_run, prune
+from insitu.training.options import LossConfig, TrainConfig
+from insitu.training.plan.row_selection import RowRules
+from insitu.training.plan.step import PlanConfig
+from insitu.training.sft.plan import plan_lessons, schedule
+from insitu.training.sft.selection import (
+    Selection,
+    SelectionRules,
+    SftExample,
+    Tokens,
+    choose,
+    distilled_tokens,
+    explain,
+    stored_tokens,
+)
+from insitu.training.start_model import keep_start_model
+from insitu.types import Ledger
+
+SFT = "sft"
+"""Kind of these run directories."""
+LESSONS, CHOICE = "lessons", "choice"
+"""Facts of a run: what was chosen, as [rollout id, digest] in order; and how the choice went, in words."""
+REPORT = "report.txt"
+RECORDS = "sessions"
+"""Folder of a run directory with the text of a provider's calls."""
+MODEL = "model"
+"""Folder of a run directory with the whole model, where its checkpoints hold adapters."""
+
+
+class SftObserver(Protocol):
+    """The view as supervised training sees it (view.base.View)."""
+
+    def begin(self, title: str, rollouts: int) -> None: ...
+
+    def stage(self, name: str, total: int = 0) -> None: ...
+
+    def advance(self, done: int) -> None: ...
+
+    def step_done(self, step: int, steps: int, metrics: Metrics) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+SHOWN = ("loss", "grad_norm", "lr", "tokens", "rows")
+"""Metrics of a step that the view gets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftOptions:
+    """What of a run is not in its configuration."""
+
+    resume: Path | None = None
+    """Run directory to continue."""
+    began: float = field(default_factory=time.monotonic)
+    """Reading of time.monotonic() from which the person has waited."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """All steps of a run, as plain values."""
+
+    lessons: tuple[SftExample, ...] = field(repr=False)
+    steps: tuple[tuple[int, ...], ...] = field(repr=False)
+    """Indices of lessons, step by step."""
+    words: str
+    """How the choice went."""
+    plan: PlanConfig
+    """How a step is cut into micro-batches."""
+
+
+def train_config(config: Config, steps: int) -> TrainConfig:
+    """The learner's part: [train] as it stands, but for what [sft] says. Raises ConfigError."""
+    table = config.sft
+    if table.decay != "constant" and steps <= config.train.warmup_steps:
+        raise ConfigError(
+            f"{steps} steps in all are no more than train.warmup_steps = {config.train.warmup_steps}: give"
+            " fewer of these, or more sft.epochs"
+        )
+    base = TrainConfig.of(config)
+    optim = replace(
+        base.optim,
+        lr=table.lr,
+        decay=table.decay,
+        total_steps=0 if table.decay == "constant" else steps,
+    )
+    return replace(
+        base,
+        optim=optim,
+        loss=LossConfig(name="nll"),
+        epochs=1,
+        temperature=1.0,
+        reference="",
+        reference_alarm=0.0,
+    )
+
+
+def open_tokens(config: Config, store: Store, renderer: ChatRenderer) -> Tokens:
+    """Where the tokens of RUN's rollouts come from: its store, or, for a provider's, their text. Raises
+    ConfigError when they are not this model's, and for a model.keep_reasoning that changes nothing of
+    them."""
+    source = read_config(Path(config.sft.run))
+    if source.engine.kind == "upstream":
+        dropped = bool(forgotten_before(renderer, config.model.keep_reasoning))
+        return distilled_tokens(Path(config.sft.run) / RECORDS, renderer, drop_reasoning=dropped)
+    theirs = load_renderer(model_folder(source), source.model.renderer)
+    if theirs.fingerprint != renderer.fingerprint:
+        raise ConfigError(
+            f"{config.sft.run} holds tokens of {model_folder(source)}, whose tokenizer or template is not"
+            f" that of {model_folder(config)}: they would mean something else there"
+        )
+    return stored_tokens(store)
+
+
+def _lessons(config: Config, run_store: Store, renderer: ChatRenderer) -> tuple[tuple[SftExample, ...], str]:
+    """Chosen now, or, in a resumed run, those that were chosen then. Raises RecordError, TrainError."""
+    source = read_config(Path(config.sft.run))
+    with read_store(Path(config.sft.run)) as store:
+        tokens = open_tokens(config, store, renderer)
+        held = run_store.meta()
+        if LESSONS in held:
+            return _again(config, store, tokens, json.loads(held[LESSONS])), held[CHOICE]
+        choice = choose(
+            store, SelectionRules.of(config), tokens, rollouts_held_out=source.rollout.split == "eval"
+        )
+    words = explain(choice)
+    _check(config, choice, words, renderer)
+    run_store.set_meta(CHOICE, words)
+    run_store.set_meta(LESSONS, json.dumps([[x.rollout_id, x.digest] for x in choice.lessons]))
+    return choice.lessons, words
+
+
+def _check(config: Config, choice: Selection, words: str, renderer: ChatRenderer) -> None:
+    if not choice.lessons:
+        raise TrainError(f"nothing of {config.sft.run} is worth imitating: {words}")
+    for lesson in choice.lessons:
+        for s in lesson.segments:
+            if int(s.ids.max()) >= renderer.vocab_size:
+                raise TrainError(
+                    f"rollout {lesson.rollout_id} segment {s.index} holds token {int(s.ids.max())}, and the"
+                    f" model knows {renderer.vocab_size}"
+                )
+
+
+def _again(
+    config: Config, store: Store, tokens: Tokens, chosen: Sequence[Sequence[str]]
+) -> tuple[SftExample, ...]:
+    """The lessons of a run that goes on. Raises RecordError when a rollout is gone or is another now."""
+    lessons, rules = [], RowRules.of(config)
+    for rollout_id, digest in chosen:
+        rollout = store.rollout(rollout_id)
+        reward = rollout.reward or 0.0
+        lesson = SftExample.of(rollout_id, rollout.task_id, reward, tokens(rollout_id), rules)
+        if lesson.digest != digest:
+            raise RecordError(
+                f"rollout {rollout_id} of {config.sft.run} is not the one that this run began with"
+            )
+        lessons.append(lesson)
+    return tuple(lessons)
+
+
+def _course(config: Config, run_store: Store, renderer: ChatRenderer) -> Course:
+    lessons, words = _lessons(config, run_store, renderer)
+    table = config.sft
+    steps = schedule(
+        [x.rollout_id for x in lessons],
+        per_step=table.rollouts_per_step,
+        epochs=table.epochs,
+        seed=config.run.seed,
+    )
+    return Course(lessons=lessons, steps=tuple(steps), words=words, plan=PlanConfig.of(config))
+
+
+class Steps:
+    """The steps of one run, from where the store says it stands to the last."""
+
+    def __init__(
+        self, run: RunDir, store: Store, metrics: MetricsFile, learner: Learner, view: SftObserver
+    ) -> None:
+        self._run, self._store, self._metrics, self._learner = run, store, metrics, learner
+        self._view = view
+
+    async def run(self, course: Course, clock: WallClock) -> None:
+        config = self._run.config
+        last = self._store.last_step()
+        count = len(course.steps)
+        for step in range(1 if last is None else last.step + 1, count + 1):
+            lessons = [course.lessons[i] for i in course.steps[step - 1]]
+            plan = plan_lessons(lessons, course.plan)
+            result = await self._learner.step(plan)
+            metrics = _metrics(result, step, lessons)
+            if step % config.sft.checkpoint_every_steps == 0 or step == count:
+                await self._commit(step, metrics, plan.digest, clock)
+            self._metrics.write({"event": "step", "step": step, **metrics})
+            self._view.step_done(step, count, {name: metrics[name] for name in SHOWN})
+            self._view.advance(step)
+
+    async def _commit(self, step: int, metrics: dict[str, Any], digest: str, clock: WallClock) -> None:
+        """The tokens belong to RUN, whose ledger has them: this run sampled none."""
+        folder = self._run.checkpoints / f"step-{step:05d}"
+        await self._learner.save(folder)
+        metrics["weights"] = self._learner.weights
+        where = str(folder.relative_to(self._run.path))
+        self._store.commit_step(step, metrics, where, digest, Ledger(), meta=clock.meta())
+        prune(self._run.checkpoints, self._run.config.run.keep_checkpoints)
+
+
+def _metrics(result: StepResult, step: int, lessons: Sequence[SftExample]) -> dict[str, Any]:
+    return {
+        "loss": result.loss,
+        "entropy": result.entropy,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "tokens": result.tokens,
+        "rows": result.rows,
+        "micro_batches": result.micro_batches,
+        "rollouts": len(lessons),
+        "tasks": len({x.task_id for x in lessons}),
+        "step_s": result.seconds,
+    }
+
+
+async def _sft(config: Config, view: SftObserver, options: SftOptions) -> Mapping[str, Any]:
+    resume = options.resume
+    if resume is not None and (summary := finished_run(resume, view.note, SFT)) is not None:
+        return summary
+    remove_stale_scratch()
+    async with AsyncExitStack() as stack:
+        run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))
+        stack.push(run.drop_unused)
+        stack.enter_context(log_to(run.logs / "insitu.log"))
+        store = stack.enter_context(run.store())
+        metrics = stack.enter_context(run.metrics())
+        _check_kind(store, run, resumed=resume is not None)
+        restore_steps(run, store, metrics)
+        clock = WallClock(store, options.began)
+        folder = model_folder(run.config)
+        view.note(f"run directory {run.path}")
+        course = _course(run.config, store, load_renderer(folder, run.config.model.renderer))
+        view.note(course.words)
+        spec = LearnerSpec.of(run.config, model=folder, log=run.logs / "learner.log")
+        spec = replace(spec, train=train_config(run.config, len(course.steps)), samples=False)
+        view.begin(f"supervised training on {run.config.sft.run}", 0)
+        view.stage("supervised steps", len(course.steps))
+        learner = await stack.enter_async_context(Learner.start(spec))
+        keep_start_model(store, learner)
+        last = store.last_step()
+        if last is not None:
+            await learner.load(run.path / last.checkpoint)
+        await Steps(run, store, metrics, learner, view).run(course, clock)
+        model = await _whole(run, learner, run.path / store.steps()[-1].checkpoint)
+        summary = {**_summary(run, store, course, clock), "model": str(model)}
+        run.write_summary(summary)
+        write_text(run.path / REPORT, report(summary))
+        return summary
+
+
+def _check_kind(store: Store, run: RunDir, *, resumed: bool) -> None:
+    if resumed and store.meta().get(KIND) != SFT:
+        raise RecordError(f"{run.path} holds no run of `insitu sft`")
+    store.set_meta(KIND, SFT)
+
+
+async def _whole(run: RunDir, learner: Learner, checkpoint: Path) -> Path:
+    """What another verb takes as its model.path: the checkpoint, or, where that holds adapters alone, the
+    model that they are merged into. Raises TrainError."""
+    if not run.config.policy.lora_rank:
+        return checkpoint
+    await learner.export(Export(folder=run.path / MODEL, version=learner.version))
+    return run.path / MODEL
+
+
+def _summary(run: RunDir, store: Store, course: Course, clock: WallClock) -> Mapping[str, Any]:
+    last = store.steps()[-1]
+    return {
+        "source": run.config.sft.run,
+        "chosen": len(course.lessons),
+        "choice": course.words,
+        "tasks": len({x.task_id for x in course.lessons}),
+        "tokens": sum(x.tokens for x in course.lessons),
+        "steps": len(course.steps),
+        "epochs": run.config.sft.epochs,
+        "loss": last.metrics["loss"],
+        "seed": run.config.run.seed,
+        "weights": last.metrics["weights"],
+        "checkpoint": str(run.path / last.checkpoint),
+        "wall_s": round(clock.seconds(), 1),
+        "run_dir": str(run.path),
+    }
+
+
+def report(summary: Mapping[str, Any]) -> str:
+    """What a person reads at the end."""
+    return (
+        f"{summary['choice']}\n"
+        f"{summary['steps']} steps over {summary['chosen']} rollouts of {summary['tasks']} tasks,"
+        f" {summary['tokens']:,} tokens, {summary['epochs']} passes; last loss {summary['loss']:.4f}\n"
+        f"run    {summary['run_dir']}\n"
+        f"next   insitu train CONFIG model.path={summary['model']}\n"
+    )
+
+
+def sft(config: Config, view: SftObserver, options: SftOptions | None = None) -> Mapping[str, Any]:
+    """Run or continue to the end; returns what summary.json holds. Raises InsituError, or KeyboardInterrupt
+    after a clean stop."""
+    return run_interruptible(_sft(config, view, options or SftOptions()))

@@ -1,0 +1,93 @@
+"""A micro-batch of a plan as tensors, in its layout. Called by trainer.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from insitu.errors import TrainError
+from insitu.training.plan.packing import MicroBatch
+from insitu.training.plan.prefix_tree import Tree, build_tree
+from insitu.training.plan.step import PlanRow, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Rows behind what they all share."""
+
+    prefix: Tensor
+    """[P] int64."""
+    ids: Tensor
+    """[B, T] int64, the rests of the rows, right-padded with 0."""
+    mask: Tensor
+    """[B, T] bool."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBatch:
+    """A micro-batch as tensors; the per-token ones list masked tokens, row by row."""
+
+    rows: tuple[PlanRow, ...]
+    counts: list[int]
+    """Masked tokens of each row."""
+    layout: Padded | Tree
+    mu: Tensor
+    """[N] the sampler's log-probabilities."""
+    versions: Tensor
+    """[N] int32."""
+    advantage: Tensor
+    """[N] its row's."""
+    weight: Tensor
+    """[N] its row's."""
+
+
+def make_batch(plan: StepPlan, micro: MicroBatch, device: torch.device | None = None) -> TensorBatch:
+    """Lay one micro-batch of a plan out as tensors; those per masked token on `device`."""
+    rows = tuple(plan.rows[i] for i in micro.rows)
+    counts = [int(row.mask.sum()) for row in rows]
+
+    def per_token(parts: list[np.ndarray[tuple[int], Any]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    return TensorBatch(
+        rows=rows,
+        counts=counts,
+        layout=build_tree(rows) if micro.layout == "tree" else _padded(rows, micro.prefix, sum(counts)),
+        mu=per_token([row.logprobs[row.mask] for row in rows]),
+        versions=per_token([row.versions[row.mask] for row in rows]),
+        advantage=per_token([np.full(n, r.advantage, np.float32) for r, n in zip(rows, counts, strict=True)]),
+        weight=per_token([np.full(n, r.weight, np.float32) for r, n in zip(rows, counts, strict=True)]),
+    )
+
+
+def _padded(rows: Sequence[PlanRow], cut: int, trained: int) -> Padded:
+    width = max(len(row.ids) for row in rows) - cut
+    ids = np.zeros((len(rows), width), np.int64)
+    mask = np.zeros((len(rows), width), np.bool_)
+    for at, row in enumerate(rows):
+        ids[at, : len(row.ids) - cut] = row.ids[cut:]
+        mask[at, : len(row.ids) - cut] = row.mask[cut:]
+    if int(mask.sum()) != trained:
+        raise TrainError(f"a micro-batch's prefix of {cut} tokens covers trained tokens")
+    return Padded(
+        torch.from_numpy(rows[0].ids[:cut].astype(np.int64)), torch.from_numpy(ids), torch.from_numpy(mask)
+    )
+
+
+def locate(batch: TensorBatch, token: int) -> tuple[PlanRow, int]:
+    """Row and token index within it of the batch's masked token number `token`."""
+    for row, positions in _masked(batch):
+        if token < len(positions):
+            return row, int(positions[token])
+        token -= len(positions)
+    raise TrainError("a token index lies outside its micro-batch")
+
+
+def _masked(batch: TensorBatch) -> Iterator[tuple[PlanRow, np.ndarray[tuple[int], np.dtype[np.intp]]]]:
+    for row in batch.rows:
+        yield row, np.flatnonzero(row.mask)

@@ -1,0 +1,163 @@
+"""Checkpoints: model, optimiser, counters and random state in one folder that is whole or absent.
+
+Everything is written to a temporary folder beside it, fsynced with a checksum file, then renamed. A folder
+loads as a model (config.json, model.safetensors, the tokenizer's files copied along) or as adapters and, with
+what is in its sub-folder `trainer`, continues training: on a CPU with the same bits (trainer.py). An engine
+takes every safetensors file beside a model for weights of it, so the optimiser's are not there.
+Random state is torch's, of the CPU and, where the model is on one, of the GPU. Nothing else draws from a
+state of its own: a sampler's streams are named by seed and request, adapters start from a fixed generator,
+and neither numpy's nor Python's global one is used. Called by learner/main.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from insitu import failpoint
+from insitu.engines.embedded.model_files import model_assets, model_files, share
+from insitu.errors import TrainError, boundary
+from insitu.training.model.base import Policy
+from insitu.training.model.shard import like
+from insitu.training.trainer.trainer import Trainer
+
+SCHEMA = 1
+SUMS = "checksums.json"
+RNG, RNG_GPU = "rng", "rng_cuda"
+"""Names of the random states among the optimiser's tensors."""
+MOMENTS, STATE = "trainer/optimizer.safetensors", "trainer/state.json"
+
+
+def save(trainer: Trainer, folder: Path, assets: Path | None = None) -> None:
+    """Write a checkpoint at `folder`, replacing one that is there. Raises TrainError.
+
+    assets: a model folder whose other files (tokenizer, chat template) are copied in. After a crash at any
+    point `folder` is the old checkpoint, absent, or the new one; never a part of one. Of sharded ranks one
+    calls it, inside `Trainer.whole(moments=True)`: the files are those of one process.
+    """
+    fresh = folder.with_name(f".{folder.name}.new")
+    old = folder.with_name(f".{folder.name}.old")
+    with model_files(TrainError, f"save checkpoint {folder}"):
+        for left in (fresh, old):
+            shutil.rmtree(left, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        _write(trainer, fresh, assets)
+        share(fresh)
+        for path in sorted(fresh.rglob("*")):
+            _sync(path)
+        _sync(fresh)
+        failpoint.hit("checkpoint.written")
+        if folder.exists():
+            folder.rename(old)
+        failpoint.hit("checkpoint.between")
+        fresh.rename(folder)
+        failpoint.hit("checkpoint.renamed")
+        _sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load(trainer: Trainer, folder: Path) -> None:
+    """Put the trainer where the checkpoint was taken. Raises TrainError, changing nothing, if it cannot."""
+    verify(folder)
+    with model_files(TrainError, f"load checkpoint {folder}"):
+        raw = json.loads((folder / STATE).read_text())
+        moments = load_file(folder / MOMENTS)
+    if raw["schema_version"] != SCHEMA:
+        raise TrainError(f"checkpoint {folder} has schema {raw['schema_version']}, this is {SCHEMA}")
+    if raw["optim"] != json.loads(json.dumps(asdict(trainer.config.optim))):
+        raise TrainError(f"checkpoint {folder} was made with other optimiser settings: {raw['optim']}")
+    if raw.get("reference", "") != _reference(trainer):
+        raise TrainError(f"checkpoint {folder} was made with another reference policy (train.reference)")
+    held = trainer.model.read(folder)
+    random = {name: moments.pop(name) for name in (RNG, RNG_GPU) if name in moments}
+    trainer.optimiser.restore(moments)
+    _copy(held, trainer.model)
+    trainer.steps, trainer.version = int(raw["step"]), int(raw["version"])
+    _draw_on(random, trainer.model.device)
+
+
+def verify(folder: Path) -> None:
+    """Raise TrainError unless every file of the checkpoint has the checksum it was written with."""
+    with boundary(TrainError, f"load checkpoint {folder}"):
+        sums: dict[str, str] = json.loads((folder / SUMS).read_text())
+        for name, expected in sums.items():
+            if _digest(folder / name) != expected:
+                raise TrainError(f"checkpoint {folder} is damaged: {name} does not have its checksum")
+    whole, adapters = (
+        {"config.json", "model.safetensors"},
+        {"adapter_config.json", "adapter_model.safetensors"},
+    )
+    weights = adapters if adapters & set(sums) else whole
+    missing = sorted((weights | {MOMENTS, STATE}) - set(sums))
+    if missing:
+        raise TrainError(f"checkpoint {folder} is not complete: no checksum for {missing[0]}")
+
+
+def _write(trainer: Trainer, folder: Path, assets: Path | None) -> None:
+    if assets is not None:
+        for path in model_assets(assets):
+            shutil.copyfile(path, folder / path.name)
+    trainer.model.save(folder)
+    (folder / STATE).parent.mkdir()
+    state: dict[str, Tensor] = {n: t.contiguous() for n, t in trainer.optimiser.readable().items()}
+    save_file({**state, **_random(trainer.model.device)}, folder / MOMENTS)
+    described = {
+        "schema_version": SCHEMA,
+        "step": trainer.steps,
+        "version": trainer.version,
+        "optim": asdict(trainer.config.optim),
+        "reference": _reference(trainer),
+    }
+    (folder / STATE).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    sums = {path.relative_to(folder).as_posix(): _digest(path) for path in files}
+    (folder / SUMS).write_text(json.dumps(sums, indent=2) + "\n")
+
+
+def _random(device: torch.device) -> dict[str, Tensor]:
+    """The state of the generators that training draws from, as bytes."""
+    state = {RNG: torch.get_rng_state()}
+    if device.type == "cuda":
+        state[RNG_GPU] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _draw_on(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Go on from what `_random` gave. A checkpoint of another kind of device has nothing to say of a GPU."""
+    torch.set_rng_state(state[RNG])
+    if device.type == "cuda" and RNG_GPU in state:
+        torch.cuda.set_rng_state(state[RNG_GPU], device)
+
+
+def _reference(trainer: Trainer) -> str:
+    """Checksum of the reference policy, or empty without one."""
+    return trainer.reference.checksum if trainer.reference is not None else ""
+
+
+def _copy(held: Mapping[str, Tensor], target: Policy) -> None:
+    named = dict(target.named_parameters())
+    with torch.no_grad():
+        for name, tensor in held.items():
+            named[name].copy_(like(tensor, named[name]))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,136 @@
+"""Optimisers under one learning-rate schedule, shared by the RL trainer and supervised training.
+
+Muon orthogonalises the momentum of a weight matrix by Newton-Schulz iteration (Jordan et al., 2024,
+kellerjordan.github.io/posts/muon); the implementation is `torch.optim.Muon`. It serves the hidden matrices
+only: embeddings, head and norms keep AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from insitu.errors import ConfigError, TrainError
+from insitu.training.model.base import Policy
+from insitu.training.model.shard import like, whole
+from insitu.training.options import OptimConfig, rate
+from insitu.training.trainer.adam import AdamW, Part
+
+__all__ = ["OptimConfig", "Optimiser", "rate"]
+
+
+class Optimiser:
+    """AdamW, and Muon for hidden matrices when configured, under one schedule and one gradient clip."""
+
+    def __init__(self, model: Policy, config: OptimConfig) -> None:
+        self.config = config
+        self.named: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        hidden = [n for n, p in self.named.items() if config.muon_lr and p.ndim == 2 and ".layers." in n]
+        rest = [n for n in self.named if n not in set(hidden)]
+        self._parked = False
+        self.whole: Mapping[str, Tensor] | None = None
+        """Sharded: the state, while it has been gathered to be read."""
+        if hidden and any(hasattr(p, "full_tensor") for p in self.named.values()):
+            raise ConfigError("muon_lr: Muon needs whole matrices, and sharded ranks hold parts of them")
+        adam = AdamW(
+            [self.named[n] for n in rest], lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+        self._parts: list[tuple[list[str], Part, float]] = [(rest, adam, config.lr)]
+        if hidden:
+            matrices = [self.named[n] for n in hidden]
+            muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)
+            self._parts.append((hidden, muon, config.muon_lr))
+
+    def clip(self) -> float:
+        """Clip the gradients in place; returns their global norm before. May be nan or inf."""
+        norm: Tensor = nn.utils.clip_grad_norm_(
+            self.named.values(), self.config.grad_clip, error_if_nonfinite=False, foreach=False
+        )
+        return float(whole(norm))
+
+    def update(self, step: int) -> float:
+        """Apply the gradients as optimiser step `step` (from 0). Returns AdamW's learning rate."""
+        factor = rate(self.config, step)
+        for _, part, base in self._parts:
+            part.param_groups[0]["lr"] = base * factor
+            if self._parked:
+                _step_parked(part)
+            else:
+                part.step()
+        return self.config.lr * factor
+
+    def park(self, away: bool = True) -> None:
+        """Keep the moments in the host's memory from now on, where an update brings one parameter's at a
+        time; or beside the parameters again."""
+        if away == self._parked:
+            return
+        self._parked = away
+        for _, part, _ in self._parts:
+            for parameter, state in part.state.items():
+                _move(state, None if away else parameter.device)
+
+    def zero(self) -> None:
+        for parameter in self.named.values():
+            parameter.grad = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole state as named tensors (`<parameter>/<moment>`), not copied; empty before any update."""
+        state: dict[str, Tensor] = {}
+        for names, part, _ in self._parts:
+            for name in names:
+                for key, value in part.state.get(self.named[name], {}).items():
+                    state[f"{name}/{key}"] = value
+        return state
+
+    def readable(self) -> Mapping[str, Tensor]:
+        """`tensors`, of sharded ranks as they have been gathered."""
+        return self.tensors() if self.whole is None else self.whole
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `tensors` gave, by copy. Raises TrainError, changing nothing, if it does not fit."""
+        moments: dict[str, dict[str, Tensor]] = {}
+        for full, tensor in state.items():
+            name, _, key = full.rpartition("/")
+            if name not in self.named or tensor.shape not in (self.named[name].shape, torch.Size([])):
+                raise TrainError(f"optimiser state {full} {list(tensor.shape)} belongs to another model")
+            moments.setdefault(name, {})[key] = tensor
+        for names, part, _ in self._parts:
+            part.state.clear()
+            for name in names:
+                if name in moments:
+                    part.state[self.named[name]] = {k: self._kept(name, t) for k, t in moments[name].items()}
+
+    def _kept(self, name: str, moment: Tensor) -> Tensor:
+        part = like(moment, self.named[name]) if moment.dim() else moment
+        return part.to(self._home(name, moment), copy=True)
+
+    def _home(self, name: str, moment: Tensor) -> torch.device:
+        """Where it is kept; counters are the host's."""
+        cpu = torch.device("cpu")
+        return cpu if self._parked or moment.dim() == 0 else self.named[name].device
+
+
+def _move(state: dict[str, Tensor], device: torch.device | None) -> None:
+    """A parameter's moments to a device, None = the host; its step counter is there anyway."""
+    for key, tensor in state.items():
+        if tensor.dim() and device is not None:
+            state[key] = tensor.to(device, non_blocking=True)
+        elif tensor.is_cuda:
+            # pinned, so that the way back need not be copied through a second buffer
+            state[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+def _step_parked(part: Part) -> None:
+    """`part.step()`, one parameter after the other."""
+    group = part.param_groups[0]
+    parameters = group["params"]
+    try:
+        for p in parameters:
+            group["params"] = [p]
+            _move(part.state[p], p.device)
+            part.step()
+            _move(part.state[p], None)
+    finally:
+        group["params"] = parameters

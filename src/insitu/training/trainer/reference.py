@@ -1,0 +1,71 @@
+"""The reference policy: a frozen model that says how likely it finds a token. Called by trainer.py.
+
+Its weights lie outside a run's directory, so their checksum goes into every checkpoint: a resumed run must
+not be pulled to another model than before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from insitu.engines.embedded.weights import checksum
+from insitu.errors import ConfigError
+from insitu.training.loss.fused_head import score
+from insitu.training.memory.techniques import PLAIN, MemoryOptions
+from insitu.training.model.base import Policy
+from insitu.training.model.hf import HfPolicy
+from insitu.training.model.hidden_states import states
+from insitu.training.model.load import open_policy
+from insitu.training.options import TrainConfig
+from insitu.training.trainer.batch import TensorBatch
+
+
+class Reference:
+    """A policy that is never trained."""
+
+    def __init__(self, model: Policy) -> None:
+        self._model = model
+        for _, parameter in model.named_parameters():
+            parameter.requires_grad_(False)
+        self.checksum = checksum(model)
+        """Hex SHA-256 over name, shape and values of every parameter, in name order."""
+        if isinstance(model, HfPolicy):
+            model.freeze()
+
+    @property
+    def policy(self) -> Policy:
+        return self._model
+
+    @property
+    def max_positions(self) -> int:
+        return self._model.max_positions
+
+    def check(self, trained: Policy) -> None:
+        """Raises ConfigError when the two do not speak of the same tokens."""
+        if self._model.vocab_size != trained.vocab_size:
+            raise ConfigError(
+                f"the reference policy has {self._model.vocab_size} tokens, the trained model"
+                f" {trained.vocab_size}: a divergence between them means nothing"
+            )
+
+    def logprobs(self, batch: TensorBatch, temperature: float, techniques: MemoryOptions = PLAIN) -> Tensor:
+        """[N] of the batch's trained tokens, row by row. techniques: those of the pass that follows."""
+        if isinstance(self._model, HfPolicy):
+            self._model.techniques = techniques
+        with torch.no_grad():
+            return score(self._model, *states(self._model, batch), temperature).logp
+
+
+def read_reference(config: TrainConfig, model: Path) -> Reference | None:
+    """The policy that the loss names, from its own folder or `model`, the one training begins with. Raises
+    ConfigError when there is none."""
+    if config.loss.kl == "none":
+        return None
+    folder = Path(config.reference) if config.reference else model
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"train.reference: {folder} is not a model folder: it has no config.json")
+    return Reference(open_policy(folder, replace(config.policy, lora=None)))

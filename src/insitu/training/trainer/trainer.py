@@ -1,0 +1,392 @@
+"""The trainer: one plan in, one update per epoch out, or a refusal that leaves the weights as they were.
+
+Its log-probabilities come from a full forward without any cache of the sampler's. The first forward measures
+them against the sampler's record: tokens of the current version must agree, which proves the whole path from
+the sampled id to the training row; the few that rounding sets apart are not trained. Same plan, weights and
+thread count give the same bits. Called by learner/main.py.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from insitu.engines.embedded.model import Qwen3
+from insitu.errors import ConfigError, TrainError
+from insitu.training.loss.fused_head import FusedLoss, Objective, Scores, kept_gradient, objective, score
+from insitu.training.loss.inputs import StepInputs
+from insitu.training.loss.losses import LossInputs, token_loss
+from insitu.training.loss.metrics import LossSums, result_of
+from insitu.training.loss.mismatch import Mismatch
+from insitu.training.memory.plan import MemoryPlanner
+from insitu.training.memory.techniques import PLAIN, MemoryOptions
+from insitu.training.model.base import Policy
+from insitu.training.model.hf import HfPolicy
+from insitu.training.model.hidden_states import states
+from insitu.training.model.shard import gathered
+from insitu.training.options import StepResult, TrainConfig
+from insitu.training.plan.packing import MicroBatch
+from insitu.training.plan.step import StepPlan
+from insitu.training.trainer.batch import TensorBatch, make_batch
+from insitu.training.trainer.distributed import Alone, Ranks
+from insitu.training.trainer.optimizer import Optimiser
+from insitu.training.trainer.reference import Reference
+
+T = TypeVar("T")
+
+
+class Trainer:
+    """A model under reinforcement learning. Owns the optimiser, the step count and the policy version."""
+
+    def __init__(
+        self,
+        model: Policy,
+        config: TrainConfig,
+        *,
+        version: int = 0,
+        reference: Reference | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Raises ConfigError when the loss has a reference policy and `reference` is none or does not fit."""
+        self.model, self.config = model, config
+        self.ranks = ranks or Alone()
+        if config.loss.kl != "none" and reference is None:
+            raise ConfigError(f"kl={config.loss.kl} needs a reference policy, and there is none")
+        if reference is not None:
+            reference.check(model)
+        self.reference = reference if config.loss.kl != "none" else None
+        self.optimiser = Optimiser(model, config.optim)
+        self.fit = self._fit_of(model) if isinstance(model, HfPolicy | Qwen3) else None
+        """Chooses memory techniques; None = they stay as they are."""
+        self._chosen: dict[MicroBatch, MemoryOptions] = {}
+        self._using = PLAIN
+        """Of the micro-batch that runs, or ran last."""
+        self._ran_out = ""
+        """What is said of a step in which the device's memory ran out."""
+        self._apart: dict[MicroBatch, Tensor] = {}
+        """Tokens of the step that are not trained, since sampler and trainer disagree about them."""
+        self.steps = 0
+        """Optimiser steps done."""
+        self.version = version
+        """+1 with every update of the weights."""
+
+    @property
+    def _supervised(self) -> bool:
+        """Rows may be of any origin: there is no sampler's record to compare with."""
+        return self.config.loss.name == "nll"
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Train one plan. A plan without rows is skipped: nothing changes, the version neither.
+
+        Raises TrainError, with weights and optimiser as before, when tokens of the current version differ
+        from the sampler's record by more than rounding explains, when a token's version is too old or
+        unknown, when a loss or gradient is not finite, and when a row is longer than the model's context or
+        the device's memory allows.
+        """
+        began = time.monotonic()
+        if not plan.rows:
+            return StepResult(
+                optimizer_steps=self.steps, version=self.version, skipped=plan.skipped or "nothing to train"
+            )
+        self._check_lengths(plan)
+        if not self._supervised:
+            self._check_versions(plan)
+        self._fit_memory(plan)
+        with self._deterministic():
+            # One epoch computes everything before it changes anything; more need a way back.
+            before = self._snapshot() if self.config.epochs > 1 else None
+            try:
+                result = self._epochs(plan)
+            except TrainError:
+                self.optimiser.zero()
+                if before is not None:
+                    self._restore(before)
+                raise
+        return replace(result, seconds=time.monotonic() - began)
+
+    @contextmanager
+    def whole(self, *, moments: bool = False) -> Iterator[None]:
+        """Of sharded ranks all call it: for its length the first can read the weights, and the optimiser's
+        `moments`, as if it were alone. It has them in the host's memory, the others nothing."""
+        if not (self.ranks.sharded and isinstance(self.model, HfPolicy)):
+            yield
+            return
+        named = dict(self.model.named_parameters())
+        state = self.optimiser.tensors() if moments else {}
+        keep = self.ranks.rank == 0
+        try:
+            self.model.whole = self.ranks.attempt(lambda: gathered(named, keep=keep))
+            self.optimiser.whole = self.ranks.attempt(lambda: gathered(state, keep=keep)) if moments else None
+            yield
+        finally:
+            self.model.whole = self.optimiser.whole = None
+
+    def give_back(self) -> None:
+        """After a step, which has dropped its gradients: an engine that shares the GPU gets their memory."""
+        if self.config.share_gpu and self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _epochs(self, plan: StepPlan) -> StepResult:
+        norm = lr = 0.0
+        every: list[LossSums] = []
+        terms = StepInputs(plan, self.config.loss)
+        self._apart.clear()
+        self._ran_out = ""
+        for epoch in range(self.config.epochs):
+            self.optimiser.zero()
+            sums = self._summed(plan, terms, epoch, measure=epoch == 0 and not self._supervised)
+            norm = self.optimiser.clip()
+            if not (math.isfinite(sums.loss) and math.isfinite(norm)):
+                raise TrainError(f"step {self.steps}: loss {sums.loss}, gradient norm {norm}: no update")
+            lr = self.optimiser.update(self.steps + epoch)
+            every.append(sums)
+        self.optimiser.zero()
+        self.ranks.agree(self.optimiser.named.values())
+        self.steps += self.config.epochs
+        self.version += 1
+        result = result_of(every, self.config)
+        return replace(
+            result,
+            alarm="; ".join(filter(None, (result.alarm, self._ran_out))),
+            optimizer_steps=self.steps,
+            version=self.version,
+            grad_norm=norm,
+            lr=lr,
+            rows=len(plan.rows),
+            micro_batches=len(plan.batches),
+        )
+
+    def gradients(self, plan: StepPlan) -> float:
+        """Leave the gradients of the step's loss in `.grad`, change nothing else; returns the loss."""
+        self.optimiser.zero()
+        self._fit_memory(plan)
+        with self._deterministic():
+            return self._summed(plan, StepInputs(plan, self.config.loss), 0, measure=False).loss
+
+    def logprobs(self, plan: StepPlan) -> list[Tensor]:
+        """Per row of the plan, the trainer's log-probabilities of its trained tokens."""
+        with self._deterministic():
+            found = self._look(plan, plan.batches)
+        return [found[i] for i in range(len(plan.rows))]
+
+    def _batch(self, plan: StepPlan, micro: MicroBatch) -> TensorBatch:
+        return self.ranks.in_step(lambda: make_batch(plan, micro, self.model.device))
+
+    def _look(
+        self,
+        plan: StepPlan,
+        batches: Sequence[MicroBatch],
+        only: Callable[[MicroBatch], bool] | None = None,
+    ) -> dict[int, Tensor]:
+        found: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for micro in batches:
+                batch = self._batch(plan, micro)
+                self._use(micro)
+                logp = self._scores(batch).logp
+                if only is None or only(micro):
+                    found.update(zip(micro.rows, torch.split(logp, batch.counts), strict=True))
+        if isinstance(self.model, HfPolicy):
+            self.model.rest()
+        return found
+
+    def _scores(self, batch: TensorBatch) -> Scores:
+        return score(self.model, *states(self.model, batch), self.config.temperature)
+
+    def _summed(self, plan: StepPlan, terms: StepInputs, epoch: int, *, measure: bool) -> LossSums:
+        """Gradients and measures of the whole plan; `measure` compares with the sampler's record."""
+        mine = self.ranks.mine(plan.batches)
+        if self.config.loss.needs_old_logprobs(epoch):
+            look = partial(self._look, plan, mine, self.ranks.counts)
+            terms.look(self.ranks.attempt(lambda: self._in_memory(plan, look)), epoch, self.ranks.total)
+
+        def accumulate() -> tuple[LossSums, Mismatch | None]:
+            mismatch = Mismatch(self.config.max_logprob_gap, self.version) if measure else None
+            return self._accumulate(plan, mine, terms, epoch, mismatch), mismatch
+
+        sums, mismatch = self.ranks.attempt(lambda: self._in_memory(plan, accumulate))
+        self.ranks.combine(list(self.optimiser.named.values()), sums)
+        if mismatch is not None:
+            mismatch.judge(sums)
+        return sums
+
+    def _in_memory(self, plan: StepPlan, work: Callable[[], T]) -> T:
+        """`work()`, which leaves nothing but gradients; where the device's memory runs out, again with the
+        next technique. Raises TrainError when there is none."""
+        while True:
+            try:
+                return work()
+            except torch.OutOfMemoryError as error:
+                if self.ranks.sharded:
+                    raise  # the others are in the middle of a layer and cannot begin again
+                line = str(error).partition("\n")[0]
+            # Here, where the exception and the tensors of its frames are gone.
+            self.optimiser.zero()
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+            if self.fit is None or not self.fit.ran_out(self._using):
+                raise TrainError(
+                    f"out of memory on {self.model.device} with {self._using}, the last technique there is"
+                    f" ({line}): a smaller train.token_budget needs less: no update"
+                )
+            self._choose(plan, tuple(self.ranks.mine(plan.batches)), self.fit)
+            self._ran_out = (
+                f"out of memory on {self.model.device}, where a pass needed more than predicted; it was made"
+                f" again with less ({line})"
+            )
+
+    def _accumulate(
+        self,
+        plan: StepPlan,
+        batches: Sequence[MicroBatch],
+        terms: StepInputs,
+        epoch: int,
+        mismatch: Mismatch | None,
+    ) -> LossSums:
+        """Forward and backward over some micro-batches; with `mismatch`, compared with the sampler."""
+        sums = LossSums()
+        for micro in batches:
+            batch, counts = self._batch(plan, micro), self.ranks.counts(micro)
+            self._use(micro)
+            if not counts:
+                self._dummy_step(batch, measure=mismatch is not None)
+                continue
+            ref = self._ref(terms, micro, batch)
+            given = terms.of(micro, batch.mu, batch.advantage, ref)
+            fused = self._objective(batch, self._weighted(batch, given, mismatch, self._apart.get(micro)))
+            scores = fused.scores
+            fused.total.backward()  # type: ignore[no-untyped-call]
+            if mismatch is not None:
+                apart = self.ranks.in_step(partial(mismatch.count, batch, scores.logp, sums))
+                if apart is not None:
+                    self._apart[micro] = apart
+            sums.loss += float(fused.total.detach())
+            sums.add(token_loss(scores.logp, given, self.config.loss), batch.advantage)
+            sums.entropy += float(scores.entropy.sum())
+            if epoch == 0 and self.config.epochs > 1:
+                terms.remember(micro, scores.logp, ref)
+        return sums
+
+    def _dummy_step(self, batch: TensorBatch, *, measure: bool) -> None:
+        """Be there for the others' forward and backward; add nothing."""
+        fused = self._objective(batch, lambda logp, part: logp * 0.0)
+        fused.total.backward()  # type: ignore[no-untyped-call]
+        if measure:
+            self.ranks.in_step(lambda: None)
+
+    def _weighted(
+        self, batch: TensorBatch, given: LossInputs, mismatch: Mismatch | None, apart: Tensor | None
+    ) -> Objective:
+        """Every loss is a function of one token's log-probability, given its terms; nothing of a token that
+        is found `apart` now, or was before the first update."""
+
+        def weighted(logp: Tensor, part: slice) -> Tensor:
+            loss = token_loss(logp, given.part(part), self.config.loss).loss * batch.weight[part]
+            if mismatch is not None:
+                return torch.where(mismatch.over(batch, logp, part), 0.0, loss)
+            return loss if apart is None else torch.where(apart[part], 0.0, loss)
+
+        return weighted
+
+    def _objective(self, batch: TensorBatch, weighted: Objective) -> FusedLoss:
+        """The loss of a micro-batch and its gradients: the head has both while it holds a token's logits."""
+        hidden, targets = states(self.model, batch)
+        weight = self.model.head_weight
+        into = kept_gradient(weight)
+        return objective(hidden, weight, targets, self.config.temperature, weighted, into=into)
+
+    def _fit_of(self, model: HfPolicy | Qwen3) -> MemoryPlanner:
+        beside = self.reference.policy if self.reference is not None else None
+        return MemoryPlanner.of(
+            model,
+            self.config.policy.memory_gib,
+            copies=self.config.epochs > 1,
+            reference=beside if isinstance(beside, HfPolicy | Qwen3) else None,
+            ranks=self.ranks.world,
+        )
+
+    def _fit_memory(self, plan: StepPlan) -> None:
+        if self.fit is None:
+            return
+        fit, mine = self.fit, tuple(self.ranks.mine(plan.batches))
+        self.ranks.attempt(lambda: self._choose(plan, mine, fit))
+
+    def _choose(self, plan: StepPlan, mine: tuple[MicroBatch, ...], fit: MemoryPlanner) -> None:
+        chosen = fit.plan(replace(plan, batches=mine))
+        self._chosen = dict(zip(mine, chosen, strict=True))
+        self.optimiser.park(any(t.offload_optimizer for t in chosen))
+
+    def _use(self, micro: MicroBatch) -> None:
+        if isinstance(self.model, HfPolicy) and micro in self._chosen:
+            self.model.techniques = self._using = self._chosen[micro]
+
+    def _ref(self, terms: StepInputs, micro: MicroBatch, batch: TensorBatch) -> Tensor | None:
+        if self.reference is None:
+            return None
+        known = terms.reference(micro)
+        if known is not None:
+            return known
+        return self.reference.logprobs(batch, self.config.temperature, self._chosen.get(micro, PLAIN))
+
+    def _check_lengths(self, plan: StepPlan) -> None:
+        limit = self.model.max_positions
+        if self.reference is not None:
+            limit = min(limit, self.reference.max_positions)
+        for row in plan.rows:
+            if len(row.ids) > limit:
+                raise TrainError(
+                    f"rollout {row.rollout_id} segment {row.segment}: {len(row.ids)} tokens are more than"
+                    f" the model's {limit} positions"
+                )
+
+    def _check_versions(self, plan: StepPlan) -> None:
+        """A token of a version that cannot be here means a mix-up: a wrong checkpoint, a missed refresh."""
+        oldest = self.version - self.config.max_staleness
+        for row in plan.rows:
+            wrong = row.mask & ((row.versions < oldest) | (row.versions > self.version))
+            if wrong.any():
+                token = int(wrong.argmax())
+                raise TrainError(
+                    f"rollout {row.rollout_id} segment {row.segment} token {token} was sampled by version"
+                    f" {row.versions[token]}, the trainer is at {self.version} and takes none older than"
+                    f" {oldest}: no update"
+                )
+
+    def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        weights = {n: p.detach().clone() for n, p in self.optimiser.named.items()}
+        return weights, {n: t.clone() for n, t in self.optimiser.tensors().items()}
+
+    def _restore(self, before: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
+        with torch.no_grad():
+            for name, tensor in before[0].items():
+                self.optimiser.named[name].copy_(tensor)
+        self.optimiser.restore(before[1])
+
+    def _deterministic(self) -> _Pinned:
+        # on a GPU it forbids products and makes scatters many times slower
+        return _Pinned(self.config.threads, self.model.device.type == "cpu")
+
+
+class _Pinned:
+    """Thread count and deterministic algorithms for the length of a step; the sampler's come back after."""
+
+    def __init__(self, threads: int, deterministic: bool) -> None:
+        self._threads, self._deterministic = threads, deterministic
+        self._before = (torch.get_num_threads(), torch.get_deterministic_debug_mode())
+
+    def __enter__(self) -> None:
+        torch.set_num_threads(self._threads)
+        # not `use_deterministic_algorithms`, which loads torch's compiler to tell it too
+        torch.set_deterministic_debug_mode("error" if self._deterministic else "default")
+
+    def __exit__(self, *exc: object) -> None:
+        torch.set_num_threads(self._before[0])
+        torch.set_deterministic_debug_mode(self._before[1])

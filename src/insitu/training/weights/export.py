@@ -1,0 +1,121 @@
+"""The trainer's weights as a model folder that an engine loads, or as the difference to the one before.
+
+Runs in the learner's process. The folder appears whole or not at all, with `weights.json` naming its version
+and the checksum of every tensor; what is published afterwards is proven against those.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from insitu.engines.embedded.model_files import model_assets, model_files, share
+from insitu.engines.safetensors_file import (
+    Manifest,
+    StoredTensor,
+    read_folder,
+    sums_of,
+    write_manifest,
+    write_tensors,
+)
+from insitu.errors import TrainError
+from insitu.training.model.base import Policy
+
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+_CODES = {"float32": "F32", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How an engine wants its weights."""
+
+    dtype: str = "auto"
+    """float32, bfloat16, or auto = as the start model's config.json says."""
+    own_head: bool = False
+    """An output head of its own is written even where it is tied to the embeddings."""
+    adapter: bool = False
+    """Only the adapters, as PEFT writes them; otherwise they are added to their matrices."""
+
+
+def export(policy: Policy, folder: Path, version: int, form: Form, assets: Path) -> Manifest:
+    """Write `folder`, replacing what is there. Raises TrainError, also for a policy without the adapters that
+    are asked for."""
+    fresh = folder.with_name(f".{folder.name}.new")
+    with model_files(TrainError, f"publish weights into {folder}"):
+        for left in (fresh, folder):
+            shutil.rmtree(left, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        if form.adapter:
+            manifest = _adapter(policy, fresh, version, form)
+        else:
+            policy.save_whole(fresh)
+            manifest = _rewrite(fresh, version, form, assets)
+            for path in model_assets(assets):
+                if not (fresh / path.name).exists():
+                    shutil.copyfile(path, fresh / path.name)
+        share(fresh)
+        fresh.rename(folder)
+    return manifest
+
+
+def _adapter(policy: Policy, folder: Path, version: int, form: Form) -> Manifest:
+    """The adapters and nothing else: an engine may take a tokenizer beside them for theirs."""
+    policy.save(folder)
+    if not (folder / "adapter_config.json").exists():
+        raise TrainError("the policy has no adapters to publish: policy.lora_rank is 0")
+    tensors = read_folder(folder)
+    if form.dtype != "auto":
+        tensors = {name: cast(tensor, _CODES[form.dtype]) for name, tensor in tensors.items()}
+        written = folder / "published.tmp"
+        write_tensors(written, tensors)
+        written.rename(folder / "adapter_model.safetensors")
+    return write_manifest(folder, version, sums_of(tensors))
+
+
+def _rewrite(folder: Path, version: int, form: Form, assets: Path) -> Manifest:
+    """Cast and untie what the policy wrote; its own files give way to one."""
+    config = json.loads((folder / "config.json").read_text())
+    dtype = form.dtype if form.dtype != "auto" else start_dtype(assets)
+    held = read_folder(folder)
+    tensors = {name: cast(tensor, _CODES[dtype]) for name, tensor in held.items()}
+    if form.own_head and HEAD not in tensors:
+        tensors[HEAD] = tensors[EMBED]
+        config["tie_word_embeddings"] = False
+    written = folder / "published.tmp"
+    write_tensors(written, tensors)
+    manifest = write_manifest(folder, version, sums_of(tensors))
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    written.rename(folder / "model.safetensors")
+    config |= {"torch_dtype": dtype, "dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return manifest
+
+
+def start_dtype(assets: Path) -> Literal["float32", "bfloat16"]:
+    """The type of a model folder's weights as its config.json says."""
+    config = json.loads((assets / "config.json").read_text())
+    named = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return "float32" if named == "float32" else "bfloat16"
+
+
+def cast(tensor: StoredTensor, dtype: str) -> StoredTensor:
+    """The same values in another type: float32 -> bfloat16 rounds to nearest, ties to even."""
+    if tensor.dtype == dtype:
+        return tensor
+    if tensor.dtype == "F32" and dtype == "BF16":
+        bits = tensor.data.view(np.uint32)
+        rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+        halves = rounded.astype(np.uint16)
+        # Rounding up could turn a NaN into an infinity.
+        halves[np.isnan(tensor.data.view(np.float32))] = 0x7FC0
+        return StoredTensor(dtype=dtype, shape=tensor.shape, data=halves.view(np.uint8))
+    if tensor.dtype == "BF16" and dtype == "F32":
+        wide = tensor.data.view(np.uint16).astype(np.uint32) << np.uint32(16)
+        return StoredTensor(dtype=dtype, shape=tensor.shape, data=wide.view(np.uint8))
+    raise TrainError(f"weights of type {tensor.dtype} cannot be published as {dtype}")

@@ -1,0 +1,230 @@
+"""Publishing weights: how an engine comes to sample with a new policy version, and the proof that it does.
+
+The controller's side; never imports torch. A version is published when its step is durable, not before: what
+was sampled with weights that a crash takes back would have no version. Called by the training loops after
+`Learner.step` and once at the start of a run, before anything is sampled. Every wait has a deadline.
+
+    learner --files--> DiskPublisher  --pause, load, compare, resume--> server
+    learner --delta--> DeltaPublisher --apply--> files --as above-----> server
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from insitu.config import Config
+from insitu.engines.base import LoadingEngine, PauseMode, Receipt
+from insitu.errors import EngineError
+from insitu.training.learner.client import Export, Exported, Learner
+from insitu.training.options import publishes_adapters
+from insitu.training.weights.delta import apply_delta
+
+log = logging.getLogger(__name__)
+
+KEPT = 2
+"""Published folders of whole weights that stay: the one in use, and the one that a delta starts from."""
+TRIES = 2
+"""How often one version is brought to an engine that refuses it or does not answer."""
+
+
+class SupportsPublish(Protocol):
+    """Brings the trainer's current weights into the engine."""
+
+    async def publish(self, version: int) -> Receipt:
+        """Return when the engine samples with them; the receipt is for `version`, the trainer's.
+
+        Raises EngineError or TrainError when the engine does not hold them; then nothing may be sampled
+        before a later publication succeeds.
+        """
+
+
+class Publisher(SupportsPublish, Protocol):
+    """What a run publishes with."""
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        """Entered around a step of the trainer: an engine that shares its GPU gives it up meanwhile."""
+
+
+@asynccontextmanager
+async def apart() -> AsyncIterator[None]:
+    """Trainer and engine do not share a GPU."""
+    yield
+
+
+class InLearner:
+    """The embedded engine, in the trainer's own process."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    async def publish(self, version: int) -> Receipt:
+        return await self._learner.publish(version)
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        return apart()
+
+
+class Exporter(Protocol):
+    """As much of the learner as a publisher of files needs."""
+
+    async def export(self, wanted: Export) -> Exported: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishOptions:
+    """How files come to a server."""
+
+    folder: Path
+    """Where published versions lie; the same path must mean the same folder at the server."""
+    dtype: str = "auto"
+    """float32, bfloat16, or auto = as the start model's config.json says."""
+    mode: PauseMode = "keep"
+    """What becomes of calls under way."""
+    adapter: bool = False
+    """The policy's adapters travel as they are; otherwise whole weights, adapters added to their matrices."""
+    kept: int = KEPT
+    """Published folders that stay."""
+
+    @classmethod
+    def of(cls, config: Config, spool: Path) -> PublishOptions:
+        """spool: the run's own folder for published versions, where none is configured."""
+        table = config.engine
+        adapter = publishes_adapters(config)
+        # A server that put an adapter aside reads its file again for a call that began with it.
+        kept = config.collect.max_staleness + 1 + KEPT if adapter else KEPT
+        return cls(
+            folder=Path(table.publish_dir or spool / "served"),
+            dtype=table.publish_dtype,
+            mode=table.publish_mode,
+            adapter=adapter,
+            kept=kept,
+        )
+
+
+class DiskPublisher:
+    """A server loads each version from a folder of its own, written whole."""
+
+    def __init__(self, learner: Exporter, engine: LoadingEngine, options: PublishOptions) -> None:
+        self._learner, self._engine, self._options = learner, engine, options
+        self._own_head: bool | None = None
+        self._last: tuple[Path, int, Mapping[str, str]] | None = None
+        """Folder, version and checksums of what the engine was given last."""
+        self.sent_bytes = 0
+        """Of the last publication, as far as they had to travel."""
+
+    async def publish(self, version: int) -> Receipt:
+        if self._own_head is None and not self._options.adapter:
+            self._own_head = await self._engine.has_own_head()
+        folder = self._options.folder / f"v{version:06d}"
+        sent = await self._bring(folder, version)
+        self.sent_bytes = sent.sent_bytes
+        receipt = await self._load(folder, version)
+        check_receipt(receipt, version, sent.tensors)
+        self._last = folder, version, sent.tensors
+        await asyncio.to_thread(_prune, self._options.folder, folder, self._options.kept)
+        return receipt
+
+    async def restore(self) -> Receipt:
+        """The version that was published last, from the files it was published with, for a server that was
+        started again and lost it; the trainer may be further by now. Raises EngineError."""
+        if self._last is None:
+            raise EngineError("nothing was published yet that the engine could get back")
+        folder, version, tensors = self._last
+        receipt = await self._load(folder, version)
+        check_receipt(receipt, version, tensors)
+        return receipt
+
+    async def _bring(self, folder: Path, version: int) -> Exported:
+        return await self._learner.export(self._wanted(folder, version))
+
+    def _wanted(self, folder: Path, version: int) -> Export:
+        return Export(
+            folder=folder,
+            version=version,
+            dtype=self._options.dtype,
+            own_head=bool(self._own_head),
+            adapter=self._options.adapter,
+        )
+
+    async def _load(self, folder: Path, version: int) -> Receipt:
+        """Loading the same files twice does no harm, so a refusal is not believed at once."""
+        for _ in range(TRIES - 1):
+            try:
+                return await self._engine.load(folder, version, mode=self._options.mode)
+            except EngineError as error:
+                log.warning("engine refused weights version=%d error=%s", version, error)
+        return await self._engine.load(folder, version, mode=self._options.mode)
+
+
+class DeltaPublisher(DiskPublisher):
+    """Only the difference to the version before travels; it is applied where the server reads.
+
+    The first version, and any whose base is gone, travels whole.
+    """
+
+    def __init__(
+        self, learner: Exporter, engine: LoadingEngine, options: PublishOptions, spool: Path
+    ) -> None:
+        """spool: where the learner keeps whole versions of its own to take differences from."""
+        super().__init__(learner, engine, options)
+        self._spool = spool
+        self._base: tuple[Path, Path] | None = None
+        """The last version: in the spool, and where the server reads."""
+
+    async def _bring(self, folder: Path, version: int) -> Exported:
+        wanted = self._wanted(self._spool / folder.name, version)
+        base = self._base
+        if base is not None and folder not in base and await asyncio.to_thread(_both_there, base):
+            file = self._options.folder / f"{folder.name}.delta"
+            sent = await self._learner.export(replace(wanted, base=base[0], delta=file))
+            await asyncio.to_thread(apply_delta, file, base[1], folder)
+            await asyncio.to_thread(file.unlink)
+        else:
+            sent = await self._learner.export(wanted)
+            await asyncio.to_thread(_copy_whole, wanted.folder, folder)
+        self._base = wanted.folder, folder
+        await asyncio.to_thread(_prune, self._spool, wanted.folder)
+        return sent
+
+
+def check_receipt(receipt: Receipt, version: int, tensors: Mapping[str, str]) -> None:
+    """Raise EngineError unless the receipt is for what was published."""
+    if receipt.version != version:
+        raise EngineError(f"the engine's receipt is for version {receipt.version}, published was {version}")
+    for name in sorted(tensors.keys() | receipt.tensors.keys()):
+        sent, held = tensors.get(name, "none"), receipt.tensors.get(name, "none")
+        if sent != held:
+            raise EngineError(
+                f"the engine's receipt for version {version} has checksum {held[:12]} for {name}, published"
+                f" was {sent[:12]}"
+            )
+
+
+def _both_there(folders: tuple[Path, Path]) -> bool:
+    return all((folder / "model.safetensors").exists() for folder in folders)
+
+
+def _copy_whole(source: Path, folder: Path) -> None:
+    fresh = folder.with_name(f".{folder.name}.new")
+    for left in (fresh, folder):
+        shutil.rmtree(left, ignore_errors=True)
+    shutil.copytree(source, fresh)
+    fresh.rename(folder)
+
+
+def _prune(parent: Path, current: Path, kept: int = KEPT) -> None:
+    """Remove published folders but `current` and the newest before it, `kept` in all."""
+    others = sorted((p for p in parent.glob("v*") if p.is_dir() and p != current), key=_age)
+    for old in others[: -(kept - 1)]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _age(folder: Path) -> float:
+    return folder.stat().st_mtime

@@ -1,0 +1,158 @@
+"""What is left on disk and said when a run has ended: the curve, the report, or a look at a stored run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from insitu.capture.drift_log import drift_totals
+from insitu.errors import RecordError
+from insitu.storage.run_dir import KIND, read_config, read_store, read_summary, write_text
+from insitu.storage.score import Score, earned_text
+from insitu.storage.store import Store
+from insitu.types import Ledger
+from insitu.view.base import rate_text
+from insitu.view.curve import curve_of, curve_svg
+from insitu.view.report import RunReport, ShownRollout, render_report, score_text
+
+CURVE = "curve.svg"
+REPORT = "report.txt"
+NAMED_VERDICTS = 3
+"""Most common verdicts that the report of a run without an update names."""
+
+
+def finish(run_dir: Path, summary: Mapping[str, Any], shown: Sequence[ShownRollout] = ()) -> str:
+    """Write curve.svg and report.txt of a finished run and return the report's text."""
+    title = f"insitu: {summary['agent']}, seed {summary['seed']}"
+    with read_store(run_dir) as store:
+        write_text(run_dir / CURVE, curve_svg(curve_of(store, title)))
+        report = report_of(run_dir, store, summary, shown)
+    text = render_report(report)
+    write_text(run_dir / REPORT, text)
+    return text
+
+
+def report_of(
+    run_dir: Path, store: Store, summary: Mapping[str, Any], shown: Sequence[ShownRollout] = ()
+) -> RunReport:
+    """The report of a stored run: scores from its rollouts, the rest from its summary."""
+    before, after = _scores(store, "eval_before"), _scores(store, "eval_after")
+    none = Score.of(())
+    categories = [name for name in before | after if name]
+    return RunReport(
+        run_dir=run_dir,
+        before=before.get("", none),
+        after=after.get("", none),
+        ledger=Ledger(**summary["ledger"]),
+        wall_s=summary["wall_s"],
+        steps=summary["rl_steps"],
+        updates=summary.get("updates", summary["rl_steps"]),
+        rollouts=summary["rollouts"],
+        max_logprob_gap=summary.get("max_logprob_gap_seen", summary["max_logprob_gap"]),
+        mismatched=summary.get("mismatched", 0),
+        categories={name: (before.get(name, none), after.get(name, none)) for name in categories},
+        shown=tuple(shown),
+        untrained=() if summary.get("updates", 1) or not summary["rl_steps"] else tuple(_untrained(store)),
+        curve=run_dir / CURVE,
+    )
+
+
+def _untrained(store: Store) -> Iterator[str]:
+    """Why no step of a run changed the weights, and what to look at."""
+    held = [o for phase, step in store.phases() if phase == "train" for o in store.outcomes(phase, step)]
+    rewards = [o.reward for o in held if o.reward is not None]
+    yield f"Nothing was trained: no step had enough groups with different rewards; {earned_text(rewards)}."
+    verdicts = Counter(
+        f"{o.outcome.value}: {o.reason or '(no reason)'}" for o in held if o.outcome is not None
+    )
+    common = [f"{count} times {verdict}" for verdict, count in verdicts.most_common(NAMED_VERDICTS)]
+    yield from [f"Most common verdicts: {'; '.join(common)}."] if common else []
+    if rewards and min(rewards) >= 1.0:
+        yield "Every task is solved already: give harder ones."
+    else:
+        yield (
+            "Look at the reward first: `insitu tasks validate` says whether each task's solution earns it."
+            " Then give easier tasks, a stronger model, larger groups (collect.group_size), partial rewards."
+        )
+
+
+def show_run(run_dir: Path) -> str:
+    """A run as it lies on disk, finished or not; needs no living process. Raises RecordError."""
+    config = read_config(run_dir)
+    with read_store(run_dir) as store:
+        head = f"{run_dir}: {config.harness.agent}, seed {config.run.seed}"
+        kind = store.meta().get(KIND)
+        if kind is not None:
+            return "\n".join([head, *_decided_lines(run_dir, store, kind)]) + "\n"
+        lines = [head, *_step_lines(store), *_eval_lines(store, config.run.eval_tasks)]
+        lines += [f"  drift: {line}" for line in drift_totals(store.drifts())]
+        lines += _try_lines(store)
+        summary = read_summary(run_dir)
+        if summary is not None:
+            try:
+                report = report_of(run_dir, store, summary)
+            except (KeyError, TypeError) as error:
+                file = run_dir / "summary.json"
+                raise RecordError(f"{file} is not the summary of a training run: {error!r}") from error
+            return "\n".join(lines) + "\n" + render_report(report)
+        lines += _state_lines(store)
+        last = store.last_step()
+        if last is None and not store.phases():
+            return "\n".join([*lines, "nothing is stored yet"]) + "\n"
+    done = 0 if last is None else last.step
+    lines.append(f"not finished: {done} of {config.run.steps} steps")
+    lines.append(f"continue with: insitu train --resume {run_dir}")
+    return "\n".join(lines) + "\n"
+
+
+def _decided_lines(run_dir: Path, store: Store, kind: str) -> Iterator[str]:
+    """A run without training: its report, or how far it has come."""
+    report = run_dir / REPORT
+    if read_summary(run_dir) is not None and report.exists():
+        yield report.read_text(encoding="utf-8").rstrip()
+        return
+    for phase, step in store.phases():
+        held = store.outcomes(phase, step)
+        ends = Counter(o.status.value if o.outcome is None else o.outcome.value for o in held)
+        yield f"  {len(held)} rollouts so far: {', '.join(f'{name} {n}' for name, n in ends.items())}"
+    yield f"not finished; continue with: insitu {kind} --resume {run_dir}"
+
+
+def _scores(store: Store, phase: str) -> dict[str, Score]:
+    """Of the newest step at which the phase ran; empty when it never did."""
+    steps = [step for name, step in store.phases() if name == phase]
+    return store.scores(phase, max(steps)) if steps else {}
+
+
+def _step_lines(store: Store) -> Iterator[str]:
+    for record in store.steps():
+        score = store.step_score(record.step)
+        ledger = record.ledger
+        yield (
+            f"  step {record.step:>4}  solved {rate_text(score)} ({score.solved}/{score.total})"
+            f"  trained {ledger.trained:,} of {ledger.captured:,} tokens"
+        )
+
+
+def _state_lines(store: Store) -> Iterator[str]:
+    """Where the rollouts of a run that is not finished stand."""
+    states = {state: count for state, count in store.states().items() if count and state != "discarded"}
+    states |= {f"discarded ({reason})": count for reason, count in store.discards().items()}
+    if states:
+        yield f"  rollouts: {', '.join(f'{count} {state}' for state, count in states.items())}"
+
+
+def _try_lines(store: Store) -> Iterator[str]:
+    """How tries ended, where not each decided its rollout."""
+    tries = {end: count for end, count in store.tries().items() if count}
+    if tries.keys() - {"decided"}:
+        yield f"  tries: {', '.join(f'{count} {end}' for end, count in tries.items())}"
+
+
+def _eval_lines(store: Store, tasks: int) -> Iterator[str]:
+    for (phase, step), done in store.phases().items():
+        if phase.startswith("eval"):
+            so_far = f"  {done} of {tasks} tasks so far" if done < tasks else ""
+            yield f"  held-out after {step} steps  {score_text(store.scores(phase, step)[''])}{so_far}"

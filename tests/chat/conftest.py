@@ -1,0 +1,27 @@
+"""Puts this folder's helpers on the path of its tests, and builds the codec of each vocabulary once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from insitu.chat.codec import Codec
+
+sys.path.insert(0, str(Path(__file__).parent))
+_codecs: dict[tuple[str, tuple[str, ...] | None], Codec] = {}
+
+
+def _codec(tokenizer_json: str, control: Sequence[str] | None = None) -> Codec:
+    key = tokenizer_json, None if control is None else tuple(control)
+    if key not in _codecs:
+        _codecs[key] = Codec(*key)
+    return _codecs[key]
+
+
+@pytest.fixture(autouse=True)
+def one_codec_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen's real vocabulary takes a second of CPU time to build; a codec keeps no state but a cache."""
+    monkeypatch.setattr("insitu.chat.load.Codec", _codec)

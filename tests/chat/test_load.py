@@ -1,0 +1,74 @@
+"""Which rules a model folder gets: the package's where they write what the folder's template writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from qwen_vocabulary import qwen_folder
+from render_families import HERMES, QWEN3_REASONING, qwen3_template, write_renderer
+
+from insitu.chat.load import load_renderer
+from insitu.errors import RenderError
+
+
+@pytest.fixture
+def cache(request: pytest.FixtureRequest) -> Path:
+    return request.config.cache.mkdir("insitu")
+
+
+def test_auto_takes_the_packages_rules_where_the_template_agrees(tmp_path: Path, cache: Path) -> None:
+    folder = qwen_folder(tmp_path, cache)
+    (folder / "chat_template.jinja").write_text(qwen3_template(), encoding="utf-8")
+    renderer = load_renderer(folder)
+    assert renderer.caps.source == "qwen3"
+    assert renderer.caps.reasoning
+    assert renderer.fingerprint != load_renderer(folder, "template").fingerprint
+
+
+def test_auto_keeps_a_template_that_says_other_things(tmp_path: Path, cache: Path) -> None:
+    folder = qwen_folder(tmp_path, cache)
+    changed = qwen3_template().replace("For each function call", "For every function call")
+    (folder / "chat_template.jinja").write_text(changed, encoding="utf-8")
+    assert load_renderer(folder).caps.source == "template"
+    (folder / "chat_template.jinja").write_text(HERMES, encoding="utf-8")
+    assert load_renderer(folder).caps.source == "template"
+
+
+def test_named_rules_are_taken_or_refused_with_the_reason(tmp_path: Path, cache: Path) -> None:
+    folder = qwen_folder(tmp_path, cache)
+    assert load_renderer(folder, "qwen3").caps.source == "qwen3"
+    with pytest.raises(RenderError, match="no chat template"):
+        load_renderer(folder, "template")
+    with pytest.raises(RenderError, match="known are"):
+        load_renderer(folder, "qwen")
+
+
+def test_arguments_of_the_rules_come_from_the_folder(tmp_path: Path, cache: Path) -> None:
+    folder = qwen_folder(tmp_path, cache)
+    (folder / "insitu_renderer.json").write_text(
+        json.dumps({"template_arguments": {"enable_thinking": False}})
+    )
+    renderer = load_renderer(folder, "qwen3")
+    assert renderer.decode(renderer.generation_prompt()).endswith("<think>\n\n</think>\n\n")
+    (folder / "insitu_renderer.json").write_text(json.dumps({"template_arguments": {"thinking": False}}))
+    with pytest.raises(RenderError, match="thinking"):
+        load_renderer(folder, "qwen3")
+
+
+def test_a_small_folder_still_loads_by_its_template(tmp_path: Path) -> None:
+    assert load_renderer(write_renderer(tmp_path / "a")).caps.tool_format == "hermes"
+    assert load_renderer(write_renderer(tmp_path / "b", QWEN3_REASONING)).caps.reasoning
+
+
+def test_without_the_package_auto_goes_by_the_template_and_a_name_says_what_to_install(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = qwen_folder(tmp_path, cache)
+    (folder / "chat_template.jinja").write_text(qwen3_template(), encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    assert load_renderer(folder).caps.source == "template"
+    with pytest.raises(RenderError, match=r"\[renderers\]'"):
+        load_renderer(folder, "qwen3")

@@ -1,0 +1,100 @@
+"""The start-up probe against engines that report honest logprobs and do not sample from them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from insitu.engines.base import EngineInfo, PauseMode, Receipt
+from insitu.engines.probe import check_counts, probe_engine
+from insitu.engines.request_ids import stream_seed
+from insitu.errors import EngineError
+from insitu.testing.fake_sampler import ChanceModel, FloatRow
+from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+
+VOCAB = 97
+PROMPT: IntArray = np.array([1, 2, 3, 4, 5, 6], dtype=np.int32)
+
+
+class Cheat:
+    """An engine in this process that reports log_softmax(logits / T) and draws as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.model = how, ChanceModel(VOCAB, "start")
+        self.asked, self.under_way, self.most = 0, 0, 0
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(name="cheat", max_context_tokens=4096)
+
+    @property
+    def receipt(self) -> Receipt:
+        return Receipt(version=0, checksum="none")
+
+    async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
+        self.asked += 1
+        random = np.random.default_rng(stream_seed(key))
+        seen, logprobs, finish = ids.tolist(), [], "length"
+        for _ in range(params.max_tokens):
+            row = self.model.logprobs(seen, params.temperature)
+            token = self.draw(row, seen, random)
+            seen.append(token)
+            logprobs.append(row[token])
+            if token in params.stop_ids:
+                finish = "stop"
+                break
+        return Generation(
+            ids=np.array(seen[len(ids) :], dtype=np.int32),
+            logprobs=np.array(logprobs, dtype=np.float32),
+            finish="stop" if finish == "stop" else "length",
+            version_runs=((0, 0),),
+        )
+
+    def draw(self, row: FloatRow, seen: list[int], random: np.random.Generator) -> int:
+        top = np.argsort(row)[::-1]
+        if self.how == "six":
+            return int(random.integers(6))
+        if self.how == "top-six":
+            return int(random.choice(top[:6]))
+        if self.how == "top-k":
+            share = np.exp(row[top[:3]])
+            return int(random.choice(top[:3], p=share / share.sum()))
+        if self.how == "hot":
+            row = self.model.logprobs(seen, 1.0)
+        return int(np.argmax(row + random.gumbel(size=VOCAB)))
+
+    async def pause(self, mode: PauseMode = "wait") -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("how", ["six", "top-six", "top-k", "hot"])
+async def test_an_engine_that_does_not_sample_from_what_it_reports(how: str, temperature: float) -> None:
+    with pytest.raises(EngineError, match="does not sample from what it reports") as caught:
+        await probe_engine(Cheat(how), PROMPT, vocab_size=VOCAB, temperature=temperature)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("temperature", [0.4, 0.7, 1.0])
+async def test_an_honest_engine_is_accepted_after_a_bounded_number_of_requests(temperature: float) -> None:
+    engine = Cheat("honest")
+    assert (await probe_engine(engine, PROMPT, vocab_size=VOCAB, temperature=temperature)).pairs
+    assert engine.asked < 1500
+
+
+def test_honest_counts_pass_and_impossible_ones_do_not() -> None:
+    random = np.random.default_rng(5)
+    for _, scale in itertools.product(range(150), (0.0, 1.0, 4.0)):
+        row = random.normal(scale=scale, size=50)
+        share = np.exp(row - np.log(np.exp(row).sum()))
+        learnt = {int(i): float(np.log(share[i])) for i in random.choice(50, p=share, size=64)}
+        check_counts(learnt, random.choice(50, p=share, size=128).tolist(), 1.0)
+    check_counts({3: 0.0}, [3] * 128, 1.0)
+    check_counts({3: 0.0}, [3] * 127 + [4], 1.0)
+    with pytest.raises(EngineError, match="id 3 "):
+        check_counts({3: 0.0}, [4] * 128, 1.0)

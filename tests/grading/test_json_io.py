@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from insitu.grading.runners.json_io import ChannelTampered, equal, judge, read_claims, same
+from insitu.grading.runners.json_io_worker import MAX_NODES, encode
+from insitu.sandbox.base import ExecResult
+from insitu.tasks.row_files import MAX_DIGITS
+from insitu.types import Case, Outcome
+
+
+class Whole(int):
+    pass
+
+
+class Text(str):
+    pass
+
+
+class Always:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = object.__hash__
+
+
+def circle() -> list[object]:
+    found: list[object] = []
+    found.append(found)
+    return found
+
+
+def deep() -> list[object]:
+    found: list[object] = []
+    for _ in range(100):
+        found = [found]
+    return found
+
+
+NOT_JSON = [
+    {Text("a"): 1}, Whole(1), Text("a"), Always(), [Always()], (Always(),), {Whole(1)}, b"a", 1j, circle(),
+    deep(), float("nan"), float("inf"), [0] * (MAX_NODES + 1), object, 10**MAX_DIGITS,
+]  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+IDS = ["n-0", "n-1"]
+CPU_S = 4
+CASES = [Case(function="f", args=(), expected=1), Case(function="f", args=(), expected="b")]
+RIGHT = b'["n"]\n["n-0",true,1]\n["n-1",true,"b"]\n'
+
+
+@given(JSON)
+def test_the_worker_writes_what_json_reads_back(value: object) -> None:
+    assert same(json.loads(encode(value, 0, [MAX_NODES])), value)
+
+
+@given(JSON, JSON)
+def test_equality_is_that_of_canonical_json_text(one: object, other: object) -> None:
+    texts = [json.dumps(v, sort_keys=True).replace("-0.0", "0.0") for v in (one, other)]
+    assert same(one, other) == (texts[0] == texts[1])
+
+
+@pytest.mark.parametrize(
+    ("claimed", "expected", "right"),
+    [
+        ((1, "a"), (1, "a"), True),
+        ([1, "a"], (1, "a"), False),
+        ((1, "a"), [1, "a"], False),
+        ([(1, 2)], [(1, 2.0)], True),
+        ({2, 1}, {1, 2}, True),
+        ({1}, [1], False),
+        ({1: "a", (2,): "b"}, {(2,): "b", 1: "a"}, True),
+        ({1: "a"}, {"1": "a"}, False),
+    ],
+)
+def test_tuples_sets_and_keys_compare_as_an_assert_would(
+    claimed: object, expected: object, right: bool
+) -> None:
+    case = Case(function="f", args=(), expected=expected, exact=False)
+    assert equal(json.loads(encode(claimed, 0, [MAX_NODES])), case) is right
+
+
+@pytest.mark.parametrize(
+    ("claimed", "expected", "tolerance", "right"),
+    [
+        (1.0000001, 1.0, 1e-6, True),
+        (1.00001, 1.0, 1e-6, False),
+        ([1, {"a": 2.0000001}], [1.0, {"a": 2}], 1e-6, True),
+        ([1, 2], [1], 1e-6, False),
+        ({"a": 1}, {"b": 1}, 1e-6, False),
+        ("1", 1, 1e-6, False),
+        (10**400, 1.5, 1e-6, False),
+        (10**400, 10**400, 1e-6, True),
+        ("a", "a", 1e-6, True),
+    ],
+)
+def test_numbers_may_differ_where_a_case_says_so(
+    claimed: object, expected: object, tolerance: float, right: bool
+) -> None:
+    case = Case(function="f", args=(), expected=expected, exact=False, tolerance=tolerance)
+    assert equal(claimed, case) is right
+
+
+def test_the_first_of_a_list_counts_where_a_case_says_so() -> None:
+    case = Case(function="f", args=(), expected=[3], exact=False, wrapped=True)
+    assert [equal(value, case) for value in (3, [3], 4, [4], [[3]])] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("claimed", "expected"),
+    [((1, 2), [1, 2]), ([(1, 2), (3,)], [[1, 2], [3]]), ({"a": (1,)}, {"a": [1]}), ({1: "a"}, {1: "a"})],
+)
+def test_a_tuple_counts_as_a_list_where_a_case_says_so(claimed: object, expected: object) -> None:
+    case = Case(function="f", args=(), expected=expected, exact=False, lists=True)
+    answer = json.loads(encode(claimed, 0, [MAX_NODES]))
+    assert equal(answer, case)
+    assert equal(answer, replace(case, lists=False)) is (claimed == expected)
+
+
+def test_an_answer_that_nests_without_end_is_wrong() -> None:
+    case = Case(function="f", args=(), expected=[1], lists=True)
+    assert not equal(json.loads("[" * 900 + "]" * 900), case)
+
+
+@pytest.mark.parametrize("value", NOT_JSON, ids=lambda value: type(value).__name__)
+def test_what_is_no_plain_value_is_refused(value: object) -> None:
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        encode(value, 0, [MAX_NODES])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, True),
+        (0, False),
+        (1, 1.0),
+        ("1", 1),
+        (None, False),
+        ([1], [True]),
+        ({"a": 1}, {"a": 1.0}),
+        ([], {}),
+    ],
+)
+def test_types_are_part_of_equality(one: object, other: object) -> None:
+    assert not same(one, other)
+    assert same(one, one)
+
+
+def finding(stdout: bytes, exit_code: int = 0, timed_out: bool = False, truncated: bool = False) -> Outcome:
+    result = ExecResult(
+        exit_code=exit_code, stdout=stdout, stderr=b"", timed_out=timed_out, truncated=truncated
+    )
+    return judge(CASES, IDS, result, CPU_S).outcome
+
+
+@pytest.mark.parametrize(
+    ("out_of_memory", "outcome", "word"),
+    [(True, Outcome.UNRESOLVED, "(-9, out of memory)"), (False, Outcome.TEST_TIMEOUT, "out of CPU time")],
+)
+def test_a_late_kill_is_one_for_memory_only_if_the_sandbox_says_so(
+    out_of_memory: bool, outcome: Outcome, word: str
+) -> None:
+    late = ExecResult(
+        exit_code=-9, stdout=b'["n"]\n', stderr=b"", duration_s=2.0 * CPU_S, out_of_memory=out_of_memory
+    )
+    report = judge(CASES, IDS, late, CPU_S)
+    assert report.outcome is outcome
+    assert word in report.reason
+
+
+def test_right_answers_and_a_clean_end_resolve() -> None:
+    assert finding(RIGHT) is Outcome.RESOLVED
+
+
+@pytest.mark.parametrize(
+    ("stdout", "exit_code", "outcome"),
+    [
+        (RIGHT, 1, Outcome.UNRESOLVED),
+        (RIGHT, -9, Outcome.UNRESOLVED),
+        (RIGHT[:-1], 0, Outcome.UNRESOLVED),
+        (b'["n"]\n', 0, Outcome.UNRESOLVED),
+        (b'["n"]\n["n-0",true,1]\n["n-1",true,"c"]\n', 0, Outcome.UNRESOLVED),
+        (b'["n"]\n["n-0",true,1]\n["n-1",false,"ValueError"]\n', 0, Outcome.UNRESOLVED),
+    ],
+)
+def test_less_than_all_is_unresolved(stdout: bytes, exit_code: int, outcome: Outcome) -> None:
+    assert finding(stdout, exit_code) is outcome
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"PASSED", b"", b"{}", b"[]", b'["n-0",true]', b'["n-0",true,1,2]', b'["n-0",1,1]',
+        b'["n-0","true",1]',
+        b'["n-0",true,NaN]', b'["n-0",true,-Infinity]', b'["n-0",true,{"a":1,"a":2}]', b'["n-1",true,"b"]',
+        b'["x-0",true,1]', b'["n-0",false,"a b"]', b'["n-0",false,7]', b"\xff\xfe", b"[" * 100_000,
+        b'["n-0",true,' + b"9" * (MAX_DIGITS + 1) + b"]",
+    ],
+    ids=range(18),
+)  # fmt: skip
+def test_a_line_the_worker_cannot_have_sent_is_tampering(line: bytes) -> None:
+    with pytest.raises(ChannelTampered):
+        read_claims(line + b"\n", IDS)
+    assert finding(b'["n"]\n' + line + b'\n["n-1",true,"b"]\n') is Outcome.TAMPERED
+
+
+def test_repeated_swapped_and_surplus_answers_are_tampering() -> None:
+    head, one, two, _ = RIGHT.split(b"\n")
+    for lines in ([one, one], [two, one], [one, two, two], [one, two, b""]):
+        assert finding(b"\n".join([head, *lines, b""])) is Outcome.TAMPERED
+    assert finding(RIGHT, truncated=True) is Outcome.TAMPERED
+
+
+@pytest.mark.parametrize("forged", [b"1e309", b"2.0", b"1.0", b"-1", b"true", b'"1"', b"[1]", b"null"])
+def test_a_claim_that_only_looks_right_is_wrong(forged: bytes) -> None:
+    report = judge(
+        CASES,
+        IDS,
+        ExecResult(exit_code=0, stdout=RIGHT.replace(b"true,1]", b"true," + forged + b"]"), stderr=b""),
+        CPU_S,
+    )
+    assert (report.outcome, report.passed) == (Outcome.UNRESOLVED, 1)
+
+
+@given(st.binary(max_size=60), st.integers(-30, 3), st.booleans())
+def test_no_bytes_whatever_raise_or_resolve(noise: bytes, exit_code: int, timed_out: bool) -> None:
+    outcome = finding(b'["n"]\n' + noise, exit_code, timed_out)
+    assert outcome not in (Outcome.RESOLVED, Outcome.INFRA)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "timed_out", "duration_s", "outcome", "certain"),
+    [
+        (-9, True, 6.0, Outcome.TEST_TIMEOUT, False),
+        (-signal.SIGXCPU, False, 4.1, Outcome.TEST_TIMEOUT, True),
+        (-signal.SIGXCPU, False, 2.1, Outcome.TEST_TIMEOUT, True),
+        (-9, False, 5.1, Outcome.TEST_TIMEOUT, True),
+        (-9, False, 0.1, Outcome.UNRESOLVED, False),
+    ],
+)
+def test_time_is_told_apart_from_failure(
+    exit_code: int, timed_out: bool, duration_s: float, outcome: Outcome, certain: bool
+) -> None:
+    """Two threads use up CPU time twice as fast as the clock. `certain`: CPU time, not the host's load."""
+    stdout = b'["n"]\n["n-0",true,1]\n'
+    result = ExecResult(
+        exit_code=exit_code, stdout=stdout, stderr=b"", timed_out=timed_out, duration_s=duration_s
+    )
+    report = judge(CASES, IDS, result, CPU_S)
+    assert (report.outcome, report.passed, report.complete) == (outcome, 1, certain)

@@ -1,0 +1,172 @@
+"""The runs of a test file: what forges has to guess which test is real, whatever it remembers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from insitu.grading.mutation.assertions import mutable_tests
+from insitu.grading.runners.pytest_mutants import RUNS, MutantResults, MutantRound, draw
+
+PATH = "t.py"
+Forger = Callable[[int, Mapping[str, str], list[Mapping[str, str]]], Mapping[str, bool]]
+"""Run, text of each test in it, the same of all runs before -> which tests it says pass."""
+
+
+ANSWERS = {"number": "{}", "word": "'ab{}cde'", "truth": "True", "vowels": "'aei'"}
+FORMS = {"number": 6, "word": 6, "truth": 2, "vowels": 3}
+"""Most forms of a test with such an answer."""
+
+
+def _file(count: int, answer: str = "{}") -> str:
+    tests = [f"def test_{n}():\n    assert f({n}) == {answer.format(n + 100)}\n" for n in range(count)]
+    return "from app import f\n\n\n" + "\n\n".join(tests)
+
+
+def _texts(source: str) -> dict[str, str]:
+    """The assertion of each test."""
+    lines = source.split("\n")
+    return {line[4:-3]: lines[at + 1] for at, line in enumerate(lines) if line.startswith("def test_")}
+
+
+def _drawn(count: int, seed: int, *, answer: str = "{}", key: str = "") -> MutantRound:
+    names = [f"{PATH}::test_{n}" for n in range(count)]
+    text = _file(count, answer)
+    return draw(PATH, text, names, names, random.Random(seed), seed=key or str(seed))
+
+
+def _play(forger: Forger, drawn: MutantRound) -> MutantResults:
+    before: list[Mapping[str, str]] = []
+    said: list[Mapping[str, str]] = []
+    for run in range(len(drawn.plan)):
+        texts = _texts(drawn.written(run))
+        passes = forger(run, texts, before)
+        said.append({f"{PATH}::{name}": "passed" if passes[name] else "failed" for name in texts})
+        before.append(texts)
+    return drawn.judge(said)
+
+
+def _wins(forger: Forger, drawn: MutantRound, seed: int) -> bool:
+    found = _play(forger, drawn)
+    if found.disturbed and not (found.lost or found.wrong):
+        found = _play(forger, drawn.few(found, random.Random(seed)))
+    return not (found.lost or found.wrong or found.disturbed)
+
+
+def _first(run: int, texts: Mapping[str, str], before: list[Mapping[str, str]]) -> Mapping[str, bool]:
+    """By the clock: all pass in the first run, which may be as it is, and none later."""
+    return dict.fromkeys(texts, run == 0)
+
+
+def _as_first(run: int, texts: Mapping[str, str], before: list[Mapping[str, str]]) -> Mapping[str, bool]:
+    """Remembers what the first run looked like, and passes what is the same."""
+    return {name: not before or before[0][name] == line for name, line in texts.items()}
+
+
+def _oftenest(run: int, texts: Mapping[str, str], before: list[Mapping[str, str]]) -> Mapping[str, bool]:
+    """Remembers all runs, and passes what it saw most often."""
+    seen = {name: [old[name] for old in before] + [line] for name, line in texts.items()}
+    return {name: lines.count(texts[name]) == max(map(lines.count, lines)) for name, lines in seen.items()}
+
+
+@pytest.mark.parametrize("forger", [_first, _as_first, _oftenest])
+@pytest.mark.parametrize(("count", "chance"), [(1, 1 / 6), (2, 1 / 12), (4, 1 / 12), (9, 1 / 12)])
+def test_what_remembers_the_other_runs_has_to_guess(forger: Forger, count: int, chance: float) -> None:
+    draws = 300
+    won = sum(_wins(forger, _drawn(count, seed), seed) for seed in range(draws))
+    assert won <= draws * chance + 4 * (draws * chance * (1 - chance)) ** 0.5  # four standard deviations
+
+
+def _seen(drawn: MutantRound) -> dict[str, list[str]]:
+    """All forms of each test, as what sees all runs knows them."""
+    runs = [_texts(drawn.written(run)) for run in range(len(drawn.plan))]
+    return {name: sorted({run[name] for run in runs}) for name in runs[0]}
+
+
+def _knows(answers: Mapping[str, str]) -> Forger:
+    """Passes what says these, and, where one is empty, whatever is said."""
+    return lambda run, texts, before: {n: line.endswith(answers[n]) for n, line in texts.items()}
+
+
+def _likely(drawn: MutantRound, test: str, answer: str) -> str:
+    """The form of a test that is real most likely, for what sees all forms in all runs, of this grade and of
+    all others, and has all of insitu but its key: the one for which it would draw such forms most often."""
+    forms = _seen(drawn)[test]
+    said = answer.format(int(test[5:]) + 100)
+
+    def chance(form: str) -> int:
+        text = drawn.text.replace(f"{test[5:]}) == {said}", form.partition("f(")[2])
+        drawn_so = [mutable_tests(text, [test], f"another {key}", ways=len(forms) - 1) for key in range(8)]
+        lines = [
+            {_texts(source.edited(way.edits))[test] for way in found.ways} | {form}
+            for source, (found,) in drawn_so
+            if source is not None
+        ]
+        return sum(len(each & set(forms)) for each in lines)
+
+    return max(forms, key=lambda form: (chance(form), random.random()))
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_what_remembers_all_runs_that_ever_were_finds_no_form_likelier(kind: str, count: int) -> None:
+    rounds, won, answer = 40, 0, ANSWERS[kind]
+    runs = RUNS[min(count, 4)]
+    chance = 1 / max(n for n in range(1, runs + 1) if runs % n == 0 and n <= FORMS[kind])
+    for seed in range(rounds):
+        drawn = _drawn(count, seed, answer=answer)
+        test = f"test_{seed % count}"
+        likely = _likely(drawn, test, answer)
+
+        forger = _knows({**_texts(_file(count, answer)), test: likely})
+        won += _wins(forger, drawn, seed)
+    assert abs(won - rounds * chance) <= 4 * (rounds * chance * (1 - chance)) ** 0.5, (won, chance)
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_a_test_has_the_same_forms_in_all_draws_of_a_key(count: int) -> None:
+    for seed in range(10):
+        drawn = [_drawn(count, seed * 5 + n, key=f"key {seed}") for n in range(5)]
+        assert all(_seen(each) == _seen(drawn[0]) for each in drawn)
+        assert len({str(each.plan) for each in drawn}) > 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 40])
+def test_an_object_that_equals_everything_in_one_test_of_many_is_found_each_time(count: int) -> None:
+    for seed in range(20):
+        real = {**_texts(_file(count)), f"test_{seed % count}": ""}
+        assert not _wins(_knows(real), _drawn(count, seed), seed)
+
+
+def _right(run: int, texts: Mapping[str, str], before: list[Mapping[str, str]]) -> Mapping[str, bool]:
+    return {
+        name: line == f"    assert f({name[5:]}) == {int(name[5:]) + 100}" for name, line in texts.items()
+    }
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
+def test_what_is_right_wins_and_each_form_comes_equally_often(count: int) -> None:
+    for seed in range(30):
+        drawn = _drawn(count, seed)
+        assert len(drawn.plan) == RUNS[min(count, 4)]
+        assert len(drawn.chosen) == count, "every test is turned somewhere"
+        assert drawn.standard
+        assert _wins(_right, drawn, seed)
+        for test in drawn.chosen:
+            lines = [_texts(drawn.written(run))[test.name] for run in range(len(drawn.plan))]
+            assert len({lines.count(line) for line in lines}) == 1, lines
+            assert f"    assert f({test.name[5:]}) == {int(test.name[5:]) + 100}" in lines
+
+
+def test_a_file_that_can_only_be_turned_openly_is_no_standard() -> None:
+    names = [f"{PATH}::test_new", f"{PATH}::test_old"]
+    for new, old, standard in (
+        ("assert f(1) == 2", "assert f(3) == sorted([3])", True),
+        ("assert f(3) == sorted([3])", "assert f(1) == 2", False),
+    ):
+        text = f"from app import f\n\n\ndef test_new():\n    {new}\n\n\ndef test_old():\n    {old}\n"
+        drawn = draw(PATH, text, names[:1], names, random.Random(0), seed="0")
+        assert len(drawn.chosen) == 2
+        assert drawn.standard is standard, "what must start to pass decides"

@@ -1,0 +1,71 @@
+"""Which sandboxes a configuration gives, and what is refused because no sandbox of a backend could hold
+it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from insitu.config import SandboxKind, load_config
+from insitu.errors import ConfigError
+from insitu.grading.grader import runner_for
+from insitu.runtime.agents import limits_of
+from insitu.runtime.sandboxes import LACKS, check_tasks, examples_of, make_backend
+from insitu.tasks.factory import open_source
+
+FAKE = "sandbox.environment=insitu.testing.fake_harbor:local_environment"
+
+
+@pytest.mark.parametrize("kind", ["local", "harbor"])
+def test_the_table_says_what_the_backend_says_of_itself(kind: SandboxKind) -> None:
+    config = load_config(None, [f"sandbox.backend={kind}", *([FAKE] if kind == "harbor" else [])])
+    capabilities = make_backend(config).capabilities
+    asked_for = {"gateway_only", "binds", "images", "root_setup"}
+    assert asked_for - capabilities == set(LACKS[kind])
+
+
+CASES = {"entry": "a.py", "cases": [{"function": "f", "args": [], "expected": 2}]}
+TESTS = {"fail_to_pass": ["test_a.py::test_a"], "tests": {"test_a.py": "def test_a(): assert 0\n"}}
+
+
+def refused(tmp_path: Path, rows: list[dict[str, object]], *overrides: str) -> str:
+    """What is said of a data set of these rows."""
+    path = tmp_path / "rows.jsonl"
+    plain = {"prompt": "Fix it.", "files": {"a.py": "def f(): return 1\n"}}
+    path.write_text("".join(json.dumps(plain | {"id": f"t{n}"} | row) + "\n" for n, row in enumerate(rows)))
+    config = load_config(None, ["tasks.source=jsonl", f"tasks.path={path}", *overrides])
+    try:
+        check_tasks(config, examples_of(open_source(config, limits_of(config), runner_for)))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_the_tasks_need_a_fall_back_must_have_too(tmp_path: Path) -> None:
+    made = [CASES, CASES | {"prompt": "More.", "image": "python:3.12"}]
+    docker = ("sandbox.backend=docker", "sandbox.image=python:3.12")
+    assert refused(tmp_path, made, *docker) == ""
+    assert refused(tmp_path, made, *docker, "sandbox.fallback=local") == (
+        "task t1 has no place in sandbox.fallback = local: its image is python:3.12, and it makes no sandboxes of"
+        " images"
+    )
+    assert refused(tmp_path, made).startswith("task t1 has no place in sandbox.backend = local: ")
+    assert refused(tmp_path, made[:1], *docker, "sandbox.fallback=local") == ""
+
+
+def test_runners_that_show_a_folder_are_not_for_harbor(tmp_path: Path) -> None:
+    harbor = ("sandbox.backend=harbor", FAKE, "sandbox.image=python:3.12")
+    assert refused(tmp_path, [CASES], *harbor) == ""
+    assert "task t0 has no place in sandbox.backend = harbor: runner pytest" in refused(
+        tmp_path, [TESTS], *harbor
+    )
+    assert refused(tmp_path, [TESTS]) == ""
+
+
+def test_root_that_no_sandbox_has_is_refused_before_the_run(tmp_path: Path) -> None:
+    row = CASES | {"image": "debian:12", "root_setup": ["chown 0 /srv"]}
+    harbor = ["sandbox.backend=harbor", "sandbox.environment=e2b"]
+    assert "root sets it up, and nothing there runs as root" in refused(tmp_path, [row], *harbor)
+    assert refused(tmp_path, [row], "sandbox.backend=docker") == ""

@@ -1,0 +1,74 @@
+"""Masked tries are counted per step and task, and too many of them are said aloud."""
+
+from __future__ import annotations
+
+from insitu.attempt import AttemptSpec
+from insitu.testing.fake_attempts import fake_rollout
+from insitu.training.alarms.infra import InfraFailureRate
+from insitu.types import Rollout, Task
+
+
+def rollout(task: str, fate: float | str) -> Rollout:
+    spec = AttemptSpec(rollout_id="train/00001/000/00", task=Task(id=task, prompt="", files={}), seed=1)
+    return fake_rollout(spec, fate)
+
+
+def filled(rate: InfraFailureRate, task: str, scored: int, masked: int) -> None:
+    for _ in range(scored):
+        rate.decided(rollout(task, 0.0))
+    for _ in range(masked):
+        rate.failed(rollout(task, "sandbox lost"))
+
+
+def test_a_quiet_step_has_a_rate_and_no_alarm() -> None:
+    rate = InfraFailureRate(0.1)
+    filled(rate, "a", 19, 1)
+    account = rate.close_step()
+    assert (account.tries, account.masked, account.rate, account.alarm) == (20, 1, 0.05, False)
+    assert (
+        account.line == "1 of 20 tries were masked as failures of the infrastructure; the last: sandbox lost"
+    )
+
+
+def test_a_slot_that_stayed_masked_is_counted_once() -> None:
+    rate = InfraFailureRate(0.1)
+    last = rollout("a", "sandbox lost")
+    rate.failed(last)
+    rate.decided(last)
+    assert rate.close_step().tries == 1
+
+
+def test_many_masked_tries_raise_an_alarm_and_the_next_step_begins_anew() -> None:
+    rate = InfraFailureRate(0.1)
+    filled(rate, "a", 18, 2)
+    account = rate.close_step()
+    assert account.alarm
+    assert account.line.endswith(
+        "failures of the infrastructure (collect.infra_failure_alarm = 0.1); the last: sandbox lost"
+    )
+    filled(rate, "a", 8, 0)
+    account = rate.close_step()
+    assert (account.line, account.alarm) == ("", False)
+
+
+def test_one_task_that_is_nearly_always_masked_is_named_among_many_that_are_not() -> None:
+    rate = InfraFailureRate(0.5)
+    filled(rate, "good", 100, 0)
+    filled(rate, "crasher", 1, 3)
+    account = rate.close_step()
+    assert account.worst == [("crasher", 3, 4)]
+    assert account.alarm
+    assert "; most of task crasher (3 of 4); the last: " in account.line
+
+
+def test_few_tries_say_nothing_and_zero_turns_it_off() -> None:
+    rate = InfraFailureRate(0.1)
+    filled(rate, "a", 1, 1)
+    assert not rate.close_step().alarm
+    off = InfraFailureRate(0.0)
+    filled(off, "a", 0, 20)
+    assert not off.close_step().alarm
+
+
+def test_a_step_without_tries_has_rate_zero() -> None:
+    assert InfraFailureRate(0.1).close_step().rate == 0.0

@@ -1,0 +1,162 @@
+"""One rank of a sharded trainer as a process of its own: what tests/training/test_shard.py starts.
+
+FSDP speaks over the one default group of a process, so ranks cannot be threads here. Jobs
+reach it as a file in a folder, and what it found goes there.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from insitu.errors import TrainError
+from insitu.training.model.base import Policy
+from insitu.training.model.hf import HfPolicy, open_hf
+from insitu.training.model.shard import gathered, shard
+from insitu.training.options import Lora, LossConfig, OptimConfig, TrainConfig
+from insitu.training.plan.step import StepPlan
+from insitu.training.trainer import checkpoint
+from insitu.training.trainer.distributed import Ranks, Sharded, join, leave
+from insitu.training.trainer.trainer import Trainer
+
+DEADLINE_S = 200.0
+LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "down_proj"))
+CONFIG = TrainConfig(
+    loss=LossConfig(name="ppo_clip"), optim=OptimConfig(lr=1e-3), max_logprob_gap=100.0, max_staleness=9
+)
+Found = dict[str, Any]
+
+
+def opened(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.float32) -> HfPolicy:
+    return open_hf(folder, device=torch.device("cpu"), dtype=dtype, lora=lora)
+
+
+def trainer_on(model: HfPolicy, config: TrainConfig, ranks: Ranks | None, techniques: Any = None) -> Trainer:
+    """Alone for None. With `techniques` memory is not asked."""
+    if isinstance(ranks, Sharded):
+        shard(model, ranks.mesh())
+    trainer = Trainer(model, config, ranks=ranks)
+    if techniques is not None:
+        trainer.fit = None
+        model.techniques = techniques
+    return trainer
+
+
+def weights(model: Policy) -> dict[str, torch.Tensor]:
+    return gathered({n: p.detach().clone() for n, p in model.named_parameters()}, keep=True)
+
+
+def gradients(trainer: Trainer, plan: StepPlan) -> Found:
+    loss = trainer.gradients(plan)
+    grads = {n: p.grad for n, p in trainer.optimiser.named.items() if p.grad is not None}
+    return {"loss": loss, "grads": gathered(grads, keep=True)}
+
+
+def two_steps(trainer: Trainer, plan: StepPlan, save: Path | None = None) -> Found:
+    """After the first of them, a checkpoint at `save`."""
+    first = trainer.step(plan)
+    if save is not None:
+        with trainer.whole(moments=True):
+            if trainer.ranks.rank == 0:
+                checkpoint.save(trainer, save)
+    second = trainer.step(plan)
+    results = [replace(r, seconds=0.0) for r in (first, second)]
+    return {"weights": weights(trainer.model), "results": [asdict(r) for r in results]}
+
+
+# --------------------------------------------------------------------------- ranks as processes
+
+
+def on_processes(world: int, folder: Path, jobs: dict[str, tuple[str, Found]]) -> list[Found]:
+    """Of every rank what its jobs returned, by their names. jobs: name -> (one of JOBS, its arguments)."""
+    turn = folder / f"ranks-{world}"
+    torch.save(jobs, f"{turn}.jobs")
+    children = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(world), str(turn)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [child.communicate(timeout=DEADLINE_S)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    for child, text in zip(children, said, strict=True):
+        assert child.returncode == 0, text[-3000:]
+    return [torch.load(f"{turn}.{rank}", weights_only=False) for rank in range(world)]
+
+
+def steps(
+    ranks: Ranks | None, folder: Path, plan: StepPlan, config: TrainConfig = CONFIG, techniques: Any = None
+) -> Found:
+    """The gradient of a plan, a refused step, two steps with a checkpoint between them, and these again."""
+    found: Found = {}
+    for at in range(2):
+        trainer = trainer_on(opened(folder / "model"), config, ranks, techniques)
+        if not at:
+            found["gradients"] = gradients(trainer, plan)
+            trainer.config = replace(config, max_logprob_gap=1e-9)
+            try:
+                trainer.step(plan)
+            except TrainError as error:
+                found["refused"] = str(error)
+            trainer.config = config
+        world = trainer.ranks.world
+        found[f"steps {at}"] = two_steps(trainer, plan, folder / f"checkpoint-{world}-{at}")
+        found["parts"] = sum(
+            getattr(p, "_local_tensor", p).numel() for _, p in trainer.model.named_parameters()
+        )
+    return found
+
+
+def resumed(
+    ranks: Ranks | None,
+    folder: Path,
+    plan: StepPlan,
+    source: str,
+    lora: Lora | None = None,
+    config: TrainConfig = CONFIG,
+) -> Found:
+    """The second step, from a checkpoint that another number of ranks made after the first."""
+    trainer = trainer_on(opened(folder / "model", lora), config, ranks)
+    checkpoint.load(trainer, folder / source)
+    result = trainer.step(plan)
+    return {"weights": weights(trainer.model), "loss": result.loss, "version": result.version}
+
+
+def adapted(ranks: Ranks | None, folder: Path, plan: StepPlan, dtype: torch.dtype) -> Found:
+    trainer = trainer_on(opened(folder / "model", LORA, dtype), CONFIG, ranks)
+    found = {"gradients": gradients(trainer, plan)}
+    name = f"adapted-{trainer.ranks.world}-{str(dtype).removeprefix('torch.')}"
+    found["steps"] = two_steps(trainer, plan, folder / name)
+    with trainer.whole():
+        if trainer.ranks.rank == 0:
+            trainer.model.save_whole(folder / f"{name}-merged")
+    return found
+
+
+JOBS: dict[str, Callable[..., Any]] = {"steps": steps, "resumed": resumed, "adapted": adapted}
+
+
+def main(rank: int, world: int, turn: Path) -> None:
+    torch.set_num_threads(1)
+    jobs = torch.load(f"{turn}.jobs", weights_only=False)
+    ranks = join(rank, world, Path(f"{turn}.store"), deadline_s=DEADLINE_S / 2, sharded=True)
+    found = {name: JOBS[job](ranks, turn.parent, **given) for name, (job, given) in jobs.items()}
+    torch.save(found, f"{turn}.{rank}")
+    leave()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,197 @@
+"""Groups collected ahead, with the run's real store: what a resumed run finds, and that accounts balance."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from insitu.attempt import AttemptSpec
+from insitu.config import Config, load_config
+from insitu.errors import ConfigError, RecordError
+from insitu.storage.run_dir import RunDir
+from insitu.storage.store import Store
+from insitu.tasks.toy import ToySource
+from insitu.testing.fake_attempts import fake_rollout
+from insitu.testing.simulated_attempts import Chances, SimulatedAttempts, with_tokens
+from insitu.testing.virtual_time import run_virtual
+from insitu.training.alarms.infra import InfraFailureRate
+from insitu.training.batch_source import Batches, async_options, collect_options, left_before, open_ahead
+from insitu.training.loop import check_steps
+from insitu.training.plan.step import PlanConfig, plan_step, use_of
+from insitu.training.step_metrics import ahead_summary
+from insitu.training.store_sink import StoreSink
+from insitu.types import Group, Limits, Status
+
+SOURCE = ToySource(Limits())
+STEPS = 6
+
+
+class Quiet:
+    def rollout_started(self, rollout_id: str) -> None: ...
+
+    def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None: ...
+
+
+async def fine() -> None: ...
+
+
+def config(*changes: str) -> Config:
+    settings = [
+        f"run.steps={STEPS}", "tasks.groups_per_step=3", "collect.group_size=3", "collect.max_staleness=1",
+        "collect.group_deadline_s=8", "train.min_groups=1",
+    ]  # fmt: skip
+    return load_config(None, [*settings, *changes])
+
+
+class Run:
+    """A trainer that only commits: version = committed steps."""
+
+    def __init__(self, c: Config, path: Path, seed: int = 3) -> None:
+        self.c, self.path, self.seed = c, path, seed
+        self.told: list[Mapping[str, Any]] = []
+        self.dies: tuple[int, float] | None = None
+        """Step, and how many seconds into it the process is gone."""
+
+    async def go(self) -> None:
+        with Store(self.path) as store:
+            store.recover()
+            last = store.last_step()
+            self.version = 0 if last is None else last.step
+            chances = Chances(seed=self.seed, failed=0.1, solved=0.6)
+            attempts = SimulatedAttempts(6, chances, lambda: self.version)
+            sink = StoreSink(store, InfraFailureRate(0.0))
+            ahead = open_ahead(
+                self.c, store, SOURCE, attempts, sink, Quiet(),
+                check=fine, warn=lambda line: None, version=self.version,
+            )  # fmt: skip
+            async with ahead as batches:
+                for step in range(self.version + 1, STEPS + 1):
+                    dies_in_s = self.dies[1] if self.dies and self.dies[0] == step else None
+                    async with asyncio.timeout(dies_in_s):
+                        await self._step(step, batches, store)
+
+    async def _step(self, step: int, batches: Batches, store: Store) -> None:
+        groups, told = await batches.next(step)
+        self.told.append(told)
+        plan = plan_step(groups, PlanConfig.of(self.c))
+        store.assign(step, [r.id for g in groups for r in g.rollouts if r.reward is not None])
+        await asyncio.sleep(2.0)
+        store.commit_step(
+            step, {}, "", plan.digest, plan.ledger,
+            trained=[name for name, reason in plan.fates.items() if not reason],
+            discarded={name: reason for name, reason in plan.fates.items() if reason},
+        )  # fmt: skip
+        batches.pending(step)
+        await asyncio.sleep(0.1)
+        self.version = step
+        batches.published(step)
+
+
+def test_a_run_balances_and_its_steps_are_no_staler_than_the_bound(tmp_path: Path) -> None:
+    run = Run(config(), tmp_path / "store")
+    run_virtual(run.go())
+    with Store(tmp_path / "store") as store:
+        balance = store.check_balance()
+        assert balance.pending == 0
+        assert {state for state, n in balance.states.items() if n} <= {"trained", "discarded"}
+        assert store.ledger().balanced
+        assert max(told["staleness_max"] for told in run.told) == 1
+        drawn = sum(told["groups_drawn"] for told in run.told)
+        dropped = sum(n for told in run.told for k, n in told.items() if k in DROPS)
+        assert (drawn, dropped) == (3 * STEPS + dropped, dropped)
+        assert dropped > 0, "the seed was chosen so that groups without a gradient come up"
+
+
+LOSSES = {"degenerate", "stale", "zero_advantage"}
+DROPS = ("groups_degenerate", "groups_truncated", "groups_infra", "groups_stale", "groups_zero_advantage")
+
+
+@pytest.mark.parametrize("dies_after_s", [0.5, 2.2, 5.0])
+def test_a_resumed_run_loses_no_graded_rollout_and_trains_none_twice(
+    tmp_path: Path, dies_after_s: float
+) -> None:
+    dying = Run(config(), tmp_path / "store")
+    dying.dies = (3, dies_after_s)
+    with pytest.raises(TimeoutError):
+        run_virtual(dying.go())
+    with Store(tmp_path / "store") as store:
+        store.recover()
+        before = left_before(store, SOURCE, 3)
+        graded = {name for draw in before.draws for name in draw.rollouts}
+        assert before.delivered == 6
+        assert before.next_draw > max(draw.number for draw in before.draws)
+        assert [d.number for d in before.draws] == sorted(d.number for d in before.draws)
+        assert {s.rollout_id for s in store.unused_graded()} == graded
+        assert [d.task for d in before.draws] == [SOURCE.tasks("train", d.number, 1)[0] for d in before.draws]
+    run_virtual(Run(config(), tmp_path / "store").go())
+    with Store(tmp_path / "store") as store:
+        balance = store.check_balance()
+        assert balance.pending == 0
+        assert [s.step for s in store.steps()] == list(range(1, STEPS + 1))
+        for name in graded:
+            state = store.state(name)
+            assert state is not None
+            assert state.attempt == store.rollout(name).attempt, "a graded rollout was run again"
+            assert state.state == "trained" or state.reason in LOSSES
+
+
+def group(*fates: float | None, status: Status = Status.OK) -> Group:
+    made = []
+    for slot, reward in enumerate(fates):
+        spec = AttemptSpec(
+            rollout_id=f"train/00001/000/{slot:02d}", task=SOURCE.tasks("train", 0, 1)[0], seed=1
+        )
+        rollout = with_tokens(fake_rollout(spec, "lost" if reward is None else reward), 0, 0)
+        made.append(rollout if reward is None else replace(rollout, status=status))
+    return Group(id="train/00001/000", task_id="t", rollouts=tuple(made))
+
+
+def test_of_no_use_is_what_the_planner_would_not_train() -> None:
+    keep, mask = (PlanConfig(truncated=policy, group_min=2) for policy in ("keep", "mask"))
+    assert use_of(group(1.0, 0.0), keep) == ""
+    assert use_of(group(1.0, 1.0), keep) == "degenerate"
+    assert use_of(group(1.0, None), keep) == "infra"
+    assert use_of(group(1.0, 0.0, status=Status.TRUNCATED), keep) == ""
+    assert use_of(group(1.0, 0.0, status=Status.TRUNCATED), mask) == "truncated"
+
+
+def test_keys_that_mean_nothing_are_refused() -> None:
+    for bad in ("window=0.5", "overdue=cancel", "group_deadline_s=9", "refill=0"):
+        with pytest.raises(ConfigError, match=f"{bad.split('=')[0]} means nothing with max_staleness = 0"):
+            load_config(None, [f"collect.{bad}"])
+
+
+def test_a_try_that_hangs_has_an_end_in_every_kind_of_run() -> None:
+    found = async_options(load_config(None, ["collect.max_staleness=1", "collect.group_grace_s=9"]))
+    assert (found.deadline_s, found.grace_s) == (math.inf, 9.0)
+    members = collect_options(load_config(None, ["limits.wall_s=5000"]))
+    assert (members.grace_s, members.stall_timeout_s) == (600.0, 10000.0)
+
+
+def test_of_a_group_thinned_by_its_time_nobody_is_said_to_have_failed() -> None:
+    thin = group(1.0)
+    assert use_of(thin, PlanConfig()) == "deadline"
+    assert set(plan_step([thin], PlanConfig()).fates.values()) == {"deadline"}
+    assert set(plan_step([group(1.0, None)], PlanConfig()).fates.values()) == {"infra"}
+
+
+def test_idle_is_a_share_of_all_the_time_publishing_and_evaluations_included() -> None:
+    told = {"staleness_max": 1, "wasted_s": 0.0, "rollout_s": 9.0, "waited_s": 3.0, "step_s": 10.0}
+    assert ahead_summary([{**told, "cycle_s": 10.0}, {**told, "cycle_s": 20.0}])["trainer_idle"] == 0.2
+    assert ahead_summary([told])["trainer_idle"] == 0.3, "a step of an older insitu"
+
+
+def test_a_store_that_knows_less_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    """Somebody put another run.sqlite there: going on would train from the start under old names."""
+    with RunDir.create(load_config(None, [f"run.dir={tmp_path / 'r'}"])) as run, run.store() as store:
+        (run.checkpoints / "step-00001").mkdir(parents=True)
+        check_steps(run, store)  # a kill came between checkpoint and commit
+        (run.checkpoints / "step-00002").mkdir()
+        with pytest.raises(RecordError, match="knows 0 steps, but checkpoints reach to 2"):
+            check_steps(run, store)

@@ -1,0 +1,220 @@
+"""Several ranks train as one: loss, gradient and update do not depend on how many there are. The ranks are
+threads of this process that speak gloo with each other; one test has real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from train_lab import group, rollout, sampled_groups, segment, small_model
+
+from insitu.engines.embedded.model import save_model
+from insitu.errors import TrainError
+from insitu.shutdown import descendants
+from insitu.training.learner.client import Learner, LearnerSpec
+from insitu.training.options import LossConfig, OptimConfig, StepResult, TrainConfig
+from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
+from insitu.training.trainer.distributed import Together, join
+from insitu.training.trainer.trainer import Trainer
+
+pytestmark = pytest.mark.numeric
+
+T = TypeVar("T")
+Named = dict[str, torch.Tensor]
+CONFIG = TrainConfig(loss=LossConfig(name="ppo_clip"), optim=OptimConfig(lr=1e-3))
+_stores = itertools.count()
+
+
+def on_ranks(world: int, folder: Path, work: Callable[[Together], T]) -> list[T]:
+    """work(ranks) on each of `world` ranks at once; their results, or the first exception."""
+    store = folder / f"store-{next(_stores)}"
+    done: dict[int, T] = {}
+    failed: dict[int, Exception] = {}
+
+    def one(rank: int) -> None:
+        try:
+            done[rank] = work(join(rank, world, store, deadline_s=20))
+        except (TrainError, AssertionError, RuntimeError) as error:
+            failed[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for rank in sorted(failed):
+        raise failed[rank]
+    return [done[rank] for rank in range(world)]
+
+
+def made_plan(world: int, reducer: str = "rollout", budget: int = 120) -> StepPlan:
+    groups = sampled_groups(small_model(0))
+    return plan_step(groups, PlanConfig(reducer=reducer, token_budget=budget, ranks=world))  # type: ignore[arg-type]
+
+
+def gradients(ranks: Together | None, plan: StepPlan, config: TrainConfig = CONFIG) -> tuple[float, Named]:
+    trainer = Trainer(small_model(1), config, ranks=ranks)  # not the sampler's weights
+    loss = trainer.gradients(plan)
+    return loss, {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def gap(a: Named, b: Named) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[n] - b[n]).abs().max()) for n in a)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("reducer", ["rollout", "token", "constant", "group"])
+def test_loss_and_gradient_do_not_depend_on_the_number_of_ranks(
+    world: int, reducer: str, tmp_path: Path
+) -> None:
+    loss, grad = gradients(None, made_plan(1, reducer, 10_000))
+    plan = made_plan(world, reducer)
+    assert len({b.rank for b in plan.batches}) == world
+    for other_loss, other_grad in on_ranks(world, tmp_path, lambda ranks: gradients(ranks, plan)):
+        assert other_loss == pytest.approx(loss, rel=1e-5, abs=1e-8)
+        assert gap(grad, other_grad) < 1e-5 * max(float(g.abs().max()) for g in grad.values())
+
+
+def test_trees_over_ranks_give_what_padded_rows_give(tmp_path: Path) -> None:
+    loss, grad = gradients(None, made_plan(1, budget=10_000))
+    config = PlanConfig(token_budget=120, ranks=2, layout="tree")
+    plan = plan_step(sampled_groups(small_model(0)), config)
+    assert {(b.rank, b.layout) for b in plan.batches} == {(0, "tree"), (1, "tree")}
+    for other_loss, other_grad in on_ranks(2, tmp_path, lambda ranks: gradients(ranks, plan)):
+        assert other_loss == pytest.approx(loss, rel=1e-5, abs=1e-7)
+        assert gap(grad, other_grad) < 1e-5 * max(float(g.abs().max()) for g in grad.values())
+
+
+def test_a_ratio_of_whole_rollouts_is_gathered_from_all_ranks(tmp_path: Path) -> None:
+    """Two segments of a rollout lie on two ranks; gspo needs the mean over both."""
+    config = dataclasses.replace(CONFIG, loss=LossConfig(name="gspo", gspo_low=0.5, gspo_high=9.0))
+    split = []
+    for g in sampled_groups(small_model(0)):
+        members = []
+        for r in g.rollouts:
+            (s,) = r.trajectory.segments
+            first, second = s.mask.copy(), s.mask.copy()
+            first[20:], second[:20] = False, False
+            parts = [segment(r.id, i, s.ids, m, s.logprobs) for i, m in enumerate((first, second))]
+            members.append(rollout(r.id, r.reward, parts))
+        split.append(group(g.id, members))
+    plan = plan_step(split, PlanConfig(token_budget=1))
+    turns = tuple(dataclasses.replace(b, rank=n % 2) for n, b in enumerate(plan.batches))
+    plan = dataclasses.replace(plan, batches=turns)
+    home = {(plan.rows[i].rollout_id, b.rank) for b in plan.batches for i in b.rows}
+    assert len(home) > len({name for name, _ in home})
+    loss, grad = gradients(None, plan, config)
+    for other_loss, other_grad in on_ranks(2, tmp_path, lambda ranks: gradients(ranks, plan, config)):
+        assert other_loss == pytest.approx(loss, rel=1e-5)
+        assert gap(grad, other_grad) < 1e-5 * max(float(g.abs().max()) for g in grad.values())
+
+
+def trained(ranks: Together | None, plan: StepPlan, epochs: int = 2) -> tuple[StepResult, Named]:
+    model = small_model(0)
+    trainer = Trainer(model, dataclasses.replace(CONFIG, epochs=epochs), ranks=ranks)
+    result = trainer.step(plan)
+    return result, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def test_a_step_of_two_ranks_is_that_of_one_and_the_same_bits_again(tmp_path: Path) -> None:
+    one, alone = trained(None, made_plan(1))
+    plan = made_plan(2)
+    first, second = on_ranks(2, tmp_path, lambda ranks: trained(ranks, plan))
+    again = on_ranks(2, tmp_path, lambda ranks: trained(ranks, plan))[0]
+    assert all(torch.equal(first[1][n], second[1][n]) for n in alone)
+    assert all(torch.equal(first[1][n], again[1][n]) for n in alone)
+    assert gap(first[1], alone) < 1e-4
+    for result in (first[0], second[0]):
+        assert (result.tokens, result.rows, result.version) == (one.tokens, one.rows, one.version)
+        assert result.loss == pytest.approx(one.loss, abs=1e-6)
+        assert result.entropy == pytest.approx(one.entropy, rel=1e-5)
+        assert result.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+        assert 0 < result.max_logprob_gap < 1e-5
+
+
+def test_what_one_rank_refuses_all_refuse_and_nothing_changes(tmp_path: Path) -> None:
+    plan = made_plan(2)
+    batch = next(b for b in plan.batches if b.rank == 1)
+    row = plan.rows[batch.rows[0]]
+    mu = row.logprobs.copy()
+    mu[row.mask] -= 0.5
+    bad = dataclasses.replace(row, logprobs=mu)
+    wrong = dataclasses.replace(plan, rows=tuple(bad if r is row else r for r in plan.rows))
+
+    def refused(ranks: Together) -> tuple[str, Named]:
+        model = small_model(0)
+        with pytest.raises(TrainError) as caught:
+            Trainer(model, CONFIG, ranks=ranks).step(wrong)
+        return str(caught.value), dict(model.named_parameters())
+
+    before = dict(small_model(0).named_parameters())
+    for text, after in on_ranks(2, tmp_path, refused):
+        assert text.startswith(f"rollout {row.rollout_id} segment 0 token ")
+        assert "trainer and sampler differ by 0.5" in text
+        assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_ranks_that_have_parted_notice(tmp_path: Path) -> None:
+    plan = made_plan(2)
+
+    def parted(ranks: Together) -> str:
+        trainer = Trainer(small_model(0), CONFIG, ranks=ranks)
+        if ranks.rank == 1:
+            with torch.no_grad():
+                next(iter(trainer.model.named_parameters()))[1][0, 0].mul_(1.0 + 1e-6)
+        with pytest.raises(TrainError) as caught:
+            trainer.step(plan)
+        return str(caught.value)
+
+    assert set(on_ranks(2, tmp_path, parted)) == {
+        "the weights of rank 1 are not those of rank 0: the ranks have parted"
+    }
+
+
+def test_a_rank_that_does_not_come_is_an_error_not_a_wait(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match="meet 2 ranks: another rank is gone or did not answer"):
+        join(0, 2, tmp_path / "store", deadline_s=0.3)
+
+
+def test_a_rank_that_dies_ends_the_step_of_the_others(tmp_path: Path) -> None:
+    def lonely(ranks: Together) -> str:
+        ranks.attempt(lambda: 0.0)  # both are connected now
+        if ranks.rank == 1:
+            return "gone"
+        with pytest.raises(TrainError) as caught:
+            ranks.attempt(lambda: math.nan)
+        return str(caught.value)
+
+    assert on_ranks(2, tmp_path, lonely)[0].startswith("hear from all ranks: another rank is gone")
+
+
+@pytest.mark.full
+async def test_a_learner_of_two_processes_trains_resumes_and_says_when_one_dies(tmp_path: Path) -> None:
+    save_model(small_model(0), tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    spec = LearnerSpec(model=tmp_path / "model", train=dataclasses.replace(CONFIG, ranks=2), max_context=128)
+    plan = made_plan(2)
+    async with Learner.start(spec) as learner:
+        await learner.save(tmp_path / "start")
+        result = await learner.step(plan)
+        once = learner.weights
+        assert result.tokens == plan.tokens
+        await learner.load(tmp_path / "start")
+        assert learner.weights != once
+        await learner.step(plan)
+        assert learner.weights == once
+        (peer,) = descendants(learner.pid)
+        os.kill(peer, signal.SIGKILL)
+        with pytest.raises(TrainError, match=r"the learner died \(exit status 1\): .*RankLostError|is gone"):
+            await learner.step(plan_step(sampled_groups(small_model(0), version=1), PlanConfig(ranks=2)))
+        assert not learner.alive

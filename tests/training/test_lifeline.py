@@ -1,0 +1,195 @@
+"""A learner that dies anywhere is replaced, and nothing of the run shows it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from insitu.engines.downtime import watched
+from insitu.errors import EngineError, TrainError
+from insitu.gateway.deadlines import CallDeadline, SessionClock
+from insitu.gateway.session_spec import SessionStats
+from insitu.testing.fake_learner import FakeLearner
+from insitu.training.learner.supervisor import LearnerSupervisor, RetryingEngine
+from insitu.training.plan.step import StepPlan
+from insitu.types import Ledger, RequestKey, SamplingParams
+
+STEPS = 3
+REQUESTS = 4
+
+
+class Run:
+    """Samples, trains and commits like the loop; a commit is a line in a list."""
+
+    def __init__(self, folder: Path, dies_at: Collection[tuple[str, int]], restarts: int = 2) -> None:
+        self.learner, self.folder, self.steps = FakeLearner(dies_at), folder, list[str]()
+        self.said = list[str]()
+        self.life = LearnerSupervisor(
+            self.learner, self.learner, self.committed, restarts=restarts, say=self.said.append
+        )
+        self.engine = RetryingEngine(self.learner, self.life)
+
+    def committed(self) -> Path | None:
+        return self.folder / f"step{len(self.steps)}" if self.steps else None
+
+    async def generate(self, step: int, slot: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+        key = RequestKey(seed=0, rollout_id=f"{step}/{slot}", turn=0)
+        made = await self.engine.generate(np.zeros(3, np.int32), SamplingParams(max_tokens=4), key)
+        return made.ids.tolist(), made.version_runs
+
+    async def whole(self) -> list[object]:
+        """Everything that was sampled and trained, in order."""
+        happened: list[object] = []
+        for step in range(1, STEPS + 1):
+            sampled = await asyncio.gather(*(self.generate(step, slot) for slot in range(REQUESTS)))
+            plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest=str(sampled))
+            trained = await self.life.train(plan, self.folder / f"step{step}")
+            self.steps.append(trained.weights)
+            await self.life.publish(trained)
+            happened += [*sampled, trained.weights, trained.result.version]
+        happened.append((self.engine.receipt, self.learner.version, self.learner.weights))
+        return happened
+
+
+PLACES = [
+    *[("generate", n) for n in (1, 2, 6, 12)],
+    *[(name, n) for name in ("step", "save", "saved") for n in (1, 2, 3)],
+    *[("publish", n) for n in (1, 3)],
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]}{place[1]}")
+async def test_a_death_anywhere_does_not_show(tmp_path: Path, place: tuple[str, int]) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    undisturbed = await Run(tmp_path / "a", ()).whole()
+    run = Run(tmp_path / "b", [place])
+    assert await run.whole() == undisturbed
+    assert run.learner.lives == 2
+    assert run.life.restarts == 1
+    assert run.said == ["the learner died (killed by signal 9); it is started again (1 of 2)"]
+
+
+async def test_one_that_dies_while_it_is_brought_back_is_brought_back_again(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    undisturbed = await Run(tmp_path / "a", ()).whole()
+    run = Run(tmp_path / "b", [("step", 2), ("load", 1)])
+    assert await run.whole() == undisturbed
+    assert run.learner.lives == 3
+
+
+async def test_a_death_between_checkpoint_and_commit_is_found_when_the_step_is_published(
+    tmp_path: Path,
+) -> None:
+    """Somebody else finds it dead and brings it back at the step before; the step is loaded then."""
+    run = Run(tmp_path, [])
+    plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
+    trained = await run.life.train(plan, tmp_path / "step1")
+    run.learner.alive = False
+    await run.generate(1, 0)
+    assert run.learner.weights == "start"
+    run.steps.append(trained.weights)
+    await run.life.publish(trained)
+    assert (run.learner.weights, run.engine.receipt.checksum) == (trained.weights, trained.weights)
+    assert run.engine.receipt.version == trained.result.version == 1
+
+
+async def test_deaths_without_a_step_in_between_end_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, [("step", 1), ("step", 2), ("step", 3)], restarts=2)
+    with pytest.raises(EngineError, match=r"^the learner died \(killed by signal 9\)$"):
+        await run.whole()
+    assert len(run.said) == 2
+    run = Run(tmp_path, [("step", 1), ("step", 3), ("step", 5)], restarts=1)
+    await run.whole()
+    assert run.life.restarts == 3, "a committed step counts anew"
+    run = Run(tmp_path, [("generate", 1)], restarts=0)
+    with pytest.raises(EngineError, match="the learner died"):
+        await run.whole()
+
+
+async def test_who_waits_for_a_new_one_may_go_away(tmp_path: Path) -> None:
+    """At whatever moment the request that found it dead is cancelled, the next one gets the right weights."""
+    undisturbed = Run(tmp_path, [])
+    undisturbed.steps.append("x")
+    plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
+    await undisturbed.life.train(plan, tmp_path / "step1")
+    await undisturbed.learner.publish(1)
+    wanted = await undisturbed.generate(1, 1)
+    for moment in range(8):
+        run = Run(tmp_path, [], restarts=1)
+        await run.life.train(plan, tmp_path / "step1")
+        run.steps.append("x")
+        await run.learner.publish(1)
+        run.learner.alive = False
+        waiting = asyncio.create_task(run.generate(1, 0))
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert await run.generate(1, 1) == wanted
+
+
+class Slow(FakeLearner):
+    """Takes its time for what is named in `slow`."""
+
+    def __init__(self, slow: str, dies_at: Collection[tuple[str, int]] = ()) -> None:
+        super().__init__(dies_at)
+        self.slow = slow
+        self.began, self.ended = asyncio.Event(), False
+
+    async def _asked(self, name: str, kind: type[EngineError] | type[TrainError]) -> None:
+        if name == self.slow and not self.began.is_set():
+            self.began.set()
+            await asyncio.sleep(0.5)
+            self.ended = True
+        assert name != "generate" or self.ended, "it has one thread"
+        await super()._asked(name, kind)
+
+
+@pytest.mark.parametrize("slow", ["step", "save", "publish"])
+@pytest.mark.parametrize("dies_at", [(), [("step", 1)]])
+async def test_what_the_learner_does_beside_sampling_is_not_the_agents_time(
+    tmp_path: Path, slow: str, dies_at: list[tuple[str, int]]
+) -> None:
+    """A call of a session with less wall time than a step takes, and an engine's deadline as short."""
+    run = Run(tmp_path, ())
+    run.learner = learner = Slow(slow, dies_at)
+    run.life = LearnerSupervisor(learner, learner, run.committed, restarts=2)
+    run.engine = RetryingEngine(learner, run.life)
+
+    async def work() -> None:
+        plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
+        trained = await run.life.train(plan, tmp_path / "step1")
+        run.steps.append(trained.weights)
+        await run.life.publish(trained)
+
+    working = asyncio.create_task(work())
+    await learner.began.wait()
+    stats = SessionStats()
+    clock = SessionClock(0.3, stats)
+    call = CallDeadline(clock, 0.3)
+    async with call:
+        with watched(call):
+            _, runs = await run.generate(1, 0)
+    await working
+    assert (stats.away_s >= 0.4, stats.away_since, clock.over, call.cut) == (True, None, False, False)
+    assert runs == ((0, 1),)
+
+
+async def test_what_a_living_learner_refuses_is_refused(tmp_path: Path) -> None:
+    class Refusing(FakeLearner):
+        async def save(self, folder: Path) -> None:
+            raise TrainError("no space left")
+
+    run = Run(tmp_path, ())
+    learner = Refusing()
+    life = LearnerSupervisor(learner, learner, run.committed, restarts=3)
+    plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0)
+    with pytest.raises(TrainError, match="no space left"):
+        await life.train(plan, tmp_path / "step1")
+    assert learner.lives == 1

@@ -1,3 +1,54 @@
-"""Train a language model in situ: inside the coding agent people really use. Start reading at attempt.py."""
+"""Train a language model in situ: inside the coding agent people really use.
+
+The public API is what `__all__` names; everything else may change. Start reading the code at attempt.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from insitu.api import Run, RunEvent, open_run, rollout, rollout_async, train, train_async
+    from insitu.config import Config, load_config
+    from insitu.errors import InsituError
+    from insitu.types import Ledger, Outcome, Rollout, Status, Task, Tokens, Trust, Turn, Verdict
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "InsituError",
+    "Ledger",
+    "Outcome",
+    "Rollout",
+    "Run",
+    "RunEvent",
+    "Status",
+    "Task",
+    "Tokens",
+    "Trust",
+    "Turn",
+    "Verdict",
+    "load_config",
+    "open_run",
+    "rollout",
+    "rollout_async",
+    "train",
+    "train_async",
+]
+
+_CONFIG = ("Config", "load_config")
+_TYPES = ("Ledger", "Outcome", "Rollout", "Status", "Task", "Tokens", "Trust", "Turn", "Verdict")
+_MODULES = {
+    **dict.fromkeys(_CONFIG, "insitu.config"),
+    **dict.fromkeys(_TYPES, "insitu.types"),
+    "InsituError": "insitu.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use, so that `import insitu` and `insitu --help` stay fast."""
+    if name not in __all__:
+        raise AttributeError(f"module 'insitu' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES.get(name, "insitu.api")), name)

@@ -24,17 +24,57 @@ WARM_START = Path(__file__).parents[1] / "demo" / "warm_start"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 """The example configurations, which the package carries too."""
 
+RENAMED: Mapping[str, str] = {
+    "collect.error_limit": "collect.max_consecutive_failures",
+    "collect.lost_alarm": "collect.excluded_tokens_alarm",
+    "collect.mask_alarm": "collect.infra_failure_alarm",
+    "collect.overdue": "collect.late_groups",
+    "collect.refill": "collect.replace_degenerate",
+    "collect.starve_limit_s": "collect.stall_timeout_s",
+    "collect.window": "collect.lookahead",
+    "engine.patience_s": "engine.max_wait_s",
+    "engine.return_timeout_s": "engine.reconnect_timeout_s",
+    "grade.min_strength": "grade.min_trust",
+    "harness.recycle_rollouts": "harness.max_rollouts_per_process",
+    "model.family": "model.renderer",
+    "model.retention": "model.keep_reasoning",
+    "sandbox.boot_tries": "sandbox.boot_attempts",
+    "sandbox.permits": "sandbox.max_sandboxes",
+    "tasks.bad_rows": "tasks.on_invalid_row",
+    "tasks.build_action": "tasks.parse_answer",
+    "tasks.evaluate_response": "tasks.reward",
+    "tasks.families": "tasks.kinds",
+    "tasks.gate": "tasks.allowlist",
+    "tasks.transform_sample": "tasks.transform",
+    "train.opsm": "train.off_policy_mask",
+}
+"""Earlier names of keys; the error for one of them gives the present name."""
+
 Raw = Mapping[str, Any]
 
 
-def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: Raw | None = None) -> Config:
-    """Defaults < `base` < file at `path` < `overrides` ("a.b=c"). Raises ConfigError, one line."""
+def load_config(
+    path: Path | None = None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    base: Raw | None = None,
+    tables: Raw | None = None,
+) -> Config:
+    """Merge defaults < `base` < file at `path` < `tables` < `overrides` and validate the result.
+
+    Overrides are "table.key=value" strings, or a mapping from "table.key" to the value. Raises ConfigError
+    with one line.
+    """
     layers: list[tuple[str, Raw]] = []
     if base is not None:
         layers.append(("base configuration", base))
     if path is not None:
         layers.append((str(path), read_toml(path)))
-    layers += [(f"override {text!r}", _parse_override(text)) for text in overrides]
+    if tables:
+        layers.append(("keyword tables", tables))
+    if isinstance(overrides, Mapping):
+        layers += [(f"override {name!r}", _nested(name, value)) for name, value in overrides.items()]
+    else:
+        layers += [(f"override {text!r}", _parse_override(text)) for text in overrides]
     merged: dict[str, dict[str, Any]] = {}
     for origin, raw in layers:
         _check_keys(raw, origin)
@@ -118,6 +158,13 @@ def _parse_override(text: str) -> Raw:
     return {table: {key: _override_value(table, key, value.strip())}}
 
 
+def _nested(name: str, value: object) -> Raw:
+    table, dot, key = name.partition(".")
+    if not (dot and table and key):
+        raise ConfigError(f"override {name!r} is not of the form table.key{_suggest(name, dotted_keys())}")
+    return {table: {key: value}}
+
+
 def _override_value(table: str, key: str, text: str) -> Any:
     """The value as TOML; where the key holds text, anything but a quoted string is taken as it stands."""
     try:
@@ -157,7 +204,9 @@ def _unknown_table(table: str, values: object, known: Sequence[str]) -> str:
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:
-    """The right key in other tables before a similar key anywhere."""
+    """Return a hint: the new name, else the same key of another table, else a similar key."""
+    if new := RENAMED.get(name):
+        return f"; it is now {new}"
     key = name.rpartition(".")[2]
     same_key = [k for k in known if k.rpartition(".")[2] == key]
     close = difflib.get_close_matches(name, same_key, n=1, cutoff=0.8)

@@ -368,7 +368,8 @@ class Config(Table):
     def _consistent(self) -> Self:
         if 0 < self.sandbox.max_sandboxes < self.sandboxes_needed:
             raise ValueError(
-                f"sandbox.max_sandboxes = {self.sandbox.max_sandboxes} is too few: {self.harness.workers} harness.workers"
+                f"sandbox.max_sandboxes = {self.sandbox.max_sandboxes} is too few:"
+                f" {self.harness.workers} harness.workers"
                 f" and {self.grade.workers} grade.workers need {self.sandboxes_needed} sandboxes (0 = enough)"
             )
         if self.harness.mode == "warm" and self.harness.agent not in WARM_AGENTS:

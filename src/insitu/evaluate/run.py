@@ -164,7 +164,10 @@ def _dispatcher(
     return Dispatcher(attempts, sink, view, Breaker(), options, check=stage.check)
 
 
-async def _rollout(config: Config, view: TrainingObserver, options: RolloutOptions) -> Mapping[str, Any]:
+async def collect_rollouts(
+    config: Config, view: TrainingObserver, options: RolloutOptions
+) -> Mapping[str, Any]:
+    """Run or continue rollouts to the end; return what summary.json holds. Raises InsituError."""
     view.begin(f"{config.harness.agent}, seed {config.run.seed}", 0)
     view.stage("checking the configuration and the tasks")
     prepared = None if options.resume else prepare_rollouts(config, view.note)
@@ -260,4 +263,4 @@ def rollout(
 
     Raises InsituError, or KeyboardInterrupt after a clean stop.
     """
-    return run_interruptible(_rollout(config, view, options or RolloutOptions()))
+    return run_interruptible(collect_rollouts(config, view, options or RolloutOptions()))

@@ -120,8 +120,9 @@ def check_agents(config: Config) -> None:
     for kind in config.sandbox.kinds:
         if why := LACKS[kind].get("gateway_only"):
             raise ConfigError(
-                f"no agent runs in sandboxes of {_key(config, kind)} = {kind}: {why}; harness.agent = {NO_AGENT},"
-                " `insitu grade` and `insitu tasks validate` open sandboxes for grading alone"
+                f"no agent runs in sandboxes of {_key(config, kind)} = {kind}: {why};"
+                f" harness.agent = {NO_AGENT}, `insitu grade` and `insitu tasks validate` open sandboxes for"
+                " grading alone"
             )
 
 

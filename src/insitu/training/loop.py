@@ -333,7 +333,8 @@ def finished_run(path: Path, say: Callable[[str], None], kind: str = "") -> Mapp
     return summary
 
 
-async def _train(config: Config, view: TrainingObserver, options: TrainOptions) -> Mapping[str, Any]:
+async def run_training(config: Config, view: TrainingObserver, options: TrainOptions) -> Mapping[str, Any]:
+    """Run or continue a training run to its end; return what summary.json holds. Raises InsituError."""
     resume = options.resume
     if resume is not None and (summary := finished_run(resume, view.note)) is not None:
         return summary
@@ -372,4 +373,4 @@ def train(config: Config, view: TrainingObserver, options: TrainOptions | None =
 
     Raises InsituError, or KeyboardInterrupt after a clean stop.
     """
-    return run_interruptible(_train(config, view, options or TrainOptions()))
+    return run_interruptible(run_training(config, view, options or TrainOptions()))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from insitu.types.capture import Trajectory
+import numpy as np
+import numpy.typing as npt
+
+from insitu.types.capture import Trajectory, Turn
+from insitu.types.generation import BoolArray, FloatArray, IntArray
 from insitu.types.tasks import Tree
 
 
@@ -71,6 +75,22 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Training rows of one rollout, concatenated; arrays of one length n, read-only inputs copied."""
+
+    ids: IntArray = field(repr=False)
+    """Token ids, int32 [n]."""
+    mask: BoolArray = field(repr=False)
+    """Whether the token was sampled and may be trained, bool [n]."""
+    logprobs: FloatArray = field(repr=False)
+    """Sampler's log-probability where `mask` is set, else 0; float32 [n]."""
+    versions: IntArray = field(repr=False)
+    """Policy version that sampled the token where `mask` is set, else 0; int32 [n]."""
+    segment: IntArray = field(repr=False)
+    """Index of the training row the token belongs to, int32 [n]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One slot of a group, decided."""
 
@@ -91,6 +111,27 @@ class Rollout:
     """One line, for INFRA_FAILED and AGENT_FAILED."""
     egress_attempts: int | None = None
     """What the agent's sandbox tried to reach and could not, as its kernel counted; None = not known."""
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Completed model calls in order."""
+        return self.trajectory.turns
+
+    def tokens(self) -> Tokens:
+        """Return the training rows of the rollout, concatenated."""
+        segments = self.trajectory.segments
+        lengths = [len(segment.ids) for segment in segments]
+        return Tokens(
+            ids=_joined([s.ids for s in segments], np.int32),
+            mask=_joined([s.mask for s in segments], np.bool_),
+            logprobs=_joined([s.logprobs for s in segments], np.float32),
+            versions=_joined([s.versions for s in segments], np.int32),
+            segment=np.repeat(np.arange(len(segments), dtype=np.int32), lengths),
+        )
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
 SAME = 1e-9

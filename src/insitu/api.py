@@ -1,0 +1,291 @@
+"""The public Python API: `train`, `rollout` and `open_run`, each blocking or as a coroutine.
+
+The blocking forms also work inside a running event loop (a notebook) and in any thread: the run then has a
+thread and an event loop of its own. Nothing is printed and no signal handler is installed; cancelling the
+coroutine, or Ctrl-C in the blocking form, stops agents, sandboxes and engines before it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from insitu.config import Config, load_config
+from insitu.errors import ConfigError
+from insitu.evaluate.run import RolloutOptions, collect_rollouts
+from insitu.storage.run_dir import KIND, name_run, read_config, read_store, read_summary
+from insitu.storage.score import Score
+from insitu.storage.store import StepRecord
+from insitu.training.loop import TrainOptions, run_training
+from insitu.types import Ledger, Outcome, Rollout, Status
+from insitu.view.run_report import finish
+
+T = TypeVar("T")
+ConfigSource = Config | Path | str | Mapping[str, Mapping[str, Any]] | None
+"""A resolved Config, the path of a TOML file, or tables as nested mappings; None for the defaults."""
+Overrides = Mapping[str, Any] | Sequence[str]
+"""`{"table.key": value}`, or the command line's `["table.key=value"]`."""
+EventKind = Literal["begin", "stage", "rollout_started", "rollout", "advance", "step", "evaluation", "note"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent:
+    """One event of a run in progress; fields that do not belong to its kind hold their defaults."""
+
+    kind: EventKind
+    text: str = ""
+    """Title, stage or evaluation name, or one line for the user."""
+    step: int = 0
+    """Optimizer step."""
+    total: int = 0
+    """Steps of the run, or units of the stage; 0 = unknown."""
+    done: int = 0
+    """Units done, of kind `advance`."""
+    rollout_id: str = ""
+    reward: float | None = None
+    """Reward of a finished rollout, or mean reward of an evaluation; None = not graded."""
+    tokens: int = 0
+    """Sampled tokens of a finished rollout."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Metrics of a committed step."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dictionary."""
+        return asdict(self)
+
+
+class CallbackView:
+    """Turn the calls that a view gets into events for one callback; implements `view.base.View`."""
+
+    def __init__(self, callback: Callable[[RunEvent], None] | None) -> None:
+        self._callback = callback or (lambda event: None)
+
+    def begin(self, title: str, rollouts: int) -> None:
+        self._callback(RunEvent(kind="begin", text=title, total=rollouts))
+
+    def stage(self, name: str, total: int = 0) -> None:
+        self._callback(RunEvent(kind="stage", text=name, total=total))
+
+    def advance(self, done: int) -> None:
+        self._callback(RunEvent(kind="advance", done=done))
+
+    def rollout_started(self, rollout_id: str) -> None:
+        self._callback(RunEvent(kind="rollout_started", rollout_id=rollout_id))
+
+    def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None:
+        self._callback(RunEvent(kind="rollout", rollout_id=rollout_id, reward=reward, tokens=tokens))
+
+    def step_done(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
+        self._callback(RunEvent(kind="step", step=step, total=steps, metrics=dict(metrics)))
+
+    def eval_done(self, name: str, score: Score) -> None:
+        mean = score.reward_mean if score.total else None
+        self._callback(RunEvent(kind="evaluation", text=name, total=score.total, reward=mean))
+
+    def note(self, text: str) -> None:
+        self._callback(RunEvent(kind="note", text=text))
+
+    def close(self) -> None:
+        """Do nothing: no terminal is held."""
+
+
+class Run:
+    """A run directory, open for reading. Needs no live process; reads what is on disk at each call."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Raises RecordError when `path` is not a run directory."""
+        self.path = Path(path)
+        self.config = read_config(self.path)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def summary(self) -> Mapping[str, Any] | None:
+        """Numbers of the finished run, as in summary.json; None before its end."""
+        return read_summary(self.path)
+
+    @property
+    def kind(self) -> str:
+        """`train`, or the verb whose run it is."""
+        with read_store(self.path) as store:
+            return store.meta().get(KIND, "") or "train"
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """Committed optimizer steps in order, with their metrics and ledger."""
+        with read_store(self.path) as store:
+            return store.steps()
+
+    @property
+    def ledger(self) -> Ledger:
+        """Account of all sampled tokens. Raises RecordError when it does not balance."""
+        with read_store(self.path) as store:
+            return store.ledger()
+
+    def rollouts(
+        self,
+        *,
+        phase: str | None = None,
+        step: int | None = None,
+        task: str | None = None,
+        status: Status | str | None = None,
+        outcome: Outcome | str | None = None,
+    ) -> list[Rollout]:
+        """Return the stored rollouts that match every given filter, in the order of phase, step and slot.
+
+        `phase` is `train`, `eval_before`, `eval_during` or `eval_after`, and `eval` in a run of
+        `insitu rollout`; `outcome` is the verdict's. Raises ConfigError for an unknown status or outcome.
+        """
+        with _known("status or outcome"):
+            wanted_status = None if status is None else Status(status)
+            wanted_outcome = None if outcome is None else Outcome(outcome)
+        found = []
+        with read_store(self.path) as store:
+            for place in store.phases():
+                if phase not in (None, place[0]) or step not in (None, place[1]):
+                    continue
+                for outline in store.outcomes(*place):
+                    if (
+                        task in (None, outline.task_id)
+                        and wanted_status in (None, outline.status)
+                        and wanted_outcome in (None, outline.outcome)
+                    ):
+                        found.append(store.rollout(outline.rollout_id))
+        return found
+
+    def rollout(self, rollout_id: str) -> Rollout:
+        """Return one rollout. Raises RecordError when there is none with this id."""
+        with read_store(self.path) as store:
+            return store.rollout(rollout_id)
+
+
+def open_run(path: Path | str) -> Run:
+    """Open a run directory for reading. Raises RecordError when it is none."""
+    return Run(path)
+
+
+async def train_async(
+    config: ConfigSource = None,
+    *,
+    overrides: Overrides = (),
+    resume: Path | str | None = None,
+    progress: Callable[[RunEvent], None] | None = None,
+    **tables: Mapping[str, Any],
+) -> Run:
+    """Train and return the finished run; the coroutine form of `train`."""
+    resolved = _resolve(config, overrides, resume, tables)
+    summary = await run_training(resolved, CallbackView(progress), TrainOptions(resume=_path(resume)))
+    finish(Path(resolved.run.dir), summary)
+    return Run(resolved.run.dir)
+
+
+def train(
+    config: ConfigSource = None,
+    *,
+    overrides: Overrides = (),
+    resume: Path | str | None = None,
+    progress: Callable[[RunEvent], None] | None = None,
+    **tables: Mapping[str, Any],
+) -> Run:
+    """Train the configured model on the configured tasks and return the finished run.
+
+    `config` is a Config, a TOML file or a mapping of tables; keyword tables (`run={"steps": 8}`) and then
+    `overrides` (`{"run.steps": 8}`) win over it. `resume` continues a run directory and takes no
+    configuration. `progress` gets every RunEvent on the run's event loop and must return at once.
+    Raises InsituError.
+    """
+    return _blocking(
+        lambda: train_async(config, overrides=overrides, resume=resume, progress=progress, **tables)
+    )
+
+
+async def rollout_async(
+    config: ConfigSource = None,
+    *,
+    overrides: Overrides = (),
+    progress: Callable[[RunEvent], None] | None = None,
+    **tables: Mapping[str, Any],
+) -> Run:
+    """Run and grade rollouts without training; the coroutine form of `rollout`."""
+    resolved = _resolve(config, overrides, None, tables)
+    await collect_rollouts(resolved, CallbackView(progress), RolloutOptions())
+    return Run(resolved.run.dir)
+
+
+def rollout(
+    config: ConfigSource = None,
+    *,
+    overrides: Overrides = (),
+    progress: Callable[[RunEvent], None] | None = None,
+    **tables: Mapping[str, Any],
+) -> Run:
+    """Run and grade rollouts of the configured tasks without training, and return their run.
+
+    Arguments are those of `train`. Raises InsituError.
+    """
+    return _blocking(lambda: rollout_async(config, overrides=overrides, progress=progress, **tables))
+
+
+def _resolve(
+    config: ConfigSource,
+    overrides: Overrides,
+    resume: Path | str | None,
+    tables: Mapping[str, Mapping[str, Any]],
+) -> Config:
+    """Return the configuration of a new run with its directory named, or the stored one of `resume`."""
+    if resume is not None:
+        if config is not None or overrides or tables:
+            raise ConfigError("a resumed run keeps its configuration: drop config, overrides and tables")
+        return read_config(Path(resume))
+    base = config.model_dump() if isinstance(config, Config) else config
+    if isinstance(base, str | Path):
+        return name_run(load_config(Path(base), overrides, tables=tables))
+    return name_run(load_config(None, overrides, base, tables))
+
+
+def _path(path: Path | str | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+@contextlib.contextmanager
+def _known(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"unknown {what}: {error}") from error
+
+
+def _blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine to its end, in a thread of its own where this thread's event loop is running."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(start())
+    return _in_thread(start)
+
+
+def _in_thread(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine on a new event loop in a new thread; Ctrl-C while waiting cancels it."""
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def main() -> T:
+        task = asyncio.current_task()
+        if task is not None:
+            running.append((asyncio.get_running_loop(), task))
+        return await start()
+
+    # Leaving the block waits for the thread, so nothing of a cancelled run outlives the call.
+    with ThreadPoolExecutor(1, thread_name_prefix="insitu-run") as pool:
+        future = pool.submit(lambda: asyncio.run(main()))
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            for loop, task in running:
+                loop.call_soon_threadsafe(task.cancel)
+            raise

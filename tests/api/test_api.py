@@ -1,0 +1,126 @@
+"""The public Python API: its names, and runs from scripts, coroutines, notebooks and threads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import insitu
+from insitu.config import demo_preset
+from insitu.shutdown import descendants
+
+SMALL = {
+    "harness.agent": "script",
+    "run.steps": 1,
+    "run.eval_tasks": 4,
+    "tasks.groups_per_step": 2,
+    "collect.group_size": 4,
+    "harness.workers": 4,
+    "train.threads": 1,
+    "train.min_groups": 1,
+    "engine.max_rows": 8,
+}
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(insitu.__all__) == {
+        "Config", "InsituError", "Ledger", "Outcome", "Rollout", "Run", "RunEvent", "Status", "Task",
+        "Tokens", "Trust", "Turn", "Verdict", "load_config", "open_run", "rollout", "rollout_async",
+        "train", "train_async",
+    }  # fmt: skip
+    assert all(getattr(insitu, name) is not None for name in insitu.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = insitu.nothing
+
+
+def test_importing_the_package_imports_nothing_of_it() -> None:
+    code = "import sys, insitu; sys.exit(any(m.startswith('insitu.') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_a_run_inside_a_running_event_loop(tmp_path: Path) -> None:
+    events: list[insitu.RunEvent] = []
+    before = signal.getsignal(signal.SIGINT), threading.active_count()
+    run = insitu.train(
+        demo_preset(), run={"dir": str(tmp_path / "run")}, overrides=SMALL, progress=events.append
+    )
+    assert (signal.getsignal(signal.SIGINT), threading.active_count()) == before
+    assert [step.step for step in run.steps] == [1]
+    assert run.kind == "train"
+    assert run.summary is not None
+    assert run.ledger.balanced
+    trained = run.rollouts(phase="train")
+    assert len(trained) == 8
+    assert len(run.rollouts()) == 8 + 4 + 4
+    assert {r.id for r in run.rollouts(outcome="unresolved")} <= {r.id for r in run.rollouts()}
+    tokens = trained[0].tokens()
+    assert len(trained[0].turns) > 0
+    assert tokens.mask.sum() == sum(len(t.ids) for t in trained[0].turns if not t.excluded)
+    assert np.all(tokens.logprobs[tokens.mask] <= 0)
+    assert (
+        len({len(a) for a in (tokens.ids, tokens.mask, tokens.logprobs, tokens.versions, tokens.segment)})
+        == 1
+    )
+    kinds = [event.kind for event in events]
+    assert kinds.count("rollout") == 16
+    assert kinds.count("step") == 1
+    assert events[-1].to_dict()["kind"] == events[-1].kind
+    # the finished run again, from its directory, as a coroutine
+    again = await insitu.train_async(resume=run.path)
+    assert again.summary == run.summary
+    assert insitu.open_run(run.path).config == run.config
+    with pytest.raises(insitu.InsituError, match="unknown status or outcome: 'won' is not a valid"):
+        run.rollouts(outcome="won")
+
+
+async def test_cancelling_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    begun, before = asyncio.Event(), descendants(os.getpid())
+
+    def progress(event: insitu.RunEvent) -> None:
+        if event.kind == "rollout_started":
+            begun.set()
+
+    task = asyncio.create_task(
+        insitu.rollout_async(
+            demo_preset(),
+            overrides=SMALL | {"rollout.tasks": 4, "run.dir": str(tmp_path / "run")},
+            progress=progress,
+        )
+    )
+    async with asyncio.timeout(120):
+        await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert descendants(os.getpid()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"overrides": {"train.lrr": 1}}, "unknown key train.lrr; did you mean train.lr?"),
+        ({"overrides": {"lr": 1}}, "override 'lr' is not of the form table.key; did you mean train.lr"),
+        ({"overrides": ["train.lr=x"]}, "train.lr: input should be a valid number"),
+        ({"train": {"lr": "x"}}, "train.lr: input should be a valid number"),
+        ({"trian": {"lr": 1}}, "keyword tables: unknown key trian.lr; did you mean train.lr?"),
+        ({"resume": "x", "run": {"steps": 1}}, "a resumed run keeps its configuration"),
+        ({"config": "missing.toml"}, "cannot read missing.toml"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_leave_nothing(
+    arguments: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(insitu.InsituError) as caught:
+        insitu.train(**arguments)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())

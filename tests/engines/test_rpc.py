@@ -301,5 +301,6 @@ async def test_a_killed_learner_wakes_every_waiter_with_one_line(tmp_path: Path)
 
 
 def test_the_controllers_side_never_imports_torch() -> None:
-    code = "import sys, insitu.engines.embedded.engine, insitu.engines.rpc_server; sys.exit('torch' in sys.modules)"
+    modules = "insitu.engines.embedded.engine, insitu.engines.rpc_server"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

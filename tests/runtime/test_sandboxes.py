@@ -48,8 +48,8 @@ def test_what_the_tasks_need_a_fall_back_must_have_too(tmp_path: Path) -> None:
     docker = ("sandbox.backend=docker", "sandbox.image=python:3.12")
     assert refused(tmp_path, made, *docker) == ""
     assert refused(tmp_path, made, *docker, "sandbox.fallback=local") == (
-        "task t1 has no place in sandbox.fallback = local: its image is python:3.12, and it makes no sandboxes of"
-        " images"
+        "task t1 has no place in sandbox.fallback = local: its image is python:3.12, and it makes"
+        " no sandboxes of images"
     )
     assert refused(tmp_path, made).startswith("task t1 has no place in sandbox.backend = local: ")
     assert refused(tmp_path, made[:1], *docker, "sandbox.fallback=local") == ""

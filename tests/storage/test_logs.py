@@ -29,7 +29,8 @@ def test_one_file_per_rollout_holds_all_its_tries(tmp_path: Path) -> None:
     (file,) = tmp_path.iterdir()
     assert file.name == "train-00001-002-03.log"
     assert file.read_text() == (
-        "--- attempt 1: infra_failed sandbox vanished\none\n--- attempt 2: infra_failed sandbox vanished\ntwo\n"
+        "--- attempt 1: infra_failed sandbox vanished\none\n"
+        "--- attempt 2: infra_failed sandbox vanished\ntwo\n"
     )
 
 

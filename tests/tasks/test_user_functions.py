@@ -105,7 +105,8 @@ def _reads(row: dict[str, Any], answer: dict[str, str], verdict: Verdict) -> Any
     [
         (
             "not json",
-            "raised JSONDecodeError('Expecting value: line 1 column 1 (char 0)') (test_user_functions.py line ",
+            "raised JSONDecodeError('Expecting value: line 1 column 1 (char 0)')"
+            " (test_user_functions.py line ",
         ),
         ("NaN", "returned nan, not a number from 0 to 1"),
         ("1.01", "returned 1.01, not"),

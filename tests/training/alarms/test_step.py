@@ -110,7 +110,8 @@ class Run:
         learner.version = version
         parts = RunParts(
             learner=cast(Any, learner), engine=cast(Any, learner), publisher=cast(Any, learner),
-            life=LearnerSupervisor(learner, learner, lambda: None, restarts=0), plan_config=PlanConfig.of(run.config),
+            life=LearnerSupervisor(learner, learner, lambda: None, restarts=0),
+            plan_config=PlanConfig.of(run.config),
             source=cast(Any, None), harness=cast(Any, None), workers=cast(Any, None),
             gateway=cast(Any, None), judge=cast(Any, None),
         )  # fmt: skip

@@ -8,6 +8,7 @@ stand-in for the image's pytest. Whatever else the loader made of a row is used 
 
 from __future__ import annotations
 
+import ast
 import base64
 import gzip
 import json
@@ -25,6 +26,7 @@ from insitu.config import load_config
 from insitu.grading.grader import GradeConfig, Grader, runner_for
 from insitu.sandbox.local import LocalBackend
 from insitu.suites.tasks.gold_tree import with_gold
+from insitu.tasks import function_sets
 from insitu.tasks.base import Item
 from insitu.tasks.factory import FORMATS, open_rows
 from insitu.types import WORKDIR, FileEntry, Limits, Setup, Task, Tree, task_hash
@@ -423,28 +425,30 @@ PLUS = """\
 import numpy as np
 
 def is_floats(x) -> bool:
-    # check if it is float; List[float]; Tuple[float]
-    if isinstance(x, float):
-        return True
-    if isinstance(x, (list, tuple)):
-        return all(isinstance(i, float) for i in x)
-    if isinstance(x, np.ndarray):
-        return x.dtype == np.float64 or x.dtype == np.float32
-    return False
+    return isinstance(x, float) or isinstance(x, (list, tuple)) and all(isinstance(i, float) for i in x)
 
 
 def assertion(out, exp, atol):
-    exact_match = out == exp
-
     if atol == 0 and is_floats(exp):
         atol = 1e-6
-    if not exact_match and atol != 0:
+    if atol != 0 and out != exp:
         assert np.allclose(out, exp, rtol=1e-07, atol=atol)
     else:
-        assert exact_match, f"out: {out}, exp: {exp}"
+        assert out == exp, f"out: {out}, exp: {exp}"
 
 
 """
+"""Laid out as in EvalPlus; its own functions have the hashes in function_sets.py, these are added to them."""
+
+
+@pytest.fixture(autouse=True)
+def _own_assertion(monkeypatch: pytest.MonkeyPatch) -> None:
+    floats, equal = (node for node in ast.parse(PLUS).body if isinstance(node, ast.FunctionDef))
+    for name, node in (("IS_FLOATS", floats), ("ASSERTIONS", equal)):
+        known = getattr(function_sets, name)
+        monkeypatch.setattr(function_sets, name, (*known, function_sets._meaning(node)))
+
+
 LOOP = "for i, (inp, exp) in enumerate(zip(inputs, results)):\n"
 
 

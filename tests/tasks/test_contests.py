@@ -4,6 +4,7 @@ judged is tests/grading/test_sources.py's."""
 
 from __future__ import annotations
 
+import ast
 import base64
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 
 from insitu.errors import TaskError
 from insitu.grading.grader import runner_for
+from insitu.tasks import function_sets
 from insitu.tasks.base import Item
 from insitu.tasks.contests import megabytes_of, seconds_of
 from insitu.tasks.dataset import LoadOptions, RowSource
@@ -227,48 +229,32 @@ def test_rows_of_mbpp_that_cannot_be_graded(tmp_path: Path, more: dict[str, Any]
 FLOATS = """import numpy as np
 
 def is_floats(x) -> bool:
-    # check if it is float; List[float]; Tuple[float]
-    if isinstance(x, float):
-        return True
-    if isinstance(x, (list, tuple)):
-        return all(isinstance(i, float) for i in x)
-    if isinstance(x, np.ndarray):
-        return x.dtype == np.float64 or x.dtype == np.float32
-    return False
+    return isinstance(x, float) or isinstance(x, (list, tuple)) and all(isinstance(i, float) for i in x)
 
 """
 EQUAL = """
 def assertion(out, exp, atol):
-    exact_match = out == exp
-
     if atol == 0 and is_floats(exp):
         atol = 1e-6
-    if not exact_match and atol != 0:
+    if atol != 0 and out != exp:
         assert np.allclose(out, exp, rtol=1e-07, atol=atol)
     else:
-        assert exact_match, f"out: {out}, exp: {exp}"
+        assert out == exp
 
 """
-AS_SETS = """
-def assertion(out, exp, atol):
-    if atol == 0 and is_floats(exp):
-        atol = 1e-6
-    out = set(out)
-    exp = set(exp)
-    if out != exp and atol != 0:
-        assert np.allclose(out, exp, rtol=1e-07, atol=atol)
-    else:
-        assert out == exp, f"out: {out}, exp: {exp}"
+AS_SETS = "def assertion(out, exp, atol):\n    assert set(out) == set(exp)\n\n"
+AS_TRUTH = "def assertion(out, exp, atol):\n    assert exp == (out is not None)\n\n"
 
-"""
-AS_TRUTH = """
-def assertion(out, exp, atol):
-    if isinstance(out, bool):
-        exact_match = out == exp
-    else:
-        exact_match = exp == (out is not None)
 
-"""
+@pytest.fixture(autouse=True)
+def _own_assertion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Know the functions above beside the ones that EvalPlus publishes."""
+    for name, text in (("IS_FLOATS", FLOATS), ("ASSERTIONS", EQUAL)):
+        (node,) = (part for part in ast.parse(text).body if isinstance(part, ast.FunctionDef))
+        known = getattr(function_sets, name)
+        monkeypatch.setattr(function_sets, name, (*known, function_sets._meaning(node)))
+
+
 PLUS_ROW = {
     "task_id": 1,
     "prompt": "x",
@@ -292,9 +278,7 @@ def test_evalplus_takes_the_tolerance_of_its_row(tmp_path: Path) -> None:
         FLOATS + AS_SETS + LOOP.format("f(*inp)", "0"),
         AS_TRUTH + LOOP.format("f(*inp)", "0"),
         FLOATS + EQUAL + LOOP.format("sorted(f(*inp))", "0"),
-        FLOATS
-        + EQUAL.replace("exact_match = out == exp", "exact_match = out is exp")
-        + LOOP.format("f(*inp)", "0"),
+        FLOATS + EQUAL.replace("assert out == exp", "assert out is exp") + LOOP.format("f(*inp)", "0"),
         FLOATS.replace("float", "int") + EQUAL + LOOP.format("f(*inp)", "0"),
         FLOATS + EQUAL + LOOP.format("f(*inp)", "0").replace("zip(inputs", "zip(inputs[1:]"),
     ],

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks._failures_world import GROUP_SIZE, TRIES, Credit, Nowhere, Setting, World, said
-from insitu.attempt import AttemptSpec, at_once, forget
+from insitu.attempt import AttemptSpec, ignore_cancelled, no_wait
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.dispatcher import CollectOptions, Slot
@@ -71,15 +71,15 @@ class DyingBoxes:
     async def run(
         self,
         spec: AttemptSpec,
-        began: Callable[[], None],
-        cancelled: Callable[[Rollout], None] = forget,
-        ready: Callable[[], Awaitable[object]] = at_once,
+        on_start: Callable[[], None],
+        on_cancelled: Callable[[Rollout], None] = ignore_cancelled,
+        ready: Callable[[], Awaitable[object]] = no_wait,
     ) -> Rollout:
         number, slot = draw_of(spec.rollout_id)
         at = (number, slot, spec.attempt - 1)
         async with self._permits:
             await ready()
-            began()
+            on_start()
             version, now = self.version, asyncio.get_running_loop().time()
             first = self._first.setdefault(spec.rollout_id, now)
             limit = spec.task.limits.wall_s

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks._failures_world import Nowhere
-from insitu.attempt import AttemptExecutor, AttemptSpec, Began, at_once, forget
+from insitu.attempt import AttemptExecutor, AttemptSpec, OnStart, ignore_cancelled, no_wait
 from insitu.chat.load import load_renderer
 from insitu.collect.breaker import Breaker
 from insitu.collect.dispatcher import CollectOptions, Dispatcher
@@ -123,13 +123,13 @@ class Told:
     async def run(
         self,
         spec: AttemptSpec,
-        began: Began,
-        cancelled: Callable[[Rollout], None] = forget,
-        ready: Callable[[], Awaitable[object]] = at_once,
+        on_start: OnStart,
+        on_cancelled: Callable[[Rollout], None] = ignore_cancelled,
+        ready: Callable[[], Awaitable[object]] = no_wait,
     ) -> Rollout:
         self._trouble.tries[spec.rollout_id] = spec.attempt
         _TRY.set((spec.rollout_id, spec.attempt))
-        rollout = await self._attempts.run(spec, began, cancelled, ready)
+        rollout = await self._attempts.run(spec, on_start, on_cancelled, ready)
         if rollout.status is Status.INFRA_FAILED and spec.attempt == 1:
             self._trouble.first.add(rollout.id)
         return rollout

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from insitu.attempt import AttemptSpec, at_once, forget
+from insitu.attempt import AttemptSpec, ignore_cancelled, no_wait
 from insitu.collect.breaker import Breaker
 from insitu.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot
 from insitu.training.plan.step import PlanConfig, plan_step
@@ -115,12 +115,12 @@ class Sandboxes:
     async def run(
         self,
         spec: AttemptSpec,
-        began: Callable[[], None],
-        cancelled: Callable[[Rollout], None] = forget,
-        ready: Callable[[], Awaitable[object]] = at_once,
+        on_start: Callable[[], None],
+        on_cancelled: Callable[[Rollout], None] = ignore_cancelled,
+        ready: Callable[[], Awaitable[object]] = no_wait,
     ) -> Rollout:
         group, slot = place_of(spec.rollout_id)
-        began()
+        on_start()
         failed = bool(self._fails[group, slot, spec.attempt - 1])
         draw = self._world.draw(group, slot, spec.attempt, self._setting)
         return Rollout(

@@ -113,7 +113,7 @@ class Trainer:
             Breaker(1000),
             self._options(),
             lambda number: self._task,
-            use=useless,
+            reject_reason=useless,
         )
         async with collector.open() as under_way:
             for _ in range(case.updates):

@@ -1,8 +1,8 @@
-"""One attempt, from Task to Rollout: lease a worker, open a session, run the agent, seal, judge.
+"""One attempt, from Task to Rollout: lease a worker, open a session, run the agent, seal, grade.
 
-Read this file first; every folder it names is a step of the path. Whatever happens, exactly one Rollout
-comes back: host-side failures make it unscorable (INFRA_FAILED, reward None), everything the agent can cause
-itself is graded. Broken capture invariants are defects and are raised.
+This file is the entry point to the code: every folder it imports is a step of the path. Exactly one Rollout
+is returned: failures of the host make it unscorable (INFRA_FAILED, reward None), everything the agent can
+cause itself is graded. Broken capture invariants are defects and are raised.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from insitu.types import (
 )
 
 Judge = Callable[[Task, Tree], Awaitable[Verdict]]
-"""The grading side, with the oracle inside it: the rollout side never holds one."""
+"""Grades the final files; holds the oracle, which the rollout side never sees."""
 
 
 @runtime_checkable
 class PreparableJudge(Protocol):
-    """A judge that can also get ready beforehand, and knows what tasks with an image start from."""
+    """A judge that can prepare ahead of time and provides the base files of tasks with an image."""
 
     async def prepare(self, task: Task) -> None:
-        """Called when the agent starts; must not raise."""
+        """Prepare for grading while the agent runs; must not raise."""
 
     async def base(self, task: Task) -> Tree: ...
 
 
 class AttemptSession(Protocol):
-    """The gateway's side of one attempt: gateway.session.Session, or one before a provider without tokens."""
+    """The gateway's side of one attempt: `gateway.session.Session` or `UpstreamSession`."""
 
     @property
     def public_id(self) -> str: ...
@@ -64,7 +64,7 @@ class AttemptSession(Protocol):
 
     @property
     def left(self) -> bool:
-        """The agent said that it is done."""
+        """Whether the agent reported that it is done."""
 
     @property
     def host_calls(self) -> Sequence[HostCall]:
@@ -74,7 +74,7 @@ class AttemptSession(Protocol):
 
 
 class Sessions(Protocol):
-    """Who opens them: gateway.server.Gateway, or runtime.upstream.UpstreamGateway."""
+    """Opens sessions: `gateway.server.Gateway` or `runtime.upstream.UpstreamGateway`."""
 
     def open_session(
         self,
@@ -90,7 +90,7 @@ class Sessions(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptSpec:
-    """What one attempt needs to know."""
+    """Inputs of one attempt."""
 
     rollout_id: str
     task: Task
@@ -98,54 +98,53 @@ class AttemptSpec:
     attempt: int = 1
     temperature: float = 1.0
     evaluation: bool = False
-    """Its tokens are never trained; the ledger says so."""
+    """Its tokens are never trained; the ledger excludes them as `evaluation`."""
 
 
 NOTHING_SAMPLED = Trajectory(segments=(), turns=(), ledger=Ledger())
 WAITED_SHARE = 0.1
-"""Of the wall limit: more waiting for a provider's rate limits than that, and a time-out is not graded."""
+"""Share of the wall limit spent waiting for rate limits above which a timeout is not graded."""
 KeepLog = Callable[[Rollout, bytes], None]
-"""Gets the redacted output of an agent whose try did not end `ok`; must not raise."""
+"""Gets the redacted output of an agent whose attempt did not end `ok`; must not raise."""
 KeepArtifacts = Callable[[Rollout, Mapping[str, bytes]], None]
-"""Gets what was declared to be kept of a sandbox, where there is any; must not raise."""
+"""Gets the declared artifacts of a sandbox, if any; must not raise."""
 KeepCalls = Callable[[str, int, Sequence[Mapping[str, object]]], None]
-"""Gets a rollout's id, the number of the try and its calls of host tools in order, where there are any. May
-raise RecordError."""
+"""Gets rollout id, attempt number and the calls of host tools in order, if any; may raise RecordError."""
 
 
 @dataclass(slots=True)
-class _Under:
-    """The attempt under way: seconds by phase, and what must outlive its failure."""
+class _AttemptState:
+    """State of a running attempt: seconds by phase, and results that must survive its failure."""
 
     start: float
     leased: float = 0.0
     agent: float = 0.0
     graded: float = 0.0
     trajectory: Trajectory = NOTHING_SAMPLED
-    """From the seal on; tokens of an attempt that fails later are still accounted for."""
+    """Set by the seal; tokens of an attempt that fails later are still accounted for."""
     log: bytes = b""
     egress: int | None = None
     artifacts: Mapping[str, bytes] = field(default_factory=dict)
     calls: Sequence[HostCall] = ()
 
 
-class Began(Protocol):
-    """Hears that an attempt has its worker; must not raise."""
+class OnStart(Protocol):
+    """Callback when an attempt has its worker; must not raise."""
 
     def __call__(self, away_s: AwayTime = no_time, /) -> None:
-        """`away_s`: seconds so far in which this attempt waited for an engine that was away."""
+        """Handle the start; `away_s` returns the seconds this attempt has waited for the engine so far."""
 
 
-def unheard(away_s: AwayTime = no_time, /) -> None:
-    """Nobody wants to know when an attempt begins."""
+def ignore_start(away_s: AwayTime = no_time, /) -> None:
+    """No-op start callback."""
 
 
-def forget(rollout: Rollout) -> None:
-    """Nobody wants to know of a cancelled attempt."""
+def ignore_cancelled(rollout: Rollout) -> None:
+    """No-op callback for a cancelled attempt."""
 
 
-async def at_once() -> None:
-    """An attempt that has its worker waits for nothing else."""
+async def no_wait() -> None:
+    """No-op gate: the attempt starts at once."""
 
 
 class AttemptExecutor:
@@ -163,7 +162,7 @@ class AttemptExecutor:
         keep_calls: KeepCalls = lambda rollout_id, attempt, calls: None,
         model: str = "policy",
     ) -> None:
-        """`model`: what agents are told to ask for."""
+        """Connect gateway, workers and judge; `model` is the model name that agents request."""
         self._gateway, self._workers, self._judge = gateway, workers, judge
         self._seal_s, self._model = seal_s, model
         self._keep_log, self._keep_artifacts, self._keep_calls = keep_log, keep_artifacts, keep_calls
@@ -171,48 +170,51 @@ class AttemptExecutor:
     async def run(
         self,
         spec: AttemptSpec,
-        began: Began = unheard,
-        cancelled: Callable[[Rollout], None] = forget,
-        ready: Callable[[], Awaitable[object]] = at_once,
+        on_start: OnStart = ignore_start,
+        on_cancelled: Callable[[Rollout], None] = ignore_cancelled,
+        ready: Callable[[], Awaitable[object]] = no_wait,
     ) -> Rollout:
-        """Decide one slot. `ready` is awaited when a worker is at hand, then `began` is called and the agent
-        starts. Cancelling stops agent, sandbox and engine requests at once; `cancelled` then gets what there
-        was."""
-        under = _Under(start=time.monotonic())
+        """Run one attempt from sandbox to verdict.
+
+        `ready` is awaited when a worker is available, then `on_start` is called and the agent starts.
+        Cancelling stops agent, sandbox and engine requests at once; `on_cancelled` then gets the partial
+        rollout. Raises CaptureError when a capture invariant is broken.
+        """
+        state = _AttemptState(start=time.monotonic())
         try:
-            rollout = await self._run(spec, under, began, ready)
+            rollout = await self._run(spec, state, on_start, ready)
         except asyncio.CancelledError:
-            cancelled(replace(_unscorable(spec, under, "cancelled"), trajectory=under.trajectory))
+            on_cancelled(replace(_unscorable_rollout(spec, state, "cancelled"), trajectory=state.trajectory))
             raise
         except CaptureError:
             raise
         except InsituError as error:
             if not error.infra:
                 raise
-            rollout = _unscorable(spec, under, str(error))
+            rollout = _unscorable_rollout(spec, state, str(error))
         finally:
-            if under.calls:
-                calls = [asdict(call) for call in under.calls]
+            if state.calls:
+                calls = [asdict(call) for call in state.calls]
                 self._keep_calls(spec.rollout_id, spec.attempt, calls)
         if rollout.status is not Status.OK:
-            self._keep_log(rollout, under.log)
-        if under.artifacts:
-            self._keep_artifacts(rollout, under.artifacts)
+            self._keep_log(rollout, state.log)
+        if state.artifacts:
+            self._keep_artifacts(rollout, state.artifacts)
         return rollout
 
     async def _run(
         self,
         spec: AttemptSpec,
-        under: _Under,
-        began: Began,
+        state: _AttemptState,
+        on_start: OnStart,
         ready: Callable[[], Awaitable[object]],
     ) -> Rollout:
         async with self._workers.lease(spec.task.setup) as worker:
             await ready()
-            under.leased = time.monotonic()
+            state.leased = time.monotonic()
             opened: list[AttemptSession] = []
             clock = asyncio.get_running_loop().time
-            began(lambda: sum(session.stats.away(clock()) for session in opened))
+            on_start(lambda: sum(session.stats.away(clock()) for session in opened))
             session = self._gateway.open_session(
                 spec.rollout_id,
                 seed=spec.seed,
@@ -228,35 +230,35 @@ class AttemptExecutor:
                 async with self._preparing(spec.task):
                     result = await worker.run(spec.task, access, lambda: session.left)
             except asyncio.CancelledError:
-                max_wait_s = 0.0  # nobody waits for the replies any more
+                max_wait_s = 0.0  # the replies are no longer needed
                 raise
             finally:
                 try:
-                    await _seal(session, max_wait_s, under)
+                    await _seal(session, max_wait_s, state)
                 finally:
-                    under.calls = session.host_calls
-                    under.agent = time.monotonic() - under.leased
-        under.log, under.egress, under.artifacts = result.log, result.egress_attempts, result.artifacts
+                    state.calls = session.host_calls
+                    state.agent = time.monotonic() - state.leased
+        state.log, state.egress, state.artifacts = result.log, result.egress_attempts, result.artifacts
         stats = session.stats
         trouble = _infra_failure(result, stats, spec.task.limits)
         if not trouble and failpoint.fails("try.lost"):
-            trouble = "its sandbox was lost (a failpoint)"
+            trouble = "its sandbox was lost (failpoint)"
         if trouble:
-            return _unscorable(spec, under, trouble)
+            return _unscorable_rollout(spec, state, trouble)
         graded = time.monotonic()
         verdict = await self._judge(spec.task, result.tree)
-        under.graded = time.monotonic() - graded
+        state.graded = time.monotonic() - graded
         ungraded = _ungraded(verdict)
         if ungraded is not None:
-            return _unscorable(spec, under, ungraded)
+            return _unscorable_rollout(spec, state, ungraded)
         base = (
             await self._judge.base(spec.task) if isinstance(self._judge, PreparableJudge) else spec.task.files
         )
-        return _decided(spec, under, result, verdict, stats, base)
+        return _graded_rollout(spec, state, result, verdict, stats, base)
 
     @asynccontextmanager
     async def _preparing(self, task: Task) -> AsyncIterator[None]:
-        """Let the judge get ready while the agent works."""
+        """Let the judge prepare while the agent works."""
         if not isinstance(self._judge, PreparableJudge):
             yield
             return
@@ -281,20 +283,20 @@ class AttemptExecutor:
         )
 
 
-async def _seal(session: AttemptSession, max_wait_s: float, under: _Under) -> None:
-    """What was sampled is accounted for, also where the cancellation lands in here: it waits until the seal
-    is through, at most for the patience."""
+async def _seal(session: AttemptSession, max_wait_s: float, state: _AttemptState) -> None:
+    """Seal the session and store its trajectory, even if cancelled meanwhile."""
+    # On cancellation the seal is still awaited (at most `max_wait_s`): sampled tokens must be accounted for.
     sealing = asyncio.ensure_future(session.seal(max_wait_s))
     try:
         await asyncio.shield(sealing)
     except asyncio.CancelledError:
-        under.trajectory = await sealing
+        state.trajectory = await sealing
         raise
-    under.trajectory = sealing.result()
+    state.trajectory = sealing.result()
 
 
 def _infra_failure(result: AgentResult, stats: SessionStats, limits: Limits) -> str:
-    """Why an attempt is not graded, empty when it is."""
+    """Return why an attempt is not graded; empty if it is."""
     if stats.infra_error:
         return stats.infra_error
     if not stats.calls:  # nothing that the model sampled has led to this end
@@ -304,17 +306,17 @@ def _infra_failure(result: AgentResult, stats: SessionStats, limits: Limits) -> 
             return f"the gateway refused all {refused.count} requests of the agent ({refused.last}): {end}"
         return f"the agent never called the model: {end}"
     if result.exit == "timeout" and stats.waited_s >= WAITED_SHARE * limits.wall_s:
-        return f"the agent ran out of time; {stats.waited_s:.0f} s of it were waits for the provider"
+        return f"agent timeout; {stats.waited_s:.0f} s of it were waits for the provider"
     return ""
 
 
 def _ungraded(verdict: Verdict) -> str | None:
-    """Why a verdict grades nothing, None when it does. A grader that gives no reward that can be one has
-    failed: that is not the agent's doing, and nothing that training could use."""
+    """Return why a verdict is unusable; None if it has a valid reward."""
+    # A grader without a valid reward has failed: that is not the agent's fault.
     if verdict.outcome is Outcome.INFRA:
         return verdict.reason
     if verdict.reward is None or not 0.0 <= verdict.reward <= 1.0:
-        return f"the grader gave reward {verdict.reward}, which is no number from 0 to 1"
+        return f"the grader returned reward {verdict.reward}, expected a number from 0 to 1"
     return None
 
 
@@ -324,29 +326,29 @@ def _status(result: AgentResult, stats: SessionStats) -> Status:
     return Status.OK if result.exit == "finished" else Status.AGENT_FAILED
 
 
-def _timings(under: _Under, engine_s: float = 0.0) -> Timings:
+def _timings(state: _AttemptState, engine_s: float = 0.0) -> Timings:
     now = time.monotonic()
     return Timings(
-        queued_s=(under.leased or now) - under.start,
-        agent_s=under.agent,
+        queued_s=(state.leased or now) - state.start,
+        agent_s=state.agent,
         engine_s=engine_s,
-        grade_s=under.graded,
-        total_s=now - under.start,
+        grade_s=state.graded,
+        total_s=now - state.start,
     )
 
 
-def _decided(
+def _graded_rollout(
     spec: AttemptSpec,
-    under: _Under,
+    state: _AttemptState,
     result: AgentResult,
     verdict: Verdict,
     stats: SessionStats,
     base: Tree,
 ) -> Rollout:
-    trajectory = under.trajectory
+    trajectory = state.trajectory
     if spec.evaluation:
         trajectory = replace(trajectory, ledger=reassign(trajectory.ledger, "evaluation"))
-    # What the judge would not look at is not kept either: an agent may leave any amount of it.
+    # Files that the judge ignores are not kept either: an agent may leave any amount of them.
     diff = compare(base, result.tree, DiffPolicy(protected=spec.task.grading.protected))
     return Rollout(
         id=spec.rollout_id,
@@ -358,26 +360,26 @@ def _decided(
         verdict=verdict,
         changed=diff.changed,
         deleted=diff.deleted,
-        timings=_timings(under, stats.engine_s),
+        timings=_timings(state, stats.engine_s),
         attempt=spec.attempt,
         error="" if result.exit == "finished" else result.detail,
-        egress_attempts=under.egress,
+        egress_attempts=state.egress,
     )
 
 
-def _unscorable(spec: AttemptSpec, under: _Under, reason: str) -> Rollout:
+def _unscorable_rollout(spec: AttemptSpec, state: _AttemptState, reason: str) -> Rollout:
     return Rollout(
         id=spec.rollout_id,
         task_id=spec.task.id,
         category=spec.task.category,
         status=Status.INFRA_FAILED,
         reward=None,
-        trajectory=replace(under.trajectory, ledger=reassign(under.trajectory.ledger, "infra")),
+        trajectory=replace(state.trajectory, ledger=reassign(state.trajectory.ledger, "infra")),
         verdict=None,
         changed={},
         deleted=(),
-        timings=_timings(under),
+        timings=_timings(state),
         attempt=spec.attempt,
         error=reason,
-        egress_attempts=under.egress,
+        egress_attempts=state.egress,
     )

@@ -1,9 +1,8 @@
-"""Every failure insitu raises on purpose, one class per boundary to the outside.
+"""Exceptions that insitu raises deliberately, one class per boundary to the outside.
 
-A `InsituError` is one clear line for a person. Classification: `infra` errors are the host's doing and make
-a rollout unscorable (reward None, slot retried); everything else is either a defect (raises to the top)
-or the agent's own doing (graded). `boundary` turns foreign exceptions into the class of the edge they
-crossed, keeping the cause.
+The message of an `InsituError` is one line for the user. `infra` errors are failures of the host: they make a
+rollout unscorable (reward None, slot retried). Everything else is either a defect (raised to the top) or
+caused by the agent (graded). `boundary` converts foreign exceptions at an edge and keeps the cause.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 
 
 class InsituError(Exception):
-    """Base. `str(error)` is one line, fit to print."""
+    """Base class; `str(error)` is one line for the user."""
 
     infra = False
 
@@ -31,25 +30,25 @@ class TaskError(InsituError):
 
 
 class CaptureError(InsituError):
-    """An invariant of capture is broken. Names rollout, turn and token index; never swallowed."""
+    """A capture invariant is broken; names rollout, turn and token index and is never swallowed."""
 
 
 class RenderError(InsituError):
-    """A tokenizer or chat template cannot serve as a family."""
+    """A tokenizer or chat template cannot be used as a renderer."""
 
 
 class GatewayError(InsituError):
-    """The gateway cannot do what its operator asked."""
+    """The gateway cannot do what its operator requested."""
 
 
 class EngineError(InsituError):
-    """The engine failed, answered nonsense or is gone."""
+    """The engine failed, returned an invalid answer or is gone."""
 
     infra = True
 
 
 class EngineUnavailable(EngineError):
-    """The engine did not answer this request (it was restarted, say): the same one may be answered later."""
+    """The engine did not answer, e.g. because it restarted: the same request may succeed later."""
 
 
 class SandboxError(InsituError):
@@ -63,29 +62,33 @@ class SandboxStartError(SandboxError):
 
 
 class ImageMissing(SandboxStartError):
-    """No such image: another try cannot help, and the backend is not to blame."""
+    """The image does not exist: a retry cannot help, and the backend is healthy."""
 
 
 class ImageUnavailable(SandboxStartError):
-    """An image could not be fetched (its registry is down, slow or wants a login): another try may help, and
-    the backend is not to blame."""
+    """An image could not be fetched: a retry may help, and the backend is healthy.
+
+    Causes: the registry is down, slow or requires a login.
+    """
 
 
 class BackendTimeout(SandboxStartError):
-    """A backend did not do in time what it was told. It may still do it later."""
+    """A backend did not complete a request in time; it may still complete it later."""
 
 
 class SandboxTransient(SandboxError):
-    """The way to a sandbox failed for a moment (a reset connection, say): the same call may succeed if made
-    again. Raised only where making it again is harmless."""
+    """A temporary failure on the way to a sandbox, e.g. a reset connection: a retry may succeed.
+
+    Raised only where a retry is harmless.
+    """
 
 
 class SandboxLost(SandboxError):
-    """A live sandbox vanished through no act of what ran in it."""
+    """A live sandbox vanished, and nothing that ran in it caused that."""
 
 
 class PolicyUnsupported(SandboxError):
-    """A spec asks for more than the backend offers; refused before start."""
+    """A spec asks for more than the backend offers; raised before start."""
 
     infra = False
 
@@ -97,7 +100,7 @@ class HarnessError(InsituError):
 
 
 class GradeError(InsituError):
-    """Grading failed for a host-side cause."""
+    """Grading failed because of the host."""
 
     infra = True
 
@@ -107,12 +110,12 @@ class RecordError(InsituError):
 
 
 class TrainError(InsituError):
-    """The learner refused or failed a step."""
+    """The learner rejected or failed a step."""
 
 
 @contextmanager
 def boundary(kind: type[InsituError], doing: str) -> Iterator[None]:
-    """Turn OS and protocol errors crossing an edge into `kind`, with what was being done.
+    """Convert OS and protocol errors that cross an edge into `kind`; the message says what was being done.
 
     Insitu's own errors pass unchanged. Programming errors (TypeError, KeyError, ...) are not caught.
     """
@@ -125,7 +128,7 @@ def boundary(kind: type[InsituError], doing: str) -> Iterator[None]:
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What a task group failed of: its first InsituError, else its first error, without the nesting."""
+    """Return the first InsituError of a task group, else its first error, without the nesting."""
     leaves: list[BaseException] = []
     waiting: list[BaseException] = [group]
     while waiting:

@@ -1,11 +1,10 @@
-"""Places where a test can make a process die, to prove that nothing is lost there.
+"""Failpoints: places where a test can kill a process, to check that nothing is lost there.
 
-`hit(name)` does nothing unless the environment variable INSITU_FAILPOINT holds `name:count:file`; several
-have commas between them. The process that passes the place for the count-th time makes the file and kills
-itself with SIGKILL, as an out-of-memory killer would; where the file is there already, nothing happens any
-more. A test in the same process arms a place with `armed` instead and gets `FailpointHit` raised. `POINTS`
-are the names: one before and one after each commit of the store, and those between the writes that a commit
-rests on.
+`hit(name)` is a no-op unless the environment variable INSITU_FAILPOINT contains `name:count:file` (several
+are separated by commas). The process that passes the place for the count-th time creates the file and kills
+itself with SIGKILL, as an out-of-memory killer would; if the file exists already, nothing happens. A test in
+the same process uses `armed` instead, which raises `FailpointHit`. `POINTS` lists the names: one before and
+one after each commit of the store, and those between the writes that a commit depends on.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ COMMITS = (
     "step",
     "recover",
 )
-"""What the store writes in a transaction of its own."""
+"""Transactions of the store."""
 POINTS = (
     *(f"{name}.{when}" for name in COMMITS for when in ("before", "after")),
     "learner.stepped",
@@ -45,21 +44,21 @@ POINTS = (
     "loop.pruned",
 )
 FAILURES = ("try.lost",)
-"""Places where a failure happens instead: a try whose sandbox is lost."""
+"""Places that simulate a failure instead: an attempt whose sandbox is lost."""
 
 
 class FailpointHit(BaseException):
-    """A place armed in this process was passed. No handler of errors takes it for one."""
+    """An armed failpoint was passed; derives from BaseException so that no error handler catches it."""
 
 
 @dataclass(slots=True)
 class _Armed:
-    """A place at which this process is to die."""
+    """An armed failpoint of this process."""
 
     left: int
-    """How often it is still to be passed."""
+    """Passes until it triggers."""
     once: str = ""
-    """File that says that it has happened; empty: raise instead."""
+    """File that marks it as triggered; empty: raise instead."""
 
 
 def _parse(text: str) -> dict[str, _Armed]:
@@ -74,7 +73,7 @@ _armed = _parse(os.environ.get(VARIABLE, ""))
 
 
 def hit(name: str) -> None:
-    """Die here if this place is armed and it is time."""
+    """Trigger this failpoint if it is armed and due."""
     place = _due(name)
     if place is not None and not place.once:
         raise FailpointHit(name)
@@ -83,7 +82,7 @@ def hit(name: str) -> None:
 
 
 def fails(name: str) -> bool:
-    """Whether this place, one of FAILURES, is armed and it is time: once, as with `hit`."""
+    """Return whether this failpoint, one of FAILURES, is armed and due; triggers once, like `hit`."""
     place = _due(name)
     return place is not None and (not place.once or _first(place))
 
@@ -97,7 +96,7 @@ def _due(name: str) -> _Armed | None:
 
 
 def _first(place: _Armed) -> bool:
-    """It has not happened in this or an earlier process."""
+    """Return whether it has not triggered in this or an earlier process."""
     with contextlib.suppress(FileExistsError):
         os.close(os.open(place.once, os.O_CREAT | os.O_EXCL))
         return True
@@ -106,7 +105,7 @@ def _first(place: _Armed) -> bool:
 
 @contextmanager
 def armed(name: str, count: int = 1) -> Iterator[None]:
-    """Have `FailpointHit` raised when this process passes the place for the `count`-th time."""
+    """Raise `FailpointHit` when this process passes the place for the `count`-th time."""
     if name not in (*POINTS, *FAILURES):
         raise ValueError(f"no such failpoint: {name}")
     _armed[name] = _Armed(count)

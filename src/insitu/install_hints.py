@@ -1,7 +1,7 @@
-"""How a person installs what is missing, in the words of the tool that installed insitu.
+"""Install commands for missing packages, matching the tool that installed insitu.
 
-`pip install` does nothing for a program that pipx or uv keeps in an environment of its own, and would replace
-an editable install by a copy.
+`pip install` has no effect on a program that pipx or uv keeps in its own environment, and would replace an
+editable install with a copy.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 NAME = __name__.partition(".")[0]
-"""Of the distribution."""
+"""Name of the distribution."""
 
 
 def install_extra(extra: str) -> str:
-    """The command for an extra of insitu itself."""
+    """Return the command that installs an extra of insitu."""
     prefix = Path(sys.prefix)
-    wanted = f"'{NAME}[{extra}]'"
+    requirement = f"'{NAME}[{extra}]'"
     if (prefix / "pipx_metadata.json").exists():
-        return f"pipx install --force {wanted}"
+        return f"pipx install --force {requirement}"
     if (prefix / "uv-receipt.toml").exists():
-        return f"uv tool install {wanted}"
+        return f"uv tool install {requirement}"
     folder = _editable()
-    return f"{_pip()} install -e '{folder}[{extra}]'" if folder else f"{_pip()} install {wanted}"
+    return f"{_pip()} install -e '{folder}[{extra}]'" if folder else f"{_pip()} install {requirement}"
 
 
 def install_package(package: str) -> str:
-    """The command for another package beside insitu."""
+    """Return the command that installs another package beside insitu."""
     prefix = Path(sys.prefix)
     if (prefix / "pipx_metadata.json").exists():
         return f"pipx inject {NAME} {package}"
@@ -39,7 +39,7 @@ def install_package(package: str) -> str:
 
 
 def _pip() -> str:
-    """uv makes virtual environments without pip, and says so in their pyvenv.cfg."""
+    """Return the pip command; uv creates virtual environments without pip and marks them in pyvenv.cfg."""
     try:
         text = (Path(sys.prefix) / "pyvenv.cfg").read_text(encoding="utf-8")
     except OSError:
@@ -48,7 +48,7 @@ def _pip() -> str:
 
 
 def _editable() -> str:
-    """The folder of an editable install; "" for any other."""
+    """Return the folder of an editable install, else ""."""
     try:
         origin = json.loads(distribution(NAME).read_text("direct_url.json") or "{}")
     except PackageNotFoundError:

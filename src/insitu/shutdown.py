@@ -1,8 +1,8 @@
-"""Runs an asyncio program so that Ctrl-C ends it cleanly, and within a few seconds whatever happens.
+"""Run an asyncio program so that Ctrl-C ends it cleanly and within a few seconds.
 
 The first SIGINT, SIGTERM or SIGHUP cancels the program, which tears everything down in order. If that takes
-longer than `STOP_S`, or at a second signal, every descendant process is killed and this one exits: what was
-stored is on disk already, so nothing is lost. Knows nothing of what it runs.
+longer than `STOP_S`, or at a second signal, every descendant process is killed and this one exits: stored
+results are on disk already, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ T = TypeVar("T")
 STOP_S = 4.5
 """Seconds from the first signal to the hard stop."""
 EXIT_INTERRUPTED = 130
-LAST_WORDS = b"insitu: stopped at once, without tidying up; what was stored is kept\n"
+LAST_WORDS = b"insitu: forced stop without cleanup; stored results are kept\n"
 SHOW_CURSOR = b"\x1b[?25h\n"
-"""For a terminal on which a live view was drawn."""
+"""Restores the cursor of a terminal with a live view."""
 
 
 def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run with a clean stop. Raises KeyboardInterrupt once everything is torn down.
-    Must be called from the main thread."""
+    """Run `main` as asyncio.run does, with a clean stop on signals.
+
+    Raises KeyboardInterrupt after teardown. Must be called from the main thread.
+    """
     stopping = threading.Event()
     torn_down = threading.Event()
 
@@ -48,7 +50,7 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
         before = {
             number: signal.signal(number, on_signal)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-            # nohup: the run is to outlive its terminal
+            # nohup: the run must outlive its terminal
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         }
         try:
@@ -69,11 +71,11 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
 
 
 def hard_exit() -> None:
-    """Kill every descendant of this process, say so and exit at once."""
+    """Kill every descendant of this process, print a message and exit at once."""
     for pid in descendants(os.getpid()):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-    # Not print: the interrupted code may hold the stream's lock. Not where a reader has stopped reading.
+    # Not print: the interrupted code may hold the stream's lock. select: a pipe's reader may have stopped.
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, (SHOW_CURSOR if os.isatty(2) else b"") + LAST_WORDS)
@@ -81,7 +83,7 @@ def hard_exit() -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Process ids below `root`, children before grandchildren, from /proc."""
+    """Return the process ids below `root` from /proc, children before grandchildren."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

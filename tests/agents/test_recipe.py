@@ -123,13 +123,13 @@ def test_recipes_keep_secrets_out_of_argv_and_files_in_the_home(name: str) -> No
 @pytest.mark.parametrize("name", sorted(known.RECIPES))
 def test_every_recipe_can_be_configured_and_starts_anew_each_time(name: str) -> None:
     assert load_config(None, [f"harness.agent={name}"]).harness.agent == name
-    with pytest.raises(ConfigError, match="warm is not for"):
+    with pytest.raises(ConfigError, match="warm does not support"):
         load_config(None, [f"harness.agent={name}", "harness.mode=warm"])
 
 
 def test_only_pi_has_a_switch_for_compaction() -> None:
     assert load_config(None, ["harness.compact=true"]).harness.compact
-    with pytest.raises(ConfigError, match=r"harness.compact is for pi; codex has no such switch"):
+    with pytest.raises(ConfigError, match=r"harness.compact only applies to pi, not to codex"):
         load_config(None, ["harness.compact=true", "harness.agent=codex"])
 
 

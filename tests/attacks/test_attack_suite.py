@@ -276,7 +276,7 @@ async def test_the_whole_matrix(backend: LocalBackend, careless: LocalBackend) -
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["sandbox.backend=docker"], "has no place in sandbox.backend = docker: it is made of no image"),
+        (["sandbox.backend=docker"], "cannot run with sandbox.backend = docker: it has no image"),
         (
             ["sandbox.backend=harbor", "sandbox.environment=e2b"],
             "insitu attack needs sandboxes in which agents run; sandbox.backend = harbor",

@@ -12,7 +12,7 @@ from qwen_vocabulary import qwen_tokenizer_json
 from render_families import tokenizer_json
 
 from insitu.chat.load import load_renderer
-from insitu.chat.validation import Coded, check_renderer
+from insitu.chat.validation import CodecRenderer, check_renderer
 from insitu.errors import RenderError
 from insitu.types import Message, ToolCall
 
@@ -67,10 +67,10 @@ def test_auto(
     assert (renderer.caps.source, renderer.caps.tool_format) == (source, tool_format)
     assert renderer.caps.tools
     check_renderer(renderer)
-    told_after_a_late_system(renderer)
+    render_late_system(renderer)
 
 
-def told_after_a_late_system(renderer: Coded) -> None:
+def render_late_system(renderer: CodecRenderer) -> None:
     """Cases 11: natively or as a user message, the text arrives and nothing before it changes."""
     system, user = Message(role="system", text="Be brief."), Message(role="user", text="Go on.")
     shown = renderer.decode(renderer.append([system, system, user]))

@@ -11,7 +11,7 @@ from known_lab import FAMILIES, renderer_of
 
 from insitu.chat.codec import Codec
 from insitu.chat.renderers_adapter import AdaptedRenderer, adapted_renderer
-from insitu.chat.validation import check_renderer, reads_back
+from insitu.chat.validation import check_renderer, round_trips
 from insitu.errors import RenderError
 from insitu.types import Message, ToolCall, ToolSpec
 
@@ -28,7 +28,7 @@ def chat_renderer(request: pytest.FixtureRequest) -> AdaptedRenderer:
 
 def test_every_family_passes_its_own_check(chat_renderer: AdaptedRenderer) -> None:
     check_renderer(chat_renderer)
-    assert reads_back(
+    assert round_trips(
         chat_renderer, Message(role="assistant", tool_calls=(ToolCall(id="", name="look", arguments="{}"),))
     )
 
@@ -42,11 +42,11 @@ def test_pieces_are_what_the_packages_own_bridge_adds(chat_renderer: AdaptedRend
         (Message(role="assistant", text="Done."), [USER]),
     ]:
         ids = chat_renderer.render_reply(said)
-        told = [chat_renderer.shown.message(m) for m in run]
+        rendered = [chat_renderer.inputs.message(m) for m in run]
         config = chat_renderer.renderer.config.model_copy(update={"thinking_retention": "all"})
         renderer = type(chat_renderer.renderer)(chat_renderer.renderer._tokenizer, config)
         bridged = renderer.bridge_to_next_turn(
-            prompt, ids.tolist(), told, tools=[chat_renderer.shown.tool(TOOL)]
+            prompt, ids.tolist(), rendered, tools=[chat_renderer.inputs.tool(TOOL)]
         )
         ours = np.concatenate(
             [ids, chat_renderer.join(ids, "stop", run), chat_renderer.generation_prompt(run[-1].role)]
@@ -57,8 +57,8 @@ def test_pieces_are_what_the_packages_own_bridge_adds(chat_renderer: AdaptedRend
 def test_pieces_are_what_the_whole_rendering_has(chat_renderer: AdaptedRenderer) -> None:
     system = Message(role="system", text="Rules.")
     whole = chat_renderer.renderer.render(
-        [chat_renderer.shown.message(m) for m in (system, USER)],
-        tools=[chat_renderer.shown.tool(TOOL)],
+        [chat_renderer.inputs.message(m) for m in (system, USER)],
+        tools=[chat_renderer.inputs.tool(TOOL)],
         add_generation_prompt=True,
     )
     pieces = [
@@ -71,24 +71,26 @@ def test_pieces_are_what_the_whole_rendering_has(chat_renderer: AdaptedRenderer)
 
 @pytest.mark.case(51)
 def test_markers_from_outside_stay_text(chat_renderer: AdaptedRenderer) -> None:
-    evil = " ".join(chat_renderer.codec.control)
-    tool = ToolSpec(name="t", description=evil, parameters=json.dumps({"properties": {evil: {"d": evil}}}))
+    injected = " ".join(chat_renderer.codec.control)
+    tool = ToolSpec(
+        name="t", description=injected, parameters=json.dumps({"properties": {injected: {"d": injected}}})
+    )
     honest = ToolSpec(name="t", description="x", parameters=json.dumps({"properties": {"x": {"d": "x"}}}))
     call, plain = (
-        ToolCall(id="c", name="t", arguments=json.dumps({"a": evil})),
+        ToolCall(id="c", name="t", arguments=json.dumps({"a": injected})),
         ToolCall(id="c", name="t", arguments='{"a": "x"}'),
     )
     for ids, other in [
         (
-            chat_renderer.append([Message(role="user", text=evil)]),
+            chat_renderer.append([Message(role="user", text=injected)]),
             chat_renderer.append([Message(role="user", text="x")]),
         ),
         (
-            chat_renderer.append([Message(role="tool", text=evil, tool_call_id=evil)]),
+            chat_renderer.append([Message(role="tool", text=injected, tool_call_id=injected)]),
             chat_renderer.append([Message(role="tool", text="x", tool_call_id="x")]),
         ),
         (
-            chat_renderer.open([Message(role="system", text=evil)], [tool]),
+            chat_renderer.open([Message(role="system", text=injected)], [tool]),
             chat_renderer.open([Message(role="system", text="x")], [honest]),
         ),
         (
@@ -98,7 +100,7 @@ def test_markers_from_outside_stay_text(chat_renderer: AdaptedRenderer) -> None:
     ]:
         scaffold = [int(ids[i]) for i in chat_renderer.codec.control_positions(ids)]
         assert scaffold == [int(other[i]) for i in chat_renderer.codec.control_positions(other)]
-    assert chat_renderer.injections(evil) == len(chat_renderer.codec.control)
+    assert chat_renderer.injections(injected) == len(chat_renderer.codec.control)
 
 
 def test_markers_do_not_even_change_how_they_are_spelled(chat_renderer: AdaptedRenderer) -> None:

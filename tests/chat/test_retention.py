@@ -22,7 +22,7 @@ from insitu.chat.model_files import read_folder
 from insitu.chat.renderer import dropping_roles
 from insitu.chat.renderers_adapter import AdaptedRenderer, render
 from insitu.chat.template import TemplateRenderer, template_renderer
-from insitu.chat.validation import Coded
+from insitu.chat.validation import CodecRenderer
 from insitu.gateway.host_tools import ToolBox
 from insitu.gateway.session_spec import SessionSpec
 from insitu.gateway.turn import Turns
@@ -34,14 +34,14 @@ DROPPING = ("qwen3", "qwen3.5", "glm-4.5", "glm-5.1", "deepseek-r1", "template")
 
 
 @pytest.fixture(params=DROPPING)
-def chat_renderer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Coded:
+def chat_renderer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CodecRenderer:
     if request.param == "template":
         head, tail = QWEN3_HEAD, QWEN3_REASONING
         return template_renderer(read_folder(write_renderer(tmp_path_factory.mktemp("m"), head + tail)))
     return renderer_of(request.param, request.config.cache.mkdir("insitu"))
 
 
-def stock(chat_renderer: Coded, messages: list[Message]) -> list[int]:
+def stock(chat_renderer: CodecRenderer, messages: list[Message]) -> list[int]:
     """The rules' own prompt for a whole history."""
     if isinstance(chat_renderer, TemplateRenderer):
         text = chat_renderer.template.render(messages, [TOOL], generation_prompt=True)
@@ -53,8 +53,8 @@ def stock(chat_renderer: Coded, messages: list[Message]) -> list[int]:
 class Talk:
     """A conversation of one session, with replies made ahead and echoes that keep or drop reasoning."""
 
-    def __init__(self, chat_renderer: Coded, seed: int) -> None:
-        self.chat_renderer, self.rng = chat_renderer, random.Random(seed)
+    def __init__(self, chat_renderer: CodecRenderer, seed: int) -> None:
+        self.renderer, self.rng = chat_renderer, random.Random(seed)
         self.history = [Message(role="system", text="Rules."), Message(role="user", text="q0")]
         """As the model said it."""
         self.request = ModelRequest(messages=tuple(self.history), tools=(TOOL,))
@@ -98,7 +98,7 @@ class Talk:
 
 @pytest.mark.fuzz
 @pytest.mark.case(9)
-def test_prompts_are_the_rules_own_and_every_token_is_trained_once(chat_renderer: Coded) -> None:
+def test_prompts_are_the_rules_own_and_every_token_is_trained_once(chat_renderer: CodecRenderer) -> None:
     @settings(max_examples=EXAMPLES * 2, database=None)
     @given(st.integers(0, 2**32), st.integers(1, 7))
     def prove(seed: int, steps: int) -> None:
@@ -120,7 +120,7 @@ def _speaks(talk: Talk, index: int) -> bool:
 
 
 @pytest.mark.case(9)
-def test_within_a_question_the_sampled_spelling_stands(chat_renderer: Coded) -> None:
+def test_within_a_question_the_sampled_spelling_stands(chat_renderer: CodecRenderer) -> None:
     """Whatever tokens were sampled, a branch goes on from them until a message drops their reasoning."""
     for seed in range(3):
         talk = Talk(chat_renderer, seed)

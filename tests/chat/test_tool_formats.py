@@ -86,7 +86,7 @@ def test_what_counts_as_a_call_counts_in_the_package_too(chat_renderer: AdaptedR
     rng = random.Random(7)
     base = chat_renderer.render_reply(Message(role="assistant", tool_calls=calls_of(chat_renderer)))
     pool = [*base.tolist(), *sorted(chat_renderer.codec.names)]
-    shown = [chat_renderer.shown.tool(t) for t in TOOLS]
+    shown = [chat_renderer.inputs.tool(t) for t in TOOLS]
     counted = 0
     for _ in range(300):
         ids = base.copy()

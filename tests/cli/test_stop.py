@@ -81,7 +81,7 @@ def test_a_signal_stops_everything_in_time(mode: str, number: int) -> None:
     assert not any(alive(pid) for pid in pids)
     assert ("clean" in said) == (mode in ("clean", "error"))
     assert complaint == (
-        "" if "clean" in said else "insitu: stopped at once, without tidying up; what was stored is kept\n"
+        "" if "clean" in said else "insitu: forced stop without cleanup; stored results are kept\n"
     )
     assert seconds < 5.0
 

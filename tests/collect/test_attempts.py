@@ -128,7 +128,7 @@ async def test_a_reward_that_can_be_none_is_a_failure_of_the_grader_and_not_a_ze
     async with attempts(renderer, tmp_path, end, judge) as under_test:
         rollout = await under_test.run(SPEC)
     assert (rollout.status, rollout.reward) == (Status.INFRA_FAILED, None)
-    assert rollout.error == f"the grader gave reward {reward}, which is no number from 0 to 1"
+    assert rollout.error == f"the grader returned reward {reward}, expected a number from 0 to 1"
     assert rollout.trajectory.ledger.excluded == {"infra": rollout.trajectory.ledger.captured}
 
 

@@ -15,7 +15,7 @@ import pytest
 from insitu.agents.base import AwayTime, ModelAccess, no_time
 from insitu.agents.pool import Sockets, WorkerPool
 from insitu.agents.script import ScriptHarness
-from insitu.attempt import AttemptExecutor, AttemptSpec, _seal, _Under, unheard
+from insitu.attempt import AttemptExecutor, AttemptSpec, _AttemptState, _seal, ignore_start
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.collect.breaker import Breaker
@@ -23,7 +23,7 @@ from insitu.collect.collector import Collector
 from insitu.collect.dispatcher import CollectOptions
 from insitu.collect.options import AsyncOptions
 from insitu.demo.warm_start import write_renderer
-from insitu.engines.downtime import away
+from insitu.engines.downtime import engine_down
 from insitu.gateway.host_tools import HostTool
 from insitu.gateway.server import Gateway, GatewayConfig
 from insitu.tasks.toy import ToySource
@@ -127,15 +127,15 @@ async def test_engine_agent_and_sandbox_stop_at_once_and_what_was_sampled_is_han
 ) -> None:
     async with world(tmp_path, warm=warm) as w:
         lost: list[Rollout] = []
-        running = asyncio.create_task(w.attempts.run(SPEC, unheard, lost.append))
+        running = asyncio.create_task(w.attempts.run(SPEC, ignore_start, lost.append))
         async with asyncio.timeout(10.0):
             await w.hangs.wait()
         (sandbox,) = w.backend.open
-        began = time.monotonic()
+        began_at = time.monotonic()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert time.monotonic() - began < 5.0, "it waited for a reply that nobody wants"
+        assert time.monotonic() - began_at < 5.0, "it waited for a reply that nobody wants"
         assert [key.turn for key in w.engine.aborted] == [1]
         assert w.engine.in_flight == 0
         assert w.ended == ["killed"]
@@ -148,7 +148,7 @@ async def test_engine_agent_and_sandbox_stop_at_once_and_what_was_sampled_is_han
         assert ledger.balanced
         # the place is free again: the next attempt gets a sandbox of its own
         w.hangs.clear()
-        after = asyncio.create_task(w.attempts.run(SPEC, unheard))
+        after = asyncio.create_task(w.attempts.run(SPEC, ignore_start))
         async with asyncio.timeout(10.0):
             await w.hangs.wait()
         after.cancel()
@@ -158,7 +158,7 @@ async def test_engine_agent_and_sandbox_stop_at_once_and_what_was_sampled_is_han
 
 async def test_the_host_calls_of_a_cancelled_try_are_kept(tmp_path: Path) -> None:
     async with world(tmp_path, warm=False, tools=(REPORT,)) as w:
-        running = asyncio.create_task(w.attempts.run(replace(SPEC, attempt=3), unheard))
+        running = asyncio.create_task(w.attempts.run(replace(SPEC, attempt=3), ignore_start))
         async with asyncio.timeout(10.0):
             await w.hangs.wait()
         running.cancel()
@@ -211,7 +211,7 @@ async def test_a_cancellation_during_the_seal_loses_no_token() -> None:
             await asyncio.sleep(0.05)
             return sealed
 
-    under = _Under(start=0.0)
+    under = _AttemptState(start=0.0)
     sealing = asyncio.create_task(_seal(Slow(), 10.0, under))  # type: ignore[arg-type]
     await asyncio.sleep(0.01)
     sealing.cancel()
@@ -225,17 +225,17 @@ async def test_time_without_an_engine_is_not_the_agents(tmp_path: Path) -> None:
 
         async def mended(key: RequestKey) -> None:
             if key.turn > 0:
-                with away():
+                with engine_down():
                     await asyncio.sleep(2.5)
 
         w.engine.before = mended
         task, heard = replace(SPEC.task, limits=Limits(wall_s=1.0)), list[AwayTime]()
 
-        def began(away_s: AwayTime = no_time, /) -> None:
+        def on_start(away_s: AwayTime = no_time, /) -> None:
             heard.append(away_s)
             assert away_s() == 0.0
 
-        rollout = await w.attempts.run(replace(SPEC, task=task), began)
+        rollout = await w.attempts.run(replace(SPEC, task=task), on_start)
         assert (rollout.status, len(rollout.trajectory.turns), rollout.error) == (Status.OK, 2, "")
         assert [away_s() for away_s in heard] == [pytest.approx(2.5, abs=0.4)]
 
@@ -245,7 +245,7 @@ async def test_an_agent_that_is_stopped_while_there_is_no_engine_has_not_failed(
 
         async def gone(key: RequestKey) -> None:
             if key.turn > 0:
-                with away():
+                with engine_down():
                     await asyncio.sleep(3600)
 
         w.engine.before = gone

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from insitu.attempt import AttemptSpec, Began
+from insitu.attempt import AttemptSpec, OnStart
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.dispatcher import CollectOptions
@@ -45,16 +45,16 @@ class Versions(FakeAttempts):
     version = 0
 
     async def run(
-        self, spec: AttemptSpec, began: Callable[[], None], cancelled: Any = None, ready: Any = None
+        self, spec: AttemptSpec, on_start: Callable[[], None], on_cancelled: Any = None, ready: Any = None
     ) -> Rollout:
         first: list[int] = []
 
         def begin() -> None:
             first.append(self.version)
-            began()
+            on_start()
 
         def cancel(rollout: Rollout) -> None:
-            cancelled(with_tokens(rollout, first[0], self.version))
+            on_cancelled(with_tokens(rollout, first[0], self.version))
 
         rollout = await super().run(spec, begin, cancel, ready)
         return with_tokens(rollout, first[0], self.version)
@@ -83,7 +83,7 @@ def collector(
     use: RejectReason = accept_all,
     **more: Any,
 ) -> Collector:
-    return Collector(attempts, sink, Quiet(), Breaker(6), o, supply, use=use, **more)
+    return Collector(attempts, sink, Quiet(), Breaker(6), o, supply, reject_reason=use, **more)
 
 
 def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -291,9 +291,9 @@ async def test_a_sandbox_lost_late_costs_its_rollout_no_reward() -> None:
 
     class Late(FakeAttempts):
         async def run(
-            self, spec: AttemptSpec, began: Callable[[], None], cancelled: Any = None, ready: Any = None
+            self, spec: AttemptSpec, on_start: Callable[[], None], on_cancelled: Any = None, ready: Any = None
         ) -> Rollout:
-            rollout = await super().run(spec, began, cancelled, ready)
+            rollout = await super().run(spec, on_start, on_cancelled, ready)
             stopped = spec.task.limits.wall_s < 400.0
             return replace(rollout, status=Status.TRUNCATED, reward=0.0) if stopped else rollout
 
@@ -318,16 +318,16 @@ async def test_nothing_begins_while_weights_are_on_their_way_also_not_what_waite
     attempts = SimulatedAttempts(2, Chances(seed=1), lambda: version[0])
     async with collector(attempts, sink, options(stall_timeout_s=1e4)).open() as c:
         await c.next_batch()
-        began = len(sink.started)
-        assert began < len(sink.planned), "there are more rollouts than workers"
+        began_at = len(sink.started)
+        assert began_at < len(sink.planned), "there are more rollouts than workers"
         c.version_pending(1)
         await asyncio.sleep(20.0)
-        assert len(sink.started) == began
+        assert len(sink.started) == began_at
         assert attempts.running == 0
         version[0] = 1
         c.version_published(1)
         await asyncio.sleep(0.0)
-        assert [at for _, _, at in sink.started[began:]] == [1, 1]
+        assert [at for _, _, at in sink.started[began_at:]] == [1, 1]
 
 
 @virtual
@@ -351,9 +351,9 @@ async def test_no_try_is_given_up_for_the_time_in_which_the_engine_was_away() ->
 
     class Away(Versions):
         async def run(
-            self, spec: AttemptSpec, began: Began, cancelled: Any = None, ready: Any = None
+            self, spec: AttemptSpec, on_start: OnStart, on_cancelled: Any = None, ready: Any = None
         ) -> Rollout:
-            return await super().run(spec, lambda: began(lambda: min(500.0, now())), cancelled, ready)
+            return await super().run(spec, lambda: on_start(lambda: min(500.0, now())), on_cancelled, ready)
 
     attempts, sink = Away(lambda s: 1.0, delay_s=lambda s: 1500.0), MemorySink()
     o = options(staleness=0, total=3, grace_s=30.0, stall_timeout_s=1e4)
@@ -400,7 +400,7 @@ async def test_a_group_goes_on_without_who_is_undecided_after_its_grace() -> Non
 @virtual
 async def test_groups_that_never_fill_end_the_run_with_their_cause() -> None:
     attempts, sink = Versions(lambda s: 1.0, delay_s=lambda s: math.inf), MemorySink()
-    with pytest.raises(SandboxError, match="the last: train/.* was undecided when the time"):
+    with pytest.raises(SandboxError, match="the last: train/.*: timeout: the attempt did not"):
         async with collector(attempts, sink, options(deadline_s=20.0, grace_s=30.0)).open() as c:
             await c.next_batch()
     assert now() == pytest.approx(50.0)
@@ -504,7 +504,7 @@ async def test_what_an_earlier_process_left_is_completed_first_and_the_too_old_i
         sink.planned |= {
             f"train/0000{1 + draw.number // GROUPS}/00{draw.number % GROUPS}/0{s}": 0 for s in range(2)
         }
-    async with collector(attempts, sink, options(), version=2, before=before).open() as c:
+    async with collector(attempts, sink, options(), version=2, resume=before).open() as c:
         batch = await c.next_batch()
     assert [g.id for g in batch.groups] == ["train/00002/000", "train/00002/001", "train/00002/002"]
     assert sink.discarded == {"train/00001/002/00": "stale", "train/00001/002/01": "stale"}

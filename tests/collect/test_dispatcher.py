@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from insitu.attempt import AttemptSpec, Began, at_once, forget
+from insitu.attempt import AttemptSpec, OnStart, ignore_cancelled, no_wait
 from insitu.collect.breaker import Breaker
 from insitu.collect.dispatcher import Check, CollectOptions, Dispatcher, Phase, Slot
 from insitu.errors import CaptureError, EngineError, SandboxError, TrainError
@@ -138,10 +138,10 @@ async def test_a_dead_learner_ends_the_step_at_once_and_decides_no_slot() -> Non
         raise EngineError("the learner died (killed by signal 9)")
 
     attempts, sink = FakeAttempts(lambda spec: "the learner is gone"), Memory()
-    began = time.monotonic()
+    began_at = time.monotonic()
     with pytest.raises(EngineError, match=r"the learner died \(killed by signal 9\)"):
         await dispatcher(attempts, sink, pause_s=5.0, check=gone).collect("train", 1, TASKS[:1])
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began_at < 1.0
     assert sink.rollouts == {}
     assert [spec.attempt for spec in attempts.specs] == [1] * 4
     assert sink.failed, "the tokens of a failed try must be accounted for"
@@ -149,9 +149,9 @@ async def test_a_dead_learner_ends_the_step_at_once_and_decides_no_slot() -> Non
 
 async def test_a_pause_lies_between_tries_and_grows() -> None:
     attempts = FakeAttempts(lambda spec: "sandbox lost" if spec.attempt < 3 else 0.0)
-    began = time.monotonic()
+    began_at = time.monotonic()
     await dispatcher(attempts, Memory(), pause_s=0.05).collect("train", 1, TASKS[:1], group_size=1)
-    assert 0.15 <= time.monotonic() - began < 1.0
+    assert 0.15 <= time.monotonic() - began_at < 1.0
 
 
 async def test_tries_of_an_earlier_process_are_not_numbered_again() -> None:
@@ -185,9 +185,9 @@ class WithTokens(FakeAttempts):
     """What is cancelled has sampled something."""
 
     async def run(
-        self, spec: AttemptSpec, began: Callable[[], None], cancelled: Any = None, ready: Any = None
+        self, spec: AttemptSpec, on_start: Callable[[], None], on_cancelled: Any = None, ready: Any = None
     ) -> Rollout:
-        return await super().run(spec, began, lambda rollout: cancelled(with_tokens(rollout, 0, 0)))
+        return await super().run(spec, on_start, lambda rollout: on_cancelled(with_tokens(rollout, 0, 0)))
 
 
 def test_a_try_that_hangs_after_its_agent_has_failed_and_is_repeated() -> None:
@@ -202,7 +202,7 @@ def test_a_try_that_hangs_after_its_agent_has_failed_and_is_repeated() -> None:
         assert [(r.attempt, r.reward) for r in groups[0].rollouts] == [(2, 1.0)] * 2
         assert asyncio.get_running_loop().time() == pytest.approx(Limits().wall_s + 30.0 + 0.5 + 1.0)
         assert [r.status for r in stuck] == [Status.INFRA_FAILED] * 2
-        assert all("undecided" in r.error and r.trajectory.ledger.excluded == {"infra": 4} for r in stuck)
+        assert all("timeout" in r.error and r.trajectory.ledger.excluded == {"infra": 4} for r in stuck)
 
     run_virtual(run())
 
@@ -211,11 +211,11 @@ class Outage(FakeAttempts):
     """Their engine is away for half an hour, from 100 s on."""
 
     async def run(
-        self, spec: AttemptSpec, began: Began, cancelled: Any = forget, ready: Any = at_once
+        self, spec: AttemptSpec, on_start: OnStart, on_cancelled: Any = ignore_cancelled, ready: Any = no_wait
     ) -> Rollout:
         clock = asyncio.get_running_loop().time
         return await super().run(
-            spec, lambda: began(lambda: min(1800.0, max(0.0, clock() - 100.0))), cancelled, ready
+            spec, lambda: on_start(lambda: min(1800.0, max(0.0, clock() - 100.0))), on_cancelled, ready
         )
 
 
@@ -237,7 +237,7 @@ def test_a_try_is_not_cut_for_an_outage_and_hangs_only_that_much_later(takes_s: 
 def test_a_step_in_which_nothing_begins_ends_the_run() -> None:
     class NoWorker(FakeAttempts):
         async def run(
-            self, spec: AttemptSpec, began: Callable[[], None], cancelled: Any = None, ready: Any = None
+            self, spec: AttemptSpec, on_start: Callable[[], None], on_cancelled: Any = None, ready: Any = None
         ) -> Rollout:
             await asyncio.sleep(math.inf)
             raise AssertionError

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from insitu.config import Config, ToyFamily, demo_preset, dotted_keys, dump_toml, load_config
+from insitu.config import Config, ToyKind, demo_preset, dotted_keys, dump_toml, load_config
 from insitu.errors import ConfigError
 from insitu.tasks.toy import FAMILIES
 
@@ -42,10 +42,10 @@ REPOSITORY = Path(__file__).parents[2]
         ),
         (
             "sandbox.image=debian:12",
-            "sandbox: image means nothing with backend = 'local', only with docker or harbor",
+            "sandbox: image has no effect with backend = 'local', only with docker or harbor",
         ),
         ("sandbox.fallback=local", "sandbox: fallback is the backend itself: local"),
-        ("sandbox.backend=harbor", "sandbox: harbor needs sandbox.environment: which of Harbor's"),
+        ("sandbox.backend=harbor", "sandbox: harbor needs sandbox.environment: one of Harbor's"),
         ("engine.temperature=0.04", "engine.temperature: input should be greater than or equal to 0.05"),
         ("engine.max_rows=10", "engine.max_rows: input should be a multiple of 8, got 10"),
     ],
@@ -58,13 +58,13 @@ def test_wrong_overrides_give_one_exact_line(override: str, message: str) -> Non
 
 
 def test_choices_that_exclude_each_other_are_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"^train\.advantage maxrl needs rewards >= 0, train\.truncated"):
+    with pytest.raises(ConfigError, match=r"^train\.advantage maxrl needs rewards >= 0; train\.truncated"):
         load_config(None, ["train.advantage=maxrl", "train.truncated=penalise"])
     load_config(None, ["train.advantage=maxrl", "train.truncated=mask"])
 
 
 def test_a_provider_keeps_or_drops_reasoning_by_its_own_rules() -> None:
-    with pytest.raises(ConfigError, match=r"model\.keep_reasoning means nothing with engine\.kind upstream"):
+    with pytest.raises(ConfigError, match=r"model\.keep_reasoning has no effect with engine\.kind upstream"):
         load_config(
             None,
             [
@@ -84,7 +84,7 @@ def test_permits_that_are_enough_or_left_to_the_run_are_taken() -> None:
 
 
 def test_the_families_are_those_of_the_toy_source() -> None:
-    assert set(get_args(ToyFamily)) == set(FAMILIES)
+    assert set(get_args(ToyKind)) == set(FAMILIES)
 
 
 def test_unknown_keys_of_a_file_name_the_file(tmp_path: Path) -> None:
@@ -148,13 +148,13 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         given = f"{key}=~/x y"
         assert load_config(None, [given], base).__dict__[table].__dict__[name] == f"{tmp_path}/x y", key
     assert load_config(None, ["run.dir=./~"]).run.dir == "./~"
-    with pytest.raises(ConfigError, match=r"^run\.dir: no such home folder; .* ~ is written \./~, got '~no"):
+    with pytest.raises(ConfigError, match=r"^run\.dir: no such home folder; write \./~ .*, got '~no"):
         load_config(None, ["run.dir=~no-such-user/x"])
 
 
 @given(
     text=st.text(alphabet=st.characters(exclude_categories=["Cs"])).filter(lambda text: text[:1] != "~"),
-    kinds=st.lists(st.sampled_from(get_args(ToyFamily)), max_size=3),
+    kinds=st.lists(st.sampled_from(get_args(ToyKind)), max_size=3),
     lr=st.floats(min_value=1e-12, max_value=1e6),
     comments=st.booleans(),
 )
@@ -188,7 +188,7 @@ def test_the_demo_runs_its_example() -> None:
 def test_what_is_wrong_between_keys_is_said_without_the_whole_table() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["train.loss=dppo", "train.correction=tis"])
-    assert str(caught.value).startswith("train: correction means nothing with loss = 'dppo', only with ")
+    assert str(caught.value).startswith("train: correction has no effect with loss = 'dppo', only with ")
     assert "got" not in str(caught.value)
     assert "{" not in str(caught.value)
 
@@ -206,10 +206,10 @@ def test_imitation_needs_no_engine_for_its_policy() -> None:
             ["policy.kind=hf"],
             'needs engine.kind = "vllm" or "sglang": the embedded engine only runs the built-in',
         ),
-        (["policy.lora_rank=8"], "lora_rank means nothing with kind = 'builtin'"),
+        (["policy.lora_rank=8"], "lora_rank has no effect with kind = 'builtin'"),
         (
             ["policy.kind=hf", "engine.kind=vllm", "engine.url=http://x", "policy.lora_alpha=8.0"],
-            "lora_alpha means nothing without lora_rank",
+            "lora_alpha has no effect without lora_rank",
         ),
     ],
 )
@@ -221,11 +221,11 @@ def test_policy_keys_that_mean_nothing_are_refused(overrides: list[str], said: s
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["engine.publish=delta"], "publish means nothing with kind = 'embedded'"),
+        (["engine.publish=delta"], "publish has no effect with kind = 'embedded'"),
         (["engine.kind=sglang", "engine.url=http://x", "engine.publish=nccl"], "is for vllm, not for sglang"),
         (
             ["engine.kind=vllm", "engine.url=http://x", "engine.publish=ipc", "engine.publish_dir=/x"],
-            "publish_dir and publish_dtype mean nothing with 'ipc'",
+            "publish_dir and publish_dtype have no effect with 'ipc'",
         ),
         (
             "engine.kind=vllm engine.url=x engine.publish=delta policy.kind=hf policy.lora_rank=4".split(),
@@ -233,16 +233,16 @@ def test_policy_keys_that_mean_nothing_are_refused(overrides: list[str], said: s
         ),
         (
             "engine.kind=vllm engine.url=x engine.publish=ipc policy.kind=hf policy.lora_rank=4".split(),
-            "publish ipc is for whole weights, not with policy.lora_rank",
+            "publish ipc does not support policy.lora_rank",
         ),
         (
             "engine.kind=vllm engine.url=x engine.publish_lora=merged".split(),
-            "publish_lora means nothing without policy.lora_rank",
+            "publish_lora has no effect without policy.lora_rank",
         ),
         (
             ("engine.kind=vllm engine.url=x engine.publish_mode=wait policy.kind=hf"
              " policy.lora_rank=4").split(),
-            "publish_mode wait means nothing for adapters: no call changes weights$",
+            "publish_mode wait has no effect with adapters: running calls keep their adapter$",
         ),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""[train]: a key that means nothing with the chosen loss is refused, as is a ratio that cannot be."""
+"""[train]: a key that has no effect with the chosen loss is refused, as is a ratio that cannot be."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_key_without_meaning_is_refused(key: str) -> None:
     choice, values = TRAIN_KEYS[key]
     wrong = {"loss": ["gspo", "dppo"], "reducer": ["token"], "correction": ["none"], "kl": ["none"]}[choice]
     other = next(value for value in wrong if value not in values)
-    with pytest.raises(ConfigError, match=rf"{key} means nothing with {choice} = '{other}', only with"):
+    with pytest.raises(ConfigError, match=rf"{key} has no effect with {choice} = '{other}', only with"):
         load_config(base={"train": {choice: other, key: value_of(key)}})
 
 
@@ -50,7 +50,7 @@ def test_a_key_without_meaning_is_refused(key: str) -> None:
             "correction = 'tis' corrects a ratio against the trainer's log-probabilities before the step: it"
             " needs ratio = 'trainer', not 'sampler'",
         ),
-        ({"loss": "dppo", "correction": "icepop"}, "correction means nothing with loss = 'dppo'"),
+        ({"loss": "dppo", "correction": "icepop"}, "correction has no effect with loss = 'dppo'"),
         (
             {**CORRECTED, "correction": "icepop", "correction_low": 6.0},
             "correction_low = 6 must be below 1: w is 1 where all is well",
@@ -69,9 +69,9 @@ def test_a_key_without_meaning_is_refused(key: str) -> None:
         ),
         ({"loss": "ppo_clip", "dual_clip": 1.2}, "dual_clip must be above 1 + clip_high"),
         ({"kl": "k1", "kl_unbiased": False}, "kl = 'k1' needs kl_unbiased: its own gradient is zero"),
-        ({"overlong_margin_tokens": 5}, "overlong_margin_tokens means nothing without overlong_tokens"),
+        ({"overlong_margin_tokens": 5}, "overlong_margin_tokens has no effect without overlong_tokens"),
         ({"overlong_tokens": 4000}, "overlong_margin_tokens is more than overlong_tokens"),
-        ({"overlong_tokens": 9000, "advantage": "maxrl"}, "maxrl needs rewards >= 0, train.overlong_tokens"),
+        ({"overlong_tokens": 9000, "advantage": "maxrl"}, "maxrl needs rewards >= 0; train.overlong_tokens"),
     ],
 )
 def test_choices_that_exclude_each_other_are_one_line(train: dict[str, object], line: str) -> None:

@@ -19,7 +19,7 @@ from insitu.demo.demonstrator import call, edit
 from insitu.demo.warm_start import write_renderer
 from insitu.errors import EngineError
 from insitu.grading.grader import Grader
-from insitu.runtime.agents import Means, limits_of, open_agents
+from insitu.runtime.agents import AgentSetup, limits_of, open_agents
 from insitu.runtime.sandboxes import make_pool
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.testing.scripted_engine import ScriptedEngine
@@ -213,13 +213,13 @@ for key, body in {sent!r}:
 async def test_an_agent_that_never_calls_the_model_is_not_graded(stage: Stage, agent: str, why: str) -> None:
     engine = ScriptedEngine(stage.renderer, playing([DONE]), sampled=True)
     pool = make_pool(stage.config)
-    means = Means(pool=pool, harness=ScriptHarness(("python3", "-c", agent), {}, pool))
+    setup = AgentSetup(pool=pool, harness=ScriptHarness(("python3", "-c", agent), {}, pool))
     task = replace(stage.task, limits=replace(stage.task.limits, wall_s=2.0))
 
     async def judge(task: Task, tree: Tree) -> Verdict:
         raise AssertionError("graded")
 
-    async with open_agents(stage.config, stage.renderer, engine, stage.tmp, means) as agents:
+    async with open_agents(stage.config, stage.renderer, engine, stage.tmp, setup) as agents:
         attempts = AttemptExecutor(agents.gateway, agents.workers, judge)
         rollout = await attempts.run(AttemptSpec(rollout_id="train/00001/000/00", task=task, seed=1))
     assert (rollout.status, rollout.reward) == (Status.INFRA_FAILED, None)

@@ -21,7 +21,7 @@ FAKES: Mapping[str, type[FakeVllm] | type[FakeSglang]] = {"vllm": FakeVllm, "sgl
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "LOOK_S", 0.05)
+    monkeypatch.setattr(opening, "POLL_S", 0.05)
 
 
 def free_port() -> int:

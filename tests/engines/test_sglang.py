@@ -115,7 +115,7 @@ async def test_a_restart_in_the_middle_of_a_call(tmp_path: Path) -> None:
         call = asyncio.create_task(engine.generate(PROMPT, params(200), KEY))
         await until(lambda: fake.sampler.jobs)
         fake.restart()
-        with pytest.raises(EngineError, match="broke off"):
+        with pytest.raises(EngineError, match="closed the connection"):
             await call
         with pytest.raises(EngineError, match="'default', which no publication of ours set"):
             await engine.generate(PROMPT, params(), KEY)

@@ -115,7 +115,7 @@ async def test_a_parameter_that_kept_its_old_weights_is_named(tmp_path: Path) ->
     async with serve_vllm(VOCAB) as fake, open_vllm(options(fake)) as engine:
         await engine.load(chance_folder(tmp_path / "a", "one"), 1)
         fake.skips = "model.layers.1.self_attn.qkv_proj.weight"
-        with pytest.raises(EngineError, match=r"layers\.1\.self_attn\.qkv_proj\.weight still holds its old"):
+        with pytest.raises(EngineError, match=r"layers\.1\.self_attn\.qkv_proj\.weight still has its old"):
             await engine.load(chance_folder(tmp_path / "b", "two"), 2)
         with pytest.raises(EngineError, match="its weights are unknown"):
             await ask(engine)
@@ -130,7 +130,7 @@ async def test_a_parameter_that_held_what_was_published_must_hold_it_again(name:
     async with serve_vllm(VOCAB) as fake, open_vllm(options(fake)) as engine:
         await engine.load(chance_folder(tmp_path / "a", "one"), 1)
         fake.spoils = name
-        for said in ("holds other weights than were published", "still holds its old weights"):
+        for said in ("has other weights than were published", "still has its old weights"):
             with pytest.raises(EngineError, match=f"{name} {said}"):
                 await engine.load(chance_folder(tmp_path / "b", "two"), 2)
         with pytest.raises(EngineError, match="its weights are unknown"):
@@ -144,10 +144,10 @@ async def test_the_first_update_must_reach_what_the_server_was_started_with(tmp_
     """It held the published bytes before; and where one layer's norm holds them, so must the others'."""
     async with serve_vllm(VOCAB) as fake, open_vllm(options(fake)) as engine:
         fake.spoils = EMBED
-        with pytest.raises(EngineError, match="embed_tokens.weight holds other weights than were published"):
+        with pytest.raises(EngineError, match="embed_tokens.weight has other weights than were published"):
             await engine.load(chance_folder(tmp_path / "a", "start"), 1)
         fake.spoils = "model.layers.1.input_layernorm.weight"
-        with pytest.raises(EngineError, match=r"layers\.1\.input_layernorm\.weight holds other weights"):
+        with pytest.raises(EngineError, match=r"layers\.1\.input_layernorm\.weight has other weights"):
             await engine.load(chance_folder(tmp_path / "b", "two"), 1)
 
 
@@ -157,7 +157,7 @@ async def test_a_server_that_holds_its_tensors_in_another_form_need_only_change_
         for version, seed in enumerate(["one", "two", "three"], 1):
             await engine.load(chance_folder(tmp_path / seed, seed), version)
         fake.skips = EMBED
-        with pytest.raises(EngineError, match="embed_tokens.weight still holds its old"):
+        with pytest.raises(EngineError, match="embed_tokens.weight still has its old"):
             await engine.load(chance_folder(tmp_path / "four", "four"), 4)
 
 
@@ -214,7 +214,7 @@ async def test_a_sleep_may_outlast_the_time_of_a_call_and_weights_may_not(tmp_pa
         fake.hangs = {"/collective_rpc"}
         loading = asyncio.create_task(engine.load(folder, 1, mode="keep"))
         await until(lambda: fake.sampler.paused)
-        with pytest.raises(EngineError, match=r"was loading weights, or to be woken|has not: its weights"):
+        with pytest.raises(EngineError, match=r"was loading weights or waking up|has not: its weights"):
             await ask(engine, 4, turn=1)
         with pytest.raises(EngineError, match="did not answer"):
             await loading
@@ -226,7 +226,7 @@ async def test_a_sleep_that_fails_does_not_keep_calls_for_ever() -> None:
         with pytest.raises(EngineError, match="did not answer /sleep"):
             await engine.sleep()
         async with asyncio.timeout(5):
-            with pytest.raises(EngineError, match=r"or to be woken, for 0\.2 s"):
+            with pytest.raises(EngineError, match=r"or waking up for 0\.2 s"):
                 await ask(engine, 4)
 
 

@@ -200,11 +200,11 @@ def test_without_a_fall_back_docker_that_is_not_there_ends_the_run(tmp_path: Pat
     [
         (
             ["sandbox.backend=docker"],
-            "task .* has no place in sandbox.backend = docker: it is made of no image",
+            "task .* cannot run with sandbox.backend = docker: it has no image",
         ),
         (
             ["sandbox.backend=harbor", "sandbox.environment=e2b"],
-            "no agent runs in sandboxes of sandbox.backend = harbor: its sandboxes do not reach the gateway; "
+            "no agent runs in sandboxes of sandbox.backend = harbor: its sandboxes cannot reach the gateway; "
             "harness.agent = single_turn",
         ),
         (

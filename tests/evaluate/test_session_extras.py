@@ -110,12 +110,12 @@ def test_tools_that_cannot_be_end_the_run_before_it_begins(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["gateway.shim_whole_text=true"], "mean nothing without shim_tool"),
-        (["gateway.shim_argument=cmd"], "mean nothing without shim_tool"),
-        (["gateway.tools=a.json", "harness.agent=single_turn"], "gateway.tools means nothing with harness"),
+        (["gateway.shim_whole_text=true"], "have no effect without shim_tool"),
+        (["gateway.shim_argument=cmd"], "have no effect without shim_tool"),
+        (["gateway.tools=a.json", "harness.agent=single_turn"], "gateway.tools has no effect with harness"),
         (
             ["gateway.shim_tool=bash", "engine.kind=upstream", "engine.url=http://a", "engine.model=m"],
-            "gateway.shim_tool means nothing with engine.kind upstream",
+            "gateway.shim_tool has no effect with engine.kind upstream",
         ),
     ],
 )

@@ -46,11 +46,11 @@ except SetupError as error:
     assert "known: " in str(error) and "e2b" in str(error), error
 else:
     raise SystemExit("an unknown kind was taken")
-from insitu.runtime.sandboxes import LACKS, make_backend
+from insitu.runtime.sandboxes import UNSUPPORTED, make_backend
 from insitu.config import load_config
 here = ["sandbox.backend=harbor", "sandbox.environment=docker", "sandbox.image=python:3.12"]
 backend = make_backend(load_config(None, here))
-assert not set(LACKS["harbor"]) & backend.capabilities
+assert not set(UNSUPPORTED["harbor"]) & backend.capabilities
 print(backend.name, *sorted(backend.capabilities))
 """
 

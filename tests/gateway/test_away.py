@@ -9,7 +9,7 @@ import pytest
 from gateway_rig import ASK, Rig, said
 
 from insitu.chat.template import TemplateRenderer
-from insitu.engines.downtime import away
+from insitu.engines.downtime import engine_down
 from insitu.gateway import deadlines as clock
 from insitu.gateway import session_spec
 from insitu.gateway.server import GatewayConfig
@@ -28,7 +28,7 @@ class Away:
 
     async def __call__(self, key: RequestKey) -> None:
         if key.turn == 0:
-            with away(), away():
+            with engine_down(), engine_down():
                 self.waits.set()
                 await asyncio.sleep(self.away_s)
         await asyncio.sleep(self.then_s)

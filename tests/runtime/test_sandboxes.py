@@ -12,7 +12,7 @@ from insitu.config import SandboxKind, load_config
 from insitu.errors import ConfigError
 from insitu.grading.grader import runner_for
 from insitu.runtime.agents import limits_of
-from insitu.runtime.sandboxes import LACKS, check_tasks, examples_of, make_backend
+from insitu.runtime.sandboxes import UNSUPPORTED, check_tasks, examples_of, make_backend
 from insitu.tasks.factory import open_source
 
 FAKE = "sandbox.environment=insitu.testing.fake_harbor:local_environment"
@@ -23,7 +23,7 @@ def test_the_table_says_what_the_backend_says_of_itself(kind: SandboxKind) -> No
     config = load_config(None, [f"sandbox.backend={kind}", *([FAKE] if kind == "harbor" else [])])
     capabilities = make_backend(config).capabilities
     asked_for = {"gateway_only", "binds", "images", "root_setup"}
-    assert asked_for - capabilities == set(LACKS[kind])
+    assert asked_for - capabilities == set(UNSUPPORTED[kind])
 
 
 CASES = {"entry": "a.py", "cases": [{"function": "f", "args": [], "expected": 2}]}
@@ -48,17 +48,16 @@ def test_what_the_tasks_need_a_fall_back_must_have_too(tmp_path: Path) -> None:
     docker = ("sandbox.backend=docker", "sandbox.image=python:3.12")
     assert refused(tmp_path, made, *docker) == ""
     assert refused(tmp_path, made, *docker, "sandbox.fallback=local") == (
-        "task t1 has no place in sandbox.fallback = local: its image is python:3.12, and it makes"
-        " no sandboxes of images"
+        "task t1 cannot run with sandbox.fallback = local: its image is python:3.12, and it cannot run images"
     )
-    assert refused(tmp_path, made).startswith("task t1 has no place in sandbox.backend = local: ")
+    assert refused(tmp_path, made).startswith("task t1 cannot run with sandbox.backend = local: ")
     assert refused(tmp_path, made[:1], *docker, "sandbox.fallback=local") == ""
 
 
 def test_runners_that_show_a_folder_are_not_for_harbor(tmp_path: Path) -> None:
     harbor = ("sandbox.backend=harbor", FAKE, "sandbox.image=python:3.12")
     assert refused(tmp_path, [CASES], *harbor) == ""
-    assert "task t0 has no place in sandbox.backend = harbor: runner pytest" in refused(
+    assert "task t0 cannot run with sandbox.backend = harbor: runner pytest" in refused(
         tmp_path, [TESTS], *harbor
     )
     assert refused(tmp_path, [TESTS]) == ""
@@ -67,5 +66,5 @@ def test_runners_that_show_a_folder_are_not_for_harbor(tmp_path: Path) -> None:
 def test_root_that_no_sandbox_has_is_refused_before_the_run(tmp_path: Path) -> None:
     row = CASES | {"image": "debian:12", "root_setup": ["chown 0 /srv"]}
     harbor = ["sandbox.backend=harbor", "sandbox.environment=e2b"]
-    assert "root sets it up, and nothing there runs as root" in refused(tmp_path, [row], *harbor)
+    assert "it has root_commands, and it runs no commands as root" in refused(tmp_path, [row], *harbor)
     assert refused(tmp_path, [row], "sandbox.backend=docker") == ""

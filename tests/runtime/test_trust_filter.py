@@ -15,7 +15,7 @@ from insitu.errors import TaskError
 from insitu.grading.grader import Grader, runner_for
 from insitu.grading.judge import TaskJudge
 from insitu.runtime.agents import limits_of
-from insitu.runtime.trust_filter import hold_strength
+from insitu.runtime.trust_filter import filter_by_trust
 from insitu.sandbox.local import LocalBackend
 from insitu.tasks.base import Split
 from insitu.tasks.factory import open_source
@@ -50,7 +50,7 @@ def held(tmp_path: Path, least: Trust, *more: str) -> tuple[set[str], list[str]]
     given = ["tasks.source=jsonl", f"tasks.path={path}", f"grade.min_trust={least}", *more]
     config = load_config(None, given)
     source, said = open_source(config, limits_of(config), runner_for), list[str]()
-    hold_strength(config, source, said.append)
+    filter_by_trust(config, source, said.append)
     splits: tuple[Split, ...] = ("train", "eval")
     names = {task.id for split in splits for task in source.tasks(split, 0, source.size(split) or 0)}
     return names, said
@@ -64,8 +64,8 @@ def test_what_is_judged_weaker_stops_the_run_or_is_left_out(tmp_path: Path) -> N
     with pytest.raises(TaskError) as caught:
         held(tmp_path, "standard")
     said = str(caught.value)
-    assert said.startswith("grade.min_trust = standard: 2 of 4 tasks are judged weaker, the first: task ")
-    assert said.endswith("; tasks.on_invalid_row=skip leaves such tasks out")
+    assert said.startswith("grade.min_trust = standard: 2 of 4 tasks are less trusted, the first: task ")
+    assert said.endswith("; set tasks.on_invalid_row=skip to skip them")
     names, (line,) = held(tmp_path, "standard", "tasks.on_invalid_row=skip")
     assert names == {"cases", "turned"}
     assert "task opaque, weak: no assertion of test_m.py can be turned round" in line or (

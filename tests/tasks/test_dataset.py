@@ -247,9 +247,9 @@ def test_limits_of_a_row_win(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["tasks.source=jsonl"], "source = 'jsonl' needs path"),
-        (["tasks.path=x"], "path means nothing with source = 'toy'"),
-        (["tasks.eval_share=0.5"], "eval_share means nothing with source = 'toy'"),
-        (["tasks.source=jsonl", "tasks.path=x", 'tasks.kinds=["swapped"]'], "families means nothing"),
+        (["tasks.path=x"], "path has no effect with source = 'toy'"),
+        (["tasks.eval_share=0.5"], "eval_share has no effect with source = 'toy'"),
+        (["tasks.source=jsonl", "tasks.path=x", 'tasks.kinds=["swapped"]'], "tasks.kinds only applies"),
         (["tasks.source=nope"], "tasks.source: input should be 'toy', "),
     ],
 )

@@ -163,7 +163,7 @@ def test_of_no_use_is_what_the_planner_would_not_train() -> None:
 
 def test_keys_that_mean_nothing_are_refused() -> None:
     for bad in ("window=0.5", "overdue=cancel", "group_deadline_s=9", "refill=0"):
-        with pytest.raises(ConfigError, match=f"{bad.split('=')[0]} means nothing with max_staleness = 0"):
+        with pytest.raises(ConfigError, match=f"{bad.split('=')[0]} has no effect with max_staleness = 0"):
             load_config(None, [f"collect.{bad}"])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from insitu.engines.downtime import watched
+from insitu.engines.downtime import on_downtime
 from insitu.errors import EngineError, TrainError
 from insitu.gateway.deadlines import CallDeadline, SessionClock
 from insitu.gateway.session_spec import SessionStats
@@ -174,7 +174,7 @@ async def test_what_the_learner_does_beside_sampling_is_not_the_agents_time(
     clock = SessionClock(0.3, stats)
     call = CallDeadline(clock, 0.3)
     async with call:
-        with watched(call):
+        with on_downtime(call):
             _, runs = await run.generate(1, 0)
     await working
     assert (stats.away_s >= 0.4, stats.away_since, clock.over, call.cut) == (True, None, False, False)

@@ -45,7 +45,7 @@ def test_tasks_that_are_judged_weaker_than_asked_for_are_refused(tmp_path: Path)
     path.write_text(json.dumps(row) + "\n")
     base = {"run": {"dir": str(tmp_path / "run")}, "tasks": {"source": "jsonl", "path": str(path)}}
     config = load_config(base={**base, "grade": {"min_trust": "standard"}})
-    line = "^grade.min_trust = standard: 1 of 1 tasks are judged weaker, the first: task t, weak"
+    line = "^grade.min_trust = standard: 1 of 1 tasks are less trusted, the first: task t, weak"
     with pytest.raises(TaskError, match=line):
         train(config, PlainView(StringIO()))
     assert not (tmp_path / "run").exists()

@@ -121,5 +121,7 @@ def test_the_keys_reach_the_planner() -> None:
     config = load_config(None, ["train.rows=collapse", "train.max_row_tokens=900"])
     assert PlanConfig.of(config).rows == RowRules(mode="collapse", max_row_tokens=900)
     assert PlanConfig.of(load_config(None, ["train.max_rows=8"])).rows == RowRules(max_rows=8)
-    with pytest.raises(ConfigError, match=r"train\.max_rows is for train\.rows all; final makes one row"):
+    with pytest.raises(
+        ConfigError, match=r"train\.max_rows only applies to train\.rows all; final gives one row"
+    ):
         load_config(None, ["train.max_rows=8", "train.rows=final"])

@@ -211,7 +211,7 @@ def test_what_cannot_be_sharded_is_refused_with_its_key() -> None:
     hf = ["policy.kind=hf", "engine.kind=vllm", "engine.url=http://x"]
     assert TrainConfig.of(load_config(None, [*hf, "train.ranks=2", "train.shard=true"])).shard
     for overrides, match in [
-        ([*hf, "train.shard=true"], "shard means nothing with ranks = 1"),
+        ([*hf, "train.shard=true"], "shard has no effect with ranks = 1"),
         (["train.shard=true", "train.ranks=2"], "train.shard needs policy.kind = 'hf'"),
         ([*hf, "train.shard=true", "train.ranks=2", "engine.publish=nccl"], "as files, not by nccl"),
     ]:

@@ -235,7 +235,7 @@ async def test_what_crossed_a_gpu_and_arrived_as_something_else_is_noticed(way: 
         publisher = TransferPublisher(learner, engine, to(tmp_path), way)
         await publisher.publish(0)
         learner.tensors, fake.spoils = chance_tensors("one"), "model.norm.weight"
-        with pytest.raises(EngineError, match="model.norm.weight holds other weights than were published"):
+        with pytest.raises(EngineError, match="model.norm.weight has other weights than were published"):
             await publisher.publish(1)
 
 

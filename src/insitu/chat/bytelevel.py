@@ -1,8 +1,7 @@
-"""Decoding of byte-level vocabularies by a table: a token is the bytes that its characters stand for.
+"""Table-based decoding of byte-level vocabularies: each character of a token stands for one byte.
 
-The tokenizer library takes 0.2 µs per id for what is one look-up. The table follows its rule exactly: the
-bytes of all tokens joined, then read as UTF-8 with U+FFFD for what is none. `byte_table` gives None for any
-tokenizer whose decoder is another one, or that decodes a probe otherwise. Caller: encode.
+The tokenizer library takes 0.2 µs per id for what is one table lookup. The result is the same: the bytes of
+all tokens joined, then decoded as UTF-8 with U+FFFD for invalid sequences.
 """
 
 from __future__ import annotations
@@ -19,36 +18,42 @@ _PROBES, _PROBE_IDS = 32, 64
 
 
 class ByteTable:
-    """Bytes by id, filled as ids come."""
+    """Bytes by token id, filled lazily."""
 
     def __init__(self, token: Callable[[int], str | None]) -> None:
-        """`token`: the vocabulary's entry of an id."""
+        """Set the vocabulary lookup: `token` maps an id to its entry, or None."""
         self._token = token
         self._pieces: dict[int, bytes] = {}
 
     def text(self, ids: IntArray) -> str:
-        """Ids outside the vocabulary vanish. Raises OverflowError for negative ones, as the library does."""
-        pieces, known = ids.tolist(), self._pieces
+        """Return the text of ids; ids outside the vocabulary are skipped.
+
+        Raises OverflowError for negative ids, as the library does.
+        """
+        tokens, pieces = ids.tolist(), self._pieces
         try:
-            return b"".join([known[i] for i in pieces]).decode("utf-8", "replace")
+            return b"".join([pieces[i] for i in tokens]).decode("utf-8", "replace")
         except KeyError:
-            for i in pieces:
-                if i not in known:
-                    known[i] = _bytes(self._token(i))
-            return b"".join([known[i] for i in pieces]).decode("utf-8", "replace")
+            for i in tokens:
+                if i not in pieces:
+                    pieces[i] = _bytes(self._token(i))
+            return b"".join([pieces[i] for i in tokens]).decode("utf-8", "replace")
 
 
 def byte_table(tokenizer: Tokenizer) -> ByteTable | None:
-    """None unless the tokenizer's decoder is the byte-level one alone, and gives the same on the probes:
-    every added token, and chance ids. Probes alone would not do: a step behind that decoder may change one
-    token of a large vocabulary only."""
+    """Return a table for a tokenizer with the byte-level decoder alone, else None.
+
+    None is also returned when the table and the tokenizer disagree on the probes: random ids and every added
+    token.
+    """
+    # Probes alone would not do: a step behind the decoder may change one token of a large vocabulary only.
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
         return None
     table = ByteTable(tokenizer.id_to_token)
     size = tokenizer.get_vocab_size(with_added_tokens=True)
-    chance = random.Random(0)
-    probes = [[chance.randrange(size + 2) for _ in range(_PROBE_IDS)] for _ in range(_PROBES)]
-    probes += [[chance.randrange(size), added] for added in tokenizer.get_added_tokens_decoder()]
+    rng = random.Random(0)
+    probes = [[rng.randrange(size + 2) for _ in range(_PROBE_IDS)] for _ in range(_PROBES)]
+    probes += [[rng.randrange(size), added] for added in tokenizer.get_added_tokens_decoder()]
     for ids in probes:
         if table.text(np.array(ids, dtype=np.int32)) != tokenizer.decode(ids, skip_special_tokens=False):
             return None
@@ -56,7 +61,7 @@ def byte_table(tokenizer: Tokenizer) -> ByteTable | None:
 
 
 def _bytes(token: str | None) -> bytes:
-    """What a vocabulary entry stands for; one with a character outside the alphabet stands for itself."""
+    """Return the bytes of a vocabulary entry; one with characters outside the alphabet is UTF-8."""
     if token is None:
         return b""
     try:
@@ -66,7 +71,7 @@ def _bytes(token: str | None) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's: printable bytes are themselves, the others follow from U+0100 on."""
+    """Return GPT-2's byte alphabet: printable bytes map to themselves, the others to U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

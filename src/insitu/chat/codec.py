@@ -1,11 +1,10 @@
-"""A Codec turns rendered text into ids so that only the family's own scaffold can make control tokens.
+"""Encode rendered text so that only the renderer's own scaffold can produce control tokens.
 
-Text from outside goes through `shield` before a template sees it: the first character of every control
-marker becomes a lone surrogate, which valid text cannot hold, so no marker can begin inside outside text
-and templates still see its length, its ends and its white space. `encode` splits the rendered text at the
-markers that are left (all scaffold), takes the shield off, and encodes each run between two markers with a
-tokenizer that knows no control tokens. Content without markers gets the ids that the stock tokenizer
-gives the same rendering. Callers: render/template and render/parse.
+Outside text goes through `shield` before a template sees it: the first character of every control marker
+becomes a lone surrogate, which valid text cannot contain. No marker can then begin inside outside text, and
+templates still see its length, its ends and its white space. `encode` splits the rendered text at the
+remaining markers (all scaffold), removes the shield, and encodes each run between two markers with a
+tokenizer without control tokens. Content without markers gets the same ids as with the stock tokenizer.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from insitu.types import IntArray
 
 _SHIELD_BASE = 0xDC00
 _SCAFFOLD_CHARS, _SCAFFOLDS = 32, 1024
-"""Texts up to this length are mostly what templates write around content: so many are kept."""
+"""Length limit and number of cached texts; texts this short are mostly scaffold of the template."""
 
 
 class Codec:
@@ -34,47 +33,47 @@ class Codec:
     """
 
     def __init__(self, tokenizer_json: str, control: Sequence[str] | None = None) -> None:
-        """Raises RenderError when the tokenizer cannot keep content and control tokens apart."""
+        """Load the tokenizer; raise RenderError if it cannot separate content from control tokens."""
         spec = json.loads(tokenizer_json)
         added = spec.get("added_tokens", [])
         names = [str(t["content"]) for t in added]
-        chosen = names if control is None else list(control)
-        missing = sorted(set(chosen) - set(names))
+        control_names = names if control is None else list(control)
+        missing = sorted(set(control_names) - set(names))
         if missing:
             raise RenderError(f"control tokens not among the tokenizer's added tokens: {missing}")
         for token in added:
-            if token["content"] in chosen and (token.get("lstrip") or token.get("rstrip")):
-                raise RenderError(f"control token {token['content']!r} swallows white space; not supported")
+            if token["content"] in control_names and (token.get("lstrip") or token.get("rstrip")):
+                raise RenderError(f"control token {token['content']!r} strips white space; not supported")
         self._stock = Tokenizer.from_str(tokenizer_json)
-        told = json.dumps(sorted(chosen))
-        self.identity = hashlib.sha256(f"{len(told)} {told}{tokenizer_json}".encode()).hexdigest()
-        """Names the tokenizer and its control tokens."""
-        kept = {str(t["content"]): int(t["id"]) for t in added if t["content"] not in chosen}
-        spec["added_tokens"] = [t for t in added if t["content"] in kept]
-        _forget(spec.get("model", {}), chosen)
-        _pin(spec.get("model", {}), kept)
+        names_json = json.dumps(sorted(control_names))
+        self.identity = hashlib.sha256(f"{len(names_json)} {names_json}{tokenizer_json}".encode()).hexdigest()
+        """SHA-256 of the tokenizer and its control tokens."""
+        ordinary = {str(t["content"]): int(t["id"]) for t in added if t["content"] not in control_names}
+        spec["added_tokens"] = [t for t in added if t["content"] in ordinary]
+        _drop_from_vocab(spec.get("model", {}), control_names)
+        _add_to_vocab(spec.get("model", {}), ordinary)
         self._plain = Tokenizer.from_str(json.dumps(spec))
         self._stock.no_padding()
         self._plain.no_padding()
         self._stock.no_truncation()
         self._plain.no_truncation()
         self.control: Mapping[str, int] = {
-            str(t["content"]): int(t["id"]) for t in added if t["content"] in chosen
+            str(t["content"]): int(t["id"]) for t in added if t["content"] in control_names
         }
         """Marker text -> id."""
         self.names: Mapping[int, str] = {i: name for name, i in self.control.items()}
         self.vocab_size = 1 + max(self._stock.get_vocab(with_added_tokens=True).values())
         self._is_control = np.zeros(3 + max(self.names, default=-1), dtype=np.bool_)
-        """By id + 1; what lies outside falls on an end, and neither end is a control token's."""
+        """Indexed by id + 1; ids out of range are clipped to the ends, which are False."""
         self._is_control[[i + 1 for i in self.names]] = True
-        self._firsts = _shielded(chosen)
-        self._markers = _finder(chosen)
+        self._firsts = _shield_map(control_names)
+        self._markers = _marker_pattern(control_names)
         self._scaffold: dict[str, list[int]] = {}
         self._bytes = byte_table(self._stock)
         self._check()
 
     def shield(self, text: str) -> str:
-        """Outside text made safe to pass through a template; lone surrogates become U+FFFD."""
+        """Shield outside text for a template; lone surrogates become U+FFFD."""
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -89,7 +88,7 @@ class Codec:
         return text
 
     def encode(self, rendered: str) -> IntArray:
-        """Ids of a rendered text: markers are scaffold, everything shielded is content."""
+        """Return the ids of a rendered text: markers are scaffold, everything shielded is content."""
         ids: list[int] = []
         at = 0
         for hit in self._markers.finditer(rendered):
@@ -100,22 +99,24 @@ class Codec:
         return np.array(ids, dtype=np.int32)
 
     def encode_content(self, text: str) -> IntArray:
-        """Ids of outside text alone."""
+        """Return the ids of outside text alone."""
         return np.array(self._run(self.shield(text)), dtype=np.int32)
 
     def encode_stock(self, rendered: str) -> IntArray:
-        """What the stock tokenizer gives; for the checks at load only."""
+        """Return the ids that the stock tokenizer gives; for the checks at load only."""
         return np.array(self._stock.encode(rendered, add_special_tokens=False).ids, dtype=np.int32)
 
     def decode(self, ids: IntArray) -> str:
-        """Text of ids, control tokens included; ids outside the vocabulary vanish."""
+        """Return the text of ids, control tokens included; ids outside the vocabulary are skipped."""
         if self._bytes is not None:
             return self._bytes.text(ids)
         return str(self._stock.decode(ids.tolist(), skip_special_tokens=False))
 
     def decode_marked(self, ids: IntArray) -> str:
-        """Text of ids in the form `encode` takes: control tokens as markers, marker text that ordinary tokens
-        spell shielded, so that no reader takes it for scaffold."""
+        """Return the text of ids in the form that `encode` takes.
+
+        Control tokens become markers; marker text that ordinary tokens spell is shielded.
+        """
         parts: list[str] = []
         at = 0
         for mark in [*self.control_positions(ids), len(ids)]:
@@ -128,21 +129,21 @@ class Codec:
         return "".join(parts)
 
     def markers_in(self, text: str) -> int:
-        """Control markers typed as plain text."""
+        """Count control markers typed as plain text."""
         return sum(1 for _ in self._markers.finditer(text))
 
     def control_positions(self, ids: IntArray) -> list[int]:
-        """Positions of control ids, ascending."""
+        """Return the positions of control ids, ascending."""
         return self._is_control.take(ids + 1, mode="clip").nonzero()[0].tolist()
 
     def _run(self, text: str) -> list[int]:
-        """Ids of a text without markers; not to be written to."""
+        """Return the ids of a text without markers (cached: do not modify)."""
         if not text:
             return []
-        known = self._scaffold.get(text)
-        if known is not None:
-            return known
-        # The fast form leaves out the offsets, which nobody reads.
+        cached = self._scaffold.get(text)
+        if cached is not None:
+            return cached
+        # The fast form skips the offsets, which are not needed.
         (encoded,) = self._plain.encode_batch_fast([self.unshield(text)], add_special_tokens=False)
         ids: list[int] = encoded.ids
         if len(text) <= _SCAFFOLD_CHARS:
@@ -157,9 +158,10 @@ class Codec:
                 raise RenderError(f"control token {name!r} can be spelled by ordinary text in this tokenizer")
 
 
-def _finder(markers: Sequence[str]) -> re.Pattern[str]:
-    """Finds any marker, the longest first. Their first characters stand before the alternatives: then the
-    search leaps to the next of them without a step of Python for each, whatever an agent sends."""
+def _marker_pattern(markers: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern that matches any marker, the longest first."""
+    # Grouped by first character, so that the regex engine skips to the next candidate without trying every
+    # alternative at every position.
     rests: dict[str, list[str]] = {}
     for marker in sorted(markers, key=len, reverse=True):
         rests.setdefault(marker[0], []).append(re.escape(marker[1:]))
@@ -168,8 +170,8 @@ def _finder(markers: Sequence[str]) -> re.Pattern[str]:
     )
 
 
-def _shielded(markers: Sequence[str]) -> list[tuple[str, str]]:
-    """The first character of each marker and what hides it."""
+def _shield_map(markers: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the first character of each marker with its replacement."""
     firsts = sorted({m[:1] for m in markers})
     for first in firsts:
         if not first or first.isalnum() or first.isspace():
@@ -179,8 +181,8 @@ def _shielded(markers: Sequence[str]) -> list[tuple[str, str]]:
     return [(first, chr(_SHIELD_BASE + i)) for i, first in enumerate(firsts)]
 
 
-def _forget(model: dict[str, object], markers: Sequence[str]) -> None:
-    """Take the markers out of a BPE vocabulary where no merge needs them, so that no text can reach them."""
+def _drop_from_vocab(model: dict[str, object], markers: Sequence[str]) -> None:
+    """Remove the markers from a BPE vocabulary where no merge needs them, so that no text can reach them."""
     vocab = model.get("vocab")
     if not isinstance(vocab, dict):
         return
@@ -194,12 +196,13 @@ def _forget(model: dict[str, object], markers: Sequence[str]) -> None:
             vocab.pop(marker, None)
 
 
-def _pin(model: dict[str, object], kept: Mapping[str, int]) -> None:
-    """The library renumbers added tokens that the model's vocabulary does not hold; so it must hold them."""
+def _add_to_vocab(model: dict[str, object], ordinary: Mapping[str, int]) -> None:
+    """Add ordinary added tokens to the model's vocabulary under their ids."""
+    # The library renumbers added tokens that the model's vocabulary does not contain.
     vocab = model.get("vocab")
-    if kept and not isinstance(vocab, dict):
+    if ordinary and not isinstance(vocab, dict):
         raise RenderError(
             "control_tokens needs a tokenizer whose vocabulary is a table; name no control_tokens"
         )
     if isinstance(vocab, dict):
-        vocab.update(kept)
+        vocab.update(ordinary)

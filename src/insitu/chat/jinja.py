@@ -1,7 +1,6 @@
-"""Chat templates as the Hugging Face libraries run them: a sandboxed jinja2 with the usual helpers.
+"""Chat templates in a sandboxed jinja2 environment with the helpers of the Hugging Face libraries.
 
-Every string from outside passes through `shield` before the template sees it. Dates are frozen when the
-template is loaded: a session that crosses midnight must not change its own past. Caller: render/template.
+Every outside string passes through `shield` before the template sees it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ from insitu.types import Message, ToolCall, ToolSpec
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` ... `{% endgeneration %}` marks what a model says, for libraries that mask by it;
-    the text itself is what stands inside."""
+    """The `{% generation %}` ... `{% endgeneration %}` tag; renders its body unchanged.
+
+    Other libraries use it to mask the model's output.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own attribute
 
@@ -33,7 +34,7 @@ class GenerationTag(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Finds `message.role` without first failing to find it among a dictionary's methods."""
+    """Environment that looks up `message.role` as a key before trying a dictionary's methods."""
 
     _METHODS = frozenset(dir(dict))
 
@@ -47,7 +48,8 @@ class ChatTemplate:
     """One compiled template with its constant variables."""
 
     def __init__(self, source: str, variables: Mapping[str, object], shield: Callable[[str], str]) -> None:
-        """Raises RenderError when the template does not compile."""
+        """Compile the template; raise RenderError if it does not compile."""
+        # Frozen at load: a session that crosses midnight must not change its own past.
         now = datetime.datetime.now()
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
@@ -64,35 +66,35 @@ class ChatTemplate:
         self.variables = dict(variables)
         day = now.date().isoformat() if "strftime_now" in source else ""
         self.identity = json.dumps([source, self.variables, day], sort_keys=True)
-        """Everything that decides what the template writes."""
-        self._shown = self._taken(shield)
+        """Everything that determines the template's output."""
+        self._inputs = self._choose_inputs(shield)
 
-    def _taken(self, shield: Callable[[str], str]) -> TemplateInputs:
-        """Call arguments as a mapping; as JSON text for a template that takes only that."""
+    def _choose_inputs(self, shield: Callable[[str], str]) -> TemplateInputs:
+        """Return inputs with call arguments as a mapping, or as JSON text for templates that need that."""
         call = ToolCall(id="call_a", name="look", arguments='{"a": 1}')
         called = [Message(role="user", text="x"), Message(role="assistant", tool_calls=(call,))]
-        for shown in (TemplateInputs(shield), TemplateInputs(shield, arguments_as_text=True)):
-            self._shown = shown
+        for inputs in (TemplateInputs(shield), TemplateInputs(shield, arguments_as_text=True)):
+            self._inputs = inputs
             try:
                 self.render(called)
             except RenderError:
                 continue
-            return shown
+            return inputs
         return TemplateInputs(shield)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, generation_prompt: bool = False
     ) -> str:
-        """Text with outside strings still shielded. Raises RenderError when the template refuses."""
+        """Return the text, outside strings still shielded; raise RenderError if the template fails."""
         try:
             return self._template.render(
                 **self.variables,
-                messages=[self._shown.message(m) for m in messages],
-                tools=[self._shown.tool(t) for t in tools] or None,
+                messages=[self._inputs.message(m) for m in messages],
+                tools=[self._inputs.tool(t) for t in tools] or None,
                 add_generation_prompt=generation_prompt,
             )
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
-            raise RenderError(f"chat template refuses the conversation: {error}") from error
+            raise RenderError(f"chat template rejects the conversation: {error}") from error
 
 
 def _tojson(
@@ -102,7 +104,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without HTML escapes. Shielded characters must pass, so nothing is escaped to ASCII."""
+    """Return JSON without HTML escapes; shielded characters must pass, so nothing is escaped to ASCII."""
     if ensure_ascii:
         raise TemplateError("tojson(ensure_ascii=True) is not supported")
     return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)

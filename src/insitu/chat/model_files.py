@@ -1,7 +1,7 @@
-"""The files of a model folder that decide how it is rendered, read once and checked for shape.
+"""The files of a model folder that determine how it is rendered, read once and checked for shape.
 
 `tokenizer.json` is required; `chat_template.jinja` (or the one in `tokenizer_config.json`), `config.json` and
-`insitu_renderer.json` are optional. Caller: render/load and render/template.
+`insitu_renderer.json` are optional.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from insitu.errors import RenderError, boundary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendererFile:
-    """insitu_renderer.json: what the template alone cannot tell. Every field is optional."""
+    """Contents of insitu_renderer.json: optional settings that the template does not determine."""
 
     stop_tokens: tuple[str, ...] = ()
     """Further tokens that end a turn, besides the template's own and those that open a message."""
     tool_format: str = ""
-    """How the policy spells tool calls (render/formats); empty = the format that reads back what the chat
-    template writes."""
+    """A key of tool_formats.FORMATS; empty = the format that parses what the chat template writes."""
     control_tokens: tuple[str, ...] | None = None
-    """Added tokens that text from outside must never produce; None = all added tokens."""
+    """Added tokens that outside text must never produce; None = all added tokens."""
     template_arguments: dict[str, object] = field(default_factory=dict)
     """Extra variables for the template, e.g. {"enable_thinking": false}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """What was read."""
+    """Contents of the files."""
 
     folder: Path
     tokenizer_json: str
@@ -42,7 +41,7 @@ class ModelFiles:
 
 
 def read_folder(folder: Path) -> ModelFiles:
-    """Raises RenderError when a file cannot be used."""
+    """Read a model folder; raise RenderError if a file cannot be used."""
     with boundary(RenderError, f"reading the model folder {folder}"):
         tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
         config = _read_json(folder / "tokenizer_config.json")
@@ -51,7 +50,7 @@ def read_folder(folder: Path) -> ModelFiles:
             tokenizer_json=tokenizer_json,
             template=_template_source(folder, config),
             special_tokens=_special_tokens(config),
-            renderer=_family_file(_read_json(folder / "insitu_renderer.json")),
+            renderer=_renderer_file(_read_json(folder / "insitu_renderer.json")),
         )
 
 
@@ -76,7 +75,7 @@ def _template_source(folder: Path, config: dict[str, object]) -> str | None:
 
 
 def _special_tokens(config: dict[str, object]) -> dict[str, object]:
-    """bos_token, eos_token, ... as templates expect them: plain strings."""
+    """Return bos_token, eos_token, ... as templates expect them: plain strings."""
     found: dict[str, object] = {}
     for name, value in config.items():
         if name.endswith("_token"):
@@ -86,11 +85,11 @@ def _special_tokens(config: dict[str, object]) -> dict[str, object]:
     return found
 
 
-def _family_file(raw: dict[str, object]) -> RendererFile:
+def _renderer_file(raw: dict[str, object]) -> RendererFile:
     known = set(RendererFile.__dataclass_fields__)
     unknown = sorted(set(raw) - known)
     if unknown:
-        raise RenderError(f"insitu_renderer.json: unknown keys {unknown}; known are {sorted(known)}")
+        raise RenderError(f"insitu_renderer.json: unknown keys {unknown}; known keys: {sorted(known)}")
     control, arguments = raw.get("control_tokens"), raw.get("template_arguments", {})
     if not isinstance(arguments, dict):
         raise RenderError("insitu_renderer.json: template_arguments must be an object")
@@ -102,9 +101,7 @@ def _family_file(raw: dict[str, object]) -> RendererFile:
     )
     if file.tool_format and file.tool_format not in FORMATS:
         formats = ", ".join(sorted(FORMATS))
-        raise RenderError(
-            f"insitu_renderer.json: tool_format {file.tool_format!r} is not known; known: {formats}"
-        )
+        raise RenderError(f"insitu_renderer.json: unknown tool_format {file.tool_format!r}; known: {formats}")
     return file
 
 

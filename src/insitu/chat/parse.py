@@ -1,8 +1,8 @@
-"""Meaning of sampled ids where calls stand between two control tokens: found by ids, never by decoded text.
+"""Parse sampled ids of formats whose calls stand between two control tokens.
 
-`<think>` ... `</think>` is reasoning. A call that is not whole and exactly of its format stays in the text,
-for the agent to see, and sets `malformed`; nothing is repaired and nothing is half a call. Marker text that
-the model spells with ordinary tokens is ordinary text. The formats themselves are in render/formats.
+Markers are found by id, never in decoded text. `<think>` ... `</think>` is reasoning. A call that is not
+complete and exactly of its format stays in the text, where the agent sees it, and sets `malformed`; nothing
+is repaired. Marker text that the model spells with ordinary tokens is ordinary text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from insitu.types import IntArray
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 ReadCall = Callable[[IntArray], ParsedCall | None]
-"""A call from the ids between its markers; None when they are not exactly one."""
+"""Parses the ids between two markers; returns None unless they are exactly one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +28,22 @@ class Blocks:
     open: str = "<tool_call>"
     close: str = "</tool_call>"
     section_open: str = ""
-    """Where a format puts all calls of a reply into a section."""
+    """Set where a format puts all calls of a reply into one section."""
     section_close: str = ""
 
 
 @dataclass(slots=True)
 class _Parts:
-    """What has been read so far."""
+    """Parts of the reply parsed so far."""
 
     text: str = ""
     reasoning: str = ""
     calls: tuple[ParsedCall, ...] = ()
     malformed: bool = False
-    thought: bool = False
-    """A reasoning block was read, be it empty."""
+    has_reasoning: bool = False
+    """A reasoning block was read, possibly empty."""
     outside: bool = False
-    """Not in the section where this format puts calls; what looks like a call is none here."""
+    """Outside the section where this format puts calls; call markers are invalid here."""
 
 
 def without_stop(ids: IntArray, stop_ids: frozenset[int]) -> IntArray:
@@ -53,7 +53,10 @@ def without_stop(ids: IntArray, stop_ids: frozenset[int]) -> IntArray:
 def parse_blocks(
     codec: Codec, ids: IntArray, in_reasoning: bool, blocks: Blocks, read: ReadCall
 ) -> ParsedReply:
-    """Parse one reply without its stop id. `in_reasoning`: the generation prompt already opened <think>."""
+    """Parse one reply without its stop id.
+
+    `in_reasoning`: the generation prompt already opened <think>.
+    """
     parts = _Parts(outside=bool(blocks.section_open))
     at = _read_reasoning(codec, ids, 0, parts) if in_reasoning else 0
     marks = codec.control_positions(ids)
@@ -64,14 +67,14 @@ def parse_blocks(
         if name == blocks.open:
             parts.text += codec.decode(ids[at:mark])
             at = _read_call(codec, ids, mark, parts, blocks, read)
-        elif name == THINK_OPEN and not parts.thought and not parts.calls:
+        elif name == THINK_OPEN and not parts.has_reasoning and not parts.calls:
             parts.text += codec.decode(ids[at:mark])
             at = _read_reasoning(codec, ids, mark + 1, parts)
         elif name in (blocks.section_open, blocks.section_close):
             parts.text += codec.decode(ids[at:mark])
             at = mark + 1
             parts.outside = name == blocks.section_close
-            if not _in_place(codec, ids, mark, blocks, not parts.outside):
+            if not _section_in_place(codec, ids, mark, blocks, not parts.outside):
                 parts.malformed = True
                 parts.text += name
     parts.text += codec.decode(ids[at:])
@@ -80,13 +83,13 @@ def parse_blocks(
     )
 
 
-def _in_place(codec: Codec, ids: IntArray, mark: int, blocks: Blocks, opens: bool) -> bool:
-    """A section begins right before a call and ends right behind one."""
-    step, wanted = (1, blocks.open) if opens else (-1, blocks.close)
+def _section_in_place(codec: Codec, ids: IntArray, mark: int, blocks: Blocks, opens: bool) -> bool:
+    """Return whether a section begins right before a call, or ends right behind one."""
+    step, expected = (1, blocks.open) if opens else (-1, blocks.close)
     at = mark + step
     while 0 <= at < len(ids):
         if int(ids[at]) in codec.names:
-            return codec.names[int(ids[at])] == wanted
+            return codec.names[int(ids[at])] == expected
         if codec.decode(ids[at : at + 1]).strip():
             return False
         at += step
@@ -94,7 +97,7 @@ def _in_place(codec: Codec, ids: IntArray, mark: int, blocks: Blocks, opens: boo
 
 
 def is_open_reasoning(codec: Codec, ids: IntArray, in_reasoning: bool) -> bool:
-    """True when a reply cut off at the end of `ids` stands inside <think>."""
+    """Return whether a reply cut off at the end of `ids` is inside <think>."""
     for mark in codec.control_positions(ids):
         name = codec.names[int(ids[mark])]
         if name in (THINK_OPEN, THINK_CLOSE):
@@ -103,9 +106,9 @@ def is_open_reasoning(codec: Codec, ids: IntArray, in_reasoning: bool) -> bool:
 
 
 def _trim(parts: _Parts) -> str:
-    """The template puts line breaks between reasoning, text and calls; they are not the model's words."""
+    """Strip the line breaks that the template puts between reasoning, text and calls."""
     text = parts.text
-    if parts.thought:
+    if parts.has_reasoning:
         text = text.lstrip("\n")
     if parts.calls:
         text = text.rstrip("\n")
@@ -113,25 +116,25 @@ def _trim(parts: _Parts) -> str:
 
 
 def find(codec: Codec, ids: IntArray, start: int, name: str) -> int:
-    """Position of the next control token `name` at or after start, else -1."""
-    wanted = codec.control.get(name)
-    if wanted is None:
+    """Return the position of the next control token `name` at or after start, else -1."""
+    expected = codec.control.get(name)
+    if expected is None:
         return -1
-    found = (ids[start:] == wanted).nonzero()[0]
+    found = (ids[start:] == expected).nonzero()[0]
     return start + int(found[0]) if len(found) else -1
 
 
 def _read_reasoning(codec: Codec, ids: IntArray, start: int, parts: _Parts) -> int:
-    """Read up to </think> or the end; returns the position after it."""
+    """Read up to </think> or the end; return the position after it."""
     end = find(codec, ids, start, THINK_CLOSE)
     stop = len(ids) if end < 0 else end
-    parts.thought = True
+    parts.has_reasoning = True
     parts.reasoning = codec.decode(ids[start:stop]).strip("\n")
     return stop if end < 0 else end + 1
 
 
 def _read_call(codec: Codec, ids: IntArray, start: int, parts: _Parts, blocks: Blocks, read: ReadCall) -> int:
-    """Read one call that opens at `start`; returns the position after it."""
+    """Read one call that opens at `start`; return the position after it."""
     end = find(codec, ids, start + 1, blocks.close)
     nested = find(codec, ids, start + 1, blocks.open)
     if end < 0 or 0 <= nested < end:
@@ -152,8 +155,10 @@ def _read_call(codec: Codec, ids: IntArray, start: int, parts: _Parts, blocks: B
 
 
 def read_call(text: str, arguments: str = "arguments") -> ParsedCall | None:
-    """A call from its JSON text: an object with exactly `name` and the member called `arguments`, the latter
-    kept as sampled; None when the shape is not exactly known."""
+    """Parse a call from JSON: an object with exactly `name` and the member named by `arguments`.
+
+    The arguments keep their sampled text. Returns None for any other shape.
+    """
     text = text.strip()
     if not text.startswith("{"):
         return None
@@ -173,12 +178,12 @@ def read_call(text: str, arguments: str = "arguments") -> ParsedCall | None:
 
 
 def is_name(name: str) -> bool:
-    """Fit to be sent as a tool's name."""
+    """Return whether the text can be sent as a tool's name."""
     return bool(name) and not any("\ud800" <= c <= "\udfff" for c in name)
 
 
 def is_json(text: str) -> bool:
-    """The whole text is one JSON value."""
+    """Return whether the whole text is one JSON value."""
     text = text.strip(" \t\r\n")
     try:
         _, end = _DECODER.raw_decode(text)
@@ -188,14 +193,14 @@ def is_json(text: str) -> bool:
 
 
 def is_object(text: str) -> bool:
-    """The whole text is one JSON object."""
+    """Return whether the whole text is one JSON object."""
     return text.lstrip(" \t\r\n").startswith("{") and is_json(text)
 
 
 def _members(text: str) -> tuple[dict[str, str], int]:
-    """Raw JSON text of each member of the object at the start of `text`, and where the object ends.
+    """Return the raw JSON text of each member of the object at the start of `text`, and the object's end.
 
-    Raises ValueError or IndexError on bad JSON and on a key that comes twice.
+    Raises ValueError or IndexError on invalid JSON and on a duplicate key.
     """
     members: dict[str, str] = {}
     at = _skip(text, 1)
@@ -211,7 +216,7 @@ def _members(text: str) -> tuple[dict[str, str], int]:
         if text[at] == ",":
             at = _skip(text, at + 1)
             if text[at] == "}":
-                raise ValueError("comma before the end")
+                raise ValueError("trailing comma")
         elif text[at] != "}":
             raise ValueError("comma expected")
     return members, at + 1

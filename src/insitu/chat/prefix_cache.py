@@ -1,6 +1,7 @@
-"""A bounded memory of root blocks: sub-agents, retries and twins open with the same system text and tools,
-which are the largest part of most first prompts. Kept by digest, so the texts themselves are not held.
-Callers: render/template and render/known.
+"""A bounded LRU cache of root blocks: system text and tools.
+
+Sub-agents, retries and parallel attempts open with the same root, which is the largest part of most first
+prompts.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from collections.abc import Callable, Sequence
 from insitu.types import IntArray, Message, ToolSpec
 
 MAX_ROOTS = 128
-"""Most root blocks kept per family."""
+"""Most root blocks cached per renderer."""
 MAX_IDS = 4_000_000
-"""Most ids kept per family (16 MB)."""
+"""Most ids cached per renderer (16 MB)."""
 
 
 class RootCache:
-    """Ids of root blocks by the digest of what they are made from; the one used longest ago goes first.
+    """LRU cache of root block ids, keyed by the digest of their source.
 
-    Safe to use from worker threads: two that miss at a time both render, to the same ids.
+    Thread-safe: two concurrent misses both render, to the same ids.
     """
 
     def __init__(self) -> None:
-        self._held: OrderedDict[bytes, IntArray] = OrderedDict()
+        self._blocks: OrderedDict[bytes, IntArray] = OrderedDict()
         self._ids = 0
         self._lock = threading.Lock()
 
@@ -35,21 +36,21 @@ class RootCache:
         tools: Sequence[ToolSpec],
         make: Callable[[Sequence[Message], Sequence[ToolSpec]], IntArray],
     ) -> IntArray:
-        """The ids of this root, made by `make` when they are not held. Not to be written to."""
+        """Return the ids of this root, rendered by `make` on a miss (read-only)."""
         key = _digest(system, tools)
         with self._lock:
-            held = self._held.get(key)
-            if held is not None:
-                self._held.move_to_end(key)
-                return held
+            cached = self._blocks.get(key)
+            if cached is not None:
+                self._blocks.move_to_end(key)
+                return cached
         made = make(system, tools)
         made.setflags(write=False)
         with self._lock:
-            if key not in self._held:
-                self._held[key] = made
+            if key not in self._blocks:
+                self._blocks[key] = made
                 self._ids += len(made)
-            while len(self._held) > MAX_ROOTS or (self._ids > MAX_IDS and len(self._held) > 1):
-                self._ids -= len(self._held.popitem(last=False)[1])
+            while len(self._blocks) > MAX_ROOTS or (self._ids > MAX_IDS and len(self._blocks) > 1):
+                self._ids -= len(self._blocks.popitem(last=False)[1])
         return made
 
 

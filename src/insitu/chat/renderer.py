@@ -1,8 +1,8 @@
-"""A Family turns messages into tokens and tokens into replies, one message at a time.
+"""A ChatRenderer turns messages into tokens and tokens into replies, one message at a time.
 
 Pure: the ids of a message depend on that message alone (and, for `append`, on the run of context messages it
-arrives with), never on what stands elsewhere. That is what makes spliced histories exact. Text from
-outside is encoded without added tokens, so control markers typed by a user or a tool stay text.
+arrives with), never on other messages. That keeps spliced histories exact. Outside text is encoded without
+added tokens, so control markers typed by a user or a tool stay text.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from insitu.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCall:
-    """A tool call as sampled, before the gateway mints its wire id."""
+    """A tool call as sampled, before the gateway assigns its wire id."""
 
     name: str
     arguments: str
     """Raw JSON text as sampled."""
     id: str = ""
-    """The id that the model itself gave the call, where its family has such ids."""
+    """The call id that the model sampled, where its format has such ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedReply:
-    """Meaning of sampled ids. A call that does not parse stays in `text` and sets `malformed`."""
+    """Parsed reply; a call that does not parse stays in `text` and sets `malformed`."""
 
     text: str
     reasoning: str = ""
@@ -41,32 +41,32 @@ class ParsedReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a family can say natively; found by its checks at load."""
+    """Features that a renderer supports natively, found by its checks at load."""
 
     source: str
-    """Whose rules: `template`, or the name of the rules in the `renderers` package."""
+    """`template`, or the name of the rules in the `renderers` package."""
     tool_format: str
-    """How the policy spells its calls; a key of render/formats.FORMATS."""
+    """Format of the policy's tool calls; a key of tool_formats.FORMATS."""
     tools: bool
-    """False: the rules write no tools into the root block, so the policy never sees what the agent offers."""
+    """False: the rules write no tools into the root block, so the policy never sees the agent's tools."""
     native_system: bool
-    """False: a system message in mid-list is told as a user message, in a fixed wrapper."""
+    """False: a mid-list system message is rendered as a user message in a fixed wrapper."""
     parallel_calls: bool
-    """False: a reply can hold one call at most."""
+    """False: a reply contains at most one call."""
     text_with_calls: bool
-    """False: a reply holds text or calls, never both."""
+    """False: a reply contains text or calls, never both."""
     reasoning: bool
-    """Replies can begin with reasoning that is told apart."""
+    """Replies can begin with a separate reasoning block."""
     open_ended: bool = False
     """A turn has no closing token of its own: the next message's opener ends it."""
 
 
 class ChatRenderer(Protocol):
-    """Token rules of one model family."""
+    """Token rules of one chat format."""
 
     @property
     def caps(self) -> Capabilities:
-        """What the family can say."""
+        """Supported features."""
 
     @property
     def fingerprint(self) -> str:
@@ -78,51 +78,61 @@ class ChatRenderer(Protocol):
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end a turn, every token that opens a message included."""
+        """Ids that end a turn, including every token that opens a message."""
 
     def open(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
-        """Ids of the root block: leading system messages and tools."""
+        """Return the ids of the root block: leading system messages and tools."""
 
     def append(self, messages: Sequence[Message]) -> IntArray:
-        """Ids of a run of context messages (user, tool, foreign assistant, mid-list system)
-        that follow closed content. Does not include a generation prompt."""
+        """Return the ids of a run of context messages that follow closed content.
+
+        Context messages are user, tool, foreign assistant and mid-list system messages. No generation prompt.
+        """
 
     def close(self, sampled: IntArray, finish: Finish) -> IntArray:
-        """Scaffold ids that must follow `sampled` before anything else may come (mask 0).
-        Adds a synthetic end of turn when the model was cut off."""
+        """Return the scaffold ids that must follow `sampled` before any other message (mask 0).
+
+        Adds a synthetic end of turn when the model was cut off.
+        """
 
     def join(self, sampled: IntArray, finish: Finish, messages: Sequence[Message]) -> IntArray:
-        """`close` and `append` for a sampled turn and the run that follows it. An opener that was sampled as
-        the end of the turn is not said twice."""
+        """Return `close` and `append` for a sampled turn and the run that follows it.
+
+        An opener that was sampled as the end of the turn is not repeated.
+        """
 
     def generation_prompt(self, after: Role = "user") -> IntArray:
-        """Ids that open an assistant turn behind a message of role `after`."""
+        """Return the ids that open an assistant turn after a message of role `after`."""
 
     def parse(self, sampled: IntArray, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
-        """Meaning of sampled ids; works on ids, never on decoded markers. `tools` tell the types of arguments
-        where a family writes values without quotes."""
+        """Parse sampled ids; works on ids, never on decoded markers.
+
+        `tools` give the types of arguments for formats that write values without quotes.
+        """
 
     def render_reply(self, message: Message) -> IntArray:
-        """Ids the policy would have to sample to say `message`, stop id included.
-        For scripted and teacher turns (kind `demonstrated`)."""
+        """Return the ids the policy would have to sample to produce `message`, stop id included.
+
+        For scripted and teacher turns (kind `demonstrated`).
+        """
 
     def decode(self, ids: IntArray) -> str:
-        """Text of ids, control tokens included, for people and logs only."""
+        """Return the text of ids, control tokens included; for display and logs only."""
 
     def injections(self, text: str) -> int:
-        """How many control markers occur in `text` as plain text."""
+        """Count control markers that occur in `text` as plain text."""
 
 
 def carry_id(minted: str, own: str) -> str:
-    """The wire id of a call that has an id of the model's own: the minted one with the other inside, because
-    agents echo wire ids and a tool result must name the call as the model did."""
+    """Return the wire id of a call: the minted id, with the model's own id encoded in it."""
+    # Agents echo wire ids, and a tool result must name the call by the model's own id.
     if not own:
         return minted
     return f"{minted}-{base64.urlsafe_b64encode(own.encode()).decode().rstrip('=')}"
 
 
 def own_id(wire: str) -> str:
-    """The model's own id inside a wire id; an id from elsewhere as it is."""
+    """Return the model's own id encoded in a wire id; ids of other origin are returned unchanged."""
     _, dash, carried = wire.partition("-")
     try:
         raw = base64.b64decode(carried + "=" * (-len(carried) % 4), altchars=b"-_", validate=True).decode()
@@ -132,23 +142,27 @@ def own_id(wire: str) -> str:
 
 
 def dropping_roles(renderer: ChatRenderer) -> frozenset[str]:
-    """Roles of the messages that make a family's rules leave out the reasoning of every turn before them."""
+    """Return the roles whose messages make the rules drop the reasoning of all earlier turns."""
     call = ToolCall(id="call_a", name="look", arguments="{}")
-    said = Message(role="assistant", text="So.", reasoning="Hm.")
+    reply = Message(role="assistant", text="So.", reasoning="Hm.")
     probes = {
-        "user": [said, Message(role="user", text="More.")],
-        "system": [said, Message(role="system", text="Note.")],
-        "tool": [replace(said, tool_calls=(call,)), Message(role="tool", text="x", tool_call_id="call_a")],
+        "user": [reply, Message(role="user", text="More.")],
+        "system": [reply, Message(role="system", text="Note.")],
+        "tool": [replace(reply, tool_calls=(call,)), Message(role="tool", text="x", tool_call_id="call_a")],
     }
     return frozenset(role for role, run in probes.items() if _drops(renderer, run))
 
 
 def forgotten_before(renderer: ChatRenderer, keep_reasoning: str) -> frozenset[str]:
-    """`dropping_roles` for `model.keep_reasoning` template, none for all. Raises ConfigError for a family
-    that drops nothing."""
+    """Return `dropping_roles` if `model.keep_reasoning` is template, else no roles.
+
+    Raises ConfigError if the setting is template and the renderer never drops reasoning.
+    """
     roles = dropping_roles(renderer) if keep_reasoning == "template" else frozenset[str]()
     if keep_reasoning == "template" and not roles:
-        raise ConfigError("retention template changes nothing: this family's rules keep all reasoning")
+        raise ConfigError(
+            'model.keep_reasoning = "template" has no effect: this renderer keeps all reasoning'
+        )
     return roles
 
 
@@ -159,18 +173,18 @@ def _drops(renderer: ChatRenderer, run: Sequence[Message]) -> bool:
         return False
 
 
-# --------------------------------------------------------------------------- for those who implement it
+# --------------------------------------------------------------------------- helpers for implementations
 
 
 def joined(close: IntArray, run: IntArray, sampled: IntArray, caps: Capabilities) -> IntArray:
-    """What follows a sampled turn; an opener sampled as its end is not repeated."""
+    """Return the ids that follow a sampled turn; an opener sampled as its end is not repeated."""
     if caps.open_ended and len(run) and len(sampled) and int(run[0]) == int(sampled[-1]):
         run = run[1:]
     return np.concatenate([close, run]).astype(np.int32, copy=False)
 
 
 def demoted(message: Message) -> Message:
-    """A mid-list system message told in the user's place; pure per message, so prefixes stay."""
+    """Return a mid-list system message as a user message; pure per message, so prefixes are stable."""
     if message.role != "system":
         return message
     return Message(role="user", text=f"<system>\n{message.text}\n</system>")

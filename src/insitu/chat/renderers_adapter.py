@@ -1,10 +1,9 @@
-"""The hand-written families of the `renderers` package (extra `renderers`, pinned) behind our Family.
+"""The hand-written rules of the `renderers` package (extra `renderers`, pinned) as a ChatRenderer.
 
-The package gets a tokenizer of ours: what it writes itself becomes scaffold, what comes from outside was
-shielded before and stays text. It never renders a history: a run of messages is rendered behind one or two
-dummies and the dummies' tokens are cut off, so the cost is the new text and sampled ids are never written
-again. Its bridges (O(context)) are an oracle in tests only. Each family proves itself at load (render/check).
-Caller: render/load.
+The package gets a substitute tokenizer: what it writes itself becomes scaffold, outside text was shielded
+before and stays text. It never renders a history: a run of messages is rendered behind one or two dummy
+messages, whose tokens are cut off, so the cost is the new text and sampled ids are never rewritten. Its
+bridges (O(context)) serve as an oracle in tests only.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from insitu.chat.prefix_cache import RootCache
 from insitu.chat.renderer import Capabilities, ParsedReply, demoted, joined, own_id
 from insitu.chat.template_inputs import TemplateInputs
 from insitu.chat.tool_formats import FORMATS, is_open_reasoning, reasoning_close
-from insitu.chat.validation import abilities
+from insitu.chat.validation import find_capabilities
 from insitu.errors import RenderError
 from insitu.install_hints import install_extra
 from insitu.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
@@ -35,39 +34,47 @@ from insitu.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
 PINNED = "0.1.12"
 _SCAFFOLD_CHARS = 48
 _USER = Message(role="user", text="Question.")
-_SAID = Message(role="assistant", text="Answer.")
+_REPLY = Message(role="assistant", text="Answer.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRenderer:
-    """One entry of the table below."""
+    """Rules of the package that insitu offers."""
 
     tool_format: str
-    telltale: str
-    """Stands in every chat template that these rules could follow: `auto` tries them only then."""
+    template_marker: str
+    """Text in every chat template that these rules could match; otherwise `auto` skips them."""
     settings: tuple[tuple[str, object], ...] = ()
-    """Arguments of the package's config that our protocol needs."""
+    """Required arguments of the package's config."""
 
 
 KNOWN: Mapping[str, KnownRenderer] = {
-    "qwen3": KnownRenderer(tool_format="hermes", telltale="You may call one or more functions to assist"),
-    "qwen3.5": KnownRenderer(tool_format="xml", telltale="<function=example_function_name>"),
-    "qwen3.6": KnownRenderer(tool_format="xml", telltale="<function=example_function_name>"),
-    "qwen3.8": KnownRenderer(tool_format="xml", telltale="<function=example_function_name>"),
-    "prime-qwen3": KnownRenderer(tool_format="xml", telltale="<function=example_function_name>"),
-    "glm-4.5": KnownRenderer(tool_format="glm", telltale="[gMASK]<sop>"),
-    "glm-5": KnownRenderer(tool_format="glm", telltale="[gMASK]<sop>"),
-    "glm-5.1": KnownRenderer(tool_format="glm", telltale="[gMASK]<sop>"),
-    "glm-5.3": KnownRenderer(tool_format="glm", telltale="[gMASK]<sop>"),
-    "deepseek-v3": KnownRenderer(tool_format="deepseek", telltale="<\uff5ctool\u2581calls\u2581begin\uff5c>"),
-    "deepseek-r1": KnownRenderer(tool_format="deepseek", telltale="<\uff5ctool\u2581calls\u2581begin\uff5c>"),
-    "kimi-k2": KnownRenderer(tool_format="kimi", telltale="<|im_middle|>"),
-    # The tools belong to the root block, which is the same whatever the user says first.
+    "qwen3": KnownRenderer(
+        tool_format="hermes", template_marker="You may call one or more functions to assist"
+    ),
+    "qwen3.5": KnownRenderer(tool_format="xml", template_marker="<function=example_function_name>"),
+    "qwen3.6": KnownRenderer(tool_format="xml", template_marker="<function=example_function_name>"),
+    "qwen3.8": KnownRenderer(tool_format="xml", template_marker="<function=example_function_name>"),
+    "prime-qwen3": KnownRenderer(tool_format="xml", template_marker="<function=example_function_name>"),
+    "glm-4.5": KnownRenderer(tool_format="glm", template_marker="[gMASK]<sop>"),
+    "glm-5": KnownRenderer(tool_format="glm", template_marker="[gMASK]<sop>"),
+    "glm-5.1": KnownRenderer(tool_format="glm", template_marker="[gMASK]<sop>"),
+    "glm-5.3": KnownRenderer(tool_format="glm", template_marker="[gMASK]<sop>"),
+    "deepseek-v3": KnownRenderer(
+        tool_format="deepseek", template_marker="<\uff5ctool\u2581calls\u2581begin\uff5c>"
+    ),
+    "deepseek-r1": KnownRenderer(
+        tool_format="deepseek", template_marker="<\uff5ctool\u2581calls\u2581begin\uff5c>"
+    ),
+    "kimi-k2": KnownRenderer(tool_format="kimi", template_marker="<|im_middle|>"),
+    # The tools belong to the root block, which must not depend on the first user message.
     "llama-3": KnownRenderer(
-        tool_format="llama", telltale="<|start_header_id|>", settings=(("tools_in_user_message", False),)
+        tool_format="llama",
+        template_marker="<|start_header_id|>",
+        settings=(("tools_in_user_message", False),),
     ),
 }
-"""Rules of the package that insitu offers, by the package's own names."""
+"""Supported rules by the package's own names."""
 
 
 class _Rendered(Protocol):
@@ -87,8 +94,8 @@ class _Renderer(Protocol):
     def get_stop_token_ids(self) -> list[int]: ...
 
 
-class Stand:
-    """The tokenizer that the package sees: text it wrote itself becomes scaffold, shielded text content."""
+class CodecTokenizer:
+    """Tokenizer that the package sees: its own text becomes scaffold, shielded text becomes content."""
 
     name_or_path = ""
     unk_token_id: int | None = None
@@ -114,19 +121,18 @@ class Stand:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AdaptedRenderer:
-    """Implements `insitu.chat.renderer.Family`; made by `adapted_renderer`, immutable."""
+    """Implements `ChatRenderer` over the package's rules; made by `adapted_renderer`, immutable."""
 
     fingerprint: str
     codec: Codec
     caps: Capabilities
     renderer: _Renderer
-    shown: TemplateInputs
+    inputs: TemplateInputs
     stop_ids: frozenset[int]
     end_ids: tuple[int, ...]
-    """The usual end of a turn (one stop id) and the scaffold ids after it; empty where the next message's
-    opener ends a turn."""
+    """The usual end of a turn (one stop id) and the scaffold ids after it; empty if open-ended."""
     prompts: Mapping[bool, IntArray]
-    """Generation prompts: behind tool results (True) and behind anything else."""
+    """Generation prompts after tool results (True) and after anything else (False)."""
     in_reasoning: bool
     roots: RootCache
 
@@ -141,7 +147,7 @@ class AdaptedRenderer:
         ids, index = render(self, [*system, _USER], tools)
         start = index.index(len(system))
         if not np.array_equal(ids[start:], self.append([_USER])):
-            raise RenderError("these rules write the first user message unlike the later ones")
+            raise RenderError("these rules render the first user message differently from later ones")
         return ids[:start].copy()
 
     def append(self, messages: Sequence[Message]) -> IntArray:
@@ -151,7 +157,7 @@ class AdaptedRenderer:
         before = _before(run)
         ids, index = render(self, [*before, *run])
         start = next((i for i, owner in enumerate(index) if owner >= len(before)), len(index))
-        # Where an opener ends the turn before it, the package counts it to that turn.
+        # Where an opener ends the turn before it, the package assigns it to that turn.
         return ids[start - (self.caps.open_ended and len(before) > 1) :]
 
     def close(self, sampled: IntArray, finish: Finish) -> IntArray:
@@ -175,39 +181,39 @@ class AdaptedRenderer:
     def render_reply(self, message: Message) -> IntArray:
         if message.role != "assistant":
             raise RenderError(f"render_reply takes an assistant message, not {message.role!r}")
-        said = self.codec.encode(self._behind_prompt(message))
+        reply = self.codec.encode(self._behind_prompt(message))
         if self.caps.open_ended:
-            return np.append(said, self._opener(message)).astype(np.int32)
+            return np.append(reply, self._opener(message)).astype(np.int32)
         after = len(self.end_ids) - 1
-        if len(said) <= after or int(said[len(said) - 1 - after]) not in self.stop_ids:
-            raise RenderError("these rules do not end this reply as they end others")
-        return said[: len(said) - after]
+        if len(reply) <= after or int(reply[len(reply) - 1 - after]) not in self.stop_ids:
+            raise RenderError("these rules end this reply differently from others")
+        return reply[: len(reply) - after]
 
     def _behind_prompt(self, message: Message) -> str:
-        """Marked text of a reply without the generation prompt. Text, because the prompt may end inside what
-        the whole rendering writes with one token."""
+        """Return the marked text of a reply without the generation prompt."""
+        # Text, not ids: the prompt may end inside what the whole rendering writes with one token.
         text = self.codec.decode_marked(render(self, [_USER, message])[0])
         before = self.codec.decode_marked(render(self, [_USER])[0])
         prompt = self.codec.decode_marked(self.prompts[False])
         if text.startswith(before + prompt):
             return text[len(before) + len(prompt) :]
-        # A prompt that opens reasoning, and rules that leave it out of a finished turn.
+        # The prompt opens reasoning, and the rules omit it from a finished turn.
         head, opened, _ = prompt.partition(THINK_OPEN)
         if not opened or not text.startswith(before + head):
-            raise RenderError("these rules do not write this reply behind their own generation prompt")
-        said = text[len(before) + len(head) :]
-        if said.startswith(THINK_CLOSE):
-            return said
-        return f"{self.codec.shield(message.reasoning)}\n{THINK_CLOSE}\n\n{said}"
+            raise RenderError("these rules do not write this reply after their own generation prompt")
+        rest = text[len(before) + len(head) :]
+        if rest.startswith(THINK_CLOSE):
+            return rest
+        return f"{self.codec.shield(message.reasoning)}\n{THINK_CLOSE}\n\n{rest}"
 
-    def _opener(self, said: Message) -> int:
-        """The opener that a model samples behind `said`, where openers end turns."""
-        calls = said.tool_calls
+    def _opener(self, reply: Message) -> int:
+        """Return the opener that a model samples after `reply`, where openers end turns."""
+        calls = reply.tool_calls
         follower = Message(role="tool", text="x", tool_call_id=calls[0].id) if calls else _USER
         return int(self.append([follower])[0])
 
-    def named(self, message: Message) -> Message:
-        """With the calls' own ids where the policy gives them: Kimi writes them into calls and results."""
+    def with_own_ids(self, message: Message) -> Message:
+        """Return the message with the calls' own ids where the format writes them (Kimi)."""
         if self.caps.tool_format != "kimi":
             return message
         calls = tuple(
@@ -230,22 +236,22 @@ def render(
     *,
     prompt: bool = False,
 ) -> tuple[IntArray, list[int]]:
-    """(ids, index of the message each belongs to). Raises RenderError when the package refuses."""
+    """Return (ids, message index of each id); raise RenderError if the package rejects the messages."""
     try:
         rendered = chat_renderer.renderer.render(
-            [chat_renderer.shown.message(chat_renderer.named(m)) for m in messages],
-            tools=[chat_renderer.shown.tool(t) for t in tools] or None,
+            [chat_renderer.inputs.message(chat_renderer.with_own_ids(m)) for m in messages],
+            tools=[chat_renderer.inputs.tool(t) for t in tools] or None,
             add_generation_prompt=prompt,
         )
     except (ValueError, TypeError, KeyError, NotImplementedError, RecursionError) as error:
         raise RenderError(
-            f"the {chat_renderer.caps.source} rules refuse the conversation: {error}"
+            f"the {chat_renderer.caps.source} rules reject the conversation: {error}"
         ) from error
     return np.array(rendered.token_ids, dtype=np.int32), rendered.message_indices
 
 
 def _before(run: Sequence[Message]) -> list[Message]:
-    """A shortest plausible conversation that `run` can follow."""
+    """Return a shortest plausible conversation that `run` can follow."""
     answered = []
     for message in run:
         if message.role != "tool":
@@ -260,10 +266,12 @@ def _before(run: Sequence[Message]) -> list[Message]:
 def adapted_renderer(
     name: str, codec: Codec, arguments: Mapping[str, object] = MappingProxyType({})
 ) -> AdaptedRenderer:
-    """The package's rules `name` over this tokenizer, with `arguments` for their config. Raises RenderError
-    where they cannot serve. The caller proves the result with `render.check.check_renderer`."""
+    """Return the package's rules `name` over this tokenizer, with `arguments` for their config.
+
+    The result is not yet checked (`validation.check_renderer`). Raises RenderError if the rules do not fit.
+    """
     if name not in KNOWN:
-        raise RenderError(f"no known family {name!r}; known are {', '.join(sorted(KNOWN))}")
+        raise RenderError(f"unknown renderer {name!r}; known: {', '.join(sorted(KNOWN))}")
     known = KNOWN[name]
     settings = {**dict(known.settings), **arguments}
     renderer = _renderer(name, settings, codec)
@@ -282,7 +290,7 @@ def adapted_renderer(
         codec=codec,
         caps=caps,
         renderer=renderer,
-        shown=TemplateInputs(codec.shield),
+        inputs=TemplateInputs(codec.shield),
         stop_ids=stops,
         end_ids=(),
         prompts={},
@@ -293,8 +301,8 @@ def adapted_renderer(
 
 
 def _derive(draft: AdaptedRenderer) -> AdaptedRenderer:
-    """Ends, prompts and stop ids as the rules write them, then what they are able to say."""
-    ids, index = render(draft, [_USER, _SAID])
+    """Fill in ends, prompts, stop ids and capabilities from what the rules write."""
+    ids, index = render(draft, [_USER, _REPLY])
     ends = [i for i, token in enumerate(ids) if int(token) in draft.stop_ids and index[i] == 1]
     prompts: dict[bool, IntArray] = {}
     tool = Message(role="tool", text="x", tool_call_id="call")
@@ -313,33 +321,34 @@ def _derive(draft: AdaptedRenderer) -> AdaptedRenderer:
     pieces = [*prompts.values(), chat_renderer.append([_USER]), chat_renderer.append([tool])]
     openers = {int(piece[0]) for piece in pieces if len(piece)} & set(chat_renderer.codec.names)
     chat_renderer = replace(chat_renderer, stop_ids=chat_renderer.stop_ids | openers)
-    return replace(chat_renderer, caps=abilities(chat_renderer))
+    return replace(chat_renderer, caps=find_capabilities(chat_renderer))
 
 
 def _renderer(name: str, settings: Mapping[str, object], codec: Codec) -> _Renderer:
-    """The package's renderer over our tokenizer. Raises RenderError with the reason where there is none."""
+    """Return the package's renderer over an insitu tokenizer; raise RenderError if it cannot be made."""
     try:
         found = metadata.version("renderers")
         package = import_module("renderers")
         configs = import_module("renderers.configs")
     except (ImportError, metadata.PackageNotFoundError) as error:
-        raise RenderError(f"known families need an extra: {install_extra('renderers')} ({error})") from error
+        raise RenderError(f"this renderer needs an extra: {install_extra('renderers')} ({error})") from error
     if found != PINNED:
-        raise RenderError(f"renderers {found} is installed; insitu is made for {PINNED}")
+        raise RenderError(f"renderers {found} is installed; insitu needs version {PINNED}")
     kinds: dict[str, Any] = {
         kind.model_fields["name"].default: kind
         for kind in vars(configs).values()
         if hasattr(kind, "model_fields") and "name" in kind.model_fields
     }
-    with _refusals(name):
+    with _render_errors(name):
         config = kinds[name](**settings)
-        made: _Renderer = package.create_renderer(Stand(codec), config)
+        made: _Renderer = package.create_renderer(CodecTokenizer(codec), config)
     return made
 
 
 @contextmanager
-def _refusals(name: str) -> Iterator[None]:
-    """The package checks its tokens with assertions and fails in many ways on a tokenizer not its own."""
+def _render_errors(name: str) -> Iterator[None]:
+    """Convert the package's failures on a foreign tokenizer into RenderError."""
+    # The package checks its tokens with assertions and fails in many ways on a foreign tokenizer.
     try:
         yield
     except (AssertionError, LookupError, TypeError, ValueError, RuntimeError, OSError) as error:
@@ -348,5 +357,5 @@ def _refusals(name: str) -> Iterator[None]:
 
 
 def _fingerprint(codec: Codec, name: str, settings: Mapping[str, object]) -> str:
-    told = f"renderers {PINNED} {name} {json.dumps(settings, sort_keys=True)}"
-    return hashlib.sha256(f"{codec.identity}\0{told}".encode()).hexdigest()
+    rules = f"renderers {PINNED} {name} {json.dumps(settings, sort_keys=True)}"
+    return hashlib.sha256(f"{codec.identity}\0{rules}".encode()).hexdigest()

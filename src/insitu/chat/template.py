@@ -1,10 +1,10 @@
-"""A Family from a model folder: its tokenizer.json and its own chat template, by the delta rule.
+"""A ChatRenderer from a model folder: its tokenizer.json and its own chat template, by the delta rule.
 
 The ids of a run of context messages are what the template writes for a conversation with the run minus what
 it writes without it. A sentinel inside the message before the run marks where to compare, so a template may
 restyle older messages; the tail it writes must not depend on them. `template_renderer` checks that on probe
-conversations and refuses with a reason otherwise. Every piece begins with a control token, so that pieces
-encoded apart equal the whole encoded at once. Callers: whoever builds a gateway; tests.
+conversations and raises RenderError otherwise. Every piece begins with a control token, so that pieces
+encoded separately equal the whole encoded at once.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from insitu.chat.prefix_cache import RootCache
 from insitu.chat.renderer import Capabilities, ParsedReply, demoted, joined
 from insitu.chat.template_inputs import SENTINEL
 from insitu.chat.tool_formats import FORMATS, is_open_reasoning, reasoning_close
-from insitu.chat.validation import abilities, reads_back
+from insitu.chat.validation import find_capabilities, round_trips
 from insitu.errors import RenderError
 from insitu.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
 
 _USER = Message(role="user", text="Question.")
-_SAID = Message(role="assistant", text=SENTINEL)
+_REPLY = Message(role="assistant", text=SENTINEL)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TemplateRenderer:
-    """Implements `insitu.chat.renderer.Family`; made by `template_renderer`, immutable."""
+    """Implements `ChatRenderer` over a chat template; made by `template_renderer`, immutable."""
 
     fingerprint: str
     codec: Codec
@@ -47,8 +47,10 @@ class TemplateRenderer:
     caps: Capabilities
     roots: RootCache
     tails: dict[int, str]
-    """What the template writes between the sentinel and a run, by the number of tool results that begin the
-    run, where that does not depend on their ids."""
+    """Text between the sentinel and a run, by the number of tool results that begin the run.
+
+    Only filled where the text does not depend on their ids.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -95,7 +97,7 @@ class TemplateRenderer:
             raise RenderError("the template does not write this reply after its own generation prompt")
         ids = self.codec.encode(text[len(before) :])
         if tuple(ids[len(ids) - len(self.end_ids) :].tolist()) != self.end_ids:
-            raise RenderError("the template does not end this reply as it ends others")
+            raise RenderError("the template ends this reply differently from others")
         return ids[: len(ids) - len(self.end_ids) + 1]
 
     def decode(self, ids: IntArray) -> str:
@@ -106,25 +108,25 @@ class TemplateRenderer:
 
 
 def _root(template: ChatTemplate, system: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
-    """What the template writes before the first user message."""
+    """Return what the template writes before the first user message."""
     whole = template.render([*system, _USER], tools)
     first = _delta(template, [_USER])
     if not whole.endswith(first):
-        raise RenderError("the template writes the first user message unlike the later ones")
+        raise RenderError("the template renders the first user message differently from later ones")
     return whole[: len(whole) - len(first)]
 
 
 def _answered(run: Sequence[Message]) -> list[str]:
-    """Ids of the calls whose results begin the run."""
+    """Return the ids of the calls whose results begin the run."""
     return [m.tool_call_id or "call" for m in takewhile(lambda m: m.role == "tool", run)]
 
 
 def _before(called: Sequence[str]) -> list[Message]:
-    """A shortest plausible conversation that a run can follow, with the sentinel in its last message."""
+    """Return a shortest plausible conversation that a run can follow, the sentinel in its last message."""
     if called:
         calls = tuple(ToolCall(id=name, name=SENTINEL, arguments="{}") for name in called)
         return [_USER, Message(role="assistant", tool_calls=calls)]
-    return [_USER, _SAID]
+    return [_USER, _REPLY]
 
 
 def _delta(
@@ -133,7 +135,7 @@ def _delta(
     before: Sequence[Message] = (),
     tails: dict[int, str] | None = None,
 ) -> str:
-    """render(before + run) - render(before), compared from the last sentinel on. Raises RenderError."""
+    """Return render(before + run) - render(before), compared from the last sentinel on."""
     called = _answered(run)
     tail = tails.get(len(called)) if tails is not None else None
     before = before or _before(called)
@@ -149,13 +151,13 @@ def _delta(
 
 
 def _same_for_all(template: ChatTemplate, called: Sequence[str], tail: str) -> bool:
-    """Whether the template writes this tail whatever the calls' ids are."""
+    """Return whether the template writes this tail for any call ids."""
     try:
         tails = {
             _after_sentinel(template.render(_before([f"{name}{i}" for i in range(len(called))])))
             for name in ("a", "call_0123456789abcdef")
         }
-    except RenderError:  # it wants ids of a certain form
+    except RenderError:  # the template accepts only ids of a certain form
         return False
     return tails == {tail}
 
@@ -168,7 +170,7 @@ def _after_sentinel(text: str) -> str:
 
 
 def _opens(codec: Codec, text: str, role: str) -> str:
-    """`text` itself, when it begins with a control token. Raises RenderError."""
+    """Return `text` if it begins with a control token, else raise RenderError."""
     if not any(text.startswith(name) for name in codec.control):
         raise RenderError(
             f"a {role} message does not begin with a control token in this template: {text[:40]!r}"
@@ -180,7 +182,7 @@ def _opens(codec: Codec, text: str, role: str) -> str:
 
 
 def template_renderer(files: ModelFiles, codec: Codec | None = None) -> TemplateRenderer:
-    """Made from the files and checked by the delta rule. Raises RenderError with the reason for a refusal."""
+    """Build a renderer from the files and check it by the delta rule; raise RenderError if it fails."""
     if files.template is None:
         raise RenderError(
             f"{files.folder} has no chat template (chat_template.jinja or tokenizer_config.json)"
@@ -205,7 +207,7 @@ def _build(codec: Codec, template: ChatTemplate, file: RendererFile, fingerprint
         raise RenderError("the template has no generation prompt that follows a user message")
     prompt_text = _opens(codec, prompted[len(user) :], "assistant")
     prompt_ids = codec.encode(prompt_text)
-    end_ids = [int(i) for i in codec.encode(_after_sentinel(template.render([_USER, _SAID])))]
+    end_ids = [int(i) for i in codec.encode(_after_sentinel(template.render([_USER, _REPLY])))]
     if not end_ids or end_ids[0] not in codec.names:
         raise RenderError("an assistant message does not end with a control token in this template")
     openers = [int(prompt_ids[0]), int(codec.encode(_opens(codec, _delta(template, [_USER]), "user"))[0])]
@@ -235,45 +237,43 @@ def _build(codec: Codec, template: ChatTemplate, file: RendererFile, fingerprint
         roots=RootCache(),
         tails={},
     )
-    return _with_format(replace(chat_renderer, caps=abilities(chat_renderer)), file)
+    return _with_format(replace(chat_renderer, caps=find_capabilities(chat_renderer)), file)
 
 
 def _with_format(chat_renderer: TemplateRenderer, file: RendererFile) -> TemplateRenderer:
-    """The family with the tool format that reads back the calls its template writes, where there is one."""
+    """Return the renderer with the first tool format that parses the template's calls, if any."""
     call = Message(role="assistant", tool_calls=(ToolCall(id="call_a", name="look", arguments="{}"),))
     for name in [file.tool_format] if file.tool_format else FORMATS:
-        tried = replace(chat_renderer, caps=replace(chat_renderer.caps, tool_format=name))
+        candidate = replace(chat_renderer, caps=replace(chat_renderer.caps, tool_format=name))
         try:
-            if reads_back(tried, call):
-                return replace(tried, caps=abilities(tried))
+            if round_trips(candidate, call):
+                return replace(candidate, caps=find_capabilities(candidate))
         except RenderError:
             break
     return chat_renderer
 
 
 def check_renderer(chat_renderer: TemplateRenderer) -> None:
-    """Prove the delta rule on probe conversations. Raises RenderError with the first reason found."""
+    """Check the delta rule on probe conversations; raise RenderError with the first failure."""
     template, codec = chat_renderer.template, chat_renderer.codec
     call = ToolCall(id="call_a", name=SENTINEL, arguments='{"a": 1}')
-    said = [
-        [_USER, _SAID],
-        [Message(role="system", text="Rules."), _USER, Message(role="assistant", text="x"), _USER, _SAID],
+    replies = [
+        [_USER, _REPLY],
+        [Message(role="system", text="Rules."), _USER, Message(role="assistant", text="x"), _USER, _REPLY],
     ]
     called = [[_USER, Message(role="assistant", tool_calls=(call,))]]
-    called.append([*said[1], _USER, Message(role="assistant", text="y", tool_calls=(call,))])
+    called.append([*replies[1], _USER, Message(role="assistant", text="y", tool_calls=(call,))])
     result = Message(role="tool", text="result", tool_call_id="call_a")
     runs: list[tuple[list[Message], list[list[Message]]]] = [
-        ([_USER], said + called),
-        ([_USER, _USER], said),
+        ([_USER], replies + called),
+        ([_USER, _USER], replies),
         ([result], called),
         ([result, _USER], called),
     ]
     for run, contexts in runs:
         deltas = {_delta(template, run, before) for before in contexts}
         if len(deltas) != 1:
-            raise RenderError(
-                f"not prefix-stable: a {run[0].role} message is written differently by what stands before"
-            )
+            raise RenderError(f"not prefix-stable: a {run[0].role} message depends on the messages before it")
         delta = _opens(codec, deltas.pop(), run[0].role)
         if template.render([_USER, *run], generation_prompt=True) != (
             template.render([_USER, *run]) + chat_renderer.prompt_text

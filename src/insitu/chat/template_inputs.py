@@ -1,5 +1,6 @@
-"""Messages and tools as chat templates and the `renderers` package take them: the OpenAI shapes, every string
-from outside shielded so that no control marker can begin in it. Callers: render/jinja and render/known.
+"""Messages and tools in the OpenAI shapes that chat templates and the `renderers` package take.
+
+Every outside string is shielded so that no control marker can begin in it.
 """
 
 from __future__ import annotations
@@ -12,27 +13,29 @@ from dataclasses import dataclass
 from insitu.types import Message, ToolSpec
 
 SENTINEL = "\udcf0insitu\udcf1"
-"""Stands in a message that is rendered only to find out what comes after it. This very object passes the
-shield; an equal string from outside does not."""
+"""Placeholder in a message that is rendered only to find what follows it.
+
+This object itself passes the shield unchanged; an equal string from outside does not.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateInputs:
-    """Converts with one codec's shield."""
+    """Converter that uses one codec's shield."""
 
     outside: Callable[[str], str]
     arguments_as_text: bool = False
-    """Call arguments as JSON text, where the taker cannot do with a mapping."""
+    """Pass call arguments as JSON text, for templates that do not accept a mapping."""
 
     def shield(self, text: str) -> str:
         return text if text is SENTINEL else self.outside(text)
 
     def message(self, message: Message) -> dict[str, object]:
-        shown: dict[str, object] = {"role": message.role, "content": self.shield(message.text)}
+        converted: dict[str, object] = {"role": message.role, "content": self.shield(message.text)}
         if message.reasoning:
-            shown["reasoning_content"] = self.shield(message.reasoning)
+            converted["reasoning_content"] = self.shield(message.reasoning)
         if message.tool_calls:
-            shown["tool_calls"] = [
+            converted["tool_calls"] = [
                 {
                     "id": self.shield(call.id),
                     "type": "function",
@@ -44,12 +47,12 @@ class TemplateInputs:
                 for call in message.tool_calls
             ]
         if message.role == "tool":
-            shown["tool_call_id"] = self.shield(message.tool_call_id)
-        return shown
+            converted["tool_call_id"] = self.shield(message.tool_call_id)
+        return converted
 
     def arguments(self, raw: str) -> object:
-        """A mapping where the text is a JSON object, as templates expect; else the text itself. Numbers that
-        Python cannot hold (1e400, NaN) leave it text, so that they are not written as other numbers."""
+        """Return a mapping if the text is a JSON object, as templates expect; else the shielded text."""
+        # Numbers that Python cannot represent (1e400, NaN) stay text, so that their spelling does not change.
         try:
             value = _ARGUMENTS.decode(raw)
         except (ValueError, RecursionError):
@@ -69,7 +72,7 @@ class TemplateInputs:
         }
 
     def value(self, value: object) -> object:
-        """The JSON value with every string in it shielded, keys included."""
+        """Return the JSON value with every string in it shielded, keys included."""
         if isinstance(value, str):
             return self.shield(value)
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""How the known families spell tool calls: one strict reader per format, chosen by name.
+"""Tool-call formats: one strict parser per format, chosen by name.
 
-Each takes ids and gives a ParsedReply; render/parse says what all have in common. Values that a format writes
-without quotes are text where the tool's schema says so, else the JSON they spell. Callers: the families.
+Each takes ids and returns a ParsedReply. Unquoted values are strings where the tool's schema says so, else
+the JSON they spell.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KIMI_ID = re.compile(r"\s*(functions\.([^\s:]+):\d+|([^\s:.]+):\d+)\s*")
 
 
 def reasoning_close(codec: Codec) -> list[int]:
-    """Ids that end reasoning cut off by a limit."""
+    """Return the ids that end reasoning cut off by a limit."""
     return [codec.control[THINK_CLOSE]]
 
 
@@ -49,7 +49,7 @@ def parse_hermes(
     in_reasoning: bool,
     tools: Sequence[ToolSpec] = (),
 ) -> ParsedReply:
-    """One JSON object with exactly the keys `name` and `arguments` between <tool_call> and </tool_call>."""
+    """Parse one JSON object with exactly `name` and `arguments` between <tool_call> and </tool_call>."""
 
     def read(inside: IntArray) -> ParsedCall | None:
         return None if codec.control_positions(inside) else read_call(codec.decode(inside))
@@ -60,7 +60,7 @@ def parse_hermes(
 def parse_xml(
     codec: Codec, ids: IntArray, stop_ids: frozenset[int], in_reasoning: bool, tools: Sequence[ToolSpec]
 ) -> ParsedReply:
-    """Qwen3-Coder, Qwen3.5: <function=name> and <parameter=name> elements between the call markers."""
+    """Parse Qwen3-Coder, Qwen3.5: <function=name> and <parameter=name> elements between the call markers."""
 
     def read(inside: IntArray) -> ParsedCall | None:
         function = _FUNCTION.fullmatch(codec.decode(inside))
@@ -82,7 +82,7 @@ def parse_xml(
 def parse_glm(
     codec: Codec, ids: IntArray, stop_ids: frozenset[int], in_reasoning: bool, tools: Sequence[ToolSpec]
 ) -> ParsedReply:
-    """GLM: a name, then pairs of <arg_key> and <arg_value> elements, all of them control tokens."""
+    """Parse GLM: a name, then pairs of <arg_key> and <arg_value> elements, all of them control tokens."""
     element = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     def read(inside: IntArray) -> ParsedCall | None:
@@ -109,7 +109,7 @@ def parse_glm(
 def parse_deepseek(
     codec: Codec, ids: IntArray, stop_ids: frozenset[int], in_reasoning: bool, tools: Sequence[ToolSpec]
 ) -> ParsedReply:
-    """DeepSeek V3, R1: `function`, a separator, the name and a fenced JSON object, in a section of calls."""
+    """Parse DeepSeek V3, R1: `function`, a separator, the name and fenced JSON, in a section of calls."""
     bar = "\uff5c"
     names = {w: f"<{bar}tool\u2581{w}{bar}>" for w in ("call\u2581begin", "call\u2581end", "sep")}
     sections = [f"<{bar}tool\u2581calls\u2581{w}{bar}>" for w in ("begin", "end")]
@@ -131,7 +131,7 @@ def parse_deepseek(
 def parse_kimi(
     codec: Codec, ids: IntArray, stop_ids: frozenset[int], in_reasoning: bool, tools: Sequence[ToolSpec]
 ) -> ParsedReply:
-    """Kimi K2: the call's own id, which holds the name, and a JSON object, in a section of calls."""
+    """Parse Kimi K2: the call's own id, which contains the name, and a JSON object, in a section of calls."""
     blocks = Blocks(
         "<|tool_call_begin|>",
         "<|tool_call_end|>",
@@ -154,7 +154,7 @@ def parse_kimi(
 def parse_llama(
     codec: Codec, ids: IntArray, stop_ids: frozenset[int], in_reasoning: bool, tools: Sequence[ToolSpec]
 ) -> ParsedReply:
-    """Llama 3: the whole reply is one JSON object with exactly the keys `name` and `parameters`."""
+    """Parse Llama 3: the whole reply is one JSON object with exactly the keys `name` and `parameters`."""
     text = codec.decode(without_stop(ids, stop_ids))
     call = read_call(text, "parameters")
     if call is not None:
@@ -163,12 +163,12 @@ def parse_llama(
 
 
 def _typed(name: str, found: Mapping[str, str], tools: Sequence[ToolSpec]) -> ParsedCall | None:
-    """A call whose values were written without quotes; None where a value is not of its declared type."""
+    """Return a call from unquoted values; None if a value does not match its declared type."""
     schemas = _schemas(name, tools)
     members = []
     for key, text in found.items():
         schema = schemas.get(key, {})
-        raw = _spelled(text, schema if isinstance(schema, dict) else {})
+        raw = _to_json(text, schema if isinstance(schema, dict) else {})
         if raw is None:
             return None
         members.append(f"{json.dumps(key, ensure_ascii=False)}: {raw}")
@@ -184,8 +184,8 @@ def _schemas(name: str, tools: Sequence[ToolSpec]) -> Mapping[str, object]:
     return {}
 
 
-def _spelled(text: str, schema: Mapping[str, object]) -> str | None:
-    """The JSON text of a value written without quotes."""
+def _to_json(text: str, schema: Mapping[str, object]) -> str | None:
+    """Return the JSON text of an unquoted value."""
     declared = schema.get("type")
     kinds = (
         set(declared) if isinstance(declared, list) else {declared} if isinstance(declared, str) else set()

@@ -1,8 +1,8 @@
-"""What every family must show at load before it may render a session; refused with the reason otherwise.
+"""Checks that every renderer must pass at load.
 
-The checks are of the protocol, not of one implementation: pieces rendered apart must be independent of what
-stands around them, markers in content must stay text, and what a reply was rendered from must be read back
-from its ids. Callers: render/template, render/known.
+They test the protocol, not one implementation: pieces rendered separately must not depend on their
+neighbours, markers in content must stay text, and a reply must parse back to the message it was rendered
+from.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _OTHER = ToolCall(id="call_b", name="look", arguments='{"path": "c\\\\nd"}')
 _RESULT = Message(role="tool", text="result", tool_call_id="call_a")
 
 
-class Coded(ChatRenderer, Protocol):
-    """A family with a codec of ours."""
+class CodecRenderer(ChatRenderer, Protocol):
+    """A renderer with an insitu codec."""
 
     @property
     def codec(self) -> Codec: ...
 
 
-def abilities(chat_renderer: Coded) -> Capabilities:
-    """The family's capabilities, found by saying things and reading them back."""
+def find_capabilities(chat_renderer: CodecRenderer) -> Capabilities:
+    """Return the renderer's capabilities, found by rendering probes and parsing them back."""
 
-    def says(message: Message) -> bool:
+    def supports(message: Message) -> bool:
         try:
-            return reads_back(chat_renderer, message)
+            return round_trips(chat_renderer, message)
         except RenderError:
             return False
 
@@ -56,14 +56,14 @@ def abilities(chat_renderer: Coded) -> Capabilities:
         chat_renderer.caps,
         tools="Look." in chat_renderer.decode(chat_renderer.open((), (PROBE_TOOL,))),
         native_system=native,
-        parallel_calls=says(Message(role="assistant", tool_calls=(_CALL, _OTHER))),
-        text_with_calls=says(Message(role="assistant", text="Look.", tool_calls=(_CALL,))),
-        reasoning=says(Message(role="assistant", text="So.", reasoning="Hm.")),
+        parallel_calls=supports(Message(role="assistant", tool_calls=(_CALL, _OTHER))),
+        text_with_calls=supports(Message(role="assistant", text="Look.", tool_calls=(_CALL,))),
+        reasoning=supports(Message(role="assistant", text="So.", reasoning="Hm.")),
     )
 
 
-def reads_back(chat_renderer: ChatRenderer, message: Message) -> bool:
-    """parse(render_reply(message)) means the message."""
+def round_trips(chat_renderer: ChatRenderer, message: Message) -> bool:
+    """Return whether parse(render_reply(message)) equals the message."""
     ids = chat_renderer.render_reply(message)
     if not len(ids) or int(ids[-1]) not in chat_renderer.stop_ids:
         return False
@@ -76,24 +76,24 @@ def reads_back(chat_renderer: ChatRenderer, message: Message) -> bool:
     )
 
 
-def check_renderer(chat_renderer: Coded) -> None:
-    """Raises RenderError with the first reason found."""
+def check_renderer(chat_renderer: CodecRenderer) -> None:
+    """Raise RenderError with the first failure."""
     _check_roots(chat_renderer)
     _check_runs(chat_renderer)
     _check_replies(chat_renderer)
     _check_markers(chat_renderer)
 
 
-def _check_roots(chat_renderer: Coded) -> None:
-    """A root says what it was given."""
+def _check_roots(chat_renderer: CodecRenderer) -> None:
+    """Check that the root block contains the system message."""
     for system in ([], [Message(role="system", text="Rules.")]):
         plain, tooled = chat_renderer.open(system, ()), chat_renderer.open(system, (PROBE_TOOL,))
         if system and not all("Rules." in chat_renderer.decode(ids) for ids in (plain, tooled)):
-            raise RenderError("the root block leaves out the system message")
+            raise RenderError("the root block omits the system message")
 
 
-def _check_runs(chat_renderer: Coded) -> None:
-    """Runs are written alike wherever they are cut, begin with a control token and show their content."""
+def _check_runs(chat_renderer: CodecRenderer) -> None:
+    """Check that runs are split-invariant, begin with a control token and show their content."""
     runs: list[list[Message]] = [
         [_USER],
         [Message(role="system", text="Note."), _USER],
@@ -107,25 +107,25 @@ def _check_runs(chat_renderer: Coded) -> None:
             raise RenderError(f"a {run[0].role} message does not begin with a control token")
         text = chat_renderer.decode(ids)
         if any(message.text not in text for message in run):
-            raise RenderError(f"a {run[-1].role} message's text is left out or changed")
-    apart = [chat_renderer.append([_USER]), chat_renderer.append([Message(role="user", text="More.")])]
+            raise RenderError(f"a {run[-1].role} message's text is omitted or changed")
+    separate = [chat_renderer.append([_USER]), chat_renderer.append([Message(role="user", text="More.")])]
     together = chat_renderer.append([_USER, Message(role="user", text="More.")])
-    if not np.array_equal(np.concatenate(apart), together):
+    if not np.array_equal(np.concatenate(separate), together):
         raise RenderError("not prefix-stable: a user message depends on its neighbours")
-    apart = [chat_renderer.append([_RESULT]), chat_renderer.append([_USER])]
-    if not np.array_equal(np.concatenate(apart), chat_renderer.append([_RESULT, _USER])):
+    separate = [chat_renderer.append([_RESULT]), chat_renderer.append([_USER])]
+    if not np.array_equal(np.concatenate(separate), chat_renderer.append([_RESULT, _USER])):
         raise RenderError("not prefix-stable: a user message depends on the tool result before it")
 
 
-def _check_replies(chat_renderer: Coded) -> None:
-    """Replies are read back, and are closed by what their rendering in a history has behind them."""
-    said = Message(role="assistant", text="Answer.")
+def _check_replies(chat_renderer: CodecRenderer) -> None:
+    """Check that replies parse back, and that a turn ends as it does inside a history."""
+    answer = Message(role="assistant", text="Answer.")
     called = Message(role="assistant", tool_calls=(_CALL,))
-    for message in (said, called):
-        if not reads_back(chat_renderer, message):
-            told = "text" if message is said else "a tool call"
-            raise RenderError(f"a reply with {told} is not read back as it was written")
-    for message, run in ((said, [_USER]), (called, [_RESULT])):
+    for message in (answer, called):
+        if not round_trips(chat_renderer, message):
+            kind = "text" if message is answer else "a tool call"
+            raise RenderError(f"a reply with {kind} does not parse back to what was rendered")
+    for message, run in ((answer, [_USER]), (called, [_RESULT])):
         ids = chat_renderer.render_reply(message)
         # Only what follows the stop token: many rules restyle an older turn (they strip its reasoning).
         tail = np.concatenate([ids[-1:], chat_renderer.join(ids, "stop", run)])
@@ -136,35 +136,39 @@ def _check_replies(chat_renderer: Coded) -> None:
             )
 
 
-def _check_markers(chat_renderer: Coded) -> None:
-    """No control token comes of what stands in content, wherever it stands."""
+def _check_markers(chat_renderer: CodecRenderer) -> None:
+    """Check that no marker in content becomes a control token, in any position."""
     markers = "".join(f" {name}\n" for name in chat_renderer.codec.control)
     call = replace(_CALL, arguments=_quoted("x"))
     pairs: Sequence[tuple[Sequence[Message], Sequence[Message]]] = [
         ([Message(role=role, text=markers)], [Message(role=role, text="x")])
         for role in ("user", "tool", "system")
     ]
-    for evil, honest in pairs:
-        if _scaffold(chat_renderer, chat_renderer.append(evil)) != _scaffold(
-            chat_renderer, chat_renderer.append(honest)
+    for injected, clean in pairs:
+        if _scaffold(chat_renderer, chat_renderer.append(injected)) != _scaffold(
+            chat_renderer, chat_renderer.append(clean)
         ):
-            raise RenderError(f"markers in a {evil[0].role} message become control tokens")
+            raise RenderError(f"markers in a {injected[0].role} message become control tokens")
     described = (replace(PROBE_TOOL, description=markers),)
     if _scaffold(chat_renderer, chat_renderer.open((), described)) != _scaffold(
         chat_renderer, chat_renderer.open((), (PROBE_TOOL,))
     ):
         raise RenderError("markers in a tool's description become control tokens")
-    said = Message(role="assistant", text="a", tool_calls=(call,))
-    evil_said = Message(role="assistant", text="a", tool_calls=(replace(call, arguments=_quoted(markers)),))
+    reply = Message(role="assistant", text="a", tool_calls=(call,))
+    injected_reply = Message(
+        role="assistant", text="a", tool_calls=(replace(call, arguments=_quoted(markers)),)
+    )
     try:
-        honest_ids = chat_renderer.append([said])
+        clean_ids = chat_renderer.append([reply])
     except RenderError:
         return
-    if _scaffold(chat_renderer, chat_renderer.append([evil_said])) != _scaffold(chat_renderer, honest_ids):
+    if _scaffold(chat_renderer, chat_renderer.append([injected_reply])) != _scaffold(
+        chat_renderer, clean_ids
+    ):
         raise RenderError("markers in a call's arguments become control tokens")
 
 
-def _scaffold(chat_renderer: Coded, ids: IntArray) -> list[int]:
+def _scaffold(chat_renderer: CodecRenderer, ids: IntArray) -> list[int]:
     return [int(ids[i]) for i in chat_renderer.codec.control_positions(ids)]
 
 

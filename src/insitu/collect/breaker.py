@@ -1,4 +1,4 @@
-"""Stops a run whose infrastructure is broken, with the cause, instead of letting it fail slot by slot."""
+"""Stop a run with broken infrastructure, with the cause, instead of failing slot by slot."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from insitu.sandbox.circuit_breaker import Circuit, CircuitOptions
 
 
 class Breaker:
-    """A circuit over the attempts of a run that is not tried again: once open, the run ends."""
+    """Circuit breaker over the attempts of a run; it never closes again: once open, the run ends."""
 
     def __init__(self, limit: int = 20) -> None:
         self._circuit = Circuit(CircuitOptions(threshold=limit, window_s=math.inf))
 
     def record(self, failed: bool, cause: str) -> None:
-        """Raises SandboxError naming the last cause when `limit` attempts in a row have failed."""
+        """Count one attempt; raise SandboxError with the last cause after `limit` consecutive failures."""
         if not failed:
             self._circuit.succeed()
             return

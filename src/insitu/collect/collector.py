@@ -1,13 +1,12 @@
-"""Keeps groups under way while the trainer trains, never further ahead than the staleness bound allows.
+"""Sample groups while the trainer trains, never further ahead than the staleness bound allows.
 
     supply(n) -> draw -> members run -> group -> ready --window--> next_batch -> trainer
                   ^                       |                                        |
                   +--- room: running + ready + taken <= (S + 1) * P <--- version_published
 
-Every planned rollout reaches the sink once: decided (`put`) or given up (`discard`), and a group that is
-dropped after its members were decided is discarded too. A dropped group is replaced by a new draw. Cancelling
-a member reaches agent, sandbox and engine through the runner. Called by training/batch_source.py and
-`benchmarks/async_.py`.
+Every planned rollout reaches the sink once: decided (`put`) or given up (`discard`); a group that is dropped
+after its members were decided is discarded too. A dropped group is replaced by a new draw. Cancelling a
+member cancels agent, sandbox and engine requests through the runner.
 """
 
 from __future__ import annotations
@@ -46,21 +45,21 @@ from insitu.types import Group, Rollout, Status
 
 @dataclass(slots=True)
 class _State:
-    """What changes while a collector runs."""
+    """Mutable state of a collector."""
 
     version: int
     next_draw: int
     delivered: int
     taken: int = 0
-    """Groups handed over for the version in force."""
+    """Groups delivered for the current version."""
     replaced: int = 0
-    """Groups of no use that were replaced under the version in force."""
+    """Rejected groups replaced under the current version."""
     active: dict[int, PendingGroup] = field(default_factory=dict)
-    """Running and ready, in the order of their draws."""
+    """Running and ready groups, in the order of their draws."""
 
 
 class Collector:
-    """See the module. Use it inside `open`."""
+    """Asynchronous collector; use it inside `open`."""
 
     def __init__(
         self,
@@ -71,19 +70,25 @@ class Collector:
         options: AsyncOptions,
         supply: TaskSupply,
         *,
-        use: RejectReason = accept_all,
+        reject_reason: RejectReason = accept_all,
         check: Check = nothing_to_check,
         warn: Callable[[str], None] = lambda line: None,
         version: int = 0,
-        before: ResumeState | None = None,
+        resume: ResumeState | None = None,
     ) -> None:
-        """`version`: policy version in force. `warn` gets lines for a person."""
+        """Create a collector at policy version `version`; `warn` gets lines for the user."""
         self._attempts, self._sink, self._watcher, self._breaker = attempts, sink, watcher, breaker
-        self._options, self._supply, self._use, self._check, self._warn = options, supply, use, check, warn
-        self._before = before or ResumeState()
-        self._now = _State(version, self._before.next_draw, self._before.delivered)
+        self._options, self._supply, self._reject_reason, self._check, self._warn = (
+            options,
+            supply,
+            reject_reason,
+            check,
+            warn,
+        )
+        self._resume = resume or ResumeState()
+        self._state = _State(version, self._resume.next_draw, self._resume.delivered)
         self._live = asyncio.Event()
-        """Clear while new weights are on their way to the engine: nothing is begun for old ones then."""
+        """Cleared while new weights are being published: no attempt starts with old ones then."""
         self._news = asyncio.Event()
         self._tally = CollectStats()
         self._starving: Starvation | None = None
@@ -94,44 +99,44 @@ class Collector:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Collector]:
-        """Groups are under way inside. What breaks the run (breaker, check, a defect) is raised here."""
+        """Run groups inside the context; raise what ends the run (breaker, check, a defect)."""
         try:
             async with asyncio.TaskGroup() as self._running:
                 self._live.set()
-                for held in self._before.draws:
-                    self._draw(held.number, held)
+                for resumed in self._resume.draws:
+                    self._draw(resumed.number, resumed)
                 self._admit()
                 try:
                     yield self
                 finally:
-                    for draft in self._now.active.values():
-                        if draft.filling is not None:
-                            draft.filling.cancel()
+                    for pending in self._state.active.values():
+                        if pending.filling is not None:
+                            pending.filling.cancel()
         except BaseExceptionGroup as group:
             raise first_error(group) from group
 
     # ------------------------------------------------------------------ the trainer's side
 
     async def next_batch(self) -> CollectedBatch:
-        """The next P groups, oldest first as far as they are ready; fewer only when the demand is met.
+        """Return the next P groups, the oldest ready ones first; fewer only at the end of the run.
 
-        Raises TrainError when nothing has moved for the limit.
+        Raises TrainError when the stall timeout is over.
         """
-        now, state = self._clock(), self._now
+        now, state = self._clock(), self._state
         batch: list[PendingGroup] = []
         self._starving = Starvation(now, self._options.stall_timeout_s, self._warn)
         while len(batch) < self._options.groups and state.active:
-            draft = self._eligible(self._options.groups - len(batch))
-            if draft is None:
+            pending = self._eligible(self._options.groups - len(batch))
+            if pending is None:
                 self._skip_retries()
                 await self._until_news(self._starving)
                 continue
-            del state.active[draft.number]
+            del state.active[pending.number]
             state.taken += 1
             state.delivered += 1
-            batch.append(draft)
+            batch.append(pending)
         self._starving = None
-        running = sum(draft.group is None for draft in state.active.values())
+        running = sum(pending.group is None for pending in state.active.values())
         return self._tally.batch(
             batch,
             state.version,
@@ -141,14 +146,13 @@ class Collector:
         )
 
     def version_pending(self, version: int) -> None:
-        """The trainer has made a version and the engine does not sample with it yet: what could not be
-        trained any more is cancelled, and nothing is begun until it is live."""
+        """Handle a new version that is not live yet: cancel stale groups and start no attempt until it is."""
         self._live.clear()
         self._expire(version)
 
     def version_published(self, version: int) -> None:
-        """The engine samples with it; also called, with the version in force, after a skipped step."""
-        self._now.version, self._now.taken, self._now.replaced = version, 0, 0
+        """Handle a version going live; also called, with the current version, after a skipped step."""
+        self._state.version, self._state.taken, self._state.replaced = version, 0, 0
         self._expire(version)
         self._live.set()
         self._admit()
@@ -156,8 +160,8 @@ class Collector:
     # ------------------------------------------------------------------ admission
 
     def _admit(self) -> None:
-        """Draw as long as there is room and demand."""
-        o, state = self._options, self._now
+        """Draw groups while there is room and demand."""
+        o, state = self._options, self._state
         while (
             self._live.is_set()
             and len(state.active) + state.taken < places(o.groups, o.staleness)
@@ -166,108 +170,110 @@ class Collector:
             state.next_draw += 1
             self._draw(state.next_draw - 1)
 
-    def _draw(self, number: int, held: ResumedGroup | None = None) -> None:
+    def _draw(self, number: int, resumed: ResumedGroup | None = None) -> None:
         o = self._options
         step, group = 1 + number // o.groups, number % o.groups
         slots = [Slot(phase="train", step=step, group=group, slot=s) for s in range(o.members.group_size)]
-        task = self._supply(number) if held is None else held.task
-        draft = new_pending_group(number, task, slots, self._now.version, held)
-        if held is None:
-            self._sink.plan(slots, task.id, self._now.version)
+        task = self._supply(number) if resumed is None else resumed.task
+        pending = new_pending_group(number, task, slots, self._state.version, resumed)
+        if resumed is None:
+            self._sink.plan(slots, task.id, self._state.version)
             self._tally.drawn += 1
-        elif too_old(draft.oldest, self._now.version, o.staleness):
-            self._drop(draft, "stale")
+        elif too_old(pending.oldest, self._state.version, o.staleness):
+            self._drop(pending, "stale")
             return
-        self._now.active[number] = draft
-        draft.filling = self._running.create_task(self._fill(draft))
+        self._state.active[number] = pending
+        pending.filling = self._running.create_task(self._fill(pending))
 
     def _eligible(self, missing: int) -> PendingGroup | None:
-        """The oldest ready group that may be one of the `missing` of this batch: within the window, which
-        begins at the oldest active one, and in no place that an older one will need."""
-        o, active, version = self._options, self._now.active, self._now.version
+        """Return the oldest ready group that may be one of the `missing` of this batch, if any.
+
+        It must be within the window, which starts at the oldest active group, and must not take a place that
+        an older group will need.
+        """
+        o, active, version = self._options, self._state.active, self._state.version
         ends = next(iter(active)) + window(o.lookahead, o.groups, o.staleness)
-        slacks = [slack(draft.oldest, version, o.staleness) for draft in active.values()]
-        for draft, own in zip(active.values(), slacks, strict=True):
-            if draft.group is None or draft.number >= ends:
+        slacks = [slack(pending.oldest, version, o.staleness) for pending in active.values()]
+        for pending, own in zip(active.values(), slacks, strict=True):
+            if pending.group is None or pending.number >= ends:
                 continue
             if o.late_groups == "cancel" or leaves_room(own, slacks, missing, o.groups):
-                return draft
+                return pending
         return None
 
     def _skip_retries(self) -> None:
-        """late_groups = "skip": groups that no later batch can train, and in which nothing but further tries
-        is undecided, go without these if enough of them are graded."""
-        o, version = self._options, self._now.version
-        for draft in self._now.active.values() if o.late_groups == "skip" else ():
-            if draft.group is None and slack(draft.oldest, version, o.staleness) <= 0:
-                draft.skip_retries(o.group_min)
+        """Skip retries of groups that no later batch can train (late_groups = "skip")."""
+        o, version = self._options, self._state.version
+        for pending in self._state.active.values() if o.late_groups == "skip" else ():
+            if pending.group is None and slack(pending.oldest, version, o.staleness) <= 0:
+                pending.skip_retries(o.group_min)
 
     def _expire(self, version: int) -> None:
-        """Give up what even the next batch would find too old."""
-        for draft in list(self._now.active.values()):
-            if too_old(draft.oldest, version, self._options.staleness):
-                self._doom(draft, "stale")
+        """Drop groups that would be too old even for the next batch."""
+        for pending in list(self._state.active.values()):
+            if too_old(pending.oldest, version, self._options.staleness):
+                self._cancel_group(pending, "stale")
 
-    def _doom(self, draft: PendingGroup, reason: str) -> None:
-        del self._now.active[draft.number]
-        draft.doom = reason
-        if draft.group is not None or draft.filling is None:
-            self._drop(draft, reason)
+    def _cancel_group(self, pending: PendingGroup, reason: str) -> None:
+        del self._state.active[pending.number]
+        pending.drop_reason = reason
+        if pending.group is not None or pending.filling is None:
+            self._drop(pending, reason)
         else:
-            draft.filling.cancel()
+            pending.filling.cancel()
 
-    def _drop(self, draft: PendingGroup, reason: str) -> None:
-        """None of the group is trained. Members given up at the deadline were discarded already."""
-        self._sink.discard(draft.ids, reason)
-        self._tally.dropped(draft, reason)
+    def _drop(self, pending: PendingGroup, reason: str) -> None:
+        """Discard the group; members given up at the deadline were discarded already."""
+        self._sink.discard(pending.ids, reason)
+        self._tally.dropped(pending, reason)
 
     # ------------------------------------------------------------------ filling a group
 
-    async def _fill(self, draft: PendingGroup) -> None:
+    async def _fill(self, pending: PendingGroup) -> None:
         try:
             async with asyncio.TaskGroup() as deciding:
-                for member in draft.members:
-                    if member.waited_for:
-                        member.deciding = deciding.create_task(self._member(draft, member))
+                for member in pending.members:
+                    if member.undecided:
+                        member.deciding = deciding.create_task(self._member(pending, member))
                     elif member.rollout is not None:
                         self._finished(member.rollout)
         except asyncio.CancelledError:
-            if not draft.doom:
+            if not pending.drop_reason:
                 raise
-        if draft.doom:
-            self._drop(draft, draft.doom)
+        if pending.drop_reason:
+            self._drop(pending, pending.drop_reason)
         else:
-            self._settle(draft)
+            self._settle(pending)
 
-    def _settle(self, draft: PendingGroup) -> None:
-        """Every member is decided or given up."""
-        draft.group = Group(id=draft.id, task_id=draft.task.id, rollouts=tuple(draft.decided))
-        reason = self._use(draft.group) if draft.decided else "deadline"
-        if reason and (self._now.replaced < self._options.replace_degenerate or not draft.decided):
-            self._now.replaced += 1
-            self._doom(draft, reason)
+    def _settle(self, pending: PendingGroup) -> None:
+        """Finish a group whose members are all decided or given up."""
+        pending.group = Group(id=pending.id, task_id=pending.task.id, rollouts=tuple(pending.decided))
+        reason = self._reject_reason(pending.group) if pending.decided else "deadline"
+        if reason and (self._state.replaced < self._options.replace_degenerate or not pending.decided):
+            self._state.replaced += 1
+            self._cancel_group(pending, reason)
             self._admit()
         self._news.set()
 
-    async def _member(self, draft: PendingGroup, member: PendingRollout) -> None:
+    async def _member(self, pending: PendingGroup, member: PendingRollout) -> None:
         try:
-            await self._decide(draft, member)
+            await self._decide(pending, member)
         except asyncio.CancelledError:
-            if not member.left:
+            if not member.skipped:
                 raise
             self._give_up(member)
 
-    async def _decide(self, draft: PendingGroup, member: PendingRollout) -> None:
+    async def _decide(self, pending: PendingGroup, member: PendingRollout) -> None:
         o = self._options
         for attempt in range(o.members.attempts):
             if attempt:
                 await asyncio.sleep(o.members.pause_s * 2 ** (attempt - 1))
             try:
-                rollout = await self._try(draft, member)
+                rollout = await self._attempt(pending, member)
             except TimeoutError:
                 self._give_up(member)
                 name = member.slot.rollout_id
-                self._breaker.record(True, f"{name} was undecided when the time of its try was over")
+                self._breaker.record(True, f"{name}: timeout: the attempt did not finish within its limit")
                 return
             if rollout.status is not Status.INFRA_FAILED:
                 self._breaker.record(False, "")
@@ -283,16 +289,19 @@ class Collector:
         self._finished(rollout)
 
     def _give_up(self, member: PendingRollout) -> None:
-        """Its group goes on without it."""
+        """Continue the group without this member."""
         member.given_up = True
         self._sink.discard([member.slot.rollout_id], "deadline")
         self._tally.late += 1
         self._moved()
 
-    async def _try(self, draft: PendingGroup, member: PendingRollout) -> Rollout:
-        """One try, begun when it has a worker and the weights in force are live. A runner that answers its
-        cancellation with a rollout has been cancelled all the same. Raises TimeoutError when it hangs."""
-        o, task = self._options, draft.bounded(self._options.deadline_s)
+    async def _attempt(self, pending: PendingGroup, member: PendingRollout) -> Rollout:
+        """Run one attempt, started when it has a worker and the current weights are live.
+
+        Raises TimeoutError when it hangs, CancelledError even if the runner answers its cancellation with a
+        rollout.
+        """
+        o, task = self._options, pending.bounded(self._options.deadline_s)
         member.tried += 1
         spec = AttemptSpec(
             rollout_id=member.slot.rollout_id,
@@ -302,25 +311,25 @@ class Collector:
             temperature=o.members.temperature,
         )
 
-        def began(away_s: AwayTime = no_time, /) -> None:
-            member.begin(self._clock(), self._now.version)
-            self._sink.start(spec.rollout_id, spec.attempt, self._now.version)
+        def on_start(away_s: AwayTime = no_time, /) -> None:
+            member.begin(self._clock(), self._state.version)
+            self._sink.start(spec.rollout_id, spec.attempt, self._state.version)
             self._watcher.rollout_started(spec.rollout_id)
             self._moved()
-            cut.start(limit_s(task, o.grace_s), away_s)
+            deadline.start(limit_s(task, o.grace_s), away_s)
 
-        def cancelled(rollout: Rollout) -> None:
-            # unused: the whole run ends, and the try is repeated should it be resumed
-            reason = draft.doom or ("deadline" if cut.expired() or member.left else "unused")
+        def on_cancelled(rollout: Rollout) -> None:
+            # unused: the whole run ends, and a resumed run repeats the attempt
+            reason = pending.drop_reason or ("deadline" if deadline.expired() or member.skipped else "unused")
             if reason != "unused" or member.running_since is not None:
                 self._sink.cancelled(member.slot, rollout, reason)
 
         try:
-            async with AttemptDeadline() as cut:
-                rollout = await self._attempts.run(spec, began, cancelled, self._live.wait)
-                ours = asyncio.current_task()
-                if ours is not None and ours.cancelling():
-                    cancelled(rollout)
+            async with AttemptDeadline() as deadline:
+                rollout = await self._attempts.run(spec, on_start, on_cancelled, self._live.wait)
+                current = asyncio.current_task()
+                if current is not None and current.cancelling():
+                    on_cancelled(rollout)
                     raise asyncio.CancelledError
         except (asyncio.CancelledError, TimeoutError):
             self._tally.lost(member.end(self._clock()))
@@ -335,19 +344,19 @@ class Collector:
     # ------------------------------------------------------------------ waiting
 
     async def _until_news(self, starving: Starvation) -> None:
-        deadline_s, drafts = self._options.deadline_s, self._now.active.values()
-        walls = [draft.bounded(deadline_s).limits.wall_s for draft in drafts if draft.group is None]
+        deadline_s, drafts = self._options.deadline_s, self._state.active.values()
+        walls = [pending.bounded(deadline_s).limits.wall_s for pending in drafts if pending.group is None]
         starving.allow(2 * max(walls, default=0.0))
         self._news.clear()
         try:
             async with asyncio.timeout_at(starving.next_at):
                 await self._news.wait()
         except TimeoutError:
-            starving.look(self._clock(), self._standing())
+            starving.look(self._clock(), self._progress())
 
-    def _standing(self) -> str:
-        line = describe_pending(self._now.active.values())
-        return f"{line}; the last failure: {self._last_error}" if self._last_error else line
+    def _progress(self) -> str:
+        line = describe_pending(self._state.active.values())
+        return f"{line}; last failure: {self._last_error}" if self._last_error else line
 
     def _moved(self) -> None:
         if self._starving is not None:

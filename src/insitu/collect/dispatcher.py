@@ -1,11 +1,10 @@
-"""Fills groups: every slot is decided exactly once and reaches the sink exactly once.
+"""Fill groups: every slot is decided exactly once and reaches the sink exactly once.
 
-    Dispatcher --spec--> Attempts.run --Rollout--> retry if infra, boundedly --> sink.put --> Group
+    Dispatcher --spec--> AttemptRunner.run --Rollout--> bounded retries if infra --> sink.put --> Group
 
-Slots wait on the worker pool; nothing else is shared between them. A slot that the sink already holds (after
-a resume) is not run again. When what all slots rest on is gone (the learner), the step ends at once: no slot
-is decided by it. A try that hangs has failed of the infrastructure; a step in which nothing moves ends the
-run. Called by training/loop.py.
+Slots wait on the worker pool and share nothing else. A slot that the sink already has (after a resume) is not
+run again. When something all slots depend on has failed (the learner), the step ends at once without deciding
+a slot. An attempt that hangs counts as an infrastructure failure; a step without progress ends the run.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from insitu.agents.base import AwayTime, no_time
-from insitu.attempt import NOTHING_SAMPLED, AttemptSpec, Began, at_once, forget
+from insitu.attempt import NOTHING_SAMPLED, AttemptSpec, OnStart, ignore_cancelled, no_wait
 from insitu.capture.ledger import reassign
 from insitu.collect.breaker import Breaker
 from insitu.collect.starvation import Starvation
@@ -31,7 +30,7 @@ Phase = Literal["train", "eval_before", "eval_during", "eval_after", "rollout"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Where a rollout belongs."""
+    """Position of a rollout in a run."""
 
     phase: Phase
     step: int
@@ -40,34 +39,36 @@ class Slot:
 
     @property
     def rollout_id(self) -> str:
-        """Sorts in time order and is the same after a resume: random streams and minted ids hang on it."""
+        """Id that sorts in time order and survives a resume: random streams and minted ids depend on it."""
         return f"{self.phase}/{self.step:05d}/{self.group:03d}/{self.slot:02d}"
 
 
 class Sink(Protocol):
-    """Where decided rollouts go; durable before `put` returns."""
+    """Storage for decided rollouts; durable before `put` returns."""
 
     def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
-        """These rollouts of a group are to be made; said again after a resume."""
+        """Record the planned rollouts of a group; repeated after a resume."""
 
     def start(self, rollout_id: str, attempt: int, version: int) -> None:
-        """A try has got its worker."""
+        """Record that an attempt has got its worker."""
 
     def put(self, slot: Slot, rollout: Rollout) -> None: ...
 
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
-        """One try failed. If it was the last, it arrives by `put` too."""
+        """Record a failed attempt; if it was the last, the rollout arrives by `put` too."""
 
     def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
-        """Rollouts already decided for a step, by rollout id. What only failed of the infrastructure is none
-        of them as long as it can be run again."""
+        """Return the rollouts already decided for a step, by rollout id.
+
+        A rollout that only failed because of the infrastructure is left out while it can be retried.
+        """
 
     def tried(self, phase: Phase, step: int) -> Mapping[str, int]:
-        """Rollout id -> number of the last try known, for a step."""
+        """Return the number of the last known attempt by rollout id, for a step."""
 
 
 class RolloutObserver(Protocol):
-    """Who wants to know (the view); must not raise and must not wait."""
+    """Observer of rollouts (the view); must not raise and must not block."""
 
     def rollout_started(self, rollout_id: str) -> None: ...
 
@@ -76,52 +77,53 @@ class RolloutObserver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectOptions:
-    """How groups are filled."""
+    """Options for filling groups."""
 
     seed: int
     group_size: int
     attempts: int = 3
-    """Tries per slot; only infrastructure failures start another."""
+    """Attempts per slot; only infrastructure failures are retried."""
     pause_s: float = 0.5
-    """Seconds before the second try; each further pause is twice as long."""
+    """Backoff before the second attempt; doubled for each further one."""
     temperature: float = 1.0
     whole: bool = True
-    """False: what is returned holds no tokens and no files. The sink has them; many rollouts fill memory."""
+    """False: returned rollouts contain no tokens and no files (the sink has them), to save memory."""
     grace_s: float = math.inf
-    """From the wall limit of a try, for sealing and grading: one that is undecided then has failed of the
-    infrastructure."""
+    """Seconds after the wall limit for sealing and grading; then the attempt is an infrastructure failure."""
     stall_timeout_s: float = math.inf
-    """Without a rollout begun or decided in a step: then the run ends."""
+    """Seconds without a rollout begun or decided in a step after which the run ends."""
 
 
 def limit_s(task: Task, grace_s: float) -> float:
-    """From a try's start until it must be decided, outages apart (hang.py). A grading may take its own time,
-    and once more."""
+    """Return the seconds from an attempt's start until it must be decided, without engine downtime."""
+    # A grading may take its own timeout, and be repeated once.
     return task.limits.wall_s + max(grace_s, 2 * task.grading.timeout_s)
 
 
 class AttemptRunner(Protocol):
-    """Decides one attempt: rollout.Attempts, or testing.FakeAttempts."""
+    """Runs one attempt: `rollout.AttemptExecutor` or `testing.FakeAttempts`."""
 
     async def run(
         self,
         spec: AttemptSpec,
-        began: Began,
-        cancelled: Callable[[Rollout], None] = forget,
-        ready: Callable[[], Awaitable[object]] = at_once,
+        on_start: OnStart,
+        on_cancelled: Callable[[Rollout], None] = ignore_cancelled,
+        ready: Callable[[], Awaitable[object]] = no_wait,
     ) -> Rollout:
-        """`ready` is awaited when a worker is at hand, and nothing is awaited between it and `began`,
-        which hears for how long the attempt waits for an engine that is away, where that is known.
-        `cancelled` is called with what there is, undecided, when the coroutine was cancelled and everything
-        that ran for the attempt has been stopped."""
+        """Run one attempt.
+
+        `ready` is awaited when a worker is available; nothing is awaited between it and `on_start`, which
+        gets the engine downtime where that is known. `on_cancelled` is called with the partial rollout when
+        the coroutine was cancelled and everything that ran for the attempt has been partial.
+        """
 
 
 Check = Callable[[], Awaitable[None]]
-"""Asked after a failed try. Raises when no try can succeed any more."""
+"""Called after a failed attempt; raises when no attempt can succeed any more."""
 
 
 async def nothing_to_check() -> None:
-    """Nothing that all slots rest on is known."""
+    """No-op check."""
 
 
 class Dispatcher:
@@ -138,7 +140,7 @@ class Dispatcher:
         check: Check = nothing_to_check,
         version: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`version`: policy version in force."""
+        """Create a dispatcher; `version` returns the current policy version."""
         self._attempts, self._sink, self._watcher = attempts, sink, watcher
         self._breaker, self._options, self._check, self._version = breaker, options, check, version
         self._starving: Starvation | None = None
@@ -147,8 +149,10 @@ class Dispatcher:
     async def collect(
         self, phase: Phase, step: int, tasks: Sequence[Task], *, group_size: int | None = None
     ) -> Sequence[Group]:
-        """One group per task, in task order, slots in order. Raises when breaker or check stop the run, and
-        TrainError when nothing has moved for the limit."""
+        """Return one group per task, in task order, slots in order.
+
+        Raises when breaker or check stop the run, and TrainError at the stall timeout.
+        """
         size = group_size or self._options.group_size
         held, tried = self._sink.held(phase, step), self._sink.tried(phase, step)
         slots = [
@@ -183,7 +187,8 @@ class Dispatcher:
         ]
 
     async def _decide(self, slot: Slot, task: Task, held: Rollout | None, tried: int) -> Rollout:
-        """`tried`: number of the last try of an earlier process; its account must not be overwritten."""
+        """Decide one slot; `tried` is the number of its last attempt in an earlier process."""
+        # Numbering continues after `tried`, so that the account of an earlier attempt is not overwritten.
         if held is not None:
             self._finished(held)
             return held
@@ -198,7 +203,7 @@ class Dispatcher:
                 temperature=self._options.temperature,
                 evaluation=slot.phase != "train",
             )
-            rollout = await self._try(spec)
+            rollout = await self._attempt(spec)
             if rollout.status is not Status.INFRA_FAILED:
                 self._breaker.record(False, "")
                 break
@@ -210,31 +215,31 @@ class Dispatcher:
         self._finished(rollout)
         return rollout if self._options.whole else replace(rollout, trajectory=NOTHING_SAMPLED, changed={})
 
-    async def _try(self, spec: AttemptSpec) -> Rollout:
-        """One try, decided in its time or failed."""
-        limit, stopped = limit_s(spec.task, self._options.grace_s), list[Rollout]()
+    async def _attempt(self, spec: AttemptSpec) -> Rollout:
+        """Run one attempt; return a failed rollout if it exceeds its time limit."""
+        limit, partial = limit_s(spec.task, self._options.grace_s), list[Rollout]()
 
-        def began(away_s: AwayTime = no_time, /) -> None:
+        def on_start(away_s: AwayTime = no_time, /) -> None:
             self._sink.start(spec.rollout_id, spec.attempt, self._version())
             self._watcher.rollout_started(spec.rollout_id)
             self._moved()
-            cut.start(limit, away_s)
+            deadline.start(limit, away_s)
 
         try:
-            async with AttemptDeadline() as cut:
-                return await self._attempts.run(spec, began, stopped.append)
+            async with AttemptDeadline() as deadline:
+                return await self._attempts.run(spec, on_start, partial.append)
         except TimeoutError:
-            if not (cut.expired() and stopped):
+            if not (deadline.expired() and partial):
                 raise
-        sampled = stopped[0].trajectory
+        sampled = partial[0].trajectory
         return replace(
-            stopped[0],
+            partial[0],
             trajectory=replace(sampled, ledger=reassign(sampled.ledger, "infra")),
-            error=f"the try was undecided {limit:.0f} s after its start and was given up",
+            error=f"timeout: the attempt did not finish within {limit:.0f} s",
         )
 
     async def _watch(self, tasks: Sequence[Task], pending: Sequence[asyncio.Task[Rollout]]) -> None:
-        """Ends a step in which nothing moves any more. No try may seem to be stuck in its own time."""
+        """End a step without progress; an attempt within its own time limit does not count as stalled."""
         o = self._options
         if not math.isfinite(o.stall_timeout_s):
             return
@@ -244,7 +249,7 @@ class Dispatcher:
         while True:
             await asyncio.sleep(starving.next_at - _now())
             line = f"{sum(task.done() for task in pending)} of {len(pending)} rollouts are decided"
-            last = f"; the last failure: {self._last_error}" if self._last_error else ""
+            last = f"; last failure: {self._last_error}" if self._last_error else ""
             starving.look(_now(), line + last)
 
     def _moved(self) -> None:

@@ -1,4 +1,4 @@
-"""A group in the making: one draw of a task, its members, and how old its oldest trained token may be."""
+"""A pending group: one draw of a task, its members, and the oldest version among its trained tokens."""
 
 from __future__ import annotations
 
@@ -18,46 +18,45 @@ class ResumedGroup:
     number: int
     task: Task
     rollouts: Mapping[str, Rollout] = field(default_factory=dict)
-    """Decided members by rollout id; the rest is run."""
+    """Decided members by rollout id; the others are run."""
     given_up: frozenset[str] = frozenset()
-    """Members that were discarded when the group's time was over."""
+    """Members discarded at the group's deadline."""
     tried: Mapping[str, int] = field(default_factory=dict)
-    """Rollout id -> number of the last try known."""
+    """Rollout id -> number of its last known attempt."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PendingRollout:
-    """One slot of a draft."""
+    """One slot of a pending group."""
 
     slot: Slot
     tried: int = 0
-    """Number of the last try."""
+    """Number of the last attempt."""
     rollout: Rollout | None = None
-    """Once decided."""
+    """Set when decided."""
     version: int | None = None
-    """Oldest version that a trained token may have: of the start while it runs (its first call comes seconds
-    later; a try that samples under a newer version only is rare and not waited for), then of its tokens."""
+    """Oldest possible version of a trained token: the version at the start, later that of its tokens."""
     running_since: float | None = None
     spent_s: float = 0.0
-    """Rollout-seconds of the try that decided it."""
+    """Rollout-seconds of the attempt that decided it."""
 
     failed: bool = False
-    """The infrastructure has failed a try of it in this process."""
+    """An attempt failed in this process because of the infrastructure."""
     deciding: asyncio.Task[None] | None = None
-    left: bool = False
-    """It is being cancelled, since its group goes on without it."""
+    skipped: bool = False
+    """It is being cancelled because its group continues without it."""
     given_up: bool = False
-    """Its group went on without it."""
+    """Its group continued without it."""
 
     @property
-    def waited_for(self) -> bool:
+    def undecided(self) -> bool:
         return self.rollout is None and not self.given_up
 
     def begin(self, now: float, version: int) -> None:
         self.running_since, self.version = now, version
 
     def end(self, now: float) -> float:
-        """The try is over; returns its rollout-seconds."""
+        """End the attempt; return its rollout-seconds."""
         seconds = 0.0 if self.running_since is None else now - self.running_since
         self.running_since, self.version = None, None
         return seconds
@@ -69,19 +68,19 @@ class PendingRollout:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PendingGroup:
-    """See the module. Owned by the collector."""
+    """A drawn group until it is delivered or dropped; owned by the collector."""
 
     number: int
-    """Of the draw, from 0; its place in the order."""
+    """Number of the draw, from 0; defines the order."""
     task: Task
     members: Sequence[PendingRollout]
     version: int
-    """In force when it was drawn."""
+    """Current version when it was drawn."""
     filling: asyncio.Task[None] | None = None
-    doom: str = ""
+    drop_reason: str = ""
     """Why it is being cancelled."""
     group: Group | None = None
-    """Once ready."""
+    """Set when ready."""
 
     @property
     def id(self) -> str:
@@ -89,7 +88,7 @@ class PendingGroup:
 
     @property
     def oldest(self) -> int | None:
-        """Oldest version that a trained token of it may have; None while none was sampled."""
+        """Oldest possible version of a trained token; None while none was sampled."""
         found = [m.version for m in self.members if m.version is not None]
         return min(found, default=None)
 
@@ -103,24 +102,23 @@ class PendingGroup:
 
     @property
     def ids(self) -> Sequence[str]:
-        """Rollouts that nobody gave up."""
+        """Ids of the rollouts that were not given up."""
         return [m.slot.rollout_id for m in self.members if not m.given_up]
 
     def skip_retries(self, least: int) -> None:
-        """Stop further tries when nothing else of the group is undecided and `least` members are graded."""
-        waited_for = [m for m in self.members if m.waited_for]
+        """Stop retries if nothing else of the group is undecided and at least `least` members are graded."""
+        undecided = [m for m in self.members if m.undecided]
         graded = sum(rollout.reward is not None for rollout in self.decided)
-        if graded < least or not all(m.failed for m in waited_for):
+        if graded < least or not all(m.failed for m in undecided):
             return
-        for member in waited_for:
-            if member.deciding is not None and not member.left:
-                member.left = True
+        for member in undecided:
+            if member.deciding is not None and not member.skipped:
+                member.skipped = True
                 member.deciding.cancel()
 
     def bounded(self, deadline_s: float) -> Task:
-        """The task as every try gets it: after the deadline the agent is stopped and what it has done is
-        graded. A further try has as much time as the first; with what a lost sandbox has left it would be
-        graded for the infrastructure's doing."""
+        """Return the task with the deadline as its wall limit: the agent is stopped then and graded."""
+        # A retry has as much time as the first attempt, or it would be graded for a failure of the host.
         limits = self.task.limits
         if deadline_s >= limits.wall_s:
             return self.task
@@ -128,24 +126,24 @@ class PendingGroup:
 
 
 def new_pending_group(
-    number: int, task: Task, slots: Sequence[Slot], version: int, held: ResumedGroup | None = None
+    number: int, task: Task, slots: Sequence[Slot], version: int, resumed: ResumedGroup | None = None
 ) -> PendingGroup:
-    """A draft whose held members are decided already."""
+    """Return a pending group; members of `resumed` that are decided stay decided."""
     members = [PendingRollout(slot=slot) for slot in slots]
-    if held is not None:
+    if resumed is not None:
         for member in members:
-            member.tried = held.tried.get(member.slot.rollout_id, 0)
-            member.given_up = member.slot.rollout_id in held.given_up
-            rollout = held.rollouts.get(member.slot.rollout_id)
+            member.tried = resumed.tried.get(member.slot.rollout_id, 0)
+            member.given_up = member.slot.rollout_id in resumed.given_up
+            rollout = resumed.rollouts.get(member.slot.rollout_id)
             if rollout is not None:
                 member.decide(rollout)
     return PendingGroup(number=number, task=task, members=members, version=version)
 
 
-def describe_pending(drafts: Collection[PendingGroup]) -> str:
-    """Where groups are, in one line."""
-    members = [m for draft in drafts for m in draft.members]
+def describe_pending(groups: Collection[PendingGroup]) -> str:
+    """Return one line on the state of the groups."""
+    members = [m for group in groups for m in group.members]
     running = sum(m.running_since is not None for m in members)
-    queued = sum(m.waited_for and m.running_since is None for m in members)
-    ready = sum(draft.group is not None for draft in drafts)
-    return f"{running} rollouts run, {queued} wait for a worker, {ready} of {len(drafts)} groups are ready"
+    queued = sum(m.undecided and m.running_since is None for m in members)
+    ready = sum(group.group is not None for group in groups)
+    return f"{running} rollouts run, {queued} wait for a worker, {ready} of {len(groups)} groups are ready"

@@ -1,8 +1,7 @@
-"""Says that the trainer waits for groups, after 1, 10 and 30 seconds, and ends a run that gets no further.
+"""Warn after 1, 10 and 30 seconds without groups for the trainer, and end a run that is stalled.
 
-All warnings go to the log, the last one to the person too. The limit counts from the last sign of progress, a
-rollout begun or decided: agents may take minutes, and a wait in which rollouts end is no fault. Called by
-collector.py while a batch is short, and by dispatcher.py, without warnings, while a step is made.
+All warnings are logged, the last one is also shown to the user. The stall timeout counts from the last
+progress, a rollout begun or decided: agents may take minutes, and a wait in which rollouts end is no fault.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ MARKS_S = (1.0, 10.0, 30.0)
 
 
 class Starvation:
-    """One wait of the trainer, from `now` on. Times are readings of the event loop's clock."""
+    """One wait of the trainer, from `now` on; times are readings of the event loop's clock."""
 
     def __init__(
         self,
@@ -33,20 +32,20 @@ class Starvation:
 
     @property
     def next_at(self) -> float:
-        """When `look` is due, if nothing happens before."""
+        """When `look` is due if nothing happens before."""
         ends = self._moved + self._limit_s
         return min(ends, self._began + self._marks[0]) if self._marks else ends
 
     def allow(self, limit_s: float) -> None:
-        """The limit is at least this from now on: what is waited for may take its own time."""
+        """Raise the limit to at least `limit_s`: a running task may need that long."""
         self._limit_s = max(self._limit_s, limit_s)
 
     def moved(self, now: float) -> None:
-        """There was progress."""
+        """Record progress."""
         self._moved = now
 
     def look(self, now: float, cause: str) -> None:
-        """Warn when a mark has passed. Raises TrainError with the cause at the limit."""
+        """Warn when a mark has passed; raise TrainError with the cause at the limit."""
         if now >= self._moved + self._limit_s:
             raise TrainError(f"no rollout began and none was decided for {now - self._moved:.0f} s: {cause}")
         while self._marks and now >= self._began + self._marks[0]:

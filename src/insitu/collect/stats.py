@@ -1,7 +1,7 @@
-"""What the collector did since the last batch, and what that cost in rollout-seconds.
+"""Counters of the collector since the last batch, and its cost in rollout-seconds.
 
-A rollout-second is useful when its rollout is handed to the trainer, wasted when its try failed, was
-cancelled, or belonged to a group that was dropped. Written by collector.py, read by the training loop.
+A rollout-second is useful if its rollout is delivered to the trainer, wasted if its attempt failed, was
+cancelled, or belonged to a dropped group.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from insitu.types import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedBatch:
-    """What the trainer gets, and the account since it got the one before."""
+    """A batch for the trainer, with the counters since the previous one."""
 
     groups: Sequence[Group] = field(repr=False)
     version: int
-    """Of the trainer, as of now."""
+    """Current version of the trainer."""
     staleness: Sequence[int]
-    """Of each rollout with trained tokens: version - the oldest version among them."""
+    """Per rollout with trained tokens: version - oldest version among them."""
     waited_s: float
-    """The trainer's, for this batch."""
+    """Seconds the trainer waited for this batch."""
     useful_s: float
     """Rollout-seconds of the rollouts in it."""
     wasted_s: float
-    """Rollout-seconds of tries and groups that came to nothing."""
+    """Rollout-seconds of failed attempts and dropped groups."""
     dropped: Mapping[str, int]
     """Groups by reason."""
     drawn: int
     late: int
     """Rollouts given up at the deadline of their group."""
     running: int
-    """Groups under way."""
+    """Unfinished groups."""
     ready: int
-    """Groups that wait for a later batch."""
+    """Finished groups waiting for a later batch."""
 
     @property
     def staleness_max(self) -> int:
@@ -50,14 +50,14 @@ class CollectedBatch:
 
     @property
     def wasted(self) -> float:
-        """Share of the rollout-seconds."""
+        """Wasted share of the rollout-seconds."""
         total = self.useful_s + self.wasted_s
         return self.wasted_s / total if total else 0.0
 
 
 @dataclass(slots=True)
 class CollectStats:
-    """Counts since the last batch."""
+    """Counters since the last batch."""
 
     drawn: int = 0
     late: int = 0
@@ -65,25 +65,25 @@ class CollectStats:
     reasons: Counter[str] = field(default_factory=Counter)
 
     def lost(self, seconds: float) -> None:
-        """A try came to nothing."""
+        """Count a failed or cancelled attempt."""
         self.wasted_s += seconds
 
-    def dropped(self, draft: PendingGroup, reason: str) -> None:
-        self.wasted_s += draft.spent_s
+    def dropped(self, group: PendingGroup, reason: str) -> None:
+        self.wasted_s += group.spent_s
         self.reasons[reason] += 1
 
     def batch(
         self, taken: Sequence[PendingGroup], version: int, *, waited_s: float, running: int, ready: int
     ) -> CollectedBatch:
-        """Close the account; counting begins anew."""
-        groups = [draft.group for draft in taken if draft.group is not None]
+        """Return the batch with its counters, and reset them."""
+        groups = [pending.group for pending in taken if pending.group is not None]
         oldest = [oldest_version(rollout) for group in groups for rollout in group.rollouts]
-        made = CollectedBatch(
+        batch = CollectedBatch(
             groups=groups,
             version=version,
             staleness=[version - v for v in oldest if v is not None],
             waited_s=waited_s,
-            useful_s=sum(draft.spent_s for draft in taken),
+            useful_s=sum(pending.spent_s for pending in taken),
             wasted_s=self.wasted_s,
             dropped=dict(self.reasons),
             drawn=self.drawn,
@@ -93,4 +93,4 @@ class CollectStats:
         )
         self.drawn, self.late, self.wasted_s = 0, 0, 0.0
         self.reasons.clear()
-        return made
+        return batch

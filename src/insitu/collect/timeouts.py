@@ -1,8 +1,7 @@
-"""Until when a try must be decided: its limit, longer by the time in which the engine was away.
+"""Deadline of an attempt: its limit plus the engine downtime.
 
-`AttemptDeadline` is a context manager around the try. Its clock starts when the try has its worker, and asks
-at the end of the limit, and of what the outages since have added, for more of them. Callers: dispatcher.py,
-collector.py.
+`AttemptDeadline` is a context manager around the attempt. Its clock starts when the attempt has its worker.
+When the limit is over, it is extended by the downtime that has accumulated since.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ import math
 
 from insitu.agents.base import AwayTime, no_time
 
-AGAIN_S = 1.0
-"""Least time between two questions: while the engine is away each finds a little more."""
+RECHECK_S = 1.0
+"""Least seconds between two checks: while the engine is down each check finds a little more downtime."""
 
 
 class AttemptDeadline:
-    """Raises TimeoutError when the limit is over; without `start` there is none."""
+    """Raises TimeoutError when the limit is over; without `start` there is no limit."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._timer = asyncio.timeout(None)
-        self._asking: asyncio.TimerHandle | None = None
+        self._check_timer: asyncio.TimerHandle | None = None
         self._away_s: AwayTime = no_time
         self._ends = math.inf
 
@@ -31,23 +30,23 @@ class AttemptDeadline:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
+        if self._check_timer is not None:
+            self._check_timer.cancel()
         await self._timer.__aexit__(kind, error, trace)  # type: ignore[arg-type]
 
     def start(self, limit_s: float, away_s: AwayTime = no_time) -> None:
-        """The try has `limit_s` from now on, infinite included, and `away_s` more, which may grow."""
+        """Start the clock: `limit_s` from now (may be infinite), extended by `away_s()`, which may grow."""
         if math.isfinite(limit_s):
             self._ends, self._away_s = self._loop.time() + limit_s, away_s
-            self._asking = self._loop.call_at(self._ends, self._ask)
+            self._check_timer = self._loop.call_at(self._ends, self._check)
 
     def expired(self) -> bool:
-        """The try has been cut."""
+        """Return whether the attempt was cut off."""
         return self._timer.expired()
 
-    def _ask(self) -> None:
+    def _check(self) -> None:
         now, ends = self._loop.time(), self._ends + self._away_s()
         if now < ends:
-            self._asking = self._loop.call_at(max(ends, now + AGAIN_S), self._ask)
+            self._check_timer = self._loop.call_at(max(ends, now + RECHECK_S), self._check)
         else:
             self._timer.reschedule(now)

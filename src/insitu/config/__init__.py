@@ -9,7 +9,7 @@ from insitu.config.load import (
     model_folder,
     read_toml,
 )
-from insitu.config.tables import Config, HarnessTable, SandboxKind, ToyFamily
+from insitu.config.tables import Config, HarnessTable, SandboxKind, ToyKind
 from insitu.config.training import TrainTable
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "Config",
     "HarnessTable",
     "SandboxKind",
-    "ToyFamily",
+    "ToyKind",
     "TrainTable",
     "demo_preset",
     "dotted_keys",

@@ -1,4 +1,4 @@
-"""What every table of the file is made of: frozen, strict, and the kinds of numbers a key can hold."""
+"""Base class of all tables, and the number types of keys."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-def _at_home(text: str) -> str:
-    """A shell leaves the ~ of `run.dir=~/x` as it is."""
+def _expand_home(text: str) -> str:
+    """Expand a leading ~, which a shell leaves unchanged in `run.dir=~/x`."""
     if not text.startswith("~"):
         return text
     try:
         return str(Path(text).expanduser())
     except RuntimeError as error:
-        raise ValueError("no such home folder; a name that begins with ~ is written ./~") from error
+        raise ValueError("no such home folder; write ./~ for a name that begins with ~") from error
 
 
-OwnPath = Annotated[str, AfterValidator(_at_home)]
-"""Path on this machine; a leading ~ is the home folder. Every key that holds one is of this type."""
+OwnPath = Annotated[str, AfterValidator(_expand_home)]
+"""Path on this machine; a leading ~ is the home folder. All path keys use this type."""
 
 
 class Table(BaseModel):
-    """One table of the file. Frozen; unknown keys and values of another type are refused."""
+    """One table of the file; frozen; unknown keys and values of another type are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True

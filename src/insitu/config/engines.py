@@ -1,4 +1,4 @@
-"""The table [engine]: the sampler, whichever it is, and which of the keys each kind reads."""
+"""The table [engine]: the sampler, and which keys each kind uses."""
 
 from __future__ import annotations
 
@@ -17,57 +17,56 @@ class EngineTable(Table):
     kind: Literal["embedded", "vllm", "sglang", "external", "upstream"] = "embedded"
     """embedded = in the learner; vllm, sglang = a server; external = a trainer; upstream = a provider."""
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0
-    """Of sampling in training and evaluation, and of the trainer's log-probabilities."""
+    """Sampling temperature in training and evaluation, and of the trainer's log-probabilities."""
     max_rows: Annotated[int, Field(ge=8, multiple_of=8)] = 32
     """embedded: requests decoded in one batch; a multiple of 8."""
     threads: Count = 1
     """embedded: torch threads while sampling."""
     url: str = ""
-    """vllm, sglang, upstream: the server, e.g. http://127.0.0.1:8000; a /v1 at its end is dropped."""
+    """vllm, sglang, upstream: URL of the server, e.g. http://127.0.0.1:8000; a trailing /v1 is dropped."""
     key_env: str = ""
     """Not embedded: environment variable with the server's, trainer's or provider's key; empty = none."""
     call_timeout_s: Seconds = 600.0
-    """Not embedded: seconds for one generation, at the gateway too, or for one reload of weights."""
+    """Not embedded: timeout of one generation, at the gateway too, and of one weight reload."""
     control_timeout_s: Seconds = 30.0
-    """vllm, sglang: seconds for any other call."""
+    """vllm, sglang: timeout of any other call."""
     retries: CountOrZero = 3
-    """vllm, sglang: times that a request is sent again which the server has not begun."""
+    """vllm, sglang: retries of a request that the server has not started."""
     start_timeout_s: SecondsOrZero = 60.0
-    """vllm, sglang: seconds that a run waits at its start for a server that is not there yet; 0 = none."""
+    """vllm, sglang: seconds that a run waits at its start for the server to come up; 0 = none."""
     reconnect_timeout_s: Seconds = 300.0
-    """vllm, sglang: seconds that a server which is gone may take to come back, published to by files."""
+    """vllm, sglang: seconds that a server that went down may take to come back (publish disk or delta)."""
     publish: Literal["disk", "delta", "ipc", "nccl"] = "disk"
-    """vllm, sglang: how new weights travel: whole files, differences; vllm: ipc on one GPU, nccl."""
+    """vllm, sglang: how new weights are sent: whole files, differences; vllm: ipc on one GPU, nccl."""
     publish_dir: OwnPath = ""
-    """vllm, sglang: folder where the server finds them, under this very path; empty = in the run."""
+    """vllm, sglang: folder for published weights, at the same path on the server; empty = in the run."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """vllm, sglang: type of published weights; auto = as the model's config.json says."""
+    """vllm, sglang: type of published weights; auto = that of the model's config.json."""
     publish_lora: Literal["adapter", "merged"] = "adapter"
-    """vllm: adapters (policy.lora_rank) travel as they are, or in whole weights, as always to sglang."""
+    """vllm: publish adapters (policy.lora_rank) as they are, or merged into the weights (sglang: always)."""
     publish_mode: Literal["keep", "wait"] = "keep"
-    """vllm, sglang: calls under way go on with the new weights, or end with the old ones first."""
+    """vllm, sglang: running calls continue with the new weights, or finish with the old ones first."""
     share_gpu: bool = False
-    """vllm, sglang: the server sleeps while the trainer works, for one GPU that both use."""
+    """vllm, sglang: the server sleeps while the trainer works, so that both share one GPU."""
 
     listen: str = "127.0.0.1:0"
     """external: address where the trainer fetches requests; port 0 takes a free one."""
     model: str = ""
-    """upstream: the provider's model that agents are told to ask for."""
+    """upstream: name of the provider's model that agents request."""
     requests_per_minute: CountOrZero = 0
     """upstream: most requests of all sessions in one minute; 0 = no limit."""
     max_concurrent: Count = 16
-    """upstream: most requests under way."""
+    """upstream: most concurrent requests."""
     max_wait_s: Annotated[float, Field(ge=0)] = 120.0
-    """upstream: seconds one call may wait for its turn and for a busy provider; 0 = it is told at once."""
+    """upstream: seconds a call may wait for rate limits and a busy provider; 0 = it fails at once."""
     max_cost: Annotated[float, Field(ge=0)] = 0.0
-    """upstream: cost, in the unit of the prices, after which every call is refused; 0 = no limit."""
+    """upstream: cost, in the unit of the prices, above which every call is rejected; 0 = no limit."""
     input_price: Annotated[float, Field(ge=0)] = 0.0
     """upstream: price of a million prompt tokens."""
     cached_price: Annotated[float, Field(ge=0)] = 0.0
-    """upstream: price of a million prompt tokens that the provider had cached; 0 = as input_price."""
+    """upstream: price of a million cached prompt tokens; 0 = input_price."""
     cache_write_price: Annotated[float, Field(ge=0)] = 0.0
-    """upstream: price of a million prompt tokens that the provider writes to its cache; 0 = as input_price.
-    Anthropic asks for more."""
+    """upstream: price of a million prompt tokens written to the cache (Anthropic); 0 = input_price."""
     output_price: Annotated[float, Field(ge=0)] = 0.0
     """upstream: price of a million sampled tokens."""
 
@@ -77,7 +76,7 @@ class EngineTable(Table):
             default = type(self).model_fields[key].default
             if self.kind not in kinds and self.__dict__[key] != default:
                 raise ValueError(
-                    f"{key} means nothing with kind = {self.kind!r}, only with {', '.join(kinds)}"
+                    f"{key} has no effect with kind = {self.kind!r}, only with {', '.join(kinds)}"
                 )
         if self.kind in ENGINE_KEYS["url"] and not self.url:
             raise ValueError(f"kind = {self.kind!r} needs url")
@@ -85,11 +84,11 @@ class EngineTable(Table):
             if self.kind != "vllm":
                 raise ValueError(f"publish = {self.publish!r} is for vllm, not for {self.kind}")
             if self.publish_dir or self.publish_dtype != "auto":
-                raise ValueError(f"publish_dir and publish_dtype mean nothing with {self.publish!r}")
+                raise ValueError(f"publish_dir and publish_dtype have no effect with {self.publish!r}")
         if self.kind == "upstream" and not self.model:
-            raise ValueError("kind = 'upstream' needs model: which of the provider's agents should ask for")
+            raise ValueError("kind = 'upstream' needs model: the provider's model that agents request")
         if self.max_cost and not (self.input_price or self.output_price):
-            raise ValueError("max_cost needs input_price or output_price: without prices nothing costs")
+            raise ValueError("max_cost needs input_price or output_price")
         return self
 
 
@@ -121,4 +120,4 @@ ENGINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "cache_write_price": _UPSTREAM,
     "output_price": _UPSTREAM,
 }
-"""Keys of [engine] that only some kinds read; the rest are read by all."""
+"""Keys of [engine] used by some kinds only; all kinds use the others."""

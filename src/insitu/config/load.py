@@ -1,6 +1,7 @@
-"""Layers of values become a Config: defaults, then a base mapping (a preset or the config of a resumed run),
-then the file, then `a.b=c` overrides. An unknown key is an error with a suggestion. Errors are
-`ConfigError`, one line each.
+"""Merge layers of values into a Config.
+
+The layers are defaults, a base mapping (a preset or the config of a resumed run), the file, and `a.b=c`
+overrides. An unknown key is an error with a suggestion. Errors are `ConfigError`, one line each.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from insitu.config.tables import Config
 from insitu.errors import ConfigError, boundary
 
 WARM_START = Path(__file__).parents[1] / "demo" / "warm_start"
-"""The model folder that the package carries."""
+"""The model folder that ships with the package."""
 EXAMPLES = Path(__file__).parents[1] / "examples"
-"""The example configurations, which the package carries too."""
+"""The example configurations that ship with the package."""
 
 RENAMED: Mapping[str, str] = {
     "collect.error_limit": "collect.max_consecutive_failures",
@@ -87,24 +88,24 @@ def load_config(
 
 
 def read_toml(path: Path) -> Raw:
-    """The file as a mapping. Raises ConfigError when it is missing or is not TOML."""
+    """Return the file as a mapping; raise ConfigError if it is missing or not TOML."""
     with boundary(ConfigError, f"cannot read {path}"):
-        return tomllib.loads(_found(path).read_text(encoding="utf-8"))
+        return tomllib.loads(_resolve_example(path).read_text(encoding="utf-8"))
 
 
-def _found(path: Path) -> Path:
-    """`examples/demo.toml` is the package's own where the current folder has none."""
-    own = EXAMPLES / path.name
-    return own if path.parent == Path("examples") and own.exists() and not path.exists() else path
+def _resolve_example(path: Path) -> Path:
+    """Return the package's own `examples/demo.toml` if the current folder has none."""
+    packaged = EXAMPLES / path.name
+    return packaged if path.parent == Path("examples") and packaged.exists() and not path.exists() else path
 
 
 def demo_preset() -> Raw:
-    """The values of `insitu demo`: the file examples/demo.toml."""
+    """Return the values of `insitu demo`: the file examples/demo.toml."""
     return read_toml(EXAMPLES / "demo.toml")
 
 
 def model_folder(config: Config) -> Path:
-    """Where the initial weights, the tokenizer and the template are. Raises ConfigError."""
+    """Return the folder with initial weights, tokenizer and template; raise ConfigError if invalid."""
     folder = Path(config.model.path) if config.model.path else WARM_START
     if not (folder / "tokenizer.json").exists():
         raise ConfigError(f"model.path: {folder} is not a model folder: it has no tokenizer.json")
@@ -112,7 +113,7 @@ def model_folder(config: Config) -> Path:
 
 
 def dump_toml(config: Config, *, comments: bool = True) -> str:
-    """The whole configuration as TOML; `load_config` of the text gives back an equal Config."""
+    """Return the whole configuration as TOML; `load_config` of the text returns an equal Config."""
     lines: list[str] = []
     for table, field in Config.model_fields.items():
         values: Table = config.__dict__[table]
@@ -120,14 +121,14 @@ def dump_toml(config: Config, *, comments: bool = True) -> str:
         kind = type(field.default)
         for key, info in kind.model_fields.items():
             text = f"{key} = {_toml(values.__dict__[key])}"
-            # a comment ends with its line, however many its words take in the source
+            # a TOML comment ends with its line, so the description is joined to one line
             words = " ".join((info.description or "").split()) if comments else ""
             lines.append(f"{text}  # {words}" if words else text)
     return "\n".join(lines) + "\n"
 
 
 def dotted_keys() -> list[str]:
-    """Every key of the configuration as table.key."""
+    """Return every key of the configuration as table.key."""
     return [
         f"{table}.{key}"
         for table, field in Config.model_fields.items()
@@ -166,7 +167,7 @@ def _nested(name: str, value: object) -> Raw:
 
 
 def _override_value(table: str, key: str, text: str) -> Any:
-    """The value as TOML; where the key holds text, anything but a quoted string is taken as it stands."""
+    """Parse the value as TOML; for a text key, anything but a quoted string is taken literally."""
     try:
         parsed = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError:
@@ -215,11 +216,11 @@ def _suggest(name: str, known: Sequence[str]) -> str:
 
 
 def _describe(item: Any) -> str:
-    """One line, with what was given for a key; a whole table's keys are beside the point."""
+    """Return one line with the invalid value of a key; the values of a whole table are omitted."""
     where = ".".join(str(part) for part in item["loc"])
     message = str(item["msg"]).removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if not where:
         return message
-    given = "" if isinstance(item["input"], Mapping) else f", got {item['input']!r}"
-    return f"{where}: {message}{given}"
+    value = "" if isinstance(item["input"], Mapping) else f", got {item['input']!r}"
+    return f"{where}: {message}{value}"

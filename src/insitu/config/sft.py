@@ -1,5 +1,6 @@
-"""`[sft]`: which stored rollouts are worth imitating, and how often. What [train] says of the learner counts
-here too: threads, token budget, gradient clip, warm-up, and the memory a long rollout needs.
+"""The table [sft]: which stored rollouts are used for supervised training.
+
+The learner's keys of [train] apply here too: threads, token budget, gradient clip, warm-up, memory.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ class SftTable(Table):
     min_reward: float = 1.0
     """Least reward of a rollout that is used."""
     per_task: CountOrZero = 4
-    """Most rollouts of one task: the best rewarded, of equals the latest; 0 = all."""
+    """Most rollouts of one task: those with the highest reward, then the latest; 0 = all."""
     dedup: bool = True
-    """Leave a rollout out that says token by token what another one of its task says."""
+    """Skip a rollout whose tokens are identical to another one of its task."""
     held_out: bool = False
-    """Use rollouts of held-out tasks too; an evaluation on them means nothing afterwards."""
+    """Use rollouts of held-out tasks too; evaluations on them are invalid afterwards."""
     epochs: Count = 2
     """Passes over the chosen rollouts."""
     rollouts_per_step: Count = 32
-    """Rollouts in one optimizer step; the last step of a pass takes what is left."""
+    """Rollouts in one optimizer step; the last step of a pass takes the remainder."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
     """Peak learning rate."""
     decay: Literal["constant", "linear", "cosine"] = "linear"
-    """How the learning rate falls to nothing, or does not."""
+    """Learning rate schedule after the warm-up."""
     checkpoint_every_steps: Count = 20
-    """Steps between checkpoints; a kill takes the steps since the last one with it."""
+    """Steps between checkpoints; a killed run loses the steps since the last one."""

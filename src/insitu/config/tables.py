@@ -1,6 +1,7 @@
-"""The tables of the file and their keys. Units stand in the names (`_s`, `_tokens`). There is no null in
-TOML, so "not set" is 0 or "" and each field says what that means. No field holds a secret: secrets travel in
-environment variables only.
+"""The tables of the file and their keys.
+
+Units are part of the names (`_s`, `_tokens`). TOML has no null, so "not set" is 0 or "", as each field
+describes. No field holds a secret: secrets are read from environment variables only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from insitu.config.training import CollectTable, TrainTable
 WARM_AGENTS = ("pi", "script", "terminus")
 """Agents whose process or sandbox can serve more than one rollout."""
 
-ToyFamily = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
+ToyKind = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
 
 Source = Literal[
     "toy",
@@ -69,7 +70,7 @@ class RunTable(Table):
     dir: OwnPath = ""
     """Run directory; empty = runs/<ULID> under the current folder."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Names every random stream of the run."""
+    """Seed of all random streams of the run."""
     steps: CountOrZero = 30
     """Optimizer steps of reinforcement learning."""
     eval_tasks: CountOrZero = 128
@@ -92,8 +93,8 @@ class ModelTable(Table):
     max_context_tokens: Count = 4096
     """Prompt plus sampled tokens of one model call."""
     keep_reasoning: Literal["all", "template"] = "all"
-    """Reasoning of earlier turns: all = it stays as it was sampled; template = it is dropped where the rules
-    of the model drop it, which makes a new branch of each question."""
+    """Reasoning of earlier turns: all = kept as sampled; template = dropped where the model's chat format
+    drops it, so each question starts a new branch."""
 
 
 class TasksTable(Table):
@@ -105,20 +106,20 @@ class TasksTable(Table):
     """File or folder of the data set; not for toy."""
     groups_per_step: Count = 12
     """Tasks per optimizer step."""
-    kinds: Annotated[tuple[ToyFamily, ...], Field(strict=False)] = ()
-    """toy: task families to use; empty = all."""
+    kinds: Annotated[tuple[ToyKind, ...], Field(strict=False)] = ()
+    """toy: kinds of faults to use; empty = all."""
     eval_share: Fraction = 0.25
     """Share of a data set that is held out, by content hash; 1 = all of it, 0 = none. Not for toy."""
     on_invalid_row: Literal["refuse", "skip"] = "refuse"
-    """A row that cannot be graded: refuse the data set, or leave the row out. Not for toy."""
+    """A row that cannot be graded: refuse = reject the data set; skip = skip the row. Not for toy."""
     assets: OwnPath = ""
     """swe_pro, slime: folder with the set's run scripts."""
     images: OwnPath = ""
-    """JSON file, image name or task id -> the reference to use: pins by digest, mirrors; empty = as it is."""
+    """JSON file: image name or task id -> image reference (digest pins, mirrors); empty = unchanged."""
     allowlist: OwnPath = ""
-    """File that `insitu tasks validate` wrote: only tasks that passed are used; empty = all."""
+    """File written by `insitu tasks validate`: only tasks that passed are used; empty = all."""
     transform: str = ""
-    """Dotted path of a function row -> row or None, called before anything else; empty = none."""
+    """Dotted path of a function row -> row or None, called first; empty = none."""
     checker: str = ""
     """Dotted path of a function (stdin, expected, printed) -> bool, for runner stdio; empty = by words."""
     parse_answer: str = ""
@@ -131,11 +132,11 @@ class TasksTable(Table):
         if self.source == "toy":
             for key in DATA_SET_KEYS:
                 if self.__dict__[key] != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} means nothing with source = 'toy'")
+                    raise ValueError(f"{key} has no effect with source = 'toy'")
         elif not self.path:
             raise ValueError(f"source = {self.source!r} needs path: the file or folder of the data set")
         elif self.kinds:
-            raise ValueError(f"families means nothing with source = {self.source!r}, only with toy")
+            raise ValueError('tasks.kinds only applies to source = "toy"')
         return self
 
 
@@ -146,14 +147,14 @@ class SandboxTable(Table):
     """local = namespaces of this machine; docker = containers, which tasks with images need; harbor =
     sandboxes of Harbor's environments (clouds), for grading: no agent reaches the gateway from there."""
     fallback: SandboxKind | Literal[""] = ""
-    """Backend that takes over while `backend` is down; empty = none: sandboxes wait for it, or fail."""
+    """Backend used while `backend` is down; empty = none: sandboxes wait for it, or fail."""
     environment: str = ""
-    """harbor: kind of its environments (e2b, modal, daytona, ...), or dotted path of a function that makes
-    one: package.module:function (spec, folder) -> environment."""
+    """harbor: kind of environment (e2b, modal, daytona, ...), or dotted path of a function that creates one:
+    package.module:function (spec, folder) -> environment."""
     mode: Literal["auto", "bubblewrap", "namespaces"] = "auto"
-    """local: how it isolates; auto = bubblewrap, else namespaces."""
+    """local: isolation; auto = bubblewrap, else namespaces."""
     image: str = ""
-    """docker, harbor: image of sandboxes whose task names none."""
+    """docker, harbor: default image, for tasks without one."""
     program: str = "docker"
     """docker: the command line to use, docker or podman."""
     runtime: str = ""
@@ -161,32 +162,31 @@ class SandboxTable(Table):
     user: Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] = "1000:1000"
     """docker, with insitu running as root: user and group that everything in a sandbox runs as."""
     memory_mb: Annotated[int, Field(ge=512)] = 4096
-    """Memory of one sandbox, the files it writes to memory included; local: where control groups can be
-    made."""
+    """Memory limit of one sandbox, including its in-memory files; local: requires control groups."""
     disk_mb: CountOrZero = 0
-    """docker: what one sandbox of a task's image may write to its disk; 0 = nothing bounds it. Needs storage
-    with quotas: overlay2 on xfs mounted with pquota, btrfs (where what the image holds counts) or zfs.
-    Sandboxes without such an image write to memory."""
+    """docker: disk limit of one sandbox with a task's image; 0 = no limit. Needs storage with quotas:
+    overlay2 on xfs mounted with pquota, btrfs (the image's content counts too) or zfs. Sandboxes without such
+    an image write to memory."""
     pull_timeout_s: Seconds = 1800.0
-    """docker, harbor: seconds to fetch an image that is not there yet."""
+    """docker, harbor: timeout of an image pull."""
     max_sandboxes: CountOrZero = 0
-    """Sandboxes at once: agents', grading and spare ones; 0 = what the run needs, 128 at least."""
+    """Concurrent sandboxes for agents, grading and spares; 0 = as many as the run needs, at least 128."""
     warm: CountOrZero = 1
-    """Spare sandboxes kept ready of a plain spec that is asked for again and again, as grading does."""
+    """Spare sandboxes kept ready for a plain spec that is requested repeatedly, e.g. for grading."""
     boot_attempts: Count = 3
-    """Tries to start a sandbox before the attempt fails."""
+    """Attempts to start a sandbox before the rollout attempt fails."""
     boot_timeout_s: Seconds = 120.0
-    """Of one try; an image that is not there yet has pull_timeout_s more."""
+    """Timeout of one start; an image pull has pull_timeout_s more."""
     breaker_failures: Count = 5
-    """Failed starts within the window after which a backend is left alone for a while."""
+    """Circuit breaker: failed starts within the window that take a backend out of use."""
     breaker_window_s: Seconds = 60.0
-    """Length of the window."""
+    """Circuit breaker: length of the window."""
     breaker_cooldown_s: Seconds = 30.0
-    """How long it is first left alone; doubled by each trial that fails."""
+    """Circuit breaker: first cooldown; doubled by each failed trial."""
 
     @property
     def kinds(self) -> tuple[SandboxKind, ...]:
-        """The backends in use, the one that is preferred first."""
+        """The backends in use, the preferred one first."""
         return (self.backend, self.fallback) if self.fallback else (self.backend,)
 
     @model_validator(mode="after")
@@ -197,13 +197,11 @@ class SandboxTable(Table):
                 used = f"backend = {self.backend!r}" + (
                     f", fallback = {self.fallback!r}" * bool(self.fallback)
                 )
-                raise ValueError(f"{key} means nothing with {used}, only with {' or '.join(owners)}")
+                raise ValueError(f"{key} has no effect with {used}, only with {' or '.join(owners)}")
         if self.fallback == self.backend:
             raise ValueError(f"fallback is the backend itself: {self.backend}")
         if "harbor" in self.kinds and not self.environment:
-            raise ValueError(
-                "harbor needs sandbox.environment: which of Harbor's environments, for instance e2b"
-            )
+            raise ValueError("harbor needs sandbox.environment: one of Harbor's environments, e.g. e2b")
         return self
 
 
@@ -218,11 +216,11 @@ SANDBOX_KEYS: Mapping[str, tuple[SandboxKind, ...]] = {
     "disk_mb": ("docker",),
     "pull_timeout_s": ("docker", "harbor"),
 }
-"""Keys of [sandbox] that only some backends read; the rest are read by all."""
+"""Keys of [sandbox] used by some backends only; all backends use the others."""
 
 
 class HarnessTable(Table):
-    """Which agent, and how its processes are reused."""
+    """The agent, and how its processes are reused."""
 
     agent: Literal[
         "pi",
@@ -244,20 +242,20 @@ class HarnessTable(Table):
     max_rollouts_per_process: Count = 64
     """Rollouts after which a warm worker is replaced."""
     compact: bool = False
-    """pi only: it may compact its context when that gets full. Other agents decide for themselves."""
+    """pi only: allow compaction of a full context. Other agents decide for themselves."""
     artifacts: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Files or folders, in the work folder or home of a sandbox, kept in artifacts/ of the run directory."""
+    """Files or folders in the work folder or home of a sandbox to copy to artifacts/ of the run directory."""
     artifact_files: Count = 64
-    """Most files kept of one attempt."""
+    """Most files kept per attempt."""
     artifact_bytes: Count = 4 << 20
-    """Most bytes kept of one attempt; a file that does not fit into what is left is left out."""
+    """Most bytes kept per attempt; a file that exceeds the remainder is skipped."""
 
 
 class LimitsTable(Table):
-    """What one rollout may use. Reaching a limit is the agent's own doing and is graded."""
+    """Limits of one rollout; a rollout that reaches one is graded."""
 
     wall_s: Seconds = 120.0
-    """Seconds from the agent's start to its forced stop, without those for which the engine was away."""
+    """Seconds from the agent's start to its forced stop, without engine downtime."""
     max_calls: Count = 8
     """Model calls per rollout."""
     max_call_tokens: Count = 96
@@ -271,14 +269,14 @@ class LimitsTable(Table):
 
 
 class GradeTable(Table):
-    """The judge."""
+    """The grader."""
 
     workers: Count = 2
-    """Gradings that run at the same time."""
+    """Concurrent gradings."""
     timeout_s: Seconds = 1800.0
-    """Most CPU seconds of one process of a grading. A task may name fewer; it may wait 3 times as long."""
+    """CPU seconds per process of a grading, if the task sets no lower limit; wall time is 3 times that."""
     min_trust: Literal["weak", "standard", "strong"] = "weak"
-    """Tasks whose verdicts are worth less are refused, or left out with tasks.on_invalid_row = skip."""
+    """Tasks with less trusted verdicts are rejected, or skipped with tasks.on_invalid_row = skip."""
 
 
 class RolloutTable(Table):
@@ -287,11 +285,11 @@ class RolloutTable(Table):
     split: Literal["train", "eval"] = "eval"
     """Which tasks of the source."""
     tasks: CountOrZero = 0
-    """How many of them; 0 = all that there are."""
+    """Number of tasks; 0 = all."""
     start: CountOrZero = 0
     """Tasks of the split to skip."""
     per_task: Count = 1
-    """Graded rollouts of each task; pass@k is told for k up to this."""
+    """Graded rollouts per task; pass@k is reported for k up to this."""
 
 
 class Config(Table):
@@ -314,13 +312,14 @@ class Config(Table):
 
     @property
     def sandboxes_needed(self) -> int:
-        """Sandboxes with which no part of a run waits for another for ever: one for each worker, which a
-        warm one keeps; for each grading one, and one made ready; one that a task's base is read from."""
+        """Fewest sandboxes that cannot deadlock."""
+        # One per worker (a warm worker keeps it), a running and a prepared one per grading, one to read the
+        # base files of a task from.
         return self.harness.workers + 2 * self.grade.workers + 1
 
     @property
     def policy_trouble(self) -> str:
-        """Why the engine cannot sample with what [policy] trains; empty when it can."""
+        """Why the engine cannot sample with the trained policy; empty if it can."""
         if self.policy.kind == "hf" and self.engine.kind == "embedded":
             return (
                 'policy.kind = "hf" needs engine.kind = "vllm" or "sglang": the embedded engine only runs the'
@@ -330,12 +329,12 @@ class Config(Table):
 
     @model_validator(mode="after")
     def _policy_has_an_engine(self) -> Self:
-        # `insitu sft` samples with nothing, whatever engine made the rollouts of sft.run
+        # `insitu sft` does not sample, whatever engine produced the rollouts of sft.run
         if self.policy_trouble and not self.sft.run:
             raise ValueError(self.policy_trouble)
         if self.model.keep_reasoning != "all" and self.engine.kind == "upstream" and not self.sft.run:
             raise ValueError(
-                "model.keep_reasoning means nothing with engine.kind upstream: it has its own rules"
+                "model.keep_reasoning has no effect with engine.kind upstream: the provider renders prompts"
             )
         return self
 
@@ -343,15 +342,18 @@ class Config(Table):
     def _gateway_can_add(self) -> Self:
         adds, agent = self.gateway.adds, self.harness.agent
         if adds and self.engine.kind == "upstream":
-            raise ValueError(f"{adds} means nothing with engine.kind upstream: bodies go on as they are")
+            raise ValueError(
+                f"{adds} has no effect with engine.kind upstream: request bodies are passed on unchanged"
+            )
         # not model_fields_set: a stored configuration names every key
         usual = type(self.gateway).model_fields["max_concurrent_calls"].default
         if self.engine.kind == "upstream" and self.gateway.max_concurrent_calls != usual:
             raise ValueError(
-                "gateway.max_concurrent_calls: with engine.kind upstream it is engine.max_concurrent"
+                "gateway.max_concurrent_calls has no effect with engine.kind upstream:"
+                " set engine.max_concurrent"
             )
         if adds and agent in ("single_turn", "terminus"):
-            raise ValueError(f"{adds} means nothing with harness.agent {agent}: it offers the model no tools")
+            raise ValueError(f"{adds} has no effect with harness.agent {agent}: it offers the model no tools")
         return self
 
     @model_validator(mode="after")
@@ -369,29 +371,33 @@ class Config(Table):
         if 0 < self.sandbox.max_sandboxes < self.sandboxes_needed:
             raise ValueError(
                 f"sandbox.max_sandboxes = {self.sandbox.max_sandboxes} is too few:"
-                f" {self.harness.workers} harness.workers"
-                f" and {self.grade.workers} grade.workers need {self.sandboxes_needed} sandboxes (0 = enough)"
+                f" {self.harness.workers} harness.workers and {self.grade.workers} grade.workers"
+                f" need {self.sandboxes_needed} sandboxes (0 = enough)"
             )
         if self.harness.mode == "warm" and self.harness.agent not in WARM_AGENTS:
             raise ValueError(
-                f"harness.mode warm is not for {self.harness.agent}: it starts anew for each task"
+                f"harness.mode warm does not support {self.harness.agent}: it starts a process per task"
             )
         if self.harness.compact and self.harness.agent != "pi":
-            raise ValueError(f"harness.compact is for pi; {self.harness.agent} has no such switch")
+            raise ValueError(f"harness.compact only applies to pi, not to {self.harness.agent}")
         if self.collect.group_min > self.collect.group_size:
             raise ValueError("collect.group_min is larger than collect.group_size")
         if self.train.min_groups > self.tasks.groups_per_step:
             raise ValueError("train.min_groups is larger than tasks.groups_per_step: no step could train")
         if self.train.max_rows and self.train.rows != "all":
-            raise ValueError(f"train.max_rows is for train.rows all; {self.train.rows} makes one row anyway")
+            raise ValueError(
+                f"train.max_rows only applies to train.rows all; {self.train.rows} gives one row"
+            )
         if self.limits.max_call_tokens >= self.model.max_context_tokens:
             raise ValueError("limits.max_call_tokens leaves no room for a prompt in model.max_context_tokens")
         if self.train.advantage == "maxrl" and self.train.truncated == "penalise":
             raise ValueError(
-                "train.advantage maxrl needs rewards >= 0, train.truncated penalise makes others"
+                "train.advantage maxrl needs rewards >= 0; train.truncated penalise gives negative ones"
             )
         if self.train.advantage == "maxrl" and self.train.overlong_tokens:
-            raise ValueError("train.advantage maxrl needs rewards >= 0, train.overlong_tokens makes others")
+            raise ValueError(
+                "train.advantage maxrl needs rewards >= 0; train.overlong_tokens gives negative ones"
+            )
         return self
 
     @model_validator(mode="after")
@@ -399,7 +405,7 @@ class Config(Table):
         steps = self.run.steps * self.train.epochs
         if self.train.decay != "constant" and not self.sft.run and steps <= self.train.warmup_steps:
             raise ValueError(
-                f"train.decay {self.train.decay} has no step to fall in: run.steps x train.epochs = {steps}"
+                f"train.decay {self.train.decay} has no steps left: run.steps x train.epochs = {steps}"
                 f" are no more than train.warmup_steps = {self.train.warmup_steps}"
             )
         return self
@@ -408,15 +414,18 @@ class Config(Table):
     def _publishes(self) -> Self:
         publish = self.engine.publish
         if self.engine.publish_lora != "adapter" and not self.policy.lora_rank:
-            raise ValueError("engine.publish_lora means nothing without policy.lora_rank")
+            raise ValueError("engine.publish_lora has no effect without policy.lora_rank")
         if self.policy.lora_rank and publish in ("ipc", "nccl"):
-            raise ValueError(f"engine.publish {publish} is for whole weights, not with policy.lora_rank")
+            raise ValueError(
+                f"engine.publish {publish} does not support policy.lora_rank: it sends whole weights"
+            )
         adapters = self.engine.kind == "vllm" and self.engine.publish_lora == "adapter"
         if self.policy.lora_rank and adapters and publish != "disk":
             raise ValueError(
-                "engine.publish must be disk with policy.lora_rank: adapters travel as they are, unless"
-                " engine.publish_lora is merged"
+                "engine.publish must be disk with policy.lora_rank, unless engine.publish_lora is merged"
             )
         if self.policy.lora_rank and adapters and self.engine.publish_mode != "keep":
-            raise ValueError("engine.publish_mode wait means nothing for adapters: no call changes weights")
+            raise ValueError(
+                "engine.publish_mode wait has no effect with adapters: running calls keep their adapter"
+            )
         return self

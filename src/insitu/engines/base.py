@@ -1,8 +1,8 @@
-"""An Engine is a token-in/token-out sampler with a control plane. The gateway is its only caller.
+"""An Engine is a token-in/token-out sampler with a control plane.
 
-Contract: ids are exactly those sampled; one finite logprob <= 0 per id, of the distribution that was
-sampled, or None for the whole reply when the tokens are demonstrated (scripted). Cancelling the
-coroutine of `generate` aborts the request at the engine.
+Contract: ids are exactly those sampled; one finite logprob <= 0 per id, of the distribution that was sampled,
+or None for the whole reply when the tokens are demonstrated (scripted). Cancelling the coroutine of
+`generate` aborts the request at the engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine says of itself; checked by the start-up probe."""
+    """Properties reported by an engine; checked by the start-up probe."""
 
     name: str
     max_context_tokens: int
@@ -28,17 +28,17 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """Proof that an engine holds a weight set. The gateway stamps no version without one."""
+    """Proof that an engine holds a weight set; the gateway stamps no version without one."""
 
     version: int
     checksum: str
     """Hex digest over all tensors in name order."""
     tensors: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Hex digest of each tensor by its published name; empty where nobody vouches for single ones."""
+    """Hex digest of each tensor by its published name; empty if unknown."""
 
 
 PauseMode = Literal["wait", "abort", "keep"]
-"""What becomes of requests under way: they finish, they are aborted, or they freeze until `resume`."""
+"""What happens to running requests: they finish, are aborted, or are frozen until `resume`."""
 
 
 class Engine(Protocol):
@@ -63,23 +63,25 @@ class Engine(Protocol):
 
 
 class LoadingEngine(Engine, Protocol):
-    """An engine that can be told to sample with other weights (a server)."""
+    """An engine that can load other weights (a server)."""
 
     async def load(self, folder: Path, version: int, *, mode: PauseMode = "wait") -> Receipt:
-        """Load the model folder, forget cached prefixes, set and verify the version. Raises EngineError."""
+        """Load the model folder, clear the prefix cache, set and verify the version; raise EngineError."""
 
     async def version(self) -> int:
-        """Ask the engine which weights it holds now."""
+        """Query the version of the engine's current weights."""
 
     async def recognise(self) -> Receipt:
-        """After a restart of a server that nothing was published to: give the weights it was started with
-        their version again. Raises EngineError when they are known to be others."""
+        """Restore the version label after a restart of a server that nothing was published to.
+
+        Raises EngineError when its weights are known to be others.
+        """
 
     async def has_own_head(self) -> bool:
-        """Whether its output head takes a tensor of its own, though the model ties it to the embeddings."""
+        """Return whether the output head is a separate tensor though the model ties it to the embeddings."""
 
     async def sleep(self) -> None:
-        """Give the GPU's memory up: calls under way end first, new ones wait for `wake`."""
+        """Release the GPU memory: running calls finish first, new ones wait for `wake`."""
 
     async def wake(self) -> None:
-        """Take it again, with the weights and version as they were."""
+        """Reclaim the GPU memory, with the same weights and version."""

@@ -1,10 +1,10 @@
-"""Time in which a call waits for an engine that is not there is not the agent's.
+"""Report engine downtime to the call that waits, so that it does not count against the agent.
 
-    with away():        around what waits: until it is mended, has new weights, has trained, or is awake again
-    with watched(call): around the call; whoever keeps the agent's time stops the clock meanwhile
+    with engine_down():        around a wait for a restart, new weights, a training step or a wake-up
+    with on_downtime(call):    around the call; its deadline is paused meanwhile
 
-An engine waits deep inside `generate`, and only the gateway knows whose time goes by: the two meet here, in a
-variable of the task. Callers: the engines and what mends them; gateway/deadlines.py.
+An engine waits deep inside `generate`, and only the gateway has the deadline: they are connected by a context
+variable.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Protocol
 
 
 class Waiter(Protocol):
-    """A call, as far as it waits. Its methods must not raise and are called in turn."""
+    """Callbacks of a call that waits; must not raise, called in turn."""
 
-    def went(self) -> None:
-        """It waits from now on."""
+    def on_wait(self) -> None:
+        """Handle the start of the downtime."""
 
-    def came(self, *, cut: bool) -> None:
-        """It waits no more. `cut`: it was cancelled while it waited."""
+    def on_resume(self, *, cut: bool) -> None:
+        """Handle the end of the downtime; `cut`: the call was cancelled while it waited."""
 
 
 _waiter: ContextVar[Waiter | None] = ContextVar("waiter", default=None)
 
 
 @contextmanager
-def watched(waiter: Waiter) -> Iterator[None]:
-    """`waiter` hears of every `away` inside, in this task."""
+def on_downtime(waiter: Waiter) -> Iterator[None]:
+    """Call `waiter` for each `engine_down` inside, in this task."""
     token = _waiter.set(waiter)
     try:
         yield
@@ -40,14 +40,14 @@ def watched(waiter: Waiter) -> Iterator[None]:
 
 
 @contextmanager
-def away() -> Iterator[None]:
-    """The engine is not there meanwhile. One inside another is one."""
+def engine_down() -> Iterator[None]:
+    """Mark the engine as down inside the context; nested uses count once."""
     waiter = _waiter.get()
     if waiter is None:
         yield
         return
     token = _waiter.set(None)
-    waiter.went()
+    waiter.on_wait()
     cut = False
     try:
         yield
@@ -56,4 +56,4 @@ def away() -> Iterator[None]:
         raise
     finally:
         _waiter.reset(token)
-        waiter.came(cut=cut)
+        waiter.on_resume(cut=cut)

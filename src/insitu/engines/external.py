@@ -26,16 +26,16 @@ from insitu.types import Generation, IntArray, RequestKey, SamplingParams, Versi
 
 Gone = Literal["was answered before", "was given up", "failed before"]
 REMEMBERED = 4096
-"""How many ended requests are known by name, so that a late answer is told why it is refused."""
+"""Ended requests remembered by id, so that a late answer is rejected with the reason."""
 
 
 class DeliveryRejected(EngineError):
-    """The trainer's answer does not count; the line says why."""
+    """The trainer's answer is rejected; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalRequest:
-    """What the trainer is asked to sample."""
+    """A sampling request for the trainer."""
 
     name: str
     """To be given back with the answer."""
@@ -45,7 +45,7 @@ class ExternalRequest:
 
     @property
     def seed(self) -> int:
-        """Of the random stream that the key names."""
+        """Seed of the key's random stream."""
         return stream_seed(self.key)
 
 
@@ -157,9 +157,12 @@ class ExternalEngine:
         finish: object,
         version_runs: VersionRuns | None = None,
     ) -> None:
-        """Answer a request: lists of ids and of one logprob each, and stop or length. Without version runs
-        all is of the version published when it was taken, and refused when another has been published since.
-        Raises Refused; a broken answer also fails the request."""
+        """Answer a request: lists of ids and of one logprob each, and stop or length.
+
+        Without version runs all ids belong to the version published when the request was taken; the answer is
+        rejected if another version has been published since. Raises DeliveryRejected; an invalid answer also
+        fails the request.
+        """
         waiting = self._known(name)
         runs = version_runs or ((0, waiting.version),)
         raw = RawReply(ids=ids, logprobs=logprobs, finish=finish, version_runs=runs)
@@ -180,13 +183,13 @@ class ExternalEngine:
         self._end(waiting, "was answered before")
 
     def fail(self, name: str, why: str) -> None:
-        """The trainer cannot answer: `generate` raises. Raises Refused for a request that is not open."""
+        """Fail a request, so that `generate` raises; raise DeliveryRejected if it is not open."""
         waiting = self._known(name)
         waiting.answer.set_exception(EngineError(f"the trainer failed: {' '.join(why.split())[:300]}"))
         self._end(waiting, "failed before")
 
     def publish(self, receipt: Receipt) -> None:
-        """From now on the trainer samples with these weights. Raises Refused for an older version."""
+        """Set the version that the trainer samples with; raise DeliveryRejected for an older one."""
         if receipt.version < self._receipt.version:
             raise DeliveryRejected(
                 f"version {receipt.version} is older than {self._receipt.version}, which is published"

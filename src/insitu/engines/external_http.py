@@ -6,7 +6,7 @@
     POST /v1/open     {"names"}                                        -> {"open": [...]}
     POST /v1/publish  {"version", "checksum"}
 
-An answer that does not count is HTTP 409 with the reason. Callers: engine.open.
+An answer that does not count is HTTP 409 with the reason.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Opens the engine that the configuration names, when it is a server or a trainer behind HTTP, and probes it.
+"""Open and probe the configured engine, if it is a server or an external trainer.
 
-    async with open_engine(config, family) as engine: ...
+    async with open_engine(config, renderer) as engine: ...
 
-The embedded engine is not opened here: it lives in the learner (train.client). Callers: serve and
-evaluation through learner/sampler.py, training/build.py.
+The embedded engine is not opened here: it lives in the learner.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from insitu.types import IntArray, Message, ToolSpec
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-"""Between two looks at a server that is not there yet."""
+POLL_S = 1.0
+"""Seconds between two connection attempts to a server that is not up yet."""
 Opener = Callable[[HttpOptions], AbstractAsyncContextManager[LoadingEngine]]
 
 
 class ProbeRenderer(Protocol):
-    """As much of `chat.renderer.Family` as the probe needs for a prompt."""
+    """The part of `chat.renderer.ChatRenderer` that the probe needs."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -50,7 +49,7 @@ class ProbeRenderer(Protocol):
 
 
 def http_options(config: Config) -> HttpOptions:
-    """How to reach the configured server. Raises ConfigError, also when its key is not in the environment."""
+    """Return the connection options of the configured server; raise ConfigError if invalid."""
     table = config.engine
     checked_url(table.url, "engine.url")
     return HttpOptions(
@@ -63,7 +62,7 @@ def http_options(config: Config) -> HttpOptions:
 
 
 def secret_from_environment(name: str) -> str:
-    """The key that the operator put into variable `name`; empty for an empty name. Raises ConfigError."""
+    """Return the key in variable `name`, empty for an empty name; raise ConfigError if it is not set."""
     if not name:
         return ""
     value = os.environ.get(name, "").strip()
@@ -73,9 +72,9 @@ def secret_from_environment(name: str) -> str:
 
 
 def probe_prompt(renderer: ProbeRenderer) -> IntArray:
-    """A short conversation up to the generation prompt."""
-    said = Message(role="user", text="Write a few words about anything you like.")
-    parts = [renderer.open((), ()), renderer.append((said,)), renderer.generation_prompt()]
+    """Return a short conversation up to the generation prompt."""
+    message = Message(role="user", text="Write a few words about anything you like.")
+    parts = [renderer.open((), ()), renderer.append((message,)), renderer.generation_prompt()]
     return np.concatenate(parts).astype(np.int32)
 
 
@@ -87,14 +86,14 @@ async def open_engine(
     probe: bool = True,
     announce: Callable[[str], None] = log.warning,
 ) -> AsyncIterator[Engine]:
-    """The configured engine, attached and probed at `engine.temperature`.
+    """Attach to the configured engine and probe it at `engine.temperature`.
 
-    `announce` gets a line that the operator needs before the engine can answer: where the trainer of an
-    external engine must connect, or which server is waited for. Raises ConfigError for kinds that are not
-    opened here, EngineError when the engine cannot be trusted, EngineUnavailable when it does not come.
+    `announce` gets a line for the operator before the engine can answer: where the trainer of an external
+    engine must connect, or which server is awaited. Raises ConfigError for kinds that are not opened here,
+    EngineError when the probe fails, EngineUnavailable when the engine does not come up.
     """
     async with _attach(config, announce) as engine:
-        await _trust(engine, config, renderer, probe=probe)
+        await _check_engine(engine, config, renderer, probe=probe)
         yield engine
 
 
@@ -102,14 +101,14 @@ async def open_engine(
 async def open_server(
     config: Config, renderer: ProbeRenderer, announce: Callable[[str], None] = log.warning
 ) -> AsyncIterator[LoadingEngine]:
-    """The same for a server that takes weights (vllm, sglang). Raises ConfigError for other kinds."""
+    """Attach to a server that takes weights (vllm, sglang) and probe it; ConfigError for other kinds."""
     async with _attach_server(config, announce) as engine:
-        await _trust(engine, config, renderer, probe=True)
+        await _check_engine(engine, config, renderer, probe=True)
         yield engine
 
 
-async def _trust(engine: Engine, config: Config, renderer: ProbeRenderer, *, probe: bool) -> None:
-    """Raises EngineError for an engine that is too small, or that the probe finds out."""
+async def _check_engine(engine: Engine, config: Config, renderer: ProbeRenderer, *, probe: bool) -> None:
+    """Raise EngineError if the engine's context is too small or the probe fails."""
     if engine.info.max_context_tokens < config.model.max_context_tokens:
         raise EngineError(
             f"{engine.info.name} takes {engine.info.max_context_tokens} tokens per call, "
@@ -140,17 +139,17 @@ async def _attach(config: Config, announce: Callable[[str], None]) -> AsyncItera
         async with _open_external(config, announce) as external:
             yield external
     else:
-        raise ConfigError(f"engine.kind {config.engine.kind}: {_NOT_HERE[config.engine.kind]}")
+        raise ConfigError(f"engine.kind {config.engine.kind}: {_NOT_OPENED[config.engine.kind]}")
 
 
 @asynccontextmanager
 async def _attach_server(config: Config, announce: Callable[[str], None]) -> AsyncIterator[LoadingEngine]:
-    """A server that is not there is waited for: often it is being started beside the run."""
+    """Attach to a server, waiting up to `engine.start_timeout_s` for it to come up."""
     openers: Mapping[str, Opener] = {"vllm": open_vllm, "sglang": open_sglang}
     if config.engine.kind not in openers:
-        raise ConfigError(f"engine.kind {config.engine.kind} takes no weights from a trainer of insitu's")
+        raise ConfigError(f"engine.kind {config.engine.kind} cannot load weights from the insitu trainer")
     opener, options, most_s = openers[config.engine.kind], http_options(config), config.engine.start_timeout_s
-    began, told = time.monotonic(), False
+    began, announced = time.monotonic(), False
     async with AsyncExitStack() as stack:
         while True:
             try:
@@ -160,15 +159,15 @@ async def _attach_server(config: Config, announce: Callable[[str], None]) -> Asy
                 if time.monotonic() - began >= most_s:
                     late = f"; waited {most_s:g} s for it (engine.start_timeout_s)" if most_s else ""
                     raise EngineUnavailable(f"{error}{late}") from error
-                if not told:
+                if not announced:
                     announce(f"waiting for {config.engine.kind} at {options.url} ({most_s:g} s): {error}")
-                    told = True
-            await asyncio.sleep(min(LOOK_S, max(0.0, began + most_s - time.monotonic())))
+                    announced = True
+            await asyncio.sleep(min(POLL_S, max(0.0, began + most_s - time.monotonic())))
         yield engine
 
 
-_NOT_HERE = {
-    "embedded": "it lives in the learner, only servers are opened alone",
+_NOT_OPENED = {
+    "embedded": "it runs in the learner; only servers are opened separately",
     "upstream": "it takes no token ids, so nothing is sampled from it; `insitu serve` passes requests on",
 }
 

@@ -1,9 +1,9 @@
-"""One HTTP connection pool to one engine server: JSON in, JSON out, every wait with a deadline.
+"""One HTTP connection pool to one engine server: JSON in, JSON out, every call with a timeout.
 
-Only the configured origin is ever asked: no redirects, no proxies from the environment. A request is sent
-again only when the server cannot have begun it (no connection, or a 429/503 without a result), boundedly.
-Every failure is an EngineError that names the server and the call, never a header; EngineUnavailable where
-the same request may be answered later. Callers: vllm, sglang.
+Only the configured origin is contacted: no redirects, no proxies from the environment. A request is retried
+only when the server cannot have started it (no connection, or a 429/503 without a result), a bounded number
+of times. Every failure is an EngineError that names the server and the call, never a header;
+EngineUnavailable where a retry may succeed later.
 """
 
 from __future__ import annotations
@@ -28,27 +28,26 @@ _MAX_REPLY = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
-    """How to reach an engine server."""
+    """Connection options of an engine server."""
 
     url: str
     """Origin and optional path prefix, http or https."""
     key: str = field(default="", repr=False)
     """Bearer token; empty = none."""
     call_deadline_s: float = 600.0
-    """Of one generation or one weight reload."""
+    """Timeout of one generation or one weight reload."""
     control_deadline_s: float = 30.0
-    """Of every other call."""
+    """Timeout of every other call."""
     connect_deadline_s: float = 5.0
     retries: int = 3
-    """How often a request that the server has not begun is sent again."""
+    """Retries of a request that the server has not started."""
     max_connections: int = 1024
 
 
 def checked_url(text: str, key: str) -> str:
-    """An http(s) URL without credentials, query or fragment, and without a slash or /v1 at its end: calls add
-    the version themselves, and many tools print addresses with it.
+    """Return an http(s) URL without a trailing slash or /v1; calls add the version themselves.
 
-    Raises ConfigError naming `key`.
+    Credentials, query and fragment are errors. Raises ConfigError naming `key`.
     """
     try:
         url = urlsplit(text)
@@ -63,11 +62,11 @@ def checked_url(text: str, key: str) -> str:
 
 
 class NotOffered(EngineError):
-    """The server does not know the route, or has it switched off (404, 403, 405, 501)."""
+    """The server does not have the route, or has it disabled (404, 403, 405, 501)."""
 
 
 class EngineHttp:
-    """Calls to one server. Make one with `open_http`."""
+    """Calls to one server; created by `open_http`."""
 
     def __init__(self, session: aiohttp.ClientSession, options: HttpOptions, name: str) -> None:
         self.name, self.options = name, options
@@ -87,8 +86,10 @@ class EngineHttp:
         deadline_s: float | None = None,
         passing: type[EngineError] = EngineError,
     ) -> Body:
-        """The decoded JSON object of the answer; an empty one for an answer without a body or in words.
-        `passing`: what is raised after the deadline and for HTTP 500, which a later try may not meet."""
+        """Return the decoded JSON object of the answer; empty for an answer without a body or in plain text.
+
+        `passing`: the error class for timeouts and HTTP 500, which may be temporary.
+        """
         return await self._call("POST", path, body, query or {}, headers or {}, deadline_s, passing)
 
     async def _call(
@@ -113,7 +114,7 @@ class EngineHttp:
                     await asyncio.sleep(min(2.0, 0.1 * 2**attempt))
         except TimeoutError as error:
             raise passing(f"{self.name} did not answer {path} within {limit:g} s") from error
-        raise EngineError(f"{self.name}: {path} was sent {self.options.retries + 1} times in vain")
+        raise EngineError(f"{self.name}: {path} failed after {self.options.retries} retries")
 
     async def _once(
         self,
@@ -125,7 +126,7 @@ class EngineHttp:
         again: bool,
         passing: type[EngineError],
     ) -> Body | None:
-        """The answer, or None when the server has not begun the request and it may be sent `again`."""
+        """Return the answer, or None if the server has not started the request and it may be sent `again`."""
         try:
             async with self._session.request(
                 method,
@@ -148,7 +149,7 @@ class EngineHttp:
             raise EngineUnavailable(f"{self.name} is not reachable for {path}: {why}") from error
         except (aiohttp.ClientError, OSError) as error:
             why = str(error) or type(error).__name__
-            raise EngineUnavailable(f"{self.name} broke off {path}: {why}") from error
+            raise EngineUnavailable(f"{self.name} closed the connection during {path}: {why}") from error
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         raw = bytearray()
@@ -160,13 +161,15 @@ class EngineHttp:
 
     def _decoded(self, path: str, status: int, raw: bytes, passing: type[EngineError]) -> Body:
         if status in (403, 404, 405, 501):
-            raise NotOffered(f"{self.name} does not offer {path} (HTTP {status}): {_said(raw)}")
+            raise NotOffered(f"{self.name} does not offer {path} (HTTP {status}): {_error_text(raw)}")
         if status in (429, 502, 503, 504):
-            raise EngineUnavailable(f"{self.name} is not there for {path} (HTTP {status}): {_said(raw)}")
+            raise EngineUnavailable(
+                f"{self.name} is unavailable for {path} (HTTP {status}): {_error_text(raw)}"
+            )
         if status == 500:
-            raise passing(f"{self.name} refused {path} (HTTP 500): {_said(raw)}")
+            raise passing(f"{self.name} refused {path} (HTTP 500): {_error_text(raw)}")
         if not 200 <= status < 300:
-            raise EngineError(f"{self.name} refused {path} (HTTP {status}): {_said(raw)}")
+            raise EngineError(f"{self.name} refused {path} (HTTP {status}): {_error_text(raw)}")
         if not raw.strip():
             return {}
         try:
@@ -179,8 +182,8 @@ class EngineHttp:
         return value
 
 
-def _said(raw: bytes) -> str:
-    """The server's own words, as far as they are short."""
+def _error_text(raw: bytes) -> str:
+    """Return the server's error message, shortened."""
     with contextlib.suppress(orjson.JSONDecodeError):
         value = orjson.loads(raw)
         if isinstance(value, dict):
@@ -192,7 +195,7 @@ def _said(raw: bytes) -> str:
 
 @asynccontextmanager
 async def open_http(options: HttpOptions, name: str) -> AsyncIterator[EngineHttp]:
-    """A pool of connections, closed at the end."""
+    """Open a connection pool for the context."""
     # Servers close idle connections after a few seconds; one that is about to be closed must not be re-used.
     connector = aiohttp.TCPConnector(limit=options.max_connections, keepalive_timeout=2.0)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=options.connect_deadline_s)

@@ -1,4 +1,4 @@
-"""What an engine is told to load: the weight files of a model folder as one digest, and its config."""
+"""Weight files of a model folder as one digest, and its config."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from insitu.errors import EngineError, boundary
 
 
 def folder_digest(folder: Path) -> str:
-    """Hex SHA-256 over name and bytes of every safetensors file, in name order. Raises EngineError."""
+    """Return the hex SHA-256 over name and bytes of every safetensors file, in name order.
+
+    Raises EngineError.
+    """
     with boundary(EngineError, f"read weights in {folder}"):
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise EngineError(f"{folder} holds no safetensors file")
+            raise EngineError(f"{folder} contains no safetensors file")
         total = hashlib.sha256()
         for path in files:
             with path.open("rb") as file:
@@ -24,7 +27,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def ties_embeddings(folder: Path) -> bool:
-    """True when the output head is the embedding matrix; a folder without a config does not say so."""
+    """Return whether the output head is the embedding matrix; False for a folder without a config."""
     path = folder / "config.json"
     with boundary(EngineError, f"read {path}"):
         config = orjson.loads(path.read_bytes()) if path.exists() else {}

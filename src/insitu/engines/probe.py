@@ -1,12 +1,10 @@
-"""The start-up probe: refuses an engine whose ids, logprobs or versions cannot be trusted.
+"""Start-up probe: rejects an engine whose ids, logprobs or versions are wrong.
 
-It knows nothing but `Engine.generate`. Whether logprobs are those of the sampled distribution shows only at
-two temperatures: with p(T) = softmax(logits / T), the difference of two ids' logprobs times T is the same at
-every T, while logprobs taken before the temperature ("raw") do not change with T at all. At T = 1 the two are
-equal, so the probe always looks at other temperatures too. Whether the ids are drawn from what is reported
-shows only in counts: of ids and logprobs that some draws showed, later draws must hold their share. Raises
-EngineError with one line. Callers: open,
-whoever starts a run.
+It uses only `Engine.generate`. Whether logprobs are those of the sampled distribution shows only at two
+temperatures: with p(T) = softmax(logits / T), the difference of two ids' logprobs times T is the same at
+every T, while logprobs taken before the temperature ("raw") do not change with T. At T = 1 the two are equal,
+so the probe always uses other temperatures too. Whether the ids are drawn from the reported distribution
+shows only in counts: later draws must match the logprobs of earlier ones. Raises EngineError with one line.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from insitu.errors import EngineError, first_error
 from insitu.types import FloatArray, Generation, IntArray, RequestKey, SamplingParams
 
 TOLERANCE = 0.1
-"""Of a logprob, relative to its size or absolute below 1: room for bfloat16 engines."""
+"""Tolerance of a logprob, relative to its size or absolute below 1, for bfloat16 engines."""
 CLEAR = 0.1
 """Nats by which raw and processed logprobs must differ before a comparison counts."""
 DRAWS = 8
@@ -45,13 +43,13 @@ ROUNDS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
-    """What the probe found, for the log."""
+    """Result of the probe, for the log."""
 
     version: int
     tokens: int
     """Sampled while probing."""
     pairs: int
-    """Comparisons at two temperatures that could have told raw from processed logprobs."""
+    """Comparisons at two temperatures that could distinguish raw from processed logprobs."""
     largest_gap: float
     """Worst deviation from the temperature law, in nats over max(1, |difference of logprobs|)."""
     repeatable: bool
@@ -91,12 +89,12 @@ class _Probe:
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_ids=stop)
         try:
             async with asyncio.timeout(self._deadline_s):
-                said = await self._engine.generate(prompt, params, key)
+                reply = await self._engine.generate(prompt, params, key)
         except TimeoutError as error:
             raise _refusal(f"no answer within {self._deadline_s:g} s") from error
-        self.tokens += len(said.ids)
-        _check_one(said, params, self._vocab, self._engine.receipt.version)
-        return said
+        self.tokens += len(reply.ids)
+        _check_one(reply, params, self._vocab, self._engine.receipt.version)
+        return reply
 
     async def many(self, prompt: IntArray, temperature: float, count: int = DRAWS) -> list[Generation]:
         try:
@@ -121,7 +119,7 @@ class _Probe:
         return bool(np.array_equal(long.ids, again.ids))
 
     async def stop_kept(self) -> None:
-        """The stop id ends the reply, and is its last id."""
+        """Check that the stop id ends the reply and is its last id."""
         for _ in range(ROUNDS):
             key = RequestKey(seed=2, rollout_id="probe", turn=next(self._numbers))
             free = await self.with_key(self._prompt, 8, 1.0, key)
@@ -145,7 +143,7 @@ class _Probe:
             raise _refusal("too few ids to tell of which distribution its logprobs are")
 
     async def sampling(self, wanted: float) -> None:
-        """The ids follow the logprobs, at the temperature of the rollouts and at a colder or hotter one."""
+        """Check that ids follow the logprobs, at the rollouts' temperature and at a colder or hotter one."""
         for prompt in itertools.islice(self._prompts(), PROMPTS):
             varied = 0
             for temperature in (wanted, 0.4 if wanted > 0.5 else 1.0):
@@ -154,14 +152,14 @@ class _Probe:
                     draws += await self.many(prompt, temperature, AT_ONCE)
                 reported = _first_tokens(draws[:LEARNT], temperature)
                 _first_tokens(draws, temperature)
-                check_counts(reported, [int(said.ids[0]) for said in draws[LEARNT:]], temperature)
-                surprise = -math.fsum(float(_logprobs(said)[0]) for said in draws) / len(draws)
+                check_counts(reported, [int(reply.ids[0]) for reply in draws[LEARNT:]], temperature)
+                surprise = -math.fsum(float(_logprobs(reply)[0]) for reply in draws) / len(draws)
                 varied += surprise > VARIED
             if varied:
                 return
 
     def _prompts(self) -> Iterator[IntArray]:
-        """The given prompt, then ends of it with chance ids: a model is less sure how those go on."""
+        """Yield the given prompt, then variants ending in random ids, which are harder to predict."""
         yield self._prompt
         random = np.random.default_rng(0)
         for count in range(1, ROUNDS):
@@ -179,7 +177,7 @@ class _Probe:
                 self._two(seen[low][a] - seen[low][b], seen[high][a] - seen[high][b], low, high)
 
     def _one(self, cold: float, hot: float, low: float, high: float) -> None:
-        """An id of more than one half gains from cooling, least when all the rest is one other id."""
+        """Compare one id: a probability above one half gains from cooling, least with a single other id."""
         odds = math.expm1(-hot)
         if not 0 < odds < 1:
             return
@@ -190,39 +188,39 @@ class _Probe:
             self.pairs += 1
 
     def _two(self, cold: float, hot: float, low: float, high: float) -> None:
-        """The difference of two logprobs grows by high / low when cooled; raw ones stay."""
+        """Compare two ids: their logprob difference grows by high / low when cooled; raw ones stay."""
         law = hot * high / low
-        apart, gap = abs(law - hot), abs(cold - law)
-        if apart > CLEAR * max(1.0, abs(law)):
+        expected_change, gap = abs(law - hot), abs(cold - law)
+        if expected_change > CLEAR * max(1.0, abs(law)):
             self.gap = max(self.gap, gap / max(1.0, abs(law)))
-            if gap > apart / 2:
+            if gap > expected_change / 2:
                 raise _raw(low, high)
             self.pairs += 1
 
 
-def _check_one(said: Generation, params: SamplingParams, vocab_size: int, version: int) -> None:
-    count = len(said.ids)
+def _check_one(reply: Generation, params: SamplingParams, vocab_size: int, version: int) -> None:
+    count = len(reply.ids)
     if not 0 < count <= params.max_tokens:
         raise _refusal(f"{count} tokens where 1 to {params.max_tokens} were asked for")
-    if int(said.ids.min()) < 0 or int(said.ids.max()) >= vocab_size:
+    if int(reply.ids.min()) < 0 or int(reply.ids.max()) >= vocab_size:
         raise _refusal(f"an id outside the vocabulary of {vocab_size}")
-    probs = _logprobs(said)
+    probs = _logprobs(reply)
     if len(probs) != count or not bool(np.isfinite(probs).all()) or bool((probs > 0).any()):
         raise _refusal(f"{len(probs)} logprobs for {count} ids, or some that no probability has")
-    stops = np.flatnonzero(np.isin(said.ids, list(params.stop_ids)))
-    if (said.finish == "stop") != bool(stops.size) or (stops.size and int(stops[0]) != count - 1):
-        raise _refusal(f"finish {said.finish}, but stop ids at {stops.tolist()} of {count} tokens")
-    if [start for start, _ in said.version_runs[:1]] != [0]:
+    stops = np.flatnonzero(np.isin(reply.ids, list(params.stop_ids)))
+    if (reply.finish == "stop") != bool(stops.size) or (stops.size and int(stops[0]) != count - 1):
+        raise _refusal(f"finish {reply.finish}, but stop ids at {stops.tolist()} of {count} tokens")
+    if [start for start, _ in reply.version_runs[:1]] != [0]:
         raise _refusal("no weight version for its tokens")
-    if any(number != version for _, number in said.version_runs):
-        raise _refusal(f"tokens of versions {list(said.version_runs)}, while it holds version {version}")
+    if any(number != version for _, number in reply.version_runs):
+        raise _refusal(f"tokens of versions {list(reply.version_runs)}, while it holds version {version}")
 
 
 def _first_tokens(draws: Sequence[Generation], temperature: float) -> dict[int, float]:
     """Id -> logprob. One id must always have the same one, and together they are at most certain."""
     found: dict[int, float] = {}
-    for said in draws:
-        token, logprob = int(said.ids[0]), float(_logprobs(said)[0])
+    for reply in draws:
+        token, logprob = int(reply.ids[0]), float(_logprobs(reply)[0])
         held = found.setdefault(token, logprob)
         if abs(held - logprob) > TOLERANCE * max(1.0, abs(held)):
             raise _refusal(f"logprobs {held:g} and {logprob:g} for the same id after the same prompt")
@@ -233,17 +231,17 @@ def _first_tokens(draws: Sequence[Generation], temperature: float) -> dict[int, 
 
 
 def check_counts(reported: Mapping[int, float], drawn: Sequence[int], temperature: float) -> None:
-    """Raises EngineError when `drawn` is no sample of a distribution with the `reported` id -> logprob.
+    """Raise EngineError if `drawn` is no sample of a distribution with the `reported` id -> logprob.
 
-    `reported` must not have been learnt from `drawn`: then each count is binomial, and so is that of all
-    the ids together, which finds an engine that draws from fewer ids than it reports.
+    `reported` must not have been derived from `drawn`: then each count is binomial, and so is that of all the
+    ids together, which detects an engine that draws from fewer ids than it reports.
     """
     counts = Counter(drawn)
     groups = [({token}, math.exp(value)) for token, value in reported.items()]
     groups.append((set(reported), math.fsum(share for _, share in groups)))
     for ids, share in groups:
         seen = sum(counts[token] for token in ids) / len(drawn)
-        if len(drawn) * _apart(seen, min(share, 1.0)) > SURE:
+        if len(drawn) * _divergence(seen, min(share, 1.0)) > SURE:
             what = f"id {min(ids)}" if len(ids) == 1 else f"{len(ids)} ids"
             raise _refusal(
                 f"{what} with a reported probability of {share:.3g} at temperature {temperature:g} made up "
@@ -251,18 +249,20 @@ def check_counts(reported: Mapping[int, float], drawn: Sequence[int], temperatur
             )
 
 
-def _apart(seen: float, share: float) -> float:
-    """Kullback-Leibler divergence of two biased coins, in nats. Shares keep TINY from 0 and 1, where rounded
-    logprobs would make one stray draw impossible."""
+def _divergence(seen: float, share: float) -> float:
+    """Return the Kullback-Leibler divergence of two biased coins, in nats.
+
+    Shares are clamped to [TINY, 1 - TINY]: rounded logprobs would make a single stray draw impossible.
+    """
     share = min(max(share, TINY), 1 - TINY)
     parts = ((seen, share), (1 - seen, 1 - share))
     return math.fsum(p * math.log(p / q) for p, q in parts if p > 0)
 
 
-def _logprobs(said: Generation) -> FloatArray:
-    if said.logprobs is None:
+def _logprobs(reply: Generation) -> FloatArray:
+    if reply.logprobs is None:
         raise _refusal("no logprobs")
-    return said.logprobs
+    return reply.logprobs
 
 
 def _refusal(why: str) -> EngineError:

@@ -1,18 +1,17 @@
-"""Where new calls to a server wait while it sleeps or its weights are on their way.
+"""Gate that holds new calls to a server while it sleeps or loads weights.
 
-Only the weights have a limit: a sleep takes as long as whoever has the GPU, a training step of any length.
-Callers: vllm_control.py, sglang.py.
+Only loading has a timeout: a sleep may last a whole training step.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from insitu.engines.downtime import away
+from insitu.engines.downtime import engine_down
 
 
 class RequestGate:
-    """Open when it is made."""
+    """Gate for new calls; initially open."""
 
     def __init__(self) -> None:
         self._open, self._awake = asyncio.Event(), asyncio.Event()
@@ -22,21 +21,21 @@ class RequestGate:
     def open(self) -> None:
         self._open.set()
 
-    def shut(self) -> None:
+    def close(self) -> None:
         self._open.clear()
 
-    def sleeps(self) -> None:
-        """Shut from now on, and no limit runs until `woke`."""
+    def sleep(self) -> None:
+        """Close the gate and suspend timeouts until `wake`."""
         self._open.clear()
         self._awake.clear()
 
-    def woke(self) -> None:
-        """Limits run again, also where it could not be woken; `open` opens."""
+    def wake(self) -> None:
+        """Resume timeouts, also after a failed wake-up; `open` opens the gate."""
         self._awake.set()
 
-    async def passed(self, limit_s: float) -> None:
-        """Return when it is open. Raises TimeoutError when it is shut for `limit_s` without a sleep."""
-        with away():
+    async def wait(self, limit_s: float) -> None:
+        """Return when the gate is open; raise TimeoutError after `limit_s` without a sleep."""
+        with engine_down():
             while not (self._open.is_set() and self._awake.is_set()):
                 await self._awake.wait()
                 async with asyncio.timeout(limit_s):

@@ -1,6 +1,6 @@
-"""What a RequestKey is called at an engine server: its random seed, its request id, its session.
+"""Random seed, request id and session id of a RequestKey at an engine server.
 
-Functions of the key alone, so a run repeats its draws and a log line at the server leads to a rollout.
+They depend on the key alone, so a run repeats its samples and a server's log line leads to a rollout.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ def _digest(*parts: object) -> bytes:
 
 
 def stream_seed(key: RequestKey) -> int:
-    """The seed of one request's random stream, 0 <= seed < 2**63."""
+    """Return the seed of one request's random stream, 0 <= seed < 2**63."""
     return int.from_bytes(_digest(key.seed, key.rollout_id, key.turn), "little") >> 1
 
 
 def request_name(key: RequestKey, number: int) -> str:
-    """`number` tells two requests of the same key apart: servers refuse an id that is already running."""
+    """Return the request id; `number` distinguishes requests of the same key."""
     return f"insitu-{_digest(key.seed, key.rollout_id, key.turn).hex()}-{number}"
 
 
 def session_name(key: RequestKey) -> str:
-    """For routers that keep a conversation on the replica that holds its prefix."""
+    """Return a session id for routers that keep a conversation on the replica with its prefix."""
     return _digest(key.seed, key.rollout_id).hex()

@@ -1,8 +1,7 @@
-"""What an engine server answered, checked before anything of it counts: invariants 1 and 2 of capture.
+"""Checks of an engine server's response before it is recorded: invariants 1 and 2 of capture.
 
-Servers of others report what they like: fewer logprobs than ids, NaN, sentinels for "missing", tokens beyond
-the limit, a stop that is none, other prompt ids than were sent. Each is an EngineError here, so nothing of
-such a reply is recorded. Callers: vllm, sglang, external.
+Servers may report fewer logprobs than ids, NaN, sentinels for missing values, tokens beyond the limit, a stop
+without a stop id, or other prompt ids than were sent. Each is an EngineError here.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CONSTANT, WARM = 32, 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawReply:
-    """One reply as read from the wire, not yet believed."""
+    """One reply as read from the wire, not yet checked."""
 
     ids: object
     logprobs: object
@@ -37,7 +36,7 @@ class RawReply:
 
 
 def checked(raw: RawReply, sent: IntArray, params: SamplingParams, where: str) -> Generation:
-    """A Generation that keeps the contract of `Engine.generate`. Raises EngineError."""
+    """Return a Generation that satisfies the contract of `Engine.generate`; raise EngineError."""
     ids = int_row(raw.ids, f"{where}: ids")
     if raw.prompt is not None and not np.array_equal(int_row(raw.prompt, f"{where}: prompt ids"), sent):
         raise EngineError(f"{where}: the engine saw other prompt ids than were sent")
@@ -55,14 +54,14 @@ def checked(raw: RawReply, sent: IntArray, params: SamplingParams, where: str) -
 
 
 def refuse_none(ids: object, where: str) -> None:
-    """Raises EngineUnavailable for a reply without a token: an end would be one, so nothing was sampled, and
-    nothing is wrong with what is held; the same request may be answered later."""
+    """Raise EngineUnavailable for a reply without a token."""
+    # Even an immediate end is one token, so nothing was sampled: the same request may succeed later.
     if isinstance(ids, list) and not ids:
         raise EngineUnavailable(f"{where}: 0 tokens, where an end would be one")
 
 
 def int_row(value: object, where: str) -> IntArray:
-    """A list of ids as int32. Raises EngineError."""
+    """Return a list of ids as int32; raise EngineError."""
     if not isinstance(value, list):
         raise EngineError(f"{where} are missing")
     if not value:
@@ -89,7 +88,7 @@ def _finish(value: object, where: str) -> Finish:
 
 
 def _check_stop(ids: IntArray, finish: Finish, params: SamplingParams, where: str) -> None:
-    """A stop keeps its stop id as the last one, and generation ends at the first."""
+    """Check that a stop keeps its stop id as the last one, and that generation ends at the first."""
     stops = np.flatnonzero(np.isin(ids, list(params.stop_ids)))
     if stops.size and stops[0] < len(ids) - 1:
         raise EngineError(f"{where}: {len(ids) - 1 - int(stops[0])} tokens follow a stop id")
@@ -111,11 +110,11 @@ def _logprobs(value: object, count: int, where: str) -> FloatArray:
 
 
 def _check_vary(logprobs: FloatArray, params: SamplingParams, where: str) -> None:
-    """A long reply with one and the same logprob throughout, mostly 0.0, was filled in and not computed.
+    """Raise EngineError for a long reply with constant logprobs, mostly 0.0, which were filled in.
 
     Honest float32 logprobs round to 0.0 above a probability of 1 - 6e-8. From a temperature of 0.5 that takes
-    a lead of 8 nats or more over all other ids, at each of the tokens: copied passages have such tokens, but
-    hardly a whole reply of CONSTANT of them. Colder or shorter replies may honestly be so, and pass.
+    a lead of 8 nats or more over all other ids at each token: copied passages have such tokens, but hardly a
+    whole reply of CONSTANT of them. Colder or shorter replies pass.
     """
     if len(logprobs) >= CONSTANT and params.temperature >= WARM and bool((logprobs == logprobs[0]).all()):
         raise EngineError(
@@ -130,9 +129,9 @@ def _check_runs(runs: VersionRuns, count: int, where: str) -> None:
 
 
 def runs_of_spans(spans: object, version_of: dict[str, int] | None, count: int, where: str) -> VersionRuns:
-    """(start, version) pairs of `[{version, start, end}, …]`, which must cover 0..count without gaps.
+    """Return (start, version) pairs of `[{version, start, end}, …]`, which must cover 0..count without gaps.
 
-    `version_of` names labels that are not numbers. Raises EngineError.
+    `version_of` maps labels that are not numbers. Raises EngineError.
     """
     if not isinstance(spans, list) or not spans:
         raise EngineError(f"{where}: no weight versions")
@@ -149,7 +148,7 @@ def runs_of_spans(spans: object, version_of: dict[str, int] | None, count: int, 
 
 
 def version_number(label: object, known: dict[str, int] | None, where: str) -> int:
-    """The policy version that a weight label stands for. Raises EngineError for a label nobody set."""
+    """Return the policy version of a weight label; raise EngineError for an unknown label."""
     text = str(label)
     if known and text in known:
         return known[text]
@@ -159,7 +158,7 @@ def version_number(label: object, known: dict[str, int] | None, where: str) -> i
 
 
 def first(items: object, where: str) -> dict[str, object]:
-    """The only element of a list of objects. Raises EngineError."""
+    """Return the only element of a list of objects; raise EngineError."""
     if not isinstance(items, Sequence) or len(items) != 1 or not isinstance(items[0], dict):
         raise EngineError(f"{where}: not exactly one choice")
     return items[0]

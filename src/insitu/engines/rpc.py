@@ -44,7 +44,7 @@ class Frame:
 
 
 def encode(meta: Meta, arrays: Mapping[str, Array] | None = None) -> bytes:
-    """The bytes of one frame. Arrays must be int32/64, float32/64, bool or uint8."""
+    """Return the bytes of one frame; arrays must be int32/64, float32/64, bool or uint8."""
     specs, parts = [], []
     for name, array in (arrays or {}).items():
         little = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
@@ -95,12 +95,12 @@ def _decode(header: bytes, body: bytes) -> Frame:
 
 
 def error_meta(error: InsituError) -> Meta:
-    """How an error travels: its class name and its line."""
+    """Return the serialised error: its class name and message."""
     return {"error": str(error), "kind": type(error).__name__}
 
 
 def as_error(meta: Meta) -> InsituError:
-    """The error that `error_meta` described; an unknown class arrives as EngineError."""
+    """Return the error that `error_meta` described; an unknown class becomes EngineError."""
     kind = vars(errors).get(str(meta.get("kind")))
     if not (isinstance(kind, type) and issubclass(kind, InsituError)):
         kind = EngineError

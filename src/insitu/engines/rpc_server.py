@@ -1,7 +1,7 @@
 """Server half of the channel, for a process that owns its main loop (the learner).
 
 Nothing here starts a thread: the owner calls `poll` between its own pieces of work. Replies may be given
-from any thread. A client that vanishes cancels its own open calls and disturbs nobody else.
+from any thread. A client that vanishes cancels its own open calls only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RpcCall:
             self._peer.send(encode({**error_meta(error), "id": self._number}))
 
     def cancel(self) -> None:
-        """The client gave up: forget the call and tell the handler."""
+        """Handle a cancellation by the client: drop the call and notify the handler."""
         if self._peer.calls.pop(self._number, None) is not None and self.on_cancel is not None:
             self.on_cancel()
 
@@ -123,7 +123,7 @@ class RpcServer:
 
     @property
     def abandoned(self) -> bool:
-        """True once a client was there and none is left: the controller has gone, so should we."""
+        """True once all clients have disconnected: the process should exit."""
         return self._had_client and not self._peers
 
     def wake(self) -> None:

@@ -2,7 +2,7 @@
 
 Sums are SHA-256 over a tensor's bytes as an engine holds them, so they can be compared with what a server
 says of its own tensors. `weights.json` beside published files names the version and every sum; a folder that
-does not match its own is refused. Callers: vllm, sglang, the publishers on both sides.
+does not match its own is refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a published folder says of itself."""
+    """Contents of weights.json."""
 
     version: int
     checksum: str
@@ -53,7 +53,7 @@ class Manifest:
 
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, not read before they are used. Raises EngineError for a damaged file."""
+    """Return the tensors of one file, loaded lazily; raise EngineError for a damaged file."""
     raw, start = _header(path)
     with boundary(EngineError, f"read weights {path}"), path.open("rb") as file:
         body = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[start:]
@@ -64,7 +64,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """The strings in a file's header. Raises EngineError for a damaged file."""
+    """Return the strings in a file's header; raise EngineError for a damaged file."""
     notes = _header(path)[0].get(_NOTES, {})
     return dict(notes) if isinstance(notes, dict) else {}
 
@@ -94,7 +94,7 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any], body: Bytes) -> Stor
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of every safetensors file of a model folder. Raises EngineError."""
+    """Return the tensors of every safetensors file of a model folder; raise EngineError."""
     with boundary(EngineError, f"read weights in {folder}"):
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -123,13 +123,13 @@ def write_tensors(
             "data_offsets": [at, at + len(tensor.data)],
         }
         at += len(tensor.data)
-    told = orjson.dumps(head)
-    told += b" " * (-len(told) % 8)
+    header = orjson.dumps(head)
+    header += b" " * (-len(header) % 8)
     with boundary(EngineError, f"write weights {path}"), path.open("wb") as file:
-        file.write(len(told).to_bytes(8, "little") + told)
+        file.write(len(header).to_bytes(8, "little") + header)
         for name in sorted(tensors):
             file.write(tensors[name].data.data)
-    return 8 + len(told) + at
+    return 8 + len(header) + at
 
 
 def digest(parts: Iterable[Bytes]) -> str:
@@ -161,7 +161,7 @@ def write_manifest(folder: Path, version: int, sums: Mapping[str, str]) -> Manif
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """None for a folder that nobody published. Raises EngineError for a damaged one."""
+    """Return the manifest, None for an unpublished folder; raise EngineError for a damaged one."""
     path = folder / MANIFEST
     with boundary(EngineError, f"read {path}"):
         if not path.exists():

@@ -1,11 +1,11 @@
 """An SGLang server as an Engine: `/generate` with `input_ids`, and its documented control routes.
 
 Written to SGLang's documentation and tested against the shipped fake that follows it (testing/fake_sglang),
-not against a real server. SGLang reports one weight version per reply, the one in force at its end. So a call
-never spans an update there: it is cut, what was sampled is kept under the old version, and after the update
-the rest is asked for as a new request behind it. Draws repeat by seed only with
---enable-deterministic-inference. Its logprobs are of the sampled distribution unless
-SGLANG_RETURN_ORIGINAL_LOGPROB is set: the probe tells.
+not against a real server. SGLang reports one weight version per reply, the one at its end. So a call never
+spans an update: it is cut off, its tokens are kept under the old version, and after the update the rest is
+requested as a new request behind it. Draws repeat by seed only with --enable-deterministic-inference. Its
+logprobs are of the sampled distribution unless SGLANG_RETURN_ORIGINAL_LOGPROB is set, which the probe
+detects.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from insitu.errors import EngineError, EngineUnavailable
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
 FRESH = "default"
-"""What SGLang calls the weights it was started with."""
+"""SGLang's label of its initial weights."""
 _ABORT_S = 1.0
 
 
@@ -45,10 +45,10 @@ class SglangEngine:
         self._in_flight = 0
         """Requests of ours at the server."""
         self._keeping = False
-        """A request that the server cuts goes on after the pause."""
+        """Continue requests that the server cuts off after the pause."""
         self._idle = asyncio.Event()
         self._idle.set()
-        self._door = RequestGate()
+        self._gate = RequestGate()
 
     @property
     def info(self) -> EngineInfo:
@@ -75,7 +75,7 @@ class SglangEngine:
     async def _admitted(self) -> None:
         limit = self._http.options.call_deadline_s
         try:
-            await self._door.passed(limit)
+            await self._gate.wait(limit)
         except TimeoutError as error:
             raise EngineError(f"sglang stayed paused for {limit:g} s") from error
         if self._broken:
@@ -84,7 +84,7 @@ class SglangEngine:
     async def _part(
         self, ids: IntArray, params: SamplingParams, key: RequestKey, number: int
     ) -> tuple[Generation | None, bool]:
-        """What one request sampled, if anything, and whether the server cut it for an update."""
+        """Return what one request sampled, if anything, and whether an update cut it off."""
         self._in_flight += 1
         self._idle.clear()
         version = self._receipt.version
@@ -131,7 +131,7 @@ class SglangEngine:
     # ----------------------------------------------------------------------- control plane
 
     async def version(self) -> int:
-        """Ask the server which weights it holds. Raises EngineError for a label that nobody set."""
+        """Ask the server which weights it holds. Raises EngineError for an unknown label."""
         return version_number(await _label(self._http), None, "sglang /model_info")
 
     async def recognise(self) -> Receipt:
@@ -143,9 +143,12 @@ class SglangEngine:
         return self._receipt
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        """Stop starting new work. `wait` lets our requests end, `abort` ends them, `keep` has them go on
-        after `resume`, with the weights of then. Returns when none of ours is at the server."""
-        self._door.shut()
+        """Stop starting new work, and return when no request is left at the server.
+
+        `wait` lets requests finish, `abort` ends them, `keep` continues them after `resume` with the new
+        weights.
+        """
+        self._gate.close()
         limit = self._http.options.call_deadline_s
         self._keeping = mode == "keep"
         if mode == "wait":
@@ -163,7 +166,7 @@ class SglangEngine:
     async def resume(self) -> None:
         await self._http.post("/continue_generation", {})
         self._keeping = False
-        self._door.open()
+        self._gate.open()
 
     async def flush(self) -> None:
         """Forget the prefix cache."""
@@ -197,25 +200,25 @@ class SglangEngine:
             await self.resume()
         finally:
             # Whoever waited learns what became of it.
-            self._door.open()
+            self._gate.open()
         return self._receipt
 
     async def has_own_head(self) -> bool:
         return False
 
     async def sleep(self) -> None:
-        """Give the GPU's memory up: requests under way end first, new ones wait for `wake`."""
-        self._door.sleeps()
+        """Release the GPU memory: running requests finish first, new ones wait for `wake`."""
+        self._gate.sleep()
         try:
             await self.pause("wait")
             limit = self._http.options.call_deadline_s
             await self._http.post("/release_memory_occupation", {}, deadline_s=limit)
         except BaseException:
-            self._door.woke()
+            self._gate.wake()
             raise
 
     async def wake(self) -> None:
-        self._door.woke()
+        self._gate.wake()
         limit = self._http.options.call_deadline_s
         await self._http.post("/resume_memory_occupation", {}, deadline_s=limit)
         await self.resume()
@@ -225,8 +228,10 @@ class SglangEngine:
 
 
 def neutral(params: SamplingParams, key: RequestKey, part: int = 0) -> dict[str, Any]:
-    """Sampling parameters that leave the distribution alone but for the temperature; each part of a call
-    that was cut has a random stream of its own."""
+    """Return sampling parameters that change nothing but the temperature.
+
+    Each part of a call that was cut off has its own random stream.
+    """
     return {
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
@@ -267,8 +272,10 @@ def _joined(parts: Sequence[Generation]) -> Generation:
 def _reply(
     answer: Mapping[str, Any], prompt_tokens: int, version: int, *, cuts: bool
 ) -> tuple[RawReply, bool]:
-    """Ids and logprobs come in one list of (logprob, id, text), so that they cannot be shifted. With `cuts`
-    an aborted request is one that an update cut; the second value says so."""
+    """Return the parsed reply, and whether an update cut the request off (only with `cuts`).
+
+    Ids and logprobs come in one list of (logprob, id, text), so they cannot be misaligned.
+    """
     where = "sglang /generate"
     meta = answer.get("meta_info")
     if not isinstance(meta, dict):
@@ -281,8 +288,8 @@ def _reply(
     kind = finish.get("type") if isinstance(finish, dict) else finish
     cut = kind == "abort" and cuts
     if kind == "abort" and not cut:
-        said = finish.get("message", "") if isinstance(finish, dict) else ""
-        raise EngineError(f"{where}: the engine aborted the request: {said}")
+        message = finish.get("message", "") if isinstance(finish, dict) else ""
+        raise EngineError(f"{where}: the engine aborted the request: {message}")
     logprobs, ids = _triples(meta.get("output_token_logprobs"), where)
     if meta.get("completion_tokens") != len(ids):
         raise EngineError(f"{where}: {meta.get('completion_tokens')} tokens, but {len(ids)} logprobs")

@@ -5,7 +5,7 @@ Samples through `/inference/v1/generate` (vLLM 0.32 with --enable-scale-out), el
 server, and of vLLM 0.26 a worker extension (vllm_weights.py); without it only the first route samples, and
 takes no weights. Logprobs are those of the sampled distribution only with --logprobs-mode processed_logprobs:
 `probe` refuses the rest. Invariant: a token is stamped with the version that the server says it was sampled
-by, and a label that nobody set (a server that was restarted and lost its weights) is refused. On a CPU, vLLM
+by, and an unknown label (a server that was restarted and lost its weights) is refused. On a CPU, vLLM
 0.32 needs --no-enable-chunked-prefill: it dies when it cuts the prompt of a request with a seed.
 """
 
@@ -101,7 +101,7 @@ class VllmEngine(VllmControl):
     async def _by_completions(
         self, ids: IntArray, params: SamplingParams, key: RequestKey, headers: Mapping[str, str]
     ) -> Generation:
-        """This route does not say which weights sampled what: they must be the same before and after."""
+        """Generate over /v1/completions; the version must be the same before and after."""
         path = "/v1/completions"
         body = {
             "model": self.asked[0],
@@ -146,7 +146,7 @@ class VllmEngine(VllmControl):
 
 
 def neutral(params: SamplingParams, key: RequestKey) -> dict[str, Any]:
-    """Sampling parameters that leave the distribution alone but for the temperature."""
+    """Return sampling parameters that change nothing but the temperature."""
     return {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
@@ -165,7 +165,7 @@ def neutral(params: SamplingParams, key: RequestKey) -> dict[str, Any]:
 
 
 def _paired(logprobs: object, ids: object) -> object:
-    """The logprobs of the reply's own ids. Raises EngineError when they are those of other ids."""
+    """Return the logprobs of the reply's own ids; raise EngineError if they belong to other ids."""
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
         return None
@@ -180,7 +180,7 @@ def _paired(logprobs: object, ids: object) -> object:
 
 
 def _prompt(*places: Mapping[str, object]) -> object:
-    """The prompt ids that were asked for: a null says as little as no field, and is refused like it."""
+    """Return the prompt ids of the reply; a null is rejected like a missing field."""
     return next(
         (found for place in places if (found := place.get("prompt_token_ids")) is not None), "missing"
     )
@@ -204,8 +204,8 @@ async def _describe(http: EngineHttp) -> VllmServer:
 
 
 async def _offers_generate(http: EngineHttp, model: str, length: int) -> bool:
-    """With a prompt of some length: vLLM 0.32 on a CPU with AMX, in bfloat16, dies of an illegal instruction
-    when the first prompt of its life has one token, and takes such prompts after a longer one."""
+    """Return whether the server has the generate route, tested with a prompt of several tokens."""
+    # vLLM 0.32 on a CPU with AMX (bfloat16) crashes (illegal instruction) if its first prompt has one token.
     ids = [0] * max(1, min(FIRST, length - 1))
     body = {"model": model, "token_ids": ids, "sampling_params": {"max_tokens": 1, "temperature": 1.0}}
     try:

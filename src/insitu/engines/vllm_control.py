@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 Route = Literal["generate", "completions"]
 ADAPTER = "adapter_config.json"
 _ADAPTERS = 2
-"""Kept at the server: the one in use and the one that calls under way began with."""
+"""Kept at the server: the one in use and the one that running calls started with."""
 
 
 _NO_CONTROL = "vllm cannot {}: start it with VLLM_SERVER_DEV_MODE=1 for its control routes"
@@ -41,13 +41,13 @@ _NO_CONTROL = "vllm cannot {}: start it with VLLM_SERVER_DEV_MODE=1 for its cont
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmServer:
-    """What the server said of itself when it was attached."""
+    """Properties of the server, read at attachment."""
 
     model: str
     max_context_tokens: int
     route: Route
     weights: ServedWeights | None
-    """How it says which weights it holds; None = it has no routes that pause it and change them."""
+    """Access to its weight labels; None = it has no control routes."""
 
     @property
     def controlled(self) -> bool:
@@ -56,15 +56,15 @@ class VllmServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What a server must hold after an update."""
+    """Expected weights of a server after an update."""
 
     sums: Mapping[str, str]
-    """Of the published tensors."""
+    """Checksums of the published tensors."""
     fed: WeightMapping
     expected: Mapping[str, str]
     """Sum of each parameter that holds exactly the published bytes."""
     unchanged: Callable[[], None] | None = None
-    """Raises when what was sent is no longer what the sums are of."""
+    """Raises if the published files have changed since `sums` was computed."""
 
     def changed_since(self, earlier: Mapping[str, str]) -> list[str]:
         return [name for name, held in self.sums.items() if earlier.get(name) != held]
@@ -77,17 +77,17 @@ class VllmControl:
         self._http, self.server, self._receipt = http, server, receipt
         self._labels = {} if server.controlled else {FRESH: receipt.version}
         self._below = receipt.version
-        """Of the server's own weights, while adapters are published."""
+        """Version of the base weights, while adapters are published."""
         self._vouched = {receipt.version}
         """Versions that there was a receipt for."""
         self._sums: Mapping[str, str] | None = None
-        """Of the published tensors that were loaded last."""
+        """Checksums of the last loaded tensors."""
         self._exact: frozenset[str] = frozenset()
         """Parameters that held exactly the published bytes after an earlier load."""
         self._broken = ""
         self._adapters: list[str] = []
         """Names of those at the server, oldest first."""
-        self._door = RequestGate()
+        self._gate = RequestGate()
 
     @property
     def http(self) -> EngineHttp:
@@ -99,14 +99,16 @@ class VllmControl:
 
     @property
     def weights(self) -> ServedWeights:
-        """How the server says which weights it holds. Raises EngineError when it cannot."""
+        """Access to the server's weight labels and checksums; raises EngineError if not available."""
         if self.server.weights is None:
             raise EngineError(_NO_CONTROL.format("say which weights it holds"))
         return self.server.weights
 
     async def version(self) -> int:
-        """Ask the server which weights it holds. Raises EngineError for a label that nobody set, or when the
-        adapter in use is gone."""
+        """Query the version of the server's weights.
+
+        Raises EngineError for an unknown label, or when the adapter in use is gone.
+        """
         name, adapter = self.asked
         if adapter is not None:
             if name not in await self._models():
@@ -127,7 +129,7 @@ class VllmControl:
         return self._receipt
 
     async def has_own_head(self) -> bool:
-        """Whether the output head is a parameter of its own at the server."""
+        """Return whether the output head is a separate parameter at the server."""
         return any(n.endswith("lm_head.weight") for n in (await self.weights.sums()).by_name)
 
     async def pause(self, mode: PauseMode = "wait") -> None:
@@ -136,14 +138,14 @@ class VllmControl:
         limit = self._http.options.call_deadline_s
         await self._http.post("/pause", query={"mode": mode}, deadline_s=limit)
         if (await self._http.get("/is_paused")).get("is_paused") is not True:
-            raise EngineError("vllm says it is paused and is not")
+            raise EngineError("vllm did not pause")
 
     async def resume(self) -> None:
         self._need_control("resume")
         await self._http.post("/resume")
 
     async def flush(self, *, running: bool = False) -> None:
-        """Forget the prefix cache; with `running` the requests under way are computed anew too."""
+        """Clear the prefix cache; with `running` the running requests are recomputed too."""
         self._need_control("reset_prefix_cache")
         query = {"reset_running_requests": "true" if running else "false"}
         if (await self._http.post("/reset_prefix_cache", query=query)).get("success") is not True:
@@ -180,9 +182,11 @@ class VllmControl:
             return await self.settle(proof, version, before, mode)
 
     async def _load_adapter(self, held: PublishedFolder, version: int) -> Receipt:
-        """Each version under a name of its own: the server keys cached prefixes on the name alone, and a call
-        under way goes on with the adapter that it began with. The server proves nothing of adapters: the
-        receipt's checksums are those of the files."""
+        """Load a version's adapter under its own name.
+
+        The server keys cached prefixes on the name alone, and a running call continues with its adapter. The
+        server reports no checksums of adapters: those of the receipt are those of the files.
+        """
         name = f"insitu-v{version}-{held.checksum[:8]}"
         limit = self._http.options.call_deadline_s
         await self._check_base()
@@ -224,23 +228,25 @@ class VllmControl:
 
     @property
     def asked(self) -> tuple[str, int | None]:
-        """The model to ask for now, and the version that its adapter is; None = the server says which."""
+        """The current model name and the version of its adapter; None = reported by the server."""
         return (self._adapters[-1], self._receipt.version) if self._adapters else (self.server.model, None)
 
     @asynccontextmanager
     async def updating(self, version: int, mode: PauseMode) -> AsyncIterator[None]:
-        """Paused, new calls waiting here; with an error inside, they and later ones fail. Calls under way end
-        first, whatever the mode, where replies do not say which weights sampled what."""
-        self._door.shut()
+        """Pause the server and hold new calls inside the context; an error fails them and later ones.
+
+        Running calls finish first, whatever the mode, where replies do not report versions.
+        """
+        self._gate.close()
         try:
             await self.pause(mode if self.weights.spans else "wait")
             self._broken = f"vllm was to load version {version} and has not: its weights are unknown"
             yield
         finally:
-            self._door.open()
+            self._gate.open()
 
     async def settle(self, proof: Proof, version: int, before: TensorSums, mode: PauseMode) -> Receipt:
-        """The last part of an update: forget, compare, set the version, give the receipt, resume."""
+        """Finish an update: clear the cache, compare, set the version, return the receipt, resume."""
         await self.flush(running=mode == "keep")
         after = await self.weights.sums()
         changed = None if self._sums is None else proof.changed_since(self._sums)
@@ -261,9 +267,9 @@ class VllmControl:
         return self._receipt
 
     async def sleep(self) -> None:
-        """Give the GPU's memory back: calls under way end first, new ones wait for `wake`."""
+        """Release the GPU memory: running calls finish first, new ones wait for `wake`."""
         self._need_control("sleep")
-        self._door.sleeps()
+        self._gate.sleep()
         try:
             await self.pause("wait")
             limit = self._http.options.call_deadline_s
@@ -271,38 +277,38 @@ class VllmControl:
             if (await self._http.get("/is_sleeping")).get("is_sleeping") is not True:
                 raise EngineError("vllm does not sleep: start it with --enable-sleep-mode")
         except BaseException:
-            self._door.woke()
+            self._gate.wake()
             raise
 
     async def wake(self) -> None:
         """Take the memory again, with the weights and version as they were."""
-        self._door.woke()
+        self._gate.wake()
         await self._http.post("/wake_up", deadline_s=self._http.options.call_deadline_s)
         if (await self._http.get("/is_sleeping")).get("is_sleeping") is not False:
             raise EngineError("vllm did not wake up")
         if not self._broken:
             await self.resume()
-        self._door.open()
+        self._gate.open()
 
     async def _admitted(self) -> None:
         """Return when a call may be sent. Raises EngineError while the weights are unknown."""
         limit = self._http.options.call_deadline_s
         try:
-            await self._door.passed(limit)
+            await self._gate.wait(limit)
         except TimeoutError as error:
-            raise EngineError(f"vllm was loading weights, or to be woken, for {limit:g} s") from error
+            raise EngineError(f"timeout: vllm was loading weights or waking up for {limit:g} s") from error
         if self._broken:
             raise EngineError(self._broken)
 
     def _checked_runs(self, runs: VersionRuns) -> VersionRuns:
-        """Raises EngineError for a version that nobody gave a receipt for."""
+        """Return the checked version runs; raise EngineError for a version without a receipt."""
         for _, version in runs:
             if version not in self._vouched:
                 raise EngineError(f"vllm sampled with version {version}, for which there is no receipt")
         return runs
 
     def _under(self, runs: VersionRuns, adapter: int) -> VersionRuns:
-        """Of a call under an adapter. Raises EngineError when the weights below it changed."""
+        """Return the version runs of a call with an adapter; EngineError if the base weights changed."""
         if runs != ((0, self._below),):
             raise EngineError(f"vllm's own weights changed below an adapter: {list(runs)}")
         return ((0, adapter),)

@@ -1,9 +1,9 @@
 """New weights for a vLLM server straight from the trainer's GPU: CUDA IPC, or NCCL, without files.
 
 Written to vLLM 0.32's weight-transfer API (init, start, update, finish) and tested against the shipped fake;
-it needs GPUs and has not run on any. IPC handles are pickled, so the server must be told
-VLLM_ALLOW_INSECURE_SERIALIZATION=1 and hear the trainer's machine only. NCCL cannot time out by itself: the
-trainer's half runs beside the server's call, and both have a deadline.
+it needs GPUs and has not run on any. IPC handles are pickled, so the server needs
+VLLM_ALLOW_INSECURE_SERIALIZATION=1 and must accept connections from the trainer's machine only. NCCL has no
+timeout: the trainer's half runs beside the server's call, and both have one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WIDTHS: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferLayout:
-    """The tensors that will come, in their order."""
+    """The tensors to transfer, in order."""
 
     names: Sequence[str]
     dtypes: Sequence[str]
@@ -34,7 +34,7 @@ class TransferLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         pairs = zip(self.dtypes, self.shapes, strict=True)
         return sum(_WIDTHS.get(dtype, 4) * math.prod(shape) for dtype, shape in pairs)
 
@@ -47,7 +47,7 @@ class TransferLayout:
 
 
 Beside = Callable[[], Awaitable[object]]
-"""The trainer's half of a step that both sides must be in at once."""
+"""The trainer's half of a collective step."""
 Summed = Callable[[Sequence[Sequence[str]]], Awaitable[Sequence[str]]]
 """Sums over tensors laid one after the other, per list of names."""
 
@@ -61,7 +61,7 @@ async def world_size(engine: VllmEngine) -> int:
 
 
 async def initialise(engine: VllmEngine, info: Mapping[str, object], beside: Beside | None = None) -> None:
-    """Once per server: how tensors will come. Raises InsituError."""
+    """Initialise the transfer once per server; raise InsituError."""
     await _both(_post(engine, "/init_weight_transfer_engine", {"init_info": dict(info)}), beside)
 
 
@@ -75,10 +75,10 @@ async def receive(
     mode: PauseMode = "wait",
     beside: Beside | None = None,
 ) -> Receipt:
-    """Sample with the trainer's tensors from now on; `more` goes into the update (IPC handles).
+    """Sample with the trainer's tensors from now on; `more` is added to the update (IPC handles).
 
-    Raises InsituError: before anything is paused where the names do not feed exactly the server's parameters,
-    after that leaving it paused and refusing.
+    Raises InsituError: before anything is paused if the names do not match the server's parameters, later
+    leaving the server paused and rejecting calls.
     """
     before = await engine.weights.sums()
     fed = map_weights(before.by_name, dict(zip(sent.names, sent.shapes, strict=True)))
@@ -105,7 +105,7 @@ async def _post(engine: VllmEngine, path: str, body: Mapping[str, object] | None
 
 
 async def _both(call: Awaitable[None], beside: Beside | None) -> None:
-    """Both halves at once; when one fails the other is not waited for."""
+    """Run both halves concurrently; if one fails the other is cancelled."""
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(_awaited(call))

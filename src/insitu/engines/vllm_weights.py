@@ -1,8 +1,7 @@
-"""How a vLLM server says which weights it holds: by routes of its own, or through insitu's worker extension.
+"""Weight labels and checksums of a vLLM server: by its own routes, or through insitu's worker extension.
 
-vLLM 0.32 has routes for the label of its weights and the sums of its tensors. 0.26 has neither; there
-`vllm_worker.InsituWorker` answers both, if the server was started with it. Used by vllm.py, vllm_control.py
-and vllm_transfer.py.
+vLLM 0.32 has routes for the label of its weights and the checksums of its tensors. 0.26 has neither; there
+`vllm_worker.InsituWorker` provides both, if the server was started with it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = [
 ]
 
 FRESH = "default"
-"""The label of the weights that a server was started with."""
+"""Label of a server's initial weights."""
 SUPPORTED = (
     "insitu supports vLLM 0.32, and 0.26 with --worker-extension-cls insitu.engines.vllm_worker.InsituWorker"
     " and insitu on the server's PYTHONPATH"
@@ -36,7 +35,7 @@ SUPPORTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSums:
-    """What vLLM reports for each of its tensors. On a CPU it repacks some and then reports empty ones."""
+    """Checksums of vLLM's tensors; on a CPU it repacks some and then reports empty ones."""
 
     by_name: Mapping[str, str]
 
@@ -53,7 +52,7 @@ class TensorSums:
 
 
 class ServedWeights(Protocol):
-    """The weights of a server that can be asked for them. All raise EngineError."""
+    """Access to the label and checksums of a server's weights; all methods raise EngineError."""
 
     spans: bool
     """Replies say which weights sampled which tokens, so a call may go on while they change."""
@@ -101,7 +100,7 @@ class WorkerWeights:
         self._http = http
 
     async def label(self) -> str:
-        labels = {said["label"] for said in await self._ask({})}
+        labels = {answers["label"] for answers in await self._ask({})}
         if len(labels) != 1:
             raise EngineError(f"vllm's workers hold weights of several versions: {sorted(labels)}")
         label: str = labels.pop()
@@ -111,8 +110,8 @@ class WorkerWeights:
         await self._call("insitu_set_label", {"label": str(version)})
 
     async def sums(self) -> TensorSums:
-        said = await self._ask({"with_sums": "yes"})
-        sums = {f"tp{one['rank']}:{name}": value for one in said for name, value in one["sums"].items()}
+        answers = await self._ask({"with_sums": "yes"})
+        sums = {f"tp{one['rank']}:{name}": value for one in answers for name, value in one["sums"].items()}
         if not sums:
             raise EngineError("vllm's workers name no tensor")
         return TensorSums(by_name=sums)
@@ -132,7 +131,7 @@ class WorkerWeights:
 
 
 async def find_weights(http: EngineHttp) -> ServedWeights | None:
-    """How this server can be asked; None where it offers no control at all."""
+    """Return the access to the server's weights; None for a server without control routes."""
     try:
         await http.get("/weight_info")
     except NotOffered:
@@ -155,9 +154,9 @@ async def find_weights(http: EngineHttp) -> ServedWeights | None:
 
 
 async def version_of(http: EngineHttp) -> str:
-    """As the server says, or `of an unknown version`."""
+    """Return the server's version, or `of an unknown version`."""
     try:
-        said = (await http.get("/version")).get("version")
+        answer = (await http.get("/version")).get("version")
     except NotOffered:
-        said = None
-    return said if isinstance(said, str) else "of an unknown version"
+        answer = None
+    return answer if isinstance(answer, str) else "of an unknown version"

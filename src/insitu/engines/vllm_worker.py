@@ -1,9 +1,8 @@
-"""What insitu needs of a vLLM worker and vLLM 0.26 has no route for: sums of its tensors, and a label for
-them.
+"""Worker extension for vLLM 0.26, which has no route for tensor checksums and weight labels.
 
-Runs inside the server, which is started with this package on its PYTHONPATH and
-`--worker-extension-cls insitu.engines.vllm_worker.InsituWorker`; called through its route /collective_rpc.
-Imports nothing but torch. The sums are those that vLLM 0.32 gives itself.
+Runs inside the server, which is started with this package on its PYTHONPATH and `--worker-extension-cls
+insitu.engines.vllm_worker.InsituWorker`; called through its route /collective_rpc. Imports nothing but torch.
+The checksums are those of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class InsituWorker:
     """Of the weights that a server was started with, as in vLLM 0.32."""
 
     def insitu_weights(self, with_sums: str = "") -> dict[str, Any]:
-        """The label and, unless `with_sums` is empty, the SHA-256 of every parameter's bytes."""
+        """Return the label and, unless `with_sums` is empty, the SHA-256 of every parameter's bytes."""
         worker: Any = self
         found: dict[str, Any] = {"label": self.insitu_label, "rank": int(worker.rank)}
         if with_sums:
@@ -28,7 +27,7 @@ class InsituWorker:
         return found
 
     def insitu_set_label(self, label: str) -> None:
-        """Name the weights that are held now."""
+        """Label the current weights."""
         self.insitu_label = label
 
 

@@ -1,4 +1,4 @@
-"""A model folder as it is about to be loaded by a server: its tensors, their sums, and that they stay so."""
+"""A published model folder: its tensors, their checksums, and a check that they stay unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from insitu.errors import EngineError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedFolder:
-    """What a folder held when it was inspected."""
+    """Contents of a folder when it was inspected."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
@@ -31,11 +31,11 @@ class PublishedFolder:
     def checksum(self) -> str:
         return total(self.sums)
 
-    def expected(self, fed: WeightMapping) -> dict[str, str]:
-        """What a server that holds these bytes says of each parameter."""
+    def expected(self, mapping: WeightMapping) -> dict[str, str]:
+        """Return the checksum of each parameter of a server with these bytes."""
         return {
             name: self.sums[parts[0]] if len(parts) == 1 else digest([self.tensors[p].data for p in parts])
-            for name, parts in fed.sources.items()
+            for name, parts in mapping.sources.items()
         }
 
     def check_unchanged(self) -> None:

@@ -1,8 +1,8 @@
-"""Which published tensors feed which parameter of an engine, and the proof that each received its own.
+"""Map published tensors to engine parameters, and verify their checksums.
 
-Servers fuse matrices (q, k and v into one; gate and up; the experts of a layer) and name the shard that holds
-a part. The map is closed: a parameter that nothing feeds, or a published tensor that feeds none, is an error,
-since either would be sampled with old weights. Callers: vllm.
+Servers fuse matrices (q, k and v into one; gate and up; the experts of a layer) and prefix names with the
+shard. The mapping is closed: a parameter without a source, or a published tensor without a use, is an error,
+since either would be sampled with old weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from insitu.engines.safetensors_file import digest
 from insitu.errors import EngineError
 
 _SHARD = re.compile(r"^(?:[a-z]+\d+:)+")
-"""E.g. `dp0:pp0:pcp0:tp1:`; which part of the tensor, not which tensor."""
+"""Shard prefix, e.g. `dp0:pp0:pcp0:tp1:`."""
 _FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -24,18 +24,18 @@ _EXPERTS: Mapping[str, Sequence[tuple[str, ...]]] = {
     "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
     "w2_weight": (("down_proj",), ("w2",)),
 }
-"""What one expert has in the tensor of all, under the names that architectures have for it."""
+"""Parts of one expert in the fused tensor, by the names that architectures use."""
 _WRAPPERS = (".base_layer.", ".routed_experts.")
 """Modules of a server that a checkpoint does not have: around adapted layers, and between experts and their
 tensors (vLLM 0.32)."""
 _NUMBER = re.compile(r"\d+")
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 EMPTY = digest([])
-"""Sum that a server gives for a tensor whose bytes it has packed away."""
+"""Checksum that a server reports for a tensor whose bytes it has packed."""
 
 
 def plain(name: str) -> str:
-    """The parameter's own name: no shard, no wrapper."""
+    """Return the parameter's own name, without shard and wrappers."""
     found = _SHARD.sub("", name)
     for wrapper in _WRAPPERS:
         found = found.replace(wrapper, ".")
@@ -43,7 +43,7 @@ def plain(name: str) -> str:
 
 
 def _sources(name: str, published: Mapping[str, object]) -> tuple[str, ...]:
-    """The published tensors that parameter `name` consists of, in their order; empty = none known."""
+    """Return the published tensors that parameter `name` consists of, in order; empty = none found."""
     if name in published:
         return (name,)
     if name == _HEAD and _EMBED in published:
@@ -61,7 +61,7 @@ def _sources(name: str, published: Mapping[str, object]) -> tuple[str, ...]:
 def _of_experts(
     path: str, known: Sequence[tuple[str, ...]], published: Mapping[str, object]
 ) -> tuple[str, ...]:
-    """Every expert's tensors, one after the other."""
+    """Return the tensors of all experts in order."""
     for parts in known:
         count = 0
         while f"{path}.{count}.{parts[0]}.weight" in published:
@@ -73,7 +73,7 @@ def _of_experts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMapping:
-    """The map of one engine and one published set."""
+    """Mapping from one engine's parameters to one published set."""
 
     sources: Mapping[str, tuple[str, ...]]
     """Engine's own name of a parameter -> published tensors, in the order they lie in it."""
@@ -84,17 +84,19 @@ class WeightMapping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamChecksums:
-    """What an engine says of its parameters, sums by its own names."""
+    """Checksums that an engine reports for its parameters, by its own names."""
 
     before: Mapping[str, str]
     after: Mapping[str, str]
     exact: Collection[str] = ()
-    """Those that held exactly the published bytes after an earlier update."""
+    """Parameters that matched the published bytes exactly after an earlier update."""
 
 
 def map_weights(engine_names: Iterable[str], published: Mapping[str, Sequence[int]]) -> WeightMapping:
-    """`published`: shapes by name. Raises EngineError, naming the first, for a parameter without a source or
-    a tensor without a use."""
+    """Map parameters to published tensors (`published`: shapes by name).
+
+    Raises EngineError with the first parameter without a source, or tensor without a use.
+    """
     sources: dict[str, tuple[str, ...]] = {}
     alike: dict[str, str] = {}
     for name in sorted(engine_names):
@@ -112,26 +114,30 @@ def map_weights(engine_names: Iterable[str], published: Mapping[str, Sequence[in
 
 
 def check_received(
-    fed: WeightMapping, expected: Mapping[str, str], changed: Iterable[str] | None, held: ParamChecksums
+    mapping: WeightMapping,
+    expected: Mapping[str, str],
+    changed: Iterable[str] | None,
+    checksums: ParamChecksums,
 ) -> frozenset[str]:
-    """The parameters that hold exactly the published bytes, whose sums by parameter are `expected`.
+    """Return the parameters that match the published bytes exactly.
 
-    A parameter must do so if it ever did, before this update or after an earlier one, or if the same one of
-    another layer does. Others (sharded, padded, of another type) must at least have changed when one of their
-    tensors did; `changed` None = not known. Packed ones say nothing. Raises EngineError for one that did not.
+    `expected`: checksum by parameter. A parameter must match if it ever did, before this update or after an
+    earlier one, or if the same one of another layer does. Others (sharded, padded, of another type) must at
+    least have changed when one of their tensors did; `changed` None = unknown. Packed ones are not checked.
+    Raises EngineError for a mismatch.
     """
     moved = None if changed is None else set(changed)
-    exact = frozenset(name for name in fed.sources if held.after.get(name) == expected[name])
-    could = {fed.alike[name] for name in exact & fed.alike.keys()}
-    for name, parts in fed.sources.items():
-        after = held.after.get(name)
+    exact = frozenset(name for name in mapping.sources if checksums.after.get(name) == expected[name])
+    could = {mapping.alike[name] for name in exact & mapping.alike.keys()}
+    for name, parts in mapping.sources.items():
+        after = checksums.after.get(name)
         if after is None:
-            raise EngineError(f"the engine names its parameter {name} no more after the update")
+            raise EngineError(f"the engine no longer reports its parameter {name} after the update")
         if name in exact:
             continue
-        if moved is not None and moved.intersection(parts) and held.before.get(name) == after != EMPTY:
-            raise EngineError(f"the engine's parameter {name} still holds its old weights after the update")
-        once = name in held.exact or held.before.get(name) == expected[name]
-        if once or (after != EMPTY and fed.alike.get(name) in could):
-            raise EngineError(f"the engine's parameter {name} holds other weights than were published")
+        if moved is not None and moved.intersection(parts) and checksums.before.get(name) == after != EMPTY:
+            raise EngineError(f"the engine's parameter {name} still has its old weights after the update")
+        once = name in checksums.exact or checksums.before.get(name) == expected[name]
+        if once or (after != EMPTY and mapping.alike.get(name) in could):
+            raise EngineError(f"the engine's parameter {name} has other weights than were published")
     return exact

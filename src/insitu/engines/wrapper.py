@@ -1,6 +1,4 @@
-"""An engine around another: the control plane is answered by the one inside, `generate` is the outer
-one's own. Subclasses: training/learner/supervisor.py, training/weights/reconnect.py,
-`benchmarks/failures.py`."""
+"""Delegating engine base class: forwards the control plane; subclasses implement `generate`."""
 
 from __future__ import annotations
 

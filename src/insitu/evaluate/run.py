@@ -25,7 +25,7 @@ from insitu.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, o
 from insitu.evaluate.summary import render, summarise, write_results
 from insitu.gateway.server import Gateway
 from insitu.grading.grader import runner_for
-from insitu.runtime.agents import Crew, model_name, open_crew
+from insitu.runtime.agents import AgentWorkers, model_name, open_workers
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.preflight import Prepared, check_weights, prepare, prepare_tasks
 from insitu.runtime.upstream import open_upstream
@@ -69,7 +69,7 @@ class RolloutStage:
     """Where agents run and whom they talk to."""
 
     sessions: Sessions
-    crew: Crew
+    crew: AgentWorkers
     check: Callable[[], Awaitable[None]]
     """Raises when no attempt can succeed any more."""
 
@@ -78,13 +78,13 @@ class RolloutStage:
 async def _stage(
     run: RunDir, prepared: Prepared, sockets: Path, view: TrainingObserver, options: RolloutOptions
 ) -> AsyncIterator[RolloutStage]:
-    config, means = run.config, prepared.means
+    config, setup = run.config, prepared.setup
     async with AsyncExitStack() as stack:
         if config.engine.kind == "upstream":
             records = run.path / RECORDS
             upstream = await stack.enter_async_context(open_upstream(config, records, view.note))
             await upstream.check()
-            crew = await stack.enter_async_context(open_crew(config, upstream, sockets, means))
+            crew = await stack.enter_async_context(open_workers(config, upstream, sockets, setup))
             yield RolloutStage(sessions=upstream, crew=crew, check=upstream.check)
             return
         renderer = prepared.rules
@@ -93,7 +93,7 @@ async def _stage(
         gateway = await stack.enter_async_context(
             Gateway(sampler.engine, renderer, gateway_config(config), say=view.note)
         )
-        crew = await stack.enter_async_context(open_crew(config, gateway, sockets, means))
+        crew = await stack.enter_async_context(open_workers(config, gateway, sockets, setup))
         yield RolloutStage(sessions=gateway, crew=crew, check=sampler.check)
 
 

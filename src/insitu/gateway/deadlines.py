@@ -38,13 +38,13 @@ class SessionClock:
     def over(self) -> bool:
         return self._now() >= self._ends + self._stats.away(self._now())
 
-    def went(self) -> None:
+    def on_wait(self) -> None:
         self._away += 1
         if self._away == 1:
             self._stats.away_since = self._now()
             self._follow()
 
-    def came(self) -> None:
+    def on_resume(self) -> None:
         self._away -= 1
         if not self._away:
             self._stats.away_s, self._stats.away_since = self._stats.away(self._now()), None
@@ -99,15 +99,15 @@ class CallDeadline:
             self._left_s -= self._now() - self._runs_since
         self._runs_since = None
 
-    def went(self) -> None:
+    def on_wait(self) -> None:
         self._stop()
-        self._clock.went()
+        self._clock.on_wait()
         self.follow()
 
-    def came(self, *, cut: bool) -> None:
+    def on_resume(self, *, cut: bool) -> None:
         self.cut |= cut
         self._runs_since = self._now()
-        self._clock.came()
+        self._clock.on_resume()
         self.follow()
 
     def follow(self) -> None:

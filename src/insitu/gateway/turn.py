@@ -17,7 +17,7 @@ from insitu.capture.drift import PromptPlan
 from insitu.capture.forest import Forest
 from insitu.chat.renderer import ChatRenderer, ParsedReply, carry_id
 from insitu.engines.base import Engine
-from insitu.engines.downtime import watched
+from insitu.engines.downtime import on_downtime
 from insitu.errors import EngineError, EngineUnavailable
 from insitu.gateway.deadlines import CallDeadline, QueueTime, SessionClock
 from insitu.gateway.dialects.base import WireError
@@ -288,7 +288,7 @@ class Turns:
         time = CallDeadline(self._wall, deadline)
         try:
             async with time:
-                with watched(time):
+                with on_downtime(time):
                     generation = await self._engine.generate(prompt, params, key)
         except TimeoutError as error:
             if time.cut:

@@ -1,8 +1,8 @@
-"""The agent's side of the path, put together from the configuration.
+"""Build the agent side of a run from the configuration.
 
-    backend -> harness -> workers <-unix sockets-> gateway -> family, engine
+    backend -> harness -> workers <-unix sockets-> gateway -> renderer, engine
 
-The same for a learner's engine and for a scripted one: recording demonstrations uses it too.
+The same for a learner's engine and for a scripted one, which records demonstrations.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ SCRIPT_AGENT = Path(__file__).parent.parent / "demo" / "script_agent.py"
 """The agent of `harness.agent = "script"`: one file, standard library only."""
 
 
-class Listening(Protocol):
-    """A gateway as far as sandboxes need it: gateway.server.Gateway, or runtime.upstream.UpstreamGateway."""
+class GatewayListener(Protocol):
+    """The listening part of a gateway: `gateway.server.Gateway` or `UpstreamGateway`."""
 
     def listen_unix(self, path: Path) -> AbstractAsyncContextManager[Listener]: ...
 
@@ -52,8 +52,8 @@ class Listening(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """What agents run by, found on this machine before anything that takes long is started."""
+class AgentSetup:
+    """Sandbox pool and harness, checked on this machine before anything slow is started."""
 
     pool: Pool
     """Not yet entered."""
@@ -61,8 +61,8 @@ class Means:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crew:
-    """Where agents run: workers whose sandboxes reach one gateway."""
+class AgentWorkers:
+    """Workers whose sandboxes reach one gateway."""
 
     workers: WorkerPool
     harness: Harness
@@ -70,8 +70,8 @@ class Crew:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agents:
-    """The agent's side of the path: where rollouts run and whom they talk to."""
+class AgentRuntime:
+    """Gateway and workers of a run."""
 
     gateway: Gateway
     workers: WorkerPool
@@ -80,7 +80,7 @@ class Agents:
 
 
 def model_name(config: Config) -> str:
-    """What agents are told to ask for."""
+    """Return the model name that agents request."""
     return config.engine.model or "policy"
 
 
@@ -97,7 +97,7 @@ def limits_of(config: Config) -> Limits:
 
 
 def make_harness(config: Config, backend: SandboxBackend) -> Harness:
-    """The configured agent, installed when it is missing. Raises SetupError."""
+    """Return the configured agent, installed if missing; raise SetupError if that fails."""
     artifacts = Artifacts(
         paths=config.harness.artifacts,
         max_files=config.harness.artifact_files,
@@ -138,18 +138,20 @@ def make_harness(config: Config, backend: SandboxBackend) -> Harness:
     )
 
 
-def find_means(config: Config, say: Callable[[str], None] = log.warning) -> Means:
-    """Sandboxes, the agent, which is installed when it is missing, and a look at the port. `say`: see
-    make_pool. Raises SetupError, and ConfigError for host tools that cannot be."""
-    pool = find_pool(config, say, lambda check, *args: check(*args))
-    return Means(pool=pool, harness=make_harness(config, pool))
+def find_agent_setup(config: Config, log_line: Callable[[str], None] = log.warning) -> AgentSetup:
+    """Return sandboxes and agent; install the agent if missing and check the port.
+
+    `log_line`: see make_pool. Raises SetupError, and ConfigError for invalid host tools.
+    """
+    pool = find_pool(config, log_line, lambda check, *args: check(*args))
+    return AgentSetup(pool=pool, harness=make_harness(config, pool))
 
 
-def find_pool(config: Config, say: Callable[[str], None], run: Callable[..., Any]) -> Pool:
-    """Sandboxes, with a look at the port and the host tools; each is looked at by `run`."""
+def find_pool(config: Config, log_line: Callable[[str], None], run: Callable[..., Any]) -> Pool:
+    """Return the sandbox pool after checking port and host tools; each check is called through `run`."""
     run(check_port, config.gateway.port)
     run(gateway_config, config)
-    pool: Pool = run(make_pool, config, say)
+    pool: Pool = run(make_pool, config, log_line)
     return pool
 
 
@@ -159,27 +161,29 @@ async def open_agents(
     renderer: ChatRenderer,
     engine: Engine,
     sockets: Path,
-    means: Means | None = None,
-    say: Callable[[str], None] = log.warning,
-) -> AsyncIterator[Agents]:
-    """Gateway, workers and their sockets, for as long as the context lasts. `means`: found before. `say`:
-    gets the gateway's lines for the operator."""
+    setup: AgentSetup | None = None,
+    log_line: Callable[[str], None] = log.warning,
+) -> AsyncIterator[AgentRuntime]:
+    """Run gateway, workers and their sockets inside the context.
+
+    `setup`: from `find_agent_setup`. `log_line` gets the gateway's lines for the operator.
+    """
     async with (
-        Gateway(engine, renderer, gateway_config(config), say=say) as gateway,
-        open_crew(config, gateway, sockets, means) as crew,
+        Gateway(engine, renderer, gateway_config(config), say=log_line) as gateway,
+        open_workers(config, gateway, sockets, setup) as crew,
     ):
-        yield Agents(gateway=gateway, workers=crew.workers, harness=crew.harness, backend=crew.backend)
+        yield AgentRuntime(gateway=gateway, workers=crew.workers, harness=crew.harness, backend=crew.backend)
 
 
 @asynccontextmanager
-async def open_crew(
-    config: Config, gateway: Listening, sockets: Path, means: Means | None = None
-) -> AsyncIterator[Crew]:
-    """The workers of a gateway that there is, each on a socket of its own below `sockets`."""
-    means = means or find_means(config)
-    harness, size = means.harness, config.harness.workers
+async def open_workers(
+    config: Config, gateway: GatewayListener, sockets: Path, setup: AgentSetup | None = None
+) -> AsyncIterator[AgentWorkers]:
+    """Run the workers of an existing gateway, each with its own socket below `sockets`."""
+    setup = setup or find_agent_setup(config)
+    harness, size = setup.harness, config.harness.workers
     async with AsyncExitStack() as stack:
-        backend = await stack.enter_async_context(means.pool)
+        backend = await stack.enter_async_context(setup.pool)
         paths = [sockets / f"g{i}" for i in range(size)]
         for path in paths:
             await stack.enter_async_context(gateway.listen_unix(path))
@@ -189,4 +193,4 @@ async def open_crew(
         workers = await stack.enter_async_context(WorkerPool(harness, size, Sockets(paths), strict=strict))
         if not strict:
             await workers.warm()
-        yield Crew(workers=workers, harness=harness, backend=backend)
+        yield AgentWorkers(workers=workers, harness=harness, backend=backend)

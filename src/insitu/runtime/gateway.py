@@ -1,4 +1,4 @@
-"""What a configuration says of every session of a gateway. Callers: agents, evaluate, serve, cli."""
+"""Gateway options from the configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from insitu.gateway.text_tool_calls import TextShim
 
 
 def gateway_config(config: Config, log_dir: Path | None = None) -> GatewayConfig:
-    """Raises ConfigError for host tools that cannot be."""
+    """Return the gateway options; raise ConfigError for invalid host tools."""
     table = config.gateway
     shim = TextShim(tool=table.shim_tool, argument=table.shim_argument, whole_text=table.shim_whole_text)
     return GatewayConfig(
@@ -31,7 +31,10 @@ def gateway_config(config: Config, log_dir: Path | None = None) -> GatewayConfig
 
 
 def read_tools(path: Path) -> tuple[HostTool, ...]:
-    """Host tools from a JSON file: a list of {name, description, parameters}. Raises ConfigError."""
+    """Return host tools from a JSON file, a list of {name, description, parameters}.
+
+    Raises ConfigError.
+    """
     with boundary(ConfigError, f"cannot read {path}"):
         listed = orjson.loads(path.read_bytes())
     if not isinstance(listed, list):

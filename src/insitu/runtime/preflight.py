@@ -1,9 +1,8 @@
-"""Everything about a run that can be checked before anything is started or written, all at once.
+"""Check everything about a run before anything is started or written, and report all problems at once.
 
-    prepare(config) -> source, tasks, family, means      or one error that names every problem
+    prepare(config) -> source, tasks, renderer, agent setup      or one error that lists every problem
 
-What it finds (the task source, the model's rules, sandboxes, the agent) is what the run then uses. Called by
-training/loop.py and evaluate/run.py.
+The run then uses the objects found here.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from insitu.engines.http import checked_url
 from insitu.errors import ConfigError, InsituError
 from insitu.gateway.listeners import check_port
 from insitu.grading.grader import runner_for
-from insitu.runtime.agents import Means, find_pool, limits_of, make_harness
+from insitu.runtime.agents import AgentSetup, find_pool, limits_of, make_harness
 from insitu.runtime.sandboxes import check_agents, check_tasks
-from insitu.runtime.trust_filter import hold_strength
+from insitu.runtime.trust_filter import filter_by_trust
 from insitu.runtime.upstream import upstream_options
 from insitu.tasks.base import TaskSource
 from insitu.tasks.factory import action_of, open_source
@@ -34,18 +33,18 @@ from insitu.types import Task
 P = ParamSpec("P")
 T = TypeVar("T")
 Chooser = Callable[[Config, TaskSource], Iterable[Task]]
-"""The tasks of a run, or examples of them, for the checks of sandboxes."""
+"""Returns the tasks of a run, or examples of them, for the sandbox checks."""
 SERVERS = ("vllm", "sglang")
 
 
 class Checks:
-    """Runs checks and keeps their errors, so that a person gets all of them from one start."""
+    """Runs checks and collects their errors, so that the user gets all of them at once."""
 
     def __init__(self) -> None:
         self._errors: list[InsituError] = []
 
     def run(self, check: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """What the check returns; None when it failed."""
+        """Return the result of the check; None if it failed."""
         try:
             return check(*args, **kwargs)
         except InsituError as error:
@@ -54,7 +53,7 @@ class Checks:
             return None
 
     def close(self) -> None:
-        """Raise the error, or one ConfigError that holds all of them."""
+        """Raise the error, or one ConfigError that lists all of them."""
         if len(self._errors) == 1:
             raise self._errors[0]
         if self._errors:
@@ -64,20 +63,20 @@ class Checks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What a run is made of, checked; nothing is running yet."""
+    """Checked parts of a run; nothing is running yet."""
 
     source: TaskSource
     tasks: Sequence[Task]
-    """Those that the verb chose."""
+    """Tasks chosen by the command."""
     renderer: ChatRenderer | None
-    """None with a provider, which has its own rules."""
-    means: Means
+    """None with engine.kind upstream: the provider renders."""
+    setup: AgentSetup
 
     @property
     def rules(self) -> ChatRenderer:
-        """Raises ConfigError with a provider."""
+        """The renderer; raises ConfigError with engine.kind upstream."""
         if self.renderer is None:
-            raise ConfigError("engine.kind upstream: no token rules are known")
+            raise ConfigError("engine.kind upstream has no renderer: the provider renders prompts")
         return self.renderer
 
 
@@ -87,8 +86,11 @@ def prepare(
     choose: Chooser,
     further: Sequence[Callable[[Config], object]] = (),
 ) -> Prepared:
-    """Check a configuration. `say` gets lines for the person; `further`: checks of the verb's own. Raises
-    InsituError; a missing agent is installed once nothing else is wrong."""
+    """Check a configuration; raise InsituError that lists all problems.
+
+    `say` gets lines for the user; `further`: additional checks of the command. A missing agent is installed
+    once everything else has passed.
+    """
     checks = Checks()
     for check in (check_policy, check_agents, check_engine, action_of, *further):
         checks.run(check, config)
@@ -99,23 +101,23 @@ def prepare(
     if chosen is None or pool is None:  # close() has raised
         raise ConfigError("a check failed without an error")
     source, tasks = chosen
-    means = Means(pool=pool, harness=make_harness(config, pool))
-    return Prepared(source=source, tasks=tasks, renderer=renderer, means=means)
+    setup = AgentSetup(pool=pool, harness=make_harness(config, pool))
+    return Prepared(source=source, tasks=tasks, renderer=renderer, setup=setup)
 
 
 def prepare_tasks(
     config: Config, say: Callable[[str], None], choose: Chooser
 ) -> tuple[TaskSource, Sequence[Task]]:
-    """The source and the chosen tasks, which have their place in the sandboxes of the configuration."""
+    """Return the source and the chosen tasks, checked against the configured sandboxes."""
     source = open_source(config, limits_of(config), runner_for)
-    hold_strength(config, source, say)
+    filter_by_trust(config, source, say)
     tasks = list(choose(config, source))
     check_tasks(config, tasks)
     return source, tasks
 
 
 def check_policy(config: Config) -> None:
-    """Raises ConfigError for [policy] that the engine cannot sample with: sft.run in another verb's file."""
+    """Raise ConfigError if the engine cannot sample with [policy], e.g. sft.run in another command's file."""
     if config.policy_trouble:
         raise ConfigError(config.policy_trouble)
 
@@ -125,7 +127,7 @@ def renderer_of(config: Config) -> ChatRenderer:
 
 
 def check_engine(config: Config) -> None:
-    """Addresses, keys and folders of [engine]; asks no server. Raises ConfigError, SetupError."""
+    """Check addresses, keys and folders of [engine]; contacts no server. Raise ConfigError or SetupError."""
     table = config.engine
     if table.kind in SERVERS:
         http_options(config)
@@ -141,12 +143,12 @@ def check_engine(config: Config) -> None:
 
 
 def check_weights(config: Config) -> None:
-    """Raises ConfigError where a learner would find no weights in the model's folder."""
+    """Raise ConfigError if the model folder has no weights for a learner."""
     _check_model(model_folder(config), "model.path")
 
 
 def check_reference(config: Config) -> None:
-    """The same for the reference policy."""
+    """Raise ConfigError if the folder of the reference policy has no weights."""
     if config.train.reference:
         _check_model(Path(config.train.reference), "train.reference")
 
@@ -159,7 +161,7 @@ def _check_model(folder: Path, key: str) -> None:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Raises ConfigError for a folder that cannot be made or written to. Makes nothing."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key}: {folder} cannot be written to")
+    """Raise ConfigError if a folder cannot be created or written to; creates nothing."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key}: {folder} is not writable")

@@ -1,9 +1,9 @@
-"""Where sandboxes come from: the pool over the backends that [sandbox] names, and what they cannot hold.
+"""Build the sandbox pool from [sandbox], and check what its backends cannot run.
 
-    backend, fallback -> Pool (permits, tries, circuits) -> agents' and grading sandboxes
+    backend, fallback -> Pool (limit, retries, circuit breakers) -> agents' and grading sandboxes
 
-What no sandbox of a backend could hold is refused before anything starts, for the fall-back as well: it has
-to take over whatever comes. Called by each verb that opens sandboxes.
+What a backend does not support is rejected before anything starts, for the fallback as well: it must be able
+to take over any sandbox.
 """
 
 from __future__ import annotations
@@ -30,43 +30,45 @@ from insitu.types import Task
 
 log = logging.getLogger(__name__)
 
-PERMITS = 128
+DEFAULT_MAX_SANDBOXES = 128
 WORK_BYTES = 128 << 20
 NO_AGENT = "single_turn"
 """The harness that opens no sandbox."""
-LACKS: Mapping[SandboxKind, Mapping[Capability, str]] = {
+UNSUPPORTED: Mapping[SandboxKind, Mapping[Capability, str]] = {
     "local": {
-        "images": "it makes no sandboxes of images",
-        "root_setup": "the system of its sandboxes is this machine's own",
+        "images": "it cannot run images",
+        "root_setup": "its sandboxes share this machine's system",
     },
     "docker": {},
     "harbor": {
-        "gateway_only": "its sandboxes do not reach the gateway",
-        "binds": "it shows its sandboxes no folder of this machine",
-        "root_setup": "nothing there runs as root before the agent",
+        "gateway_only": "its sandboxes cannot reach the gateway",
+        "binds": "it cannot mount folders of this machine",
+        "root_setup": "it runs no commands as root before the agent",
     },
 }
-"""What a kind of backend never has, in words for a person."""
+"""Capabilities that a kind of backend never has, with the reason for the user."""
 
 
 def make_pool(config: Config, say: Callable[[str], None] = log.warning) -> Pool:
-    """Where every sandbox of a run comes from; `say` gets a line when a backend goes down or is back, and
-    when there is none of the one that is preferred. Raises SetupError."""
+    """Return the pool that all sandboxes of a run come from; raise SetupError if no backend works.
+
+    `say` gets a line when a backend goes down or recovers, and when the preferred one is unavailable.
+    """
     table = config.sandbox
-    made: list[SandboxBackend] = []
-    why: list[str] = []
+    backends: list[SandboxBackend] = []
+    failures: list[str] = []
     for kind in table.kinds:
         try:
-            made.append(make_backend(config, kind))
+            backends.append(make_backend(config, kind))
         except SetupError as error:
-            why.append(f"{kind}: {error}")
-    if not made:
-        raise SetupError("; ".join(why) if table.fallback else why[0].partition(": ")[2])
-    for reason in why:
-        say(f"no sandbox {reason}; sandboxes come from {made[0].name} for the whole run")
+            failures.append(f"{kind}: {error}")
+    if not backends:
+        raise SetupError("; ".join(failures) if table.fallback else failures[0].partition(": ")[2])
+    for reason in failures:
+        say(f"backend unavailable: {reason}; sandboxes come from {backends[0].name} for the whole run")
     fetch_s = table.pull_timeout_s if {"docker", "harbor"} & {*table.kinds} else 0.0
     options = PoolOptions(
-        max_sandboxes=table.max_sandboxes or max(PERMITS, config.sandboxes_needed),
+        max_sandboxes=table.max_sandboxes or max(DEFAULT_MAX_SANDBOXES, config.sandboxes_needed),
         warm=table.warm,
         in_order=True,
         boot_attempts=table.boot_attempts,
@@ -77,14 +79,16 @@ def make_pool(config: Config, say: Callable[[str], None] = log.warning) -> Pool:
             cooldown_s=table.breaker_cooldown_s,
         ),
     )
-    return Pool(made, options, say)
+    return Pool(backends, options, say)
 
 
 def make_backend(
     config: Config, kind: SandboxKind | None = None, *, work_bytes: int = WORK_BYTES
 ) -> SandboxBackend:
-    """What sandboxes are made with, by default the preferred kind. `work_bytes`: most that a work folder in
-    memory may hold. Raises SetupError when this machine cannot."""
+    """Return a backend, by default the preferred kind; raise SetupError if it cannot run here.
+
+    `work_bytes`: maximum size of a work folder in memory.
+    """
     table = config.sandbox
     kind = kind or table.backend
     if kind == "local":
@@ -108,47 +112,47 @@ def make_backend(
 
 
 def _factory(environment: str) -> Factory | None:
-    """A function of the user's own that makes environments; None for the name of one of Harbor's."""
+    """Return the user's function that creates environments; None for one of Harbor's own."""
     found: Any = load_function(environment) if ":" in environment else None
     return cast("Factory | None", found)
 
 
 def check_agents(config: Config) -> None:
-    """Raises ConfigError for an agent that could not run in every backend's sandboxes."""
+    """Raise ConfigError for an agent that could not run in the sandboxes of every backend."""
     if config.harness.agent == NO_AGENT:
         return
     for kind in config.sandbox.kinds:
-        if why := LACKS[kind].get("gateway_only"):
+        if why := UNSUPPORTED[kind].get("gateway_only"):
             raise ConfigError(
                 f"no agent runs in sandboxes of {_key(config, kind)} = {kind}: {why};"
-                f" harness.agent = {NO_AGENT}, `insitu grade` and `insitu tasks validate` open sandboxes for"
-                " grading alone"
+                f" harness.agent = {NO_AGENT}, `insitu grade` and `insitu tasks validate` open sandboxes"
+                " for grading alone"
             )
 
 
 def check_tasks(config: Config, tasks: Iterable[Task]) -> None:
-    """Raises ConfigError for a task that could not run in every backend's sandboxes."""
-    lacks = {kind: LACKS[kind] for kind in config.sandbox.kinds}
+    """Raise ConfigError for a task that could not run in the sandboxes of every backend."""
+    lacks = {kind: UNSUPPORTED[kind] for kind in config.sandbox.kinds}
     for task in tasks:
         runner = RUNNERS.get(task.grading.runner)
         for kind, words in lacks.items():
             if task.setup.image and "images" in words:
                 what, why = f"its image is {task.setup.image}", words["images"]
             elif task.setup.root_commands and "root_setup" in words:
-                what, why = "root sets it up", words["root_setup"]
+                what, why = "it has root_commands", words["root_setup"]
             elif "binds" in words and runner is not None and runner.needs():
-                what, why = f"runner {runner.name} shows its sandboxes a folder", words["binds"]
+                what, why = f"runner {runner.name} mounts a folder in its sandboxes", words["binds"]
             elif kind != "local" and not task.setup.image and not config.sandbox.image:
-                what, why = "it is made of no image", "sandbox.image names none"
+                what, why = "it has no image", "sandbox.image names none"
             else:
                 continue
             raise ConfigError(
-                f"task {task.id} has no place in {_key(config, kind)} = {kind}: {what}, and {why}"
+                f"task {task.id} cannot run with {_key(config, kind)} = {kind}: {what}, and {why}"
             )
 
 
 def examples_of(source: TaskSource) -> Iterable[Task]:
-    """Tasks of a source that stand for all the others of it in what they need of a sandbox."""
+    """Return tasks of a source that represent all others in what they need of a sandbox."""
     return source.examples() if isinstance(source, RowSource) else source.tasks("train", 0, 1)
 
 

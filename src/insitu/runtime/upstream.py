@@ -1,10 +1,9 @@
-"""Rollouts before a provider: agents in sandboxes as ever, but their calls are passed on and kept as text.
+"""Rollouts with a provider: calls of sandboxed agents are proxied and recorded as text.
 
     sandbox -> unix socket -> UpstreamGateway -> ProviderProxy -> provider
 
-A rollout of it holds no token, so nothing of it can be trained; it is graded like any other. What keeps the
-provider from answering (rate limits past all patience, an outage, a refused key, the operator's own cost
-limit) is nothing the agent did: the attempt is unscorable, not a zero. Callers: evaluate, serve.
+Such a rollout has no tokens, so it cannot be trained; it is graded like any other. If the provider does not
+answer (rate limits, an outage, a rejected key, the cost limit), the attempt is unscorable, not a zero.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from insitu.types import Limits, Trajectory
 
 
 def upstream_options(config: Config) -> UpstreamOptions:
-    """Raises ConfigError when the key is not in the environment."""
+    """Return the proxy options; raise ConfigError if the key is not in the environment."""
     table = config.engine
     return UpstreamOptions(
         url=table.url,
@@ -54,7 +53,7 @@ def upstream_options(config: Config) -> UpstreamOptions:
 
 
 class UpstreamSession:
-    """Implements rollout.AttemptSession."""
+    """Implements `rollout.AttemptSession` over a provider's session."""
 
     def __init__(self, inner: ProviderSession) -> None:
         self._inner = inner
@@ -66,20 +65,20 @@ class UpstreamSession:
 
     @property
     def stats(self) -> SessionStats:
-        held = self._inner
+        inner = self._inner
         return SessionStats(
-            calls=held.spent.calls,
-            sampled_tokens=held.spent.sampled_tokens,
-            prompt_tokens=held.spent.prompt_tokens,
-            budget_stop=held.budget_stop,
-            infra_error=held.trouble,
-            waited_s=held.waited_s,
-            rejections=held.rejections,
+            calls=inner.spent.calls,
+            sampled_tokens=inner.spent.sampled_tokens,
+            prompt_tokens=inner.spent.prompt_tokens,
+            budget_stop=inner.budget_stop,
+            infra_error=inner.trouble,
+            waited_s=inner.waited_s,
+            rejections=inner.rejections,
         )
 
     @property
     def host_calls(self) -> Sequence[HostCall]:
-        """None: bodies go on as they are."""
+        """Always empty: request bodies are passed on unchanged."""
         return ()
 
     async def seal(self, deadline_s: float) -> Trajectory:
@@ -87,16 +86,16 @@ class UpstreamSession:
 
 
 class UpstreamGateway:
-    """Implements rollout.Sessions and listens for sandboxes."""
+    """Implements `rollout.Sessions` and listens for sandboxes."""
 
-    def __init__(self, through: ProviderProxy, records: Path, max_cost: float = 0.0) -> None:
-        self._through, self._records, self._max_cost = through, records, max_cost
+    def __init__(self, proxy: ProviderProxy, records: Path, max_cost: float = 0.0) -> None:
+        self._proxy, self._records, self._max_cost = proxy, records, max_cost
 
     async def check(self) -> None:
-        """Raises GatewayError at the cost limit, EngineUnavailable when the provider is away."""
-        if self._through.cost_reached:
+        """Raise GatewayError at the cost limit, EngineUnavailable during an outage of the provider."""
+        if self._proxy.cost_reached:
             raise GatewayError(f"the cost limit is reached (engine.max_cost {self._max_cost:g})")
-        self._through.outage.check()
+        self._proxy.outage.check()
 
     def open_session(
         self,
@@ -108,7 +107,7 @@ class UpstreamGateway:
         max_call_tokens: int,
         listener: Path,
     ) -> UpstreamSession:
-        """No seed, temperature or call limit goes to the provider: bodies go on as the agent wrote them."""
+        """Open a session; seed, temperature and call limit have no effect on the provider."""
         budgets = Budgets(
             max_calls=limits.max_calls,
             max_sampled_tokens=limits.max_session_tokens,
@@ -116,18 +115,18 @@ class UpstreamGateway:
         )
         name = free_name(self._records, rollout_id)
         return UpstreamSession(
-            self._through.open_session(rollout_id, budgets=budgets, listener=listener, name=name)
+            self._proxy.open_session(rollout_id, budgets=budgets, listener=listener, name=name)
         )
 
     def listen_unix(self, path: Path) -> AbstractAsyncContextManager[Listener]:
-        return self._through.listen_unix(path)
+        return self._proxy.listen_unix(path)
 
     def listen_tcp(self, host: str = "127.0.0.1", port: int = 0) -> AbstractAsyncContextManager[Listener]:
-        return self._through.listen_tcp(host, port)
+        return self._proxy.listen_tcp(host, port)
 
 
 def free_name(records: Path, rollout_id: str) -> str:
-    """Every try at a rollout has a record of its own; the highest number is the last try."""
+    """Return an unused record name: each attempt has its own record, the highest number is the last."""
     base, number = record_name(rollout_id), 1
     while (records / f"{base}.{number}.jsonl").exists():
         number += 1
@@ -138,19 +137,23 @@ def free_name(records: Path, rollout_id: str) -> str:
 async def open_upstream(
     config: Config, records: Path, say: Callable[[str], None]
 ) -> AsyncIterator[UpstreamGateway]:
-    """The provider of the configuration, which can be connected to. What earlier processes of this run spent
-    counts towards the cost limit. Raises ConfigError, RecordError, EngineUnavailable."""
+    """Open the configured provider; earlier costs of this run count towards the cost limit.
+
+    Raises ConfigError, RecordError, EngineUnavailable.
+    """
     options = upstream_options(config)
     await check_reachable(options.url, options.connect_deadline_s)
-    async with open_proxy(options, records, say=say) as through:
+    async with open_proxy(options, records, say=say) as proxy:
         for call in read_calls(records):
-            through.spent.add(call.usage, call.cost)
-        yield UpstreamGateway(through, records, config.engine.max_cost)
+            proxy.spent.add(call.usage, call.cost)
+        yield UpstreamGateway(proxy, records, config.engine.max_cost)
 
 
 async def check_reachable(url: str, deadline_s: float) -> None:
-    """Connect once and send nothing, so that a wrong address is found before any sandbox boots. Raises
-    EngineUnavailable."""
+    """Connect once and send nothing, to find a wrong address before any sandbox starts.
+
+    Raises EngineUnavailable.
+    """
     address = urlsplit(url)
     secure = address.scheme == "https"
     try:
@@ -159,7 +162,7 @@ async def check_reachable(url: str, deadline_s: float) -> None:
                 address.hostname, address.port or (443 if secure else 80), ssl=secure or None
             )
     except (OSError, TimeoutError) as error:
-        why = f"no answer in {deadline_s:g} s" if isinstance(error, TimeoutError) else reason_of(error)
+        why = f"timeout after {deadline_s:g} s" if isinstance(error, TimeoutError) else reason_of(error)
         raise EngineUnavailable(f"engine.url: the provider at {url} cannot be reached: {why}") from error
     writer.close()
     with contextlib.suppress(OSError):
@@ -177,27 +180,29 @@ class ReadCall:
 
 
 def read_calls(records: Path) -> Iterator[ReadCall]:
-    """Every recorded model call of a run, failed tries included. A line that a kill cut short is left out.
-    Raises RecordError."""
+    """Yield every recorded model call of a run, failed attempts included; skip truncated lines.
+
+    Raises RecordError.
+    """
     for file in sorted(records.glob("*.jsonl")):
         with boundary(RecordError, f"read {file}"), file.open("rb") as lines:
             for line in lines:
                 if not line.endswith(b"\n"):
                     continue
-                held = orjson.loads(line)
-                route = take_apart(f"/v1/{held['path']}")
+                entry = orjson.loads(line)
+                route = take_apart(f"/v1/{entry['path']}")
                 if route is None or route.kind != "call":
                     continue
                 yield ReadCall(
-                    rollout_id=held["rollout_id"],
-                    usage=Usage(**held["usage"]),
-                    cost=held["cost"],
-                    status=held["status"],
+                    rollout_id=entry["rollout_id"],
+                    usage=Usage(**entry["usage"]),
+                    cost=entry["cost"],
+                    status=entry["status"],
                 )
 
 
 def spent_in(records: Path) -> Spent:
-    """Sum over a run's records."""
+    """Return the sum over a run's records."""
     spent = Spent()
     for call in read_calls(records):
         spent.add(call.usage, call.cost)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from insitu.attempt import AttemptSpec, at_once, forget
+from insitu.attempt import AttemptSpec, ignore_cancelled, no_wait
 from insitu.types import Ledger, Rollout, Status, Timings, Trajectory
 
 Fate = Callable[[AttemptSpec], float | str]
@@ -28,20 +28,20 @@ class FakeAttempts:
     async def run(
         self,
         spec: AttemptSpec,
-        began: Callable[[], None],
-        cancelled: Callable[[Rollout], None] = forget,
-        ready: Callable[[], Awaitable[object]] = at_once,
+        on_start: Callable[[], None],
+        on_cancelled: Callable[[Rollout], None] = ignore_cancelled,
+        ready: Callable[[], Awaitable[object]] = no_wait,
     ) -> Rollout:
         self.specs.append(spec)
         await ready()
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        began()
+        on_start()
         try:
             await asyncio.sleep(self._delay_s(spec))
             return fake_rollout(spec, self._fate(spec))
         except asyncio.CancelledError:
-            cancelled(fake_rollout(spec, "cancelled"))
+            on_cancelled(fake_rollout(spec, "cancelled"))
             raise
         finally:
             self.running -= 1

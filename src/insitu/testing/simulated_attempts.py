@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from insitu.attempt import AttemptSpec, at_once, forget
+from insitu.attempt import AttemptSpec, ignore_cancelled, no_wait
 from insitu.testing.fake_attempts import fake_rollout
 from insitu.types import Ledger, Rollout, Segment, Status, Trajectory
 
@@ -46,9 +46,9 @@ class SimulatedAttempts:
     async def run(
         self,
         spec: AttemptSpec,
-        began: Callable[[], None],
-        cancelled: Callable[[Rollout], None] = forget,
-        ready: Callable[[], Awaitable[object]] = at_once,
+        on_start: Callable[[], None],
+        on_cancelled: Callable[[Rollout], None] = ignore_cancelled,
+        ready: Callable[[], Awaitable[object]] = no_wait,
     ) -> Rollout:
         c = self._chances
         name = f"{c.seed} {spec.rollout_id} {spec.attempt}"
@@ -58,13 +58,13 @@ class SimulatedAttempts:
         takes, luck, broken = c.median_s * float(np.exp(c.sigma * rng.normal())), rng.random(), rng.random()
         async with self._permits:
             await ready()
-            began()
+            on_start()
             self.running += 1
             first = self._version()
             try:
                 await asyncio.sleep(min(takes, spec.task.limits.wall_s))
             except asyncio.CancelledError:
-                cancelled(with_tokens(fake_rollout(spec, "cancelled"), first, self._version()))
+                on_cancelled(with_tokens(fake_rollout(spec, "cancelled"), first, self._version()))
                 raise
             finally:
                 self.running -= 1

@@ -116,11 +116,11 @@ async def open_ahead(
         Breaker(config.collect.max_consecutive_failures),
         async_options(config),
         lambda number: source.tasks("train", number, 1)[0],
-        use=lambda group: use_of(group, plan),
+        reject_reason=lambda group: use_of(group, plan),
         check=check,
         warn=warn,
         version=version,
-        before=left_before(store, source, config.tasks.groups_per_step),
+        resume=left_before(store, source, config.tasks.groups_per_step),
     )
     async with collector.open():
         yield AsyncBatches(collector)

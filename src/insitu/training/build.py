@@ -161,8 +161,8 @@ async def assemble(
         if config.engine.kind == "embedded":
             engine = RetryingEngine(engine, life)
         stage("starting the agents")
-        means = prepared.means
-        agents = await stack.enter_async_context(open_agents(config, renderer, engine, sockets, means, note))
+        setup = prepared.setup
+        agents = await stack.enter_async_context(open_agents(config, renderer, engine, sockets, setup, note))
         judge = make_judge(config, agents.backend, source)
         stack.push_async_callback(judge.close)
         yield RunParts(

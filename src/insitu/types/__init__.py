@@ -1,8 +1,7 @@
-"""The words of insitu as frozen values (docs/DESIGN.md, section 2), by the stretch of the path they belong
-to.
+"""The data model of insitu as frozen values (docs/DESIGN.md, section 2).
 
-Values move right along the path Task -> Sandbox -> Harness -> Gateway -> Rollout -> Group -> Trainer
-and are never changed after they are made. This package knows no I/O, no async and no other module.
+Values move along the path Task -> Sandbox -> Agent -> Gateway -> Rollout -> Group -> Trainer and are never
+changed after construction. This package does no I/O, has no async code and imports no other module.
 """
 
 from insitu.types.capture import EXCLUSIONS, DriftNote, Ledger, Segment, SegmentKind, Trajectory, Turn

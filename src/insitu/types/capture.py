@@ -1,4 +1,4 @@
-"""What is kept of the calls: turns, segments, the ledger."""
+"""Captured calls: turns, segments, the ledger."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Turn:
     excluded: str = ""
     """Reason from EXCLUSIONS when no token of this turn may be trained, else empty."""
     hints: tuple[tuple[str, str], ...] = ()
-    """What the agent said of itself with the request, as (name, value), and the gateway's own `label`s."""
+    """Client metadata of the request as (name, value), and the gateway's own `label`s."""
     advisory: tuple[tuple[str, str], ...] = ()
-    """`ModelRequest.advisory`: what the agent wished for this call and did not get."""
+    """`ModelRequest.advisory`: request parameters that were ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Segment:
     index: int
     kind: SegmentKind
     label: str
-    """append, wipe, subagent, auxiliary or final."""
+    """One of append, wipe, subagent, auxiliary, final."""
     ids: IntArray = field(repr=False)
     mask: BoolArray = field(repr=False)
     logprobs: FloatArray = field(repr=False)
@@ -51,7 +51,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """The account of sampled tokens: captured = trained + sum(excluded.values()), always."""
+    """Account of sampled tokens: captured = trained + sum(excluded.values()), always."""
 
     captured: int = 0
     trained: int = 0
@@ -93,22 +93,22 @@ EXCLUSIONS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftNote:
-    """One request that did not simply continue what was held, with the diagnosis of an edit."""
+    """One request that did not simply continue the captured history, with its cause."""
 
     kind: str
     """edited or fork."""
     cause: str
-    """From the closed sets in capture/drift and capture/diagnosis."""
+    """From the closed set in capture/drift."""
     request: int = -1
     """Index of the first turn sampled for that request; -1 when none was."""
     turn: int = -1
-    """The held turn concerned: edited, left out, stepped back over or re-rendered; -1 when there is none."""
+    """The captured turn that was edited, omitted, reverted or re-rendered; -1 = none."""
     token: int = -1
     """First sampled id of that turn that the agent's version does not share; -1 when not known."""
     tokens: int = 0
-    """Sampled ids of held turns that this request re-renders as context, or leaves out."""
+    """Sampled ids of captured turns that this request re-renders as context, or omits."""
     detail: str = ""
-    """Names of the arguments concerned."""
+    """Names of the changed arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What an engine is asked and what it returns."""
+"""Requests to an engine and their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VersionRuns = tuple[tuple[int, int], ...]
 
 
 MIN_TEMPERATURE = 0.05
-"""Of a session: vLLM changes colder ones without a word, and hardly anything is left there to be trained."""
+"""Least temperature of a session: vLLM silently changes lower ones, and they leave little to train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestKey:
-    """Names one engine request and its random stream: the same key gives the same draws."""
+    """Identifies one engine request and its random stream: the same key gives the same samples."""
 
     seed: int
     rollout_id: str
@@ -43,7 +43,7 @@ class RequestKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What an engine returns for one request."""
+    """Result of one engine request."""
 
     ids: IntArray = field(repr=False)
     """[n] sampled ids, the stop id included."""

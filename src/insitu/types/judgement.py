@@ -1,4 +1,4 @@
-"""What became of an attempt: verdict, rollout, group."""
+"""Results of an attempt: verdict, rollout, group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Trust = Literal["strong", "standard", "weak"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The grader's word. `reward` is None exactly when outcome is INFRA."""
+    """Result of grading; `reward` is None exactly when outcome is INFRA."""
 
     outcome: Outcome
     reward: float | None
@@ -38,14 +38,14 @@ class Verdict:
     total: int = 0
     """Required checks: cases, tests or commands."""
     fail_to_pass: tuple[int, int] = (0, 0)
-    """(passed, required), where tests are told apart."""
+    """(passed, required), where tests are reported separately."""
     pass_to_pass: tuple[int, int] = (0, 0)
     controls: str = ""
-    """What the must-fail and must-pass controls of the run showed; empty where a runner has none."""
+    """Result of the must-fail and must-pass controls of the run; empty if the runner has none."""
     image: str = ""
-    """The image the verdict was found in, with its digest; empty = the plain sandbox."""
+    """Image of the grading sandbox, with its digest; empty = the plain sandbox."""
     grader: str = ""
-    """Version of the code that judged."""
+    """Version of the grading code."""
     dropped_paths: tuple[str, ...] = ()
     """Protected paths the agent changed; the change was dropped."""
     reason: str = ""
@@ -55,7 +55,7 @@ class Verdict:
 
 
 class Status(enum.StrEnum):
-    """How an attempt ended. Only INFRA_FAILED carries no reward."""
+    """How an attempt ended; only INFRA_FAILED has no reward."""
 
     OK = "ok"
     TRUNCATED = "truncated"
@@ -92,10 +92,10 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One slot of a group, decided."""
+    """Final result of one slot of a group."""
 
     id: str
-    """Logical name, unique within a run and the same after resume: phase/step/group/slot."""
+    """Unique within a run and the same after resume: phase/step/group/slot."""
     task_id: str
     category: str
     status: Status
@@ -110,7 +110,7 @@ class Rollout:
     error: str = ""
     """One line, for INFRA_FAILED and AGENT_FAILED."""
     egress_attempts: int | None = None
-    """What the agent's sandbox tried to reach and could not, as its kernel counted; None = not known."""
+    """Blocked network connections of the agent's sandbox, counted by its kernel; None = unknown."""
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -135,11 +135,11 @@ def _joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDAr
 
 
 SAME = 1e-9
-"""Rewards that differ by less, relative to the largest, are equal: sums of floats differ in the last bits."""
+"""Relative tolerance below which rewards are equal: sums of floats differ in the last bits."""
 
 
 def equal_rewards(rewards: Sequence[float]) -> bool:
-    """Whether rewards tell nobody from another; so do fewer than two."""
+    """Return whether all rewards are equal; True for fewer than two."""
     if len(rewards) < 2:
         return True
     return max(rewards) - min(rewards) <= SAME * max(map(abs, rewards))
@@ -160,5 +160,5 @@ class Group:
 
     @property
     def degenerate(self) -> bool:
-        """True when all scorable rewards are equal: the group carries no gradient."""
+        """True when all scorable rewards are equal: the group has no gradient."""
         return equal_rewards(self.rewards)

@@ -1,4 +1,4 @@
-"""The wire's meaning: messages, tool calls, one model call and its reply."""
+"""Messages, tool calls, one model call and its reply, independent of any wire format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call as the wire carries it: `id` minted by the gateway, `arguments` raw JSON text."""
+    """A call as sent over the wire: `id` minted by the gateway, `arguments` raw JSON text."""
 
     id: str
     name: str
@@ -31,13 +31,15 @@ class Message:
     tool_call_id: str = ""
     """For role `tool`: which call this answers."""
     pointers: tuple[str, ...] = ()
-    """For role `assistant`: opaque fields the agent echoes (thinking signatures, encrypted reasoning); they
-    may hold a signed node pointer of the gateway. A hint only: never part of a message's meaning."""
+    """For role `assistant`: opaque fields the agent echoes (thinking signatures, encrypted reasoning).
+
+    They may contain a signed node pointer of the gateway: a hint only, ignored when messages are compared.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec:
-    """A tool the agent offers. `parameters` is the JSON schema as canonical JSON text."""
+    """A tool the agent offers; `parameters` is the JSON schema as canonical JSON text."""
 
     name: str
     description: str
@@ -46,7 +48,7 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
-    """One model call as the agent asked for it; sampling wishes are advisory."""
+    """One model call as requested by the agent; its sampling parameters are advisory."""
 
     messages: Sequence[Message]
     tools: tuple[ToolSpec, ...] = ()
@@ -57,16 +59,14 @@ class ModelRequest:
     """May only shorten the trainer's own limit."""
     stop: tuple[str, ...] = ()
     advisory: tuple[tuple[str, str], ...] = ()
-    """Wishes that insitu records and does not follow, as (name, JSON text that may be cut short), and the
-    names of fields that it does not know."""
+    """Parameters recorded and ignored, as (name, JSON text, possibly truncated); unknown fields too."""
     hints: tuple[tuple[str, str], ...] = ()
-    """What the agent says of itself on the wire (sub-agent id, window id), as (name, value): labels, never
-    keys."""
+    """Client metadata on the wire (sub-agent id, window id) as (name, value): labels, never keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the model said, parsed from sampled ids."""
+    """Model output, parsed from sampled ids."""
 
     text: str = ""
     reasoning: str = ""
@@ -77,4 +77,4 @@ class Reply:
     pointer: str = ""
     """Signed node pointer for the opaque field of the wire format, empty for a synthetic reply."""
     stop: str = ""
-    """The stop string of the agent that ended it, if one did; it is not part of `text`."""
+    """The agent's stop string that ended the reply, if any; not part of `text`."""

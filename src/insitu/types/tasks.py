@@ -1,4 +1,4 @@
-"""What is worked on: files, tasks, and the oracle that only the grader holds."""
+"""Files, tasks, and the oracle that only the grader has access to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORKDIR = "/work"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """One regular file of a tree. Links, devices and directories are not entries."""
+    """One regular file of a tree; links, devices and directories are not entries."""
 
     content: bytes
     executable: bool = False
@@ -25,7 +25,7 @@ Tree = Mapping[str, FileEntry]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one rollout may use. Reaching a limit is the agent's own doing: it is graded."""
+    """Limits of one rollout; a rollout that reaches one is graded, not retried."""
 
     wall_s: float = 120.0
     """Seconds from the agent's start to its forced stop."""
@@ -48,7 +48,7 @@ RewardKind = Literal["binary", "fraction"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What every sandbox of a task starts from, the agent's and the grader's alike."""
+    """Initial state of every sandbox of a task, the agent's and the grader's alike."""
 
     image: str = ""
     """Image reference, pinned by digest where possible; empty = the backend's plain sandbox."""
@@ -56,20 +56,19 @@ class Setup:
     """Inside path of the work folder; empty = where the image starts its processes. With an image and no
     files, what the image has there is the base."""
     commands: tuple[str, ...] = ()
-    """Shell commands run in the work folder before the agent, or the candidate, is there."""
+    """Shell commands run in the work folder before the agent starts or the candidate is copied in."""
     timeout_s: float = 120.0
     """Seconds for all commands together."""
     root_commands: tuple[str, ...] = ()
-    """Shell commands run before those, as root of the image's system, without network. Docker sandboxes
-    only."""
+    """Shell commands run before `commands` as root, without network; Docker sandboxes only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradingPlan:
-    """How a diff is judged. Holds no expected value: those are in the Oracle."""
+    """How a diff is graded; contains no expected value (those are in the Oracle)."""
 
     runner: str = "json_io"
-    """Name of the runner in grade/runners."""
+    """Name of the runner in grading/runners."""
     entry: str = ""
     """For json_io: the module file under test, relative to the work folder."""
     protected: tuple[str, ...] = ()
@@ -78,40 +77,42 @@ class GradingPlan:
     memory_mb: int = 0
     """Memory of one process, where that is more than the grader gives anyway."""
     reward: RewardKind = "binary"
-    """binary = 1 when all that is required passes, else 0; fraction = the share that passes, by weight."""
+    """binary = 1 when all required checks pass, else 0; fraction = the weighted share that passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One immutable unit of work. Holds no secret of the solution."""
+    """One immutable unit of work; contains no part of the solution."""
 
     id: str
     prompt: str
-    """What the agent is told."""
+    """Instruction for the agent."""
     files: Tree = field(repr=False)
-    """The work folder at the start; for a task with an image, files laid over what the image has there."""
+    """Initial work folder; for a task with an image, files laid over the image's work folder."""
     setup: Setup = Setup()
     grading: GradingPlan = GradingPlan()
     limits: Limits = Limits()
     category: str = ""
-    """Free label for per-family statistics, e.g. the kind of fault."""
+    """Free label for per-category statistics, e.g. the kind of fault."""
     content_hash: str = ""
     """Hex SHA-256 over prompt, files, setup and grading plan; see `task_hash`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One hidden check of json_io: call `function(*args)`, compare with `expected`. Values are JSON's, or
-    tuples, sets and dicts of such."""
+    """One hidden check of json_io: call `function(*args)`, compare with `expected`.
+
+    Values are JSON values, or tuples, sets and dicts of them.
+    """
 
     function: str
-    """A name of the module, or `Class.method`, which is called on a fresh object."""
+    """A function of the module, or `Class.method`, called on a new object."""
     args: tuple[object, ...]
     expected: object
     exact: bool = True
-    """False: numbers compare as Python's == does, so that 1, 1.0 and true are equal; as an assert would."""
+    """False: numbers compare with Python's ==, so that 1, 1.0 and true are equal."""
     tolerance: float = 0.0
-    """Above 0: by how much numbers may differ, for sets that compare so; `exact` means nothing then."""
+    """Above 0: largest allowed difference of numbers; `exact` has no effect then."""
     wrapped: bool = False
     """`expected` is a list, and its first element alone counts as well (APPS)."""
     lists: bool = False
@@ -120,7 +121,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """One hidden run of runner `stdio`: what the program reads, and what it must print."""
+    """One hidden run of runner `stdio`: standard input and expected output."""
 
     stdin: str
     expected: str
@@ -128,36 +129,37 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One hidden command of runner `command`: it passes when it exits 0 and prints its markers."""
+    """One hidden command of runner `command`: passes if it exits with 0 and prints its markers."""
 
     name: str
     command: str
     """Shell command, run in the work folder of the grading sandbox."""
     markers: tuple[str, ...] = ()
-    """Texts that must stand in its standard output."""
+    """Texts that its standard output must contain."""
     weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenTests:
-    """What the runners other than json_io hold against a candidate. Goes into the grading sandbox only,
-    late."""
+    """Hidden tests of all runners except json_io; copied into the grading sandbox only, late."""
 
     files: Tree = field(default_factory=dict, repr=False)
-    """Files put over the candidate's work folder: hidden tests win against anything at their path."""
+    """Files copied over the candidate's work folder: hidden tests replace anything at their path."""
     patch: str = field(default="", repr=False)
     """Unified diff of the test files, applied to the base's version of them, never the candidate's."""
     script: str = field(default="", repr=False)
-    """Shell script that runs the tests; empty where the runner knows how."""
+    """Shell script that runs the tests; empty = the runner's own command."""
     parser: str = ""
     """swebench_log: name of the log parser."""
     fail_to_pass: tuple[str, ...] = ()
-    """Exact ids of tests that the base fails and a solution passes. With runner `pytest` the path of a test
-    file alone stands for all of its tests that the solution passes."""
+    """Exact ids of tests that the base fails and a solution passes.
+
+    With runner `pytest` the path of a test file alone stands for all of its tests that the solution passes.
+    """
     pass_to_pass: tuple[str, ...] = ()
     """Exact ids of tests that must not break."""
     expected: tuple[tuple[str, str], ...] = ()
-    """Exact (id, status) map that the run must equal, for sets that grade by equality (R2E-Gym)."""
+    """Exact (id, status) map that the run must equal, for data sets graded by equality (R2E-Gym)."""
     checks: tuple[Check, ...] = ()
     """command: what is run, in order."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -166,7 +168,7 @@ class HiddenTests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oracle:
-    """What only the grader may hold: hidden cases or tests, and the solution."""
+    """Data that only the grader may access: hidden cases or tests, and the solution."""
 
     task_id: str
     cases: tuple[Case, ...] = field(default=(), repr=False)
@@ -182,13 +184,13 @@ class Oracle:
     """stdio: by how much a number may differ that is expected with a fraction, absolutely or relative to the
     expected one; 0 = numbers are equal as numbers."""
     tests: HiddenTests = field(default=HiddenTests(), repr=False)
-    """Every other runner."""
+    """All other runners."""
     gold: Tree = field(default_factory=dict, repr=False)
     """Files of the solved work folder that differ from the task's."""
     gold_patch: str = field(default="", repr=False)
     """The solution as a unified diff, where the base is in an image; `gold` is empty then."""
     gold_reversed: bool = False
-    """`gold_patch` is what broke the base (SWE-smith): the solution is its reverse."""
+    """`gold_patch` introduced the fault (SWE-smith): the solution is its reverse."""
     solve: Tree = field(default_factory=dict, repr=False)
     """The solution as a program (Harbor): files put at /solution, of which solve.sh solves the task when it
     is run in the work folder of a sandbox."""
@@ -197,8 +199,8 @@ class Oracle:
 
 
 def task_hash(prompt: str, files: Tree, grading: GradingPlan, setup: Setup = Setup()) -> str:
-    """Hex SHA-256 that names a task by content: the split and the grader's check rest on it.
-    What stands at its default is left out, so that a new field renames no task that does not use it."""
+    """Return the hex SHA-256 that identifies a task by content."""
+    # Values equal to their default are omitted, so that a new field changes no existing hash.
     h = hashlib.sha256()
     plan = (
         f"GradingPlan(runner={grading.runner!r}, entry={grading.entry!r}, "

@@ -89,8 +89,7 @@ def test_a_row_that_has_no_place_in_the_sandboxes_is_a_finding_and_stops_no_othe
     code, out, err = run(capsys, "validate", *words)
     said = json.loads(out.splitlines()[-1])
     assert (code, said["tasks"], said["passed"], said["infra"]) == (1, 2, 1, 1)
-    why = "has no place in sandbox.backend = local: its image is python:3.12,"
-    why += " and it makes no sandboxes of images"
+    why = "cannot run with sandbox.backend = local: its image is python:3.12, and it cannot run images"
     assert said["not_passed"] == [{"id": "big", "status": "infra", "reason": why}]
     assert f"infra    big (0.0 s): {why}\n" in err
     assert {name: f.status for name, f in read_allowlist(allowlist).findings.items()} == {

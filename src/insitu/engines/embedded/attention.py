@@ -74,7 +74,7 @@ class _View:
         self.fresh = scores.view(products, of.tall, length)[:, :, trunk:]
         self.queries = of.queries[:n].view(products, of.tall, -1)
         self.keys = [k[:n].view(products, -1, c.cap)[:, :, trunk:length] for k in c.keys]
-        wide = torch.as_strided(of.shares, (n * c.kv, of.least, length), (of.apart * length, length, 1))
+        wide = torch.as_strided(of.shares, (n * c.kv, of.least, length), (of.head_stride * length, length, 1))
         starts = range(trunk, length, BLOCK)
         self.blocks = [wide[:, :, at : at + BLOCK] for at in starts]
         values = [v[:n].view(n * c.kv, c.cap, c.hd) for v in c.values]
@@ -85,7 +85,7 @@ class _View:
         self.turned, self.turned_keys = of.turned[:m], of.turned_keys[:m]
         self.new_keys = torch.view_as_real(self.turned_keys).view(-1)
         self.trunk_queries = torch.view_as_real(of.turned[:n]).permute(1, 2, 0, 3, 4, 5)
-        pairs, strides = (n, c.kv, c.group, trunk), (heads * length, of.apart * length, length, 1)
+        pairs, strides = (n, c.kv, c.group, trunk), (heads * length, of.head_stride * length, length, 1)
         self.trunk_scores = torch.as_strided(of.scores, pairs, strides).transpose(0, 1)
         self.trunk_shares = torch.as_strided(of.shares, pairs, strides).transpose(0, 1)
         self.trunk_keys = [k[source, :, :, :trunk] for k in c.keys]
@@ -105,7 +105,7 @@ class DecodeAttention:
         """Rows of a product for scores; there are `items` of them per slot."""
         self.least = max(c.group, _LEAST)
         """Rows of a product of weights and values; there are kv_heads of them per slot."""
-        self.apart = c.group if self.tall == fold * c.group else self.tall
+        self.head_stride = c.group if self.tall == fold * c.group else self.tall
         """Rows from the weights of one kv head to those of the next."""
         self.queries = torch.zeros(c.rows, self.items, self.tall, fold * c.hd)
         self.mixed = torch.zeros(c.rows, c.kv, self.least, c.hd)
@@ -172,7 +172,7 @@ class DecodeAttention:
 
 
 def add_blocks(shares: Tensor, values: Tensor, length: int, out: Tensor) -> None:
-    """out [b, m, hd] = shares [b, m, >= length] x values [b, >= length, hd], block after block of keys."""
+    """Set out [b, m, hd] = shares [b, m, >= length] x values [b, >= length, hd], block by block of keys."""
     torch.bmm(shares[:, :, :BLOCK], values[:, :BLOCK], out=out)
     for at in range(BLOCK, length, BLOCK):
         out.baddbmm_(shares[:, :, at : at + BLOCK], values[:, at : at + BLOCK])

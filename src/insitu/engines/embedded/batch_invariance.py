@@ -1,9 +1,9 @@
-"""The start-up proof that results do not depend on company, on this machine, for the shapes in use.
+"""Start-up check that results do not depend on batch composition, on this machine, for the shapes in use.
 
 Which kernel a matrix library picks, and so the last bits, may depend on every dimension of a product. The
-check runs the real forward passes on noise and compares bits. What may vary at run time is first tried
-freely, with ever more rows at least (where the small kernels end differs between CPUs); if bits still move,
-all shapes are pinned (slower) and tried again; if they move even then the engine refuses.
+check runs the real forward passes on noise and compares bits. Variable shapes are tried first, with ever more
+rows at least (where the small kernels end differs between CPUs); if bits still differ, all shapes are pinned
+(slower); if they differ even then, the engine refuses to start.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def verify_batch_invariance(forward: CachedForward, seed: int = 0) -> None:
 
 
 def _decode_depends(forward: CachedForward, seed: int) -> str:
-    """What a decode row depends on besides its own slot, or ""."""
+    """Return what a decode row depends on besides its own slot, or ""."""
     rng = torch.Generator().manual_seed(seed)
     rows, length = forward.rows, forward.length
     forward.keys.normal_(generator=rng)
@@ -70,7 +70,7 @@ def _decode_depends(forward: CachedForward, seed: int) -> str:
 def _position_depends(
     forward: CachedForward, ids: Tensor, reach: Tensor, whole: Tensor, rng: torch.Generator
 ) -> str:
-    """Whether a slot's number, or what other slots hold, changes a row. Permutes and refills the caches."""
+    """Return what changes a row: a slot's number or the content of other slots. Refills the caches."""
     order = torch.randperm(forward.rows, generator=rng)
     for held in (forward.keys, forward.values):
         for layer in held:
@@ -97,15 +97,15 @@ def _trunk_depends(forward: CachedForward, ids: Tensor, reach: Tensor) -> str:
         positions = torch.where(inside, reach, forward.scratch)
         for n in (1, forward.rows):
             span = DecodeSpan(n, forward.length)
-            apart = forward.decode(ids, positions, span)[:n]
+            separate = forward.decode(ids, positions, span)[:n]
             joined = forward.decode(ids, positions, replace(span, trunk=trunk, source=n - 1))[:n]
-            if not torch.equal(apart[inside[:n]], joined[inside[:n]]):
+            if not torch.equal(separate[inside[:n]], joined[inside[:n]]):
                 return "a prefix shared with other requests"
     return ""
 
 
 def _prefill_depends(forward: CachedForward, seed: int) -> str:
-    """What a prefilled tile depends on besides its slot's earlier tokens, or ""."""
+    """Return what a prefilled tile depends on besides its slot's earlier tokens, or ""."""
     rng = np.random.default_rng(seed)
     last = forward.length // TILE - 1
     slots = rng.permutation(forward.rows)
@@ -116,12 +116,12 @@ def _prefill_depends(forward: CachedForward, seed: int) -> str:
         for slot, place in zip(slots, places, strict=False)
     ]
     forward.prefill(jobs)
-    together = [_held(forward, job) for job in jobs]
+    together = [_tile_values(forward, job) for job in jobs]
     groups = [[job] for job in jobs] + [jobs[::-1], jobs[1::2], jobs[: len(jobs) // 2 + 1]]
     for group in filter(None, groups):
         forward.prefill(group)
         for job in group:
-            if not torch.equal(_held(forward, job), together[jobs.index(job)]):
+            if not torch.equal(_tile_values(forward, job), together[jobs.index(job)]):
                 return "how prompts are cut and batched"
     return ""
 
@@ -134,7 +134,7 @@ def _decode_equals_prefill(forward: CachedForward, seed: int) -> bool:
     jobs = [PrefillTile(0, index, ids[index]) for index in range(count)]
     for at in range(0, count, forward.tiles):
         forward.prefill(jobs[at : at + forward.tiles])
-    wanted = [_held(forward, job) for job in jobs]
+    expected = [_tile_values(forward, job) for job in jobs]
     tokens, positions = torch.zeros(forward.rows).long(), torch.full((forward.rows,), forward.scratch)
     for index in sorted({0, count // 3 - 1, count // 3, count - 1}):
         for offset in range(TILE):
@@ -144,12 +144,12 @@ def _decode_equals_prefill(forward: CachedForward, seed: int) -> bool:
             forward.decode(
                 tokens, positions, DecodeSpan(1 + offset * (forward.rows - 1) // TILE, count * TILE)
             )
-        if not torch.equal(_held(forward, jobs[index]), wanted[index]):
+        if not torch.equal(_tile_values(forward, jobs[index]), expected[index]):
             return False
     return True
 
 
-def _held(forward: CachedForward, job: PrefillTile) -> Tensor:
+def _tile_values(forward: CachedForward, job: PrefillTile) -> Tensor:
     cut = slice(job.index * TILE, (job.index + 1) * TILE)
     keys, values = forward.keys[:, job.slot, :, :, cut], forward.values[:, job.slot, :, cut]
     return torch.cat([keys.flatten(), values.flatten()])

@@ -47,7 +47,7 @@ class EngineOptions:
     max_context: int = 2048
     """Prompt plus sampled tokens of one request."""
     threads: int = 1
-    """Torch threads while the engine runs; set anew at each step, so a trainer may use its own number."""
+    """Torch threads while the engine runs; set again at each step, so a trainer may use its own number."""
     prefill_tiles: int = 8
     """Most 16-token tiles of prompt per forward pass."""
     cache_tokens: int = 65536
@@ -91,10 +91,10 @@ class EngineStats:
 
 
 class EmbeddedCore:
-    """See the module. `refresh` takes over the model's current weights under a new version."""
+    """Continuous-batching sampler; `refresh` loads the model's current weights under a new version."""
 
     def __init__(self, model: Qwen3, options: EngineOptions, *, version: int = 0) -> None:
-        """Raises EngineError for options that do not fit the model, or when the self-check fails."""
+        """Create the sampler; raise EngineError for invalid options or a failed self-check."""
         _check_options(model, options)
         self.options = options
         self.stats = EngineStats()
@@ -115,7 +115,7 @@ class EmbeddedCore:
         self._paused = False
         self._rows = DecodeSlots(self._forward, options.max_context)
         self._slots = np.zeros(0, np.int64)
-        """Of `_decoding`, in its order; with `_trunk`, worked out anew when `_changed`."""
+        """Slots of `_decoding`, in its order; recomputed with `_trunk` when `_changed`."""
         self._trunk = 0
         self._changed = True
         self._passes = 0
@@ -244,7 +244,7 @@ class EmbeddedCore:
             self._prefilling.append(request)
 
     def _prefill(self) -> None:
-        """One pass over the next tiles, oldest request first; tiles that another one makes are awaited."""
+        """Run one pass over the next tiles, oldest request first; tiles of another request are awaited."""
         jobs: list[PrefillTile] = []
         owners: list[tuple[_Request, bytes]] = []
         made: set[bytes] = set()
@@ -288,14 +288,14 @@ class EmbeddedCore:
         self._cache.store(name, self._forward.keys[:, slot, :, :, cut], self._forward.values[:, slot, :, cut])
 
     def _start_decoding(self, request: _Request) -> None:
-        """The last prompt token is the first decode input."""
+        """Start decoding; the last prompt token is the first decode input."""
         self._cache.touch(request.names)
         self._rows.start(request.slot, request.prompt, request.params.temperature, request.uniform)
         self._decoding.append(request)
         self._changed = True
 
     def _decode(self) -> None:
-        """One token for each decoding request; ends those that are complete."""
+        """Sample one token per decoding request; end those that are complete."""
         if self._changed:
             self._arrange()
         slots = self._slots
@@ -368,7 +368,7 @@ class EmbeddedCore:
             done(result)
 
     def _settle(self, request: _Request, result: Generation | EngineError) -> None:
-        """Forget a request, give its slot back, and remember to tell its owner."""
+        """Remove a request, free its slot, and queue its callback."""
         self._settled.append((request.done, result))
         for queue in (self._waiting, self._prefilling, self._decoding):
             if request in queue:

@@ -39,8 +39,10 @@ class PrefillTile:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpan:
-    """What a decode step reads: of the first `slots` slots, `length` tokens, the first `trunk` of which
-    are the same in all slots that matter and are read from slot `source` only."""
+    """What a decode step reads: `length` tokens of the first `slots` slots.
+
+    The first `trunk` tokens are the same in all active slots and are read from slot `source` only.
+    """
 
     slots: int
     length: int
@@ -101,8 +103,10 @@ class CachedForward:
         self._caches.clear()
 
     def _project(self, w: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [M, d] -> queries and keys [M, heads + kv_heads, hd / 2] complex, not yet turned to their
-        positions, and values [M, kv_heads * hd]."""
+        """Project x [M, d] to queries and keys (complex, not yet rotated) and values.
+
+        Shapes: [M, heads + kv_heads, hd / 2] and [M, kv_heads * hd].
+        """
         m, both = x.shape[0], self._heads + self._kv
         qkv = w.qkv(_unit(x, self.weights.least))
         qk = qkv[:, : both * self._hd].view(m, both, self._hd)
@@ -110,7 +114,7 @@ class CachedForward:
         return torch.view_as_complex(qk.view(m, both, self._hd // 2, 2)), qkv[:, both * self._hd :]
 
     def _finish(self, w: LayerWeights, x: Tensor, mixed: Tensor) -> Tensor:
-        """The rest of a layer after attention: [M, d] -> [M, d]."""
+        """Compute the rest of a layer after attention: [M, d] -> [M, d]."""
         x = w.out(mixed).add_(x)
         h = w.gate_up(_unit(x, self.weights.least))
         wide = h.shape[1] // 2
@@ -178,7 +182,7 @@ class CachedForward:
 
 
 def _unit(x: Tensor, least: Tensor) -> Tensor:
-    """x over hypot(|x|, least) along the last axis: RMSNorm, but for a constant that the weights carry."""
+    """Return x over hypot(|x|, least) along the last axis: RMSNorm without its weight factor."""
     return x / torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), least)
 
 

@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [length, head_dim], in the half-split layout of Qwen3."""
+    """Return cos and sin, each [length, head_dim], in the half-split layout of Qwen3."""
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float32), 1.0 / config.rope_theta**half)
     both = torch.cat([angles, angles], dim=-1)
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, c.rms_norm_eps)
 
     def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [..., T, d] -> q [..., heads, T, hd], k and v [..., kv_heads, T, hd], rotated."""
+        """Map x [..., T, d] to q [..., heads, T, hd], k and v [..., kv_heads, T, hd], rotated."""
         shape = (*x.shape[:-1], -1, self.head_dim)
         q = self.q_norm(self.q_proj(x).view(shape)).transpose(-2, -3)
         k = self.k_norm(self.k_proj(x).view(shape)).transpose(-2, -3)
@@ -163,24 +163,25 @@ class Qwen3(nn.Module):
         return self.cos.device
 
     def save(self, folder: Path) -> None:
-        """`save_model`."""
+        """Write the model with `save_model`."""
         save_model(self, folder)
 
     def save_whole(self, folder: Path) -> None:
-        """`save_model`: there are no adapters."""
+        """Write the model with `save_model`: there are no adapters."""
         save_model(self, folder)
 
     def read(self, folder: Path) -> Mapping[str, Tensor]:
-        """What `save` wrote, by parameter. Raises EngineError when it is another model."""
+        """Return the parameters that `save` wrote, by name; raise EngineError for another model."""
         held = load_model(folder)
         if held.config != self.config:
             raise EngineError(f"{folder} holds another model: {held.config}")
         return dict(held.named_parameters())
 
     def hidden(self, prefix: Tensor, rows: Tensor) -> Tensor:
-        """Final hidden states of `rows` [B, T] (right-padded), each preceded by the shared `prefix` [P].
+        """Return the final hidden states of `rows`, each preceded by the shared `prefix`.
 
-        Returns [B, T, d], normalised. P may be 0. Row b's token t stands at position P + t.
+        rows [B, T] (right-padded), prefix [P]; result [B, T, d], normalised. P may be 0. Row b's token t
+        stands at position P + t.
         """
         n_prefix, width = prefix.shape[0], rows.shape[1]
         cos, sin = self.cos[: n_prefix + width], self.sin[: n_prefix + width]
@@ -226,8 +227,11 @@ class Qwen3(nn.Module):
         return x, y
 
     def flat(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states [U, d] of a flat list of tokens (ids and positions [U]); `attend` knows which
-        sees which: attend(q [heads, U, hd], k and v [kv_heads, U, hd], scale) -> [heads, U, hd]."""
+        """Return the final hidden states [U, d] of a flat list of tokens (ids and positions [U]).
+
+        `attend` applies the mask: attend(q [heads, U, hd], k and v [kv_heads, U, hd], scale) -> [heads, U,
+        hd].
+        """
         cos, sin = self.cos[positions], self.sin[positions]
         x = self.model.embed_tokens(ids)
         for layer in self.model.blocks:
@@ -246,7 +250,7 @@ class Qwen3(nn.Module):
 
 
 def initialise(config: ModelConfig, seed: int) -> Qwen3:
-    """A fresh model: normal(0, 0.02) matrices, residual outputs scaled by 1/sqrt(2 layers)."""
+    """Return a new model: normal(0, 0.02) matrices, residual outputs scaled by 1/sqrt(2 layers)."""
     generator = torch.Generator().manual_seed(seed)
     model = Qwen3(config)
     with torch.no_grad():

@@ -1,8 +1,4 @@
-"""The edge to model files: the safetensors library fails with an error of its own, also of a full disk, and
-gives what it writes to its user alone.
-
-Callers: embedded_model, the trainer's policies, checkpoints and exports.
-"""
+"""Helpers for model files: error conversion of the safetensors library, assets, file modes."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from insitu.errors import InsituError, boundary
 
 @contextmanager
 def model_files(kind: type[InsituError], doing: str) -> Iterator[None]:
-    """As `errors.boundary`, for what reads or writes safetensors."""
+    """Convert errors of reading or writing safetensors, like `errors.boundary`."""
     with boundary(kind, doing):
         try:
             yield
@@ -34,7 +30,7 @@ ASSETS = (
 
 
 def model_assets(folder: Path) -> list[Path]:
-    """The files of a model folder that go along when its weights are replaced."""
+    """Return the files of a model folder that are copied when its weights are replaced."""
     return sorted({path for pattern in ASSETS for path in folder.glob(pattern) if path.is_file()})
 
 

@@ -19,7 +19,7 @@ from insitu.types import RequestKey
 
 
 def stream(key: RequestKey, n: int) -> npt.NDArray[np.float64]:
-    """The first n numbers of a request's stream, uniform in [0, 1 - 2**-52]."""
+    """Return the first n numbers of a request's stream, uniform in [0, 1 - 2**-52]."""
     name = struct.pack("<qq", key.seed, key.turn) + key.rollout_id.encode()
     raw = hashlib.shake_256(name).digest(8 * n)
     numbers: npt.NDArray[np.float64] = (np.frombuffer(raw, "<u8") >> np.uint64(12)).astype(np.float64)

@@ -95,7 +95,7 @@ def _receipt_meta(core: EmbeddedCore) -> Meta:
 
 
 def serve(core: EmbeddedCore, path: Path) -> None:
-    """Serve one core at `path` until the last client has gone."""
+    """Serve one core at `path` until the last client disconnects."""
     service = EngineService(core)
     with RpcServer(path, service.handlers) as server:
         while not server.abandoned:
@@ -104,7 +104,7 @@ def serve(core: EmbeddedCore, path: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """SOCKET MODEL_FOLDER [max_context]"""
+    """Run a server process: SOCKET MODEL_FOLDER [max_context]."""
     context = int(argv[2]) if len(argv) > 2 else 2048
     serve(EmbeddedCore(load_model(Path(argv[1])), EngineOptions(max_context=context)), Path(argv[0]))
     return 0

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
-from insitu.runtime.sandboxes import LACKS, check_tasks, make_backend
+from insitu.runtime.sandboxes import UNSUPPORTED, check_tasks, make_backend
 from insitu.sandbox.base import SandboxBackend
 from insitu.shutdown import run_interruptible
 from insitu.suites.attacks.matrix import ATTACKS, RESIDUAL, as_markdown, required, runners
@@ -56,7 +56,7 @@ def open_backends(config: Config) -> tuple[SandboxBackend, SandboxBackend]:
     """What sandboxes are made with, and the same for the careless grader. A fall-back has no part in it:
     what is shown is shown of one backend. Raises ConfigError and SetupError."""
     if config.sandbox.backend == "harbor":
-        why = LACKS["harbor"]["gateway_only"]
+        why = UNSUPPORTED["harbor"]["gateway_only"]
         raise ConfigError(
             f"insitu attack needs sandboxes in which agents run; sandbox.backend = harbor: {why}"
         )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from insitu.engines.base import Engine
-from insitu.engines.downtime import away
+from insitu.engines.downtime import engine_down
 from insitu.engines.wrapper import EngineWrapper
 from insitu.errors import EngineError, TrainError
 from insitu.training.options import StepResult
@@ -233,12 +233,12 @@ class RetryingEngine(EngineWrapper):
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         while True:
-            with away():
+            with engine_down():
                 life = await self._life.sampling()
             try:
                 return await self._inner.generate(ids, params, key)
             except EngineError:
-                with away():
+                with engine_down():
                     mended = await self._life.mend(life)
                 if not mended:
                     raise

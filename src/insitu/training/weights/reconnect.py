@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from typing import Protocol
 
 from insitu.engines.base import LoadingEngine, Receipt
-from insitu.engines.downtime import away
+from insitu.engines.downtime import engine_down
 from insitu.engines.wrapper import EngineWrapper
 from insitu.errors import EngineError, EngineUnavailable
 from insitu.training.weights.files import SupportsPublish, apart
@@ -88,7 +88,7 @@ class ReconnectingEngine(EngineWrapper):
             try:
                 made = await self._engine.generate(ids, params, key)
             except EngineError as error:
-                with away():
+                with engine_down():
                     mended = await self._mended(life, error)
                 broken_off = not self._published and isinstance(error, EngineUnavailable)
                 if not (mended or broken_off) or (not self._published and again >= self._restarts):

@@ -224,7 +224,7 @@ class Run:
     def balanced(self) -> bool:
         """At the end no fate is open, and all is accounted for."""
         with read_store(self.folder) as store:
-            if untold := store.tries()["untold"]:
+            if untold := store.attempts_by_end()["untold"]:
                 self.wrong.append(f"{self.folder.name}: {untold} tries were begun and have no end")
                 return False
             try:

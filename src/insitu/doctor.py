@@ -1,4 +1,4 @@
-"""`insitu doctor`: what this machine has of what insitu needs, one line each."""
+"""`insitu doctor`: check of this machine for insitu's requirements, one line each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PROBE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineCheck:
-    """One line. `needed` marks what insitu cannot run without."""
+    """Result of one check; `needed` marks requirements of every run."""
 
     name: str
     found: bool
@@ -38,7 +38,7 @@ class MachineCheck:
 
 
 def examine() -> Iterator[MachineCheck]:
-    """Every finding, in the order a person would fix them."""
+    """Yield every check, in the order in which to fix problems."""
     version = platform.python_version()
     yield MachineCheck(
         name="python", found=sys.version_info >= (3, 11), text=f"{version} at {sys.executable}"
@@ -56,24 +56,24 @@ def examine() -> Iterator[MachineCheck]:
 
 
 def doctor() -> tuple[str, bool]:
-    """The lines and whether everything needed is there."""
-    findings = list(examine())
-    wide = max(len(f.name) for f in findings)
+    """Return the report and whether all needed requirements are met."""
+    checks = list(examine())
+    width = max(len(c.name) for c in checks)
     marks = {True: "ok", False: "--"}
-    lines = [f"{marks[f.found]}  {f.name:<{wide}}  {f.text}" for f in findings]
-    return "\n".join(lines), all(f.found for f in findings if f.needed)
+    lines = [f"{marks[c.found]}  {c.name:<{width}}  {c.text}" for c in checks]
+    return "\n".join(lines), all(c.found for c in checks if c.needed)
 
 
 def _training() -> Iterator[MachineCheck]:
-    """What only `policy.kind = "hf"` and servers on GPUs need."""
+    """Yield requirements of `policy.kind = "hf"` and of GPU servers."""
     yield _package("transformers", "policy.kind hf", install_extra("hf"), needed=False)
     yield _gpus()
     yield _package("triton", "fast kernels of the head on a GPU", "comes with PyTorch for CUDA", needed=False)
     yield _compiler()
-    text = f"{SUPPORTED}; started apart, it need not be in this environment"
-    held = _version("vllm")
+    text = f"{SUPPORTED}; a server that you start yourself may use another environment"
+    version = _version("vllm")
     yield MachineCheck(
-        name="vllm", found=held is not None, text=f"{held or 'not here'}: {text}", needed=False
+        name="vllm", found=version is not None, text=f"{version or 'not installed'}: {text}", needed=False
     )
 
 
@@ -82,20 +82,22 @@ def _gpus() -> MachineCheck:
     lines = (
         done.stdout.decode(errors="replace").splitlines() if done is not None and not done.returncode else []
     )
-    text = "; ".join(lines) or "none that nvidia-smi names: models of transformers train on the CPU"
+    text = "; ".join(lines) or "none reported by nvidia-smi: models of transformers train on the CPU"
     return MachineCheck(name="gpu", found=bool(lines), text=text, needed=False)
 
 
 def _compiler() -> MachineCheck:
-    """Triton compiles a launcher for each kernel."""
+    """Check for a C compiler, with which Triton compiles a launcher for each kernel."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     header = Path(sysconfig.get_path("include")) / "Python.h"
     parts = (("a C compiler", bool(compiler)), (str(header), header.exists()))
-    lacking = [what for what, there in parts if not there]
+    missing = [name for name, exists in parts if not exists]
     text = (
-        f"Triton needs {' and '.join(lacking)}; the head runs without" if lacking else f"{compiler}, {header}"
+        f"Triton needs {' and '.join(missing)}; without it the head uses PyTorch"
+        if missing
+        else f"{compiler}, {header}"
     )
-    return MachineCheck(name="compiler", found=not lacking, text=text, needed=False)
+    return MachineCheck(name="compiler", found=not missing, text=text, needed=False)
 
 
 def _machine() -> MachineCheck:
@@ -122,12 +124,12 @@ def _isolation() -> Iterator[MachineCheck]:
         works = probe is not None and probe.returncode == 0
         text = f"{_first_line([bwrap, '--version'])} at {bwrap}"
         if not works:
-            said = "no answer" if probe is None else probe.stderr.decode(errors="replace").strip()
-            text += f", but it cannot make a sandbox here: {said}; {advise(bwrap_missing=False)}"
+            reason = "timeout" if probe is None else probe.stderr.decode(errors="replace").strip()
+            text += f", but it cannot create a sandbox here: {reason}; {advise(bwrap_missing=False)}"
     root = os.geteuid() == 0
     yield MachineCheck(name="bubblewrap", found=works, text=text, needed=not root)
     if not works:
-        fallback = "root: insitu makes namespaces itself" if root else "not root: insitu needs bubblewrap"
+        fallback = "root: insitu creates namespaces itself" if root else "not root: insitu needs bubblewrap"
         yield MachineCheck(name="namespaces", found=root, text=fallback)
 
 
@@ -143,7 +145,7 @@ def _cgroups() -> MachineCheck:
 
 
 def _sandbox_python() -> MachineCheck:
-    """Graders and agents find it in their sandboxes."""
+    """Check the Python that graders and agents use in their sandboxes."""
     major, minor = layout.python_version(layout.SYSTEM_PYTHON)
     if layout.python_inside() == str(layout.SYSTEM_PYTHON):
         return MachineCheck(
@@ -151,7 +153,7 @@ def _sandbox_python() -> MachineCheck:
         )
     why = f"{layout.SYSTEM_PYTHON} is {major}.{minor}" if major else f"no {layout.SYSTEM_PYTHON}"
     own = Path(sys.base_prefix, "bin", "python3")
-    return MachineCheck(name="sandbox python", found=own.exists(), text=f"{why}; sandboxes are lent {own}")
+    return MachineCheck(name="sandbox python", found=own.exists(), text=f"{why}; sandboxes use {own}")
 
 
 def _node() -> MachineCheck:
@@ -170,7 +172,7 @@ def _pi() -> MachineCheck:
     try:
         install = find_pi()
     except SetupError:
-        install = None  # for want of Node, which has a line of its own
+        install = None  # Node is missing, which has its own line.
     if install is None:
         hint = f"{PI_VERSION} is not installed; run: python -m insitu.agents.install pi"
         return MachineCheck(name="pi", found=False, text=hint, needed=False)
@@ -178,7 +180,7 @@ def _pi() -> MachineCheck:
 
 
 def _agent(recipe: Recipe) -> MachineCheck:
-    """One of the agents that are installed when a run first asks for them."""
+    """Check an agent that is installed at its first use."""
     package = recipe.package
     try:
         installed = find(package)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from insitu.agents import node_binary as node_copy
+from insitu.agents import node_binary
 from insitu.agents.node_binary import UNUSED_S, sealed_node
 from insitu.errors import SetupError
 
@@ -42,7 +42,7 @@ def aged(path: Path) -> Path:
 
 def let_go(sealed: Path) -> None:
     """As the end of this process would."""
-    os.close(node_copy._held.pop(sealed))
+    os.close(node_binary._lock_fds.pop(sealed))
 
 
 def test_a_sealed_node_can_be_run_and_not_read(cache: Path, tmp_path: Path) -> None:

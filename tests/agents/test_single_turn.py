@@ -151,7 +151,7 @@ async def test_a_prompt_that_does_not_fit_fails_and_an_engine_that_comes_back_do
 
 async def test_a_gateway_that_is_gone_is_the_hosts_failure(tmp_path: Path) -> None:
     async with SingleTurn().worker(tmp_path / "nothing") as worker:
-        with pytest.raises(HarnessError, match="the gateway is gone"):
+        with pytest.raises(HarnessError, match="the gateway cannot be reached"):
             await worker.run(TASK, ModelAccess(public_id="x", secret="y"))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import insitu.agents.termination as stop
 from insitu.agents.artifacts import Artifacts, redact
-from insitu.agents.base import PLAIN, AgentResult, Left, ModelAccess, never
+from insitu.agents.base import PLAIN, AgentResult, FinishedCheck, ModelAccess, never_finished
 from insitu.agents.pool import Sockets, WorkerPool
 from insitu.agents.script import ScriptHarness
 from insitu.errors import HarnessError, PolicyUnsupported, SandboxStartError
@@ -35,9 +35,11 @@ def shell(backend: LocalBackend, text: str, *, warm: bool = False, kept: str = "
     return ScriptHarness(["sh", "-c", text], {}, backend, warm=warm, artifacts=artifacts)
 
 
-async def ran(harness: ScriptHarness, tmp_path: Path, task: Task, left: Left = never) -> AgentResult:
+async def ran(
+    harness: ScriptHarness, tmp_path: Path, task: Task, finished: FinishedCheck = never_finished
+) -> AgentResult:
     async with harness.worker(tmp_path / "g", task.setup) as worker:
-        return await worker.run(task, ACCESS, left)
+        return await worker.run(task, ACCESS, finished)
 
 
 def prepared(task: Task, *commands: str, workdir: str = "/work") -> Task:
@@ -129,7 +131,7 @@ async def test_an_agent_that_said_it_is_done_is_not_waited_for(
     long = dataclasses.replace(task, limits=Limits(wall_s=300))
     harness = shell(backend, "echo did > did; sleep 300")
     result = await ran(harness, tmp_path, long, lambda: time.monotonic() > begun + 1)
-    assert (result.exit, result.detail) == ("finished", "said that it was done and was stopped")
+    assert (result.exit, result.detail) == ("finished", "reported completion and was stopped")
     assert result.tree["did"].content == b"did\n"
 
 

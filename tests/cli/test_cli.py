@@ -161,7 +161,7 @@ def test_imitation_takes_the_rollouts_of_the_run_it_is_given(
             pass
     assert cli.main(["sft", str(source), f"sft.run={other}", "--dry-run"]) == 2
     line = only_line(capsys.readouterr().err)
-    assert line == f"insitu: RUN is {source}, whose rollouts and settings are used: drop sft.run={other}"
+    assert line == f"insitu: RUN {source} already sets sft.run: drop sft.run={other}"
     assert cli.main(["sft", str(source), "policy.kind=hf", "policy.lora_rank=4", "--dry-run"]) == 0
     assert tomllib.loads(capsys.readouterr().out)["sft"]["run"] == str(source)
 

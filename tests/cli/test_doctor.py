@@ -29,7 +29,9 @@ def test_a_machine_without_gpu_triton_or_compiler_says_what_is_lost(
     assert "train on the CPU" in found["gpu"].text
     assert found["compiler"].text.startswith("Triton needs a C compiler and ")
     assert "Python.h" in found["compiler"].text
-    assert "not here: insitu supports vLLM 0.32, and 0.26 with --worker-extension-cls" in found["vllm"].text
+    assert (
+        "not installed: insitu supports vLLM 0.32, and 0.26 with --worker-extension-cls" in found["vllm"].text
+    )
 
 
 def test_what_is_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

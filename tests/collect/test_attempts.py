@@ -14,7 +14,7 @@ from typing import Self
 import aiohttp
 import pytest
 
-from insitu.agents.base import AgentResult, Left, ModelAccess
+from insitu.agents.base import AgentResult, FinishedCheck, ModelAccess
 from insitu.agents.pool import Sockets, WorkerPool
 from insitu.attempt import AttemptExecutor, AttemptSpec, Judge
 from insitu.chat.model_files import read_folder
@@ -54,7 +54,7 @@ class Agent:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    async def run(self, task: Task, access: ModelAccess, left: Left) -> AgentResult:
+    async def run(self, task: Task, access: ModelAccess, finished: FinishedCheck) -> AgentResult:
         body = {"messages": [{"role": "user", "content": task.prompt}]}
         url = f"http://gateway/s/{access.public_id}/v1/chat/completions"
         connector = aiohttp.UnixConnector(str(self.gateway_socket))

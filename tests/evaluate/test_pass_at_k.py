@@ -9,7 +9,7 @@ import statistics
 
 import pytest
 
-from insitu.evaluate.pass_at_k import Counted, bootstrap, estimate, ladder, pass_at_k
+from insitu.evaluate.pass_at_k import TaskCounts, bootstrap, estimate, pass_at_k, reported_ks
 from insitu.view.curve import wilson_interval
 
 
@@ -87,25 +87,29 @@ def test_the_bootstrap_takes_many_tasks_in_pieces(monkeypatch: pytest.MonkeyPatc
 
 
 def test_one_attempt_each_is_wilsons_and_several_are_resampled_by_task() -> None:
-    once = estimate([Counted(graded=1, resolved=int(i < 30)) for i in range(100)], 1)
+    once = estimate([TaskCounts(graded=1, resolved=int(i < 30)) for i in range(100)], 1)
     assert (once.value, once.method, once.tasks) == (0.3, "wilson", 100)
     assert (once.low, once.high) == wilson_interval(0.3, 100)
     # Attempts at one task that all end alike are no more evidence than one: the interval must stay as wide.
-    eight = estimate([Counted(graded=8, resolved=8 * (i < 30)) for i in range(100)], 1)
+    eight = estimate([TaskCounts(graded=8, resolved=8 * (i < 30)) for i in range(100)], 1)
     assert (eight.value, eight.method) == (0.3, "bootstrap")
     assert eight.high - eight.low == pytest.approx(once.high - once.low, rel=0.1)
 
 
 def test_all_alike_is_not_certain() -> None:
-    none = estimate([Counted(graded=4, resolved=0)] * 10, 2)
+    none = estimate([TaskCounts(graded=4, resolved=0)] * 10, 2)
     assert (none.value, none.low, none.method) == (0.0, 0.0, "wilson")
     assert none.high > 0.2
-    half = estimate([Counted(graded=4, resolved=2)] * 10, 1)
+    half = estimate([TaskCounts(graded=4, resolved=2)] * 10, 1)
     assert half.low < 0.5 < half.high
 
 
 def test_tasks_with_too_few_graded_attempts_are_left_out() -> None:
-    tasks = [Counted(graded=4, resolved=4), Counted(graded=1, resolved=0), Counted(graded=0, resolved=0)]
+    tasks = [
+        TaskCounts(graded=4, resolved=4),
+        TaskCounts(graded=1, resolved=0),
+        TaskCounts(graded=0, resolved=0),
+    ]
     assert estimate(tasks, 1).tasks == 2
     assert (estimate(tasks, 4).tasks, estimate(tasks, 4).value) == (1, 1.0)
     empty = estimate(tasks, 8)
@@ -113,7 +117,7 @@ def test_tasks_with_too_few_graded_attempts_are_left_out() -> None:
 
 
 def test_which_k_are_told() -> None:
-    assert [ladder(n) for n in (1, 2, 3, 4, 6, 8)] == [
+    assert [reported_ks(n) for n in (1, 2, 3, 4, 6, 8)] == [
         [1],
         [1, 2],
         [1, 2, 3],

@@ -88,7 +88,7 @@ def test_what_differs_is_stored_when_asked_and_then_differs_no_more(
     assert main(["grade", str(run), "--write", "--json"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-2])["compared"]["updated"] == 2
     assert main(["grade", str(run)]) == 1
-    assert "05: was resolved, now not judged: task" in capsys.readouterr().out
+    assert "05: was resolved, now not graded: task" in capsys.readouterr().out
     with read_store(run) as store:
         again = store.rollout("train/00001/000/02")
         assert again.verdict is not None

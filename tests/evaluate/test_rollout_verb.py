@@ -122,7 +122,7 @@ class Hung:
 def test_a_run_in_which_nothing_moves_ends_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("insitu.evaluate.run.Attempts", Hung)
+    monkeypatch.setattr("insitu.evaluate.run.AttemptExecutor", Hung)
     began = time.monotonic()
     with pytest.raises(TrainError, match=r"none was decided for [12] s: 0 of 6 rollouts are decided$"):
         run(tmp_path, Scripted(), "limits.wall_s=0.5", "collect.stall_timeout_s=0.5")
@@ -131,7 +131,7 @@ def test_a_run_in_which_nothing_moves_ends_with_one_line(
 
 def test_other_tasks_than_it_began_with_are_refused(tmp_path: Path) -> None:
     run(tmp_path, Scripted(), "rollout.per_task=1")
-    with pytest.raises(RecordError, match="the data set is not the one that the run began with"):
+    with pytest.raises(RecordError, match="the data set has changed since the run started"):
         run(tmp_path, Scripted(), "rollout.per_task=1", "rollout.start=1", resume=True)
 
 
@@ -147,7 +147,7 @@ def test_a_run_is_continued_by_its_own_verb_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "error", "said"),
     [
-        ("rollout.tasks=0", ConfigError, "say how many in rollout.tasks"),
+        ("rollout.tasks=0", ConfigError, "set rollout.tasks"),
         ("tasks.kinds=['nonsense']", ConfigError, "tasks.kinds"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "render")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "chat")]
 
 
 @pytest.fixture(scope="session")

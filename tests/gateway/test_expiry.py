@@ -21,7 +21,7 @@ async def test_sessions_are_sealed_after_their_time(
     renderer: TemplateRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sealing, "EXPIRED_S", 0.05)
-    monkeypatch.setattr(sealing, "LOOK_S", 0.02)
+    monkeypatch.setattr(sealing, "POLL_S", 0.02)
     async with AdminRig(renderer, [said("x")], limits=Limits(wall_s=1.5)) as rig:
         status, opened = await rig.ask("POST", "/sessions", {"rollout_id": "../a", "limits": {"wall_s": 1.5}})
         assert status == 201

@@ -31,8 +31,8 @@ async def test_a_failure_that_was_told_in_the_stream_is_no_stop(renderer: Templa
     assert (refused.turn, refused.outcome, refused.count) == (-1, "session_failed", 1)
     assert failed.dead == refused.dead == "out of memory\nat layer 3"
     assert "| engine_failed |" in line_of(failed)
-    assert line_of(failed).endswith("| the session is dead: out of memory at layer 3\n")
-    assert line_of(refused).startswith("r/0 chat      refused: session_failed | the session is dead: ")
+    assert line_of(failed).endswith("| session failed: out of memory at layer 3\n")
+    assert line_of(refused).startswith("r/0 chat      refused: session_failed | session failed: ")
 
 
 async def test_an_overflow_that_codex_hears_in_its_stream_is_no_stop(renderer: TemplateRenderer) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from insitu.errors import ConfigError
-from insitu.serving.agent_setup import PROGRAMS, TASK, Access, names, setup
+from insitu.serving.agent_setup import PROGRAMS, TASK, Access, agent_names, setup
 
 SECRET = "s3cret-" + "x" * 36
 STUB = """#!/bin/sh
@@ -33,7 +33,7 @@ def access(tmp_path: Path) -> Access:
     )
 
 
-@pytest.mark.parametrize("agent", names())
+@pytest.mark.parametrize("agent", agent_names())
 def test_a_shell_runs_it(agent: str, access: Access, tmp_path: Path) -> None:
     way = replace(setup(agent, access, prompt="fix 'it' now"), note="its first prompt is too long")
     assert way.lines()[0] == f"# {agent}: will not work, its first prompt is too long"
@@ -61,7 +61,7 @@ def test_a_shell_runs_it(agent: str, access: Access, tmp_path: Path) -> None:
 
 
 def test_every_recipe_with_a_command_of_its_own_is_there() -> None:
-    assert set(names()) == {"pi", *PROGRAMS}
+    assert set(agent_names()) == {"pi", *PROGRAMS}
 
 
 def test_an_unknown_agent_is_named(access: Access) -> None:
@@ -69,7 +69,7 @@ def test_an_unknown_agent_is_named(access: Access) -> None:
         setup("emacs", access)
 
 
-@pytest.mark.parametrize("agent", names())
+@pytest.mark.parametrize("agent", agent_names())
 def test_the_written_script_takes_the_task(agent: str, access: Access, tmp_path: Path) -> None:
     way = setup(agent, access, TASK)
     folder = tmp_path / "bin"

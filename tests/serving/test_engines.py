@@ -210,7 +210,10 @@ async def test_a_provider_as_black_sandbox(tmp_path: Path) -> None:
         (["engine.kind=external", "engine.key_env=NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
         (["engine.kind=upstream", "engine.url=http://x"], "needs model"),
         (["engine.kind=upstream", "engine.url=http://x", "engine.model=m", "engine.max_cost=1"], "max_cost"),
-        (["engine.kind=upstream", "engine.url=http://x", "engine.model=m", "--admin"], "no admin listener"),
+        (
+            ["engine.kind=upstream", "engine.url=http://x", "engine.model=m", "--admin"],
+            "--admin has no effect",
+        ),
         (["engine.kind=vlm"], "engine.kind: input should be"),
     ],
 )

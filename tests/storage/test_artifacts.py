@@ -27,7 +27,7 @@ def test_they_lie_by_rollout_attempt_and_path(tmp_path: Path) -> None:
 
 def test_the_newest_rollouts_are_kept_also_after_a_resume(tmp_path: Path) -> None:
     for start in (0, 3):
-        artifacts = AgentArtifacts(tmp_path, most=2)
+        artifacts = AgentArtifacts(tmp_path, max_rollouts=2)
         for number in range(start, start + 3):
             artifacts.keep(make_rollout(f"train/00001/000/{number:02}"), {"/work/n": b"%d" % number})
     assert kept(tmp_path) == {f"train-00001-000-0{n}/2/work/n": b"%d" % n for n in (4, 5)}

@@ -117,7 +117,7 @@ def test_every_try_that_was_begun_has_an_end_also_those_that_a_kill_cut_short(tm
     first, second, third, fourth = slots()
     none = dict.fromkeys(ENDS, 0)
     with Store(tmp_path / "s") as store:
-        assert store.tries() == none
+        assert store.attempts_by_end() == none
         sink = StoreSink(store, InfraFailureRate(0.0))
         sink.plan(slots(), "t", 0)
         sink.start(first.rollout_id, 1, 0)
@@ -126,11 +126,16 @@ def test_every_try_that_was_begun_has_an_end_also_those_that_a_kill_cut_short(tm
             sink.start(place.rollout_id, attempt, 0)
         sink.put(second, graded(second))
         sink.cancelled(third, graded(third), "unused")
-        assert store.tries() == none | {"failed": 1, "running": 1, "decided": 1, "cancelled": 1}
+        assert store.attempts_by_end() == none | {"failed": 1, "running": 1, "decided": 1, "cancelled": 1}
     with Store(tmp_path / "s") as store:
         for _ in range(2):  # a kill of the process that resumes it changes nothing
             store.recover()
-            assert store.tries() == none | {"failed": 1, "interrupted": 1, "decided": 1, "cancelled": 1}
+            assert store.attempts_by_end() == none | {
+                "failed": 1,
+                "interrupted": 1,
+                "decided": 1,
+                "cancelled": 1,
+            }
         assert store.attempts(first.rollout_id)[1] == (
             2, Status.INFRA_FAILED, "interrupted: the process that ran it ended first",
         )  # fmt: skip
@@ -139,7 +144,7 @@ def test_every_try_that_was_begun_has_an_end_also_those_that_a_kill_cut_short(tm
         sink.start(first.rollout_id, 3, 0)
         sink.put(first, graded(first, attempt=3))
         sink.put(fourth, graded(fourth, reward=None))
-        told = store.check_balance().tries
+        told = store.check_balance().attempts
         assert told == none | {"failed": 2, "interrupted": 1, "decided": 2, "cancelled": 1}
 
 
@@ -150,7 +155,7 @@ def test_a_try_whose_end_an_older_insitu_did_not_keep_is_untold(tmp_path: Path) 
         store.start(first.rollout_id, 1, 0)
         store.start(first.rollout_id, 2, 0)
         store.put_rollout("train", 1, 0, 0, graded(first, attempt=2))
-        assert store.tries() == dict.fromkeys(ENDS, 0) | {"decided": 1, "untold": 1}
+        assert store.attempts_by_end() == dict.fromkeys(ENDS, 0) | {"decided": 1, "untold": 1}
 
 
 def test_what_a_crash_leaves_is_planned_again_or_still_to_be_trained(tmp_path: Path) -> None:
@@ -184,7 +189,7 @@ REFUSED: dict[str, tuple[Callable[[Store, str], object], str]] = {
         lambda store, name: store.start(name, 9, 9),
         "cannot be started: it is trained by",
     ),
-    "start of an unknown one": (lambda store, name: store.start("x", 1, 1), "the run knows nothing of it"),
+    "start of an unknown one": (lambda store, name: store.start("x", 1, 1), "it is not in this run"),
     "storing it again": (
         lambda store, name: store.put_rollout("train", 1, 0, 0, make_rollout(name)),
         "stored already",
@@ -295,10 +300,10 @@ def test_evaluations_are_never_to_be_trained(tmp_path: Path) -> None:
 
 
 DAMAGE = {
-    "DELETE FROM states WHERE slot = 0": "is stored and stands nowhere",
-    "DELETE FROM rollouts WHERE slot = 1": "is graded and not stored",
-    "UPDATE states SET account = 9 WHERE slot = 0": "is trained by no committed step",
-    "UPDATE states SET state = 'assigned' WHERE slot = 0": "is taken by a step that is committed already",
+    "DELETE FROM states WHERE slot = 0": "is stored without a matching state",
+    "DELETE FROM rollouts WHERE slot = 1": "is graded but not stored",
+    "UPDATE states SET account = 9 WHERE slot = 0": "is trained but not by a committed step",
+    "UPDATE states SET state = 'assigned' WHERE slot = 0": "is assigned to a step that is already committed",
     "UPDATE states SET account = NULL, state = 'discarded', reason = 'stale' WHERE slot = 0": "step 1 counts",
     "UPDATE ledger SET tokens = tokens + 1": "step 1 counts",
 }

@@ -37,7 +37,7 @@ def test_one_file_per_rollout_holds_all_its_tries(tmp_path: Path) -> None:
 def test_number_and_size_are_bounded_also_after_a_resume(tmp_path: Path) -> None:
     (tmp_path / "learner.log").write_text("")
     for slots in (range(4), (3, 4, 4)):
-        logs = AgentLogs(tmp_path, most=3)
+        logs = AgentLogs(tmp_path, max_logs=3)
         for slot in slots:
             logs.keep(failed(f"t/{slot}"), b"x" * MAX_LOG_BYTES)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["learner.log", "t-2.log", "t-3.log", "t-4.log"]

@@ -16,7 +16,7 @@ from insitu.gateway.server import GatewayConfig
 from insitu.storage.session_log import LogFile, _sized, recover
 from insitu.types import Message, Trajectory
 
-sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("gateway", "render")]
+sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("gateway", "chat")]
 
 from gateway_rig import ASK, TOOLS, Rig, call, said  # noqa: E402
 from render_families import write_renderer  # noqa: E402

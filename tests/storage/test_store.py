@@ -122,11 +122,11 @@ def test_a_reward_that_is_no_number_is_refused_and_not_kept_as_ungraded(
     good = make_rollout("a")
     assert good.verdict is not None
     with Store(tmp_path / "s") as store:
-        with pytest.raises(RecordError, match=f"rollout a has reward {reward}, which is no number"):
+        with pytest.raises(RecordError, match=f"rollout a has reward {reward}, which is not a finite number"):
             store.put_rollout("train", 1, 0, 0, dataclasses.replace(good, reward=reward))
         assert store.phases() == {}
         store.put_rollout("train", 1, 0, 0, good)
-        with pytest.raises(RecordError, match="which is no number"):
+        with pytest.raises(RecordError, match="which is not a finite number"):
             store.put_verdict("a", dataclasses.replace(good.verdict, reward=reward))
         assert store.rollout("a").reward == good.reward
 

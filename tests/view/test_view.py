@@ -254,7 +254,7 @@ def test_report_says_rates_with_counts_ledger_and_places() -> None:
 
 def test_report_does_not_hide_a_token_that_was_left_out() -> None:
     text = render_report(report(max_logprob_gap=1.36e-4, mismatched=1))
-    assert "largest sampler-trainer logprob gap 1.4e-04, for which 1 token is not trained" in text
+    assert "largest sampler-trainer logprob gap 1.4e-04, 1 token excluded" in text
 
 
 def test_a_mean_reward_is_shown_where_rewards_are_partial() -> None:
@@ -384,14 +384,14 @@ def test_the_curve_of_a_stored_run(tmp_path: Path) -> None:
 
 def test_show_says_how_tries_ended_where_not_each_decided_its_rollout(tmp_path: Path) -> None:
     folder = stored_run(tmp_path / "r")
-    assert "tries:" not in show_run(folder)
+    assert "attempts:" not in show_run(folder)
     with RunDir.open(folder) as run, run.store() as store:
         place = Slot(phase="train", step=2, group=0, slot=0)
         store.plan([place], "t", 1)
         store.start(place.rollout_id, 1, 1)
         store.recover()
         store.start(place.rollout_id, 2, 1)
-    assert "  tries: 12 decided, 1 interrupted, 1 running\n" in show_run(folder)
+    assert "  attempts: 12 decided, 1 interrupted, 1 running\n" in show_run(folder)
 
 
 def test_finish_leaves_curve_and_report_and_show_reads_them_again(tmp_path: Path) -> None:

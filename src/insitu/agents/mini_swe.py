@@ -1,7 +1,8 @@
-"""mini-swe-agent: chat completions without streams, one tool (bash). No compaction and no sub-agents.
+"""mini-swe-agent: chat completions without streaming, one tool (bash), no compaction or sub-agents.
 
-It ends when the model runs its submit command, and gives up after three replies in a row without a call. Both
-are exit code 0, so the end it prints is looked at. A reply without a call disappears from its history.
+It ends when the model runs its submit command, and gives up after three consecutive replies without a tool
+call. Both have exit code 0, so its printed exit status is parsed. Replies without a call are removed from its
+history.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ PACKAGE = Package(
     version="2.4.6",
     label="mini-swe-agent",
     program="site/minisweagent/run/mini.py",
-    # The litellm that it takes does not start without it.
+    # Required by its version of litellm.
     pins=("mcp==2.3.0",),
 )
-# A path in the environment would be seen by every program that the agent runs.
+# Not PYTHONPATH: that would apply to every program that the agent runs.
 LAUNCH = "import sys; sys.path.append(sys.argv.pop(1)); from minisweagent.run.mini import app; app()"
 GAVE_UP = ("RepeatedFormatError", "LimitsExceeded", "TimeExceeded")
 
@@ -31,8 +32,8 @@ GAVE_UP = ("RepeatedFormatError", "LimitsExceeded", "TimeExceeded")
 def _argv(start: Start) -> Sequence[str]:
     site = start.program.removesuffix("/minisweagent/run/mini.py")
     flags = ["--yolo", "--exit-immediately", "--cost-limit", "0", "--output", f"{HOME}/run.traj.json"]
-    told = ["--model", f"openai/{start.model}", f"--task={start.prompt}"]
-    return ["python3", "-I", "-c", LAUNCH, site, *told, *flags]
+    inputs = ["--model", f"openai/{start.model}", f"--task={start.prompt}"]
+    return ["python3", "-I", "-c", LAUNCH, site, *inputs, *flags]
 
 
 def _env(start: Start) -> Mapping[str, str]:
@@ -56,8 +57,8 @@ def _version(program: str) -> Sequence[str]:
 def _rule(result: ExecResult) -> tuple[AgentExit, str]:
     if result.exit_code != 0:
         return exit_code_rule(result)
-    said = result.stdout.decode("utf-8", "replace").rpartition("Exit:")[2]
-    gave_up = [reason for reason in GAVE_UP if said.split()[:1] == [reason]]
+    status = result.stdout.decode("utf-8", "replace").rpartition("Exit:")[2]
+    gave_up = [reason for reason in GAVE_UP if status.split()[:1] == [reason]]
     return ("failed", f"gave up: {gave_up[0]}") if gave_up else ("finished", "")
 
 

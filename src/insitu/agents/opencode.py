@@ -21,7 +21,7 @@ CONFIG = f"{HOME}/.config/opencode/opencode.json"
 
 
 def _argv(start: Start) -> Sequence[str]:
-    # Without a title it would ask the model for one.
+    # Without a title it would request one from the model.
     return [start.program, "run", "--model", f"insitu/{start.model}", "--title", "task"]
 
 
@@ -40,7 +40,7 @@ def _files(start: Start) -> Mapping[str, bytes]:
     model = {
         "name": start.model,
         "tool_call": True,
-        # `reserved` below counts from `input`.
+        # `reserved` below is subtracted from `input`.
         "limit": {
             "context": start.context_tokens,
             "input": start.context_tokens,
@@ -70,6 +70,6 @@ RECIPE = Recipe(
     argv=_argv,
     env=_env,
     files=_files,
-    # With 1 GiB it dies at its first command, with 2 GiB it does little but collect garbage.
+    # With 1 GiB it runs out of memory at its first command; with 2 GiB it mostly collects garbage.
     memory_bytes=4 << 30,
 )

@@ -1,8 +1,8 @@
-"""The Pi coding agent, unmodified, in a local sandbox that can reach nothing but the gateway.
+"""Harness of the unmodified Pi coding agent in a sandbox with access only to the gateway.
 
-Both modes drive `pi --mode rpc`, so a request's body is the same in both. `fresh` gives every rollout its
-own process and sandbox; `rpc` keeps the process and empties everything around it between two rollouts. All
-paths inside are constant, so Pi's system prompt is.
+Both modes run `pi --mode rpc`, so request bodies are identical. `fresh` uses a new process and sandbox for
+every rollout; `rpc` keeps the process and wipes the sandbox between rollouts. All paths in the sandbox are
+constant, so that Pi's system prompt is constant too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 import orjson
 
 from insitu.agents.artifacts import NOTHING, Artifacts
-from insitu.agents.base import PLAIN, Left, ModelAccess
+from insitu.agents.base import PLAIN, FinishedCheck, ModelAccess
 from insitu.agents.install import PI_PACKAGE, PiInstall
 from insitu.agents.node_binary import sealed_node
 from insitu.agents.pi_rpc import PiRpc
@@ -29,13 +29,13 @@ PROVIDER = "insitu"
 NODE_AT = "/opt/node/bin/node"
 MODULES_AT = "/opt/pi/node_modules"
 PI_TOOLS = Path(__file__).parent / "pi_tools.js"
-"""Pi extension that gives Pi a session's host tools."""
+"""Pi extension that provides a session's host tools."""
 AGENT_FOLDER = "/home/agent/.pi/agent"
 COMMAND = (
     NODE_AT,
-    # A fifth less memory per worker, at no cost in time.
+    # Saves a fifth of the memory per worker without slowing it down.
     "--max-semi-space-size=2",
-    # Else a signal, which anything in the sandbox may send, makes Node open a debugger.
+    # Otherwise SIGUSR1, which any process in the sandbox may send, opens Node's debugger.
     "--disable-sigusr1",
     f"{MODULES_AT}/{PI_PACKAGE}/dist/bundle/cli.js",
     *("--mode", "rpc", "--no-session", "--provider", PROVIDER),
@@ -46,9 +46,9 @@ ENV = {
     "PI_OFFLINE": "1",
     "PI_SKIP_VERSION_CHECK": "1",
     "PI_TELEMETRY": "0",
-    # It would lie in /tmp, visible to the first rollout of a process only.
+    # The cache would be in /tmp, visible only to the first rollout of a process.
     "NODE_DISABLE_COMPILE_CACHE": "1",
-    # A one-character fix keeps a file's size and second, so a stale .pyc would win over it.
+    # A one-character fix can keep a file's size and mtime second, so a stale .pyc would be used.
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 SETTINGS = {
@@ -59,19 +59,19 @@ SETTINGS = {
     "cacheWarming": "off",
     "images": {"blockImages": True},
 }
-# Pi lowers max_completion_tokens to what its own estimate of the prompt leaves of the window, less 4096. The
-# gateway knows the true length and answers for it, so Pi hears of a window that is never the tighter one.
+# Pi reduces max_completion_tokens to the window minus its own estimate of the prompt minus 4096. The gateway
+# enforces the exact limit, so the window configured in Pi is large enough never to be the tighter one.
 ROOMY_CONTEXT = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
-    """What of a ModelAccess Pi reads at its start only."""
+    """Part of ModelAccess that Pi reads only at its start."""
 
     name: str = "policy"
     max_call_tokens: int = 512
     compact_within: int = 0
-    """Context that Pi keeps below by its own compaction; 0 = it never compacts."""
+    """Context size that Pi keeps by its own compaction; 0 = no compaction."""
 
     def settings(self) -> bytes:
         if not self.compact_within:
@@ -107,7 +107,7 @@ class PiHarness:
         compact: bool = False,
         artifacts: Artifacts = NOTHING,
     ) -> None:
-        """`compact`: Pi may compact its context, within `max_context_tokens` of `model`."""
+        """Set up Pi; `compact` lets it compact its context to `max_context_tokens` of `model`."""
         self._install = install
         self._node = sealed_node(install.node)
         self._backend = backend
@@ -128,17 +128,17 @@ class PiHarness:
             Bind(source=self._node, target=NODE_AT),
             Bind(source=self._install.modules, target=MODULES_AT),
         )
-        where = sandbox_template(
+        template = sandbox_template(
             self._backend, gateway_socket, setup, env=ENV, binds=binds, artifacts=self._artifacts
         )
-        return PiWorker(where, self._uses, self._model)
+        return PiWorker(template, self._uses, self._model)
 
 
 class PiWorker(SandboxWorker):
-    """Starts its Pi with its sandbox."""
+    """Worker whose Pi process starts with the sandbox."""
 
-    def __init__(self, where: SandboxTemplate, uses: int, model: _Model) -> None:
-        super().__init__("Pi", where, uses=uses)
+    def __init__(self, template: SandboxTemplate, uses: int, model: _Model) -> None:
+        super().__init__("Pi", template, uses=uses)
         self._model = model
         self._process: Process | None = None
         self._rpc: PiRpc | None = None
@@ -151,10 +151,10 @@ class PiWorker(SandboxWorker):
         self._rpc = await self._start(sandbox)
 
     async def _configure(self, sandbox: Sandbox, secret: str) -> None:
-        """Pi's files. It looks at auth.json anew before every request, by inode and time."""
-        # In a stored key "$" and a leading "!" have a meaning.
+        """Write Pi's files; Pi reloads auth.json before a request when its inode or time changed."""
+        # "$" and a leading "!" are special in a stored key.
         key = secret.replace("$", "$$").replace("!", "$!", 1) if "$" in secret or "!" in secret else secret
-        port = self._place.spec.gateway_port
+        port = self._template.spec.gateway_port
         await sandbox.put(f"{AGENT_FOLDER}/models.json", self._model.config(port))
         await sandbox.put(f"{AGENT_FOLDER}/settings.json", self._model.settings())
         await sandbox.put(
@@ -162,7 +162,7 @@ class PiWorker(SandboxWorker):
         )
 
     async def _start(self, sandbox: Sandbox) -> PiRpc:
-        """Start Pi and wait until it listens, so that its start is no part of a rollout."""
+        """Start Pi and wait until it is ready, so that its start does not count as rollout time."""
         self._process = await sandbox.spawn([*COMMAND, "--model", self._model.name])
         rpc = PiRpc(self._process)
         await rpc.command("get_state")
@@ -180,11 +180,13 @@ class PiWorker(SandboxWorker):
             return
         rpc = self._rpc = PiRpc(self._process)
         await rpc.command("new_session")
-        if used and rpc.odd:
-            raise HarnessError("something but Pi wrote to Pi's output")
+        if used and rpc.tampered:
+            raise HarnessError("another process wrote to Pi's output")
 
-    async def _run_agent(self, sandbox: Sandbox, task: Task, access: ModelAccess, left: Left) -> AgentEnd:
-        """A Pi that dies while it works on the task did so by the model's doing: no host failure."""
+    async def _run_agent(
+        self, sandbox: Sandbox, task: Task, access: ModelAccess, finished: FinishedCheck
+    ) -> AgentEnd:
+        # A Pi that dies during the task is attributed to the model and is not a host failure.
         process, rpc = self._process, self._rpc
         if process is None or rpc is None:
             raise HarnessError("Pi was not started")
@@ -200,7 +202,7 @@ class PiWorker(SandboxWorker):
             return AgentEnd(exit="failed", detail=str(error)[:300], reusable=False)
         if run.error:
             return AgentEnd(exit="failed", detail=run.error, log=run.log, reusable=False)
-        return AgentEnd(exit="finished", log=run.log, reusable=not rpc.odd)
+        return AgentEnd(exit="finished", log=run.log, reusable=not rpc.tampered)
 
 
 def _model_of(access: ModelAccess, *, compact: bool) -> _Model:

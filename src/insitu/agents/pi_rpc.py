@@ -1,9 +1,8 @@
-"""Pi's RPC protocol: JSON lines on the stdin and stdout of one `pi --mode rpc` process.
+"""Client of Pi's RPC protocol: JSON lines on the stdin and stdout of one `pi --mode rpc` process.
 
-One command at a time. Every line is read, or Pi stalls on a full pipe; only those that decide something are
-parsed. What stands on that pipe may be the work of the agent's own commands, so a line that is not what it
-should be is a HarnessError and nothing else, an answer counts only with its command's secret number, and
-whatever is odd makes the process unfit for another rollout.
+One command at a time. All lines are read, so that Pi does not block on a full pipe; only relevant ones are
+parsed. Commands run by the agent may write to the pipe, so malformed lines raise HarnessError, a response
+must have the random id of its command, and after an unexpected line the process is not reused.
 """
 
 from __future__ import annotations
@@ -26,57 +25,66 @@ _QUIET = frozenset({b"message_update", b"tool_execution_update", b"agent_end", b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PiRun:
-    """How one prompt ended: `error` is what Pi says of its last model call, empty when that went well."""
+    """Result of one prompt; `error` is Pi's error of the last model call, empty on success."""
 
     error: str
     log: bytes
-    """Event lines without the streamed parts, bounded."""
+    """Event lines without streaming updates, bounded."""
 
 
 def _kind(line: bytes) -> bytes:
-    """The event's type, found without parsing; every line Pi writes starts with it or with an id."""
+    """Return the event's type without parsing the line; Pi's lines start with the type or an id."""
     head = line[:96]
     start = head.find(b'"type":"')
     return head[start + 8 : head.find(b'"', start + 8)] if start >= 0 and head.startswith(b"{") else b""
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """A line as an object. Raises HarnessError for anything else."""
+    """Parse a line as a JSON object.
+
+    Raises HarnessError for anything else.
+    """
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise HarnessError(f"Pi wrote a line that is no JSON: {line[:80]!a}") from error
+        raise HarnessError(f"Pi wrote a line that is not JSON: {line[:80]!a}") from error
     if not isinstance(value, dict):
-        raise HarnessError(f"Pi wrote a line that is no object: {line[:80]!a}")
+        raise HarnessError(f"Pi wrote a line that is not a JSON object: {line[:80]!a}")
     return value
 
 
 class PiRpc:
     def __init__(self, process: Process) -> None:
         self._process = process
-        self.odd = False
-        """A line came that Pi does not write, or Pi complained: it must not serve another rollout."""
+        self.tampered = False
+        """An unexpected line was read: the process must not serve another rollout."""
 
     async def _next(self, deadline: float, away_s: AwayTime = no_time) -> bytes:
-        """Raises TimeoutError, and HarnessError when Pi is gone."""
+        """Read one line.
+
+        Raises TimeoutError, and HarnessError when Pi has ended.
+        """
         while True:
-            left = deadline + away_s() - time.monotonic()
-            if left <= 0:  # lines that are at hand already would never let a timer run
+            remaining_s = deadline + away_s() - time.monotonic()
+            if remaining_s <= 0:  # Buffered lines are returned at once, so no timer would fire.
                 raise TimeoutError
             try:
-                line = await self._process.readline(left)
+                line = await self._process.readline(remaining_s)
                 break
             except TimeoutError:
-                continue  # the deadline may have moved
+                continue  # Engine downtime may have extended the deadline.
         if not line:
             tail = self._process.stderr_tail().decode("utf-8", "replace").strip().splitlines()
             raise HarnessError(f"Pi ended: {tail[-1] if tail else 'no message'}")
         if not _kind(line):
-            self.odd = True
+            self.tampered = True
         return line
 
     async def command(self, kind: str, **fields: str) -> None:
-        """Send a command and wait until Pi has accepted it. Raises HarnessError when it refuses."""
+        """Send a command and wait until Pi accepts it.
+
+        Raises HarnessError when Pi rejects it or does not respond.
+        """
         deadline = time.monotonic() + COMMAND_S
         number = secrets.token_hex(8)
         await self._process.write(orjson.dumps({"id": number, "type": kind, **fields}) + b"\n")
@@ -89,15 +97,17 @@ class PiRpc:
                 continue
             answer = _parse(line)
             if answer.get("id") != number:
-                self.odd = True
+                self.tampered = True
             elif answer.get("success") is not True:
                 raise HarnessError(f"Pi refused `{kind}`: {_text(answer.get('error')) or 'no reason given'}")
             else:
                 return
 
     async def run(self, message: str, timeout_s: float, away_s: AwayTime = no_time) -> PiRun:
-        """One prompt until Pi will do nothing more by itself; `away_s` is added to the time.
-        Raises TimeoutError and HarnessError."""
+        """Send one prompt and wait until Pi is idle.
+
+        The timeout is extended by `away_s`. Raises TimeoutError and HarnessError.
+        """
         deadline = time.monotonic() + timeout_s
         await self.command("prompt", message=message)
         log = bytearray()
@@ -126,6 +136,6 @@ def _error_of(line: bytes) -> str:
 
 
 def _text(value: object) -> str:
-    """The first line, bounded; empty for what is no text."""
+    """Return the first line, bounded; empty when `value` is not a string."""
     lines = value.strip().splitlines() if isinstance(value, str) else []
     return lines[0][:300] if lines else ""

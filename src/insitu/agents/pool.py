@@ -1,7 +1,7 @@
-"""Workers of one harness, leased to one rollout at a time.
+"""Pool of workers of one harness, each leased to one rollout at a time.
 
-A healthy worker goes back to the shelf, and serves tasks of its own setup only; any other is closed and
-replaced at the next lease. In strict mode no worker serves twice.
+A healthy worker becomes idle after its lease and serves only tasks of its own setup; others are closed and
+replaced. In strict mode no worker is reused.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from insitu.types import Setup
 
 
 class Sockets:
-    """The gateway's sockets that no live sandbox uses: a session belongs to the socket of its sandbox, so
-    two sandboxes on one could use each other's."""
+    """Gateway sockets that are not in use by a sandbox."""
+
+    # Sessions are bound to the socket of their sandbox: sandboxes that shared one could use each other's.
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._free = list(paths)
 
     def take(self) -> Path:
-        """Raises HarnessError when every socket has its sandbox."""
+        """Return a free socket.
+
+        Raises HarnessError when there is none.
+        """
         if not self._free:
             raise HarnessError("no gateway socket is free for another worker")
         return self._free.pop()
@@ -36,7 +40,7 @@ class Sockets:
 
 
 class WorkerPool:
-    """At most `size` workers live, each on a socket of its own: give it `size` sockets."""
+    """Pool of at most `size` workers, each with its own socket; needs `size` sockets."""
 
     def __init__(self, harness: Harness, size: int, sockets: Sockets, *, strict: bool = False) -> None:
         self._harness = harness
@@ -44,22 +48,22 @@ class WorkerPool:
         self._sockets = sockets
         self._strict = strict
         self._permits = asyncio.Semaphore(size)
-        self._shelf: list[tuple[Setup, Worker]] = []
-        """Idle workers, the longest idle first."""
+        self._idle: list[tuple[Setup, Worker]] = []
+        """Idle workers, longest idle first."""
         self._leased = 0
         self._closed = False
 
     async def warm(self) -> None:
-        """Start all workers for plain tasks now, two at a time, so that no rollout waits for a start."""
+        """Start all workers for plain tasks in advance, two at a time."""
         gate = asyncio.Semaphore(2)
 
         async def one() -> Worker:
             async with gate:
                 return await self._new(PLAIN)
 
-        missing = 0 if self._strict else self._size - len(self._shelf)
+        missing = 0 if self._strict else self._size - len(self._idle)
         started = await asyncio.gather(*(one() for _ in range(missing)), return_exceptions=True)
-        self._shelf += [(PLAIN, worker) for worker in started if not isinstance(worker, BaseException)]
+        self._idle += [(PLAIN, worker) for worker in started if not isinstance(worker, BaseException)]
         for error in started:
             if isinstance(error, BaseException):
                 raise error
@@ -80,13 +84,15 @@ class WorkerPool:
 
     @asynccontextmanager
     async def lease(self, setup: Setup = PLAIN) -> AsyncIterator[Worker]:
-        """A healthy worker for one rollout of a task with this setup. Raises HarnessError or
-        SandboxStartError when none starts."""
+        """Lease a healthy worker for one rollout of a task with this setup.
+
+        Raises HarnessError or SandboxStartError when none can be started.
+        """
         async with self._permits:
             if self._closed:
                 raise HarnessError("the worker pool is closed")
             self._leased += 1
-            kept = False
+            reusable = False
             try:
                 worker = await self._take(setup)
             except BaseException:
@@ -94,30 +100,30 @@ class WorkerPool:
                 raise
             try:
                 yield worker
-                kept = worker.healthy and not self._strict and not self._closed
+                reusable = worker.healthy and not self._strict and not self._closed
             finally:
                 self._leased -= 1
-                if kept:
-                    self._shelf.append((setup, worker))
+                if reusable:
+                    self._idle.append((setup, worker))
                 else:
                     await self._end(worker)
 
     async def _take(self, setup: Setup) -> Worker:
-        """The worker last used for this setup, or a new one in the place of the longest idle of another."""
-        for entry in reversed([entry for entry in self._shelf if entry[0] == setup]):
-            self._shelf.remove(entry)
+        """Return the last idle worker of this setup, else a new one, closing others if the pool is full."""
+        for entry in reversed([entry for entry in self._idle if entry[0] == setup]):
+            self._idle.remove(entry)
             if entry[1].healthy:
                 return entry[1]
             await self._end(entry[1])
-        while self._shelf and self._leased + len(self._shelf) > self._size:
-            await self._end(self._shelf.pop(0)[1])
+        while self._idle and self._leased + len(self._idle) > self._size:
+            await self._end(self._idle.pop(0)[1])
         return await self._new(setup)
 
     async def close(self) -> None:
-        """Ends the idle workers; leased ones end when they come back."""
+        """Close the idle workers; leased ones are closed when they are returned."""
         self._closed = True
-        while self._shelf:
-            await self._end(self._shelf.pop()[1])
+        while self._idle:
+            await self._end(self._idle.pop()[1])
 
     async def __aenter__(self) -> Self:
         return self

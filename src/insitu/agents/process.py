@@ -1,4 +1,4 @@
-"""An agent that is one command: started in its sandbox, watched, stopped, and judged by its exit."""
+"""Execution of agents that are a single command: start, timeout, stop and exit status."""
 
 from __future__ import annotations
 
@@ -7,41 +7,44 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from insitu.agents.base import AgentExit, AwayTime, Left, no_time
+from insitu.agents.base import AgentExit, AwayTime, FinishedCheck, no_time
 from insitu.agents.termination import GRACE_S, KILL_S, attend
 from insitu.agents.worker import AgentEnd
 from insitu.errors import HarnessError
 from insitu.sandbox.base import ExecResult, Sandbox
 
 Rule = Callable[[ExecResult], tuple[AgentExit, str]]
-"""What an exit means: how the agent ended, and one line on it. Not asked about an agent that was stopped."""
+"""Maps the result of an agent that exited by itself to (exit, one line of detail)."""
 START_S = 60.0
 AWAY_MOST_S = 3600.0
-"""More than that no session waits for an engine that is away."""
-_ASIDE = (
+"""Longest engine downtime that a session waits for."""
+# Runs in a temporary home that is removed, so that the agent finds no trace of it at its real start.
+_IN_TEMPORARY_HOME = (
     "export HOME=/tmp/start TMPDIR=/tmp/start; mkdir $HOME && cd $HOME || exit 126; "
     '"$@"; code=$?; cd /; rm -rf /tmp/start; exit $code'
 )
-"""It must find no trace of this when it starts for the task."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def exit_code_rule(result: ExecResult) -> tuple[AgentExit, str]:
-    """Exit code 0 is finished; else failed with the last line the agent complained with."""
+    """Return finished for exit code 0, else failed with the last line of stderr or stdout."""
     if result.exit_code == 0:
         return "finished", ""
-    said = (result.stderr.strip() or result.stdout.strip()).decode("utf-8", "replace")
-    lines = _COLOURS.sub("", said).splitlines() or [""]
+    output = (result.stderr.strip() or result.stdout.strip()).decode("utf-8", "replace")
+    lines = _COLOURS.sub("", output).splitlines() or [""]
     return "failed", f"exit code {result.exit_code}: {lines[-1][:300]}"
 
 
 async def smoke_test(sandbox: Sandbox, argv: Sequence[str], what: str) -> None:
-    """That a program starts in the sandbox of an image, whose libraries nobody knows: what an image lacks
-    must not be laid on the agent. Raises HarnessError."""
-    done = await sandbox.exec(["/bin/sh", "-c", _ASIDE, "sh", *argv], timeout_s=START_S)
+    """Check that a program starts in the sandbox of an image.
+
+    Raises HarnessError.
+    """
+    # The image may lack libraries; such a failure must not be attributed to the agent.
+    done = await sandbox.exec(["/bin/sh", "-c", _IN_TEMPORARY_HOME, "sh", *argv], timeout_s=START_S)
     if done.exit_code != 0:
         lines = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines() or ["no output"]
-        how = "hung" if done.timed_out else f"exit code {done.exit_code}"
+        how = "timeout" if done.timed_out else f"exit code {done.exit_code}"
         raise HarnessError(
             f"{what} does not start in this image ({how}): {(lines or ['no output'])[-1][:200]}"
         )
@@ -53,27 +56,30 @@ class AgentProcess:
     env: Mapping[str, str] = field(repr=False)
     stdin: bytes = field(repr=False)
     log_bytes: int
-    """Kept of standard output and of standard error each; what is beyond is read and forgotten."""
+    """Limit of stdout and of stderr each; output beyond it is discarded."""
 
     async def run(
-        self, sandbox: Sandbox, wall_s: float, left: Left, rule: Rule, away_s: AwayTime = no_time
+        self, sandbox: Sandbox, wall_s: float, finished: FinishedCheck, rule: Rule, away_s: AwayTime = no_time
     ) -> AgentEnd:
-        """Raises SandboxError."""
+        """Run the command and return how it ended.
+
+        Raises SandboxError.
+        """
         running = asyncio.create_task(
             sandbox.exec(
                 self.argv,
-                # The last resort: `attend` stops it before.
+                # Fallback timeout: `attend` stops the process earlier.
                 timeout_s=wall_s + AWAY_MOST_S + GRACE_S + 2 * KILL_S,
                 env=self.env,
                 stdin=self.stdin,
                 max_output_bytes=self.log_bytes,
             )
         )
-        result, why = await attend(running, sandbox, wall_s=wall_s, left=left, away_s=away_s)
+        result, why = await attend(running, sandbox, wall_s=wall_s, finished=finished, away_s=away_s)
         log = result.stdout + result.stderr
         if why == "deadline" or result.timed_out:
             return AgentEnd(exit="timeout", detail=f"stopped after {wall_s:g} s", log=log, reusable=False)
-        if why == "left":
-            return AgentEnd(exit="finished", detail="said that it was done and was stopped", log=log)
+        if why == "finished":
+            return AgentEnd(exit="finished", detail="reported completion and was stopped", log=log)
         outcome, detail = rule(result)
         return AgentEnd(exit=outcome, detail=detail, log=log)

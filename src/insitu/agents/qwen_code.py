@@ -1,7 +1,7 @@
 """Qwen Code: chat completions, headless by `--prompt`; its sub-agents run in the background.
 
-It compacts when the prompt that the server counted, plus what is pending, passes a share of the window it was
-told; the summary is asked for under a system prompt of its own and without tools.
+It compacts when the prompt length reported by the server plus pending text exceeds a percentage of the
+configured window; the summary is requested with a separate system prompt and without tools.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PACKAGE = Package(
 )
 
 RESERVE_TOKENS = 33_000
-"""What it keeps free of its window for a summary, which is far more than the policy may say at once."""
+"""Part of the window that it reserves for a summary, far more than one call of the policy may sample."""
 
 
 def _argv(start: Start) -> Sequence[str]:
-    # Read from stdin the prompt would get two more newlines.
+    # From stdin the prompt would get two additional newlines.
     return [NODE_AT, start.program, "--auth-type", "openai", "--yolo", f"--prompt={start.prompt}"]
 
 
@@ -36,7 +36,7 @@ def _env(start: Start) -> Mapping[str, str]:
         "OPENAI_BASE_URL": f"{start.address}/v1",
         "OPENAI_API_KEY": start.secret,
         "OPENAI_MODEL": start.model,
-        # Else it starts itself anew with a larger heap than its limit allows.
+        # Otherwise it restarts itself with a heap larger than its memory limit.
         "QWEN_CODE_NO_RELAUNCH": "1",
         "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
         "QWEN_CODE_DISABLE_PRECONNECT": "1",
@@ -44,7 +44,7 @@ def _env(start: Start) -> Mapping[str, str]:
 
 
 def _files(start: Start) -> Mapping[str, bytes]:
-    # It compacts at the smaller of its share of the window and the window less its reserve.
+    # It compacts at min(percentage of the window, window - reserve).
     window = start.compact_tokens + RESERVE_TOKENS
     generation = {
         "contextWindowSize": window,
@@ -57,9 +57,9 @@ def _files(start: Start) -> Mapping[str, bytes]:
         "general": {"enableAutoUpdate": False},
         "model": {"generationConfig": generation},
         "context": {"autoCompactThreshold": start.compact_tokens / window},
-        # Its npm package marks the search program as executable only in a script, and no script is run.
+        # Its npm package makes ripgrep executable in an install script, and these are not run.
         "tools": {"useRipgrep": False},
-        # Notes for a later session, of which there is none, written by agents of their own.
+        # Disabled: background agents that write notes for later sessions.
         "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
     }
     return {f"{HOME}/.qwen/settings.json": orjson.dumps(settings)}

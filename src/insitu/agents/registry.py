@@ -1,6 +1,6 @@
-"""The recipes that insitu knows, by the name that `harness.agent` takes.
+"""Built-in recipes by their name in `harness.agent`.
 
-`python -m insitu.agents.registry NAME...` installs these agents into the cache and prints where they are.
+`python -m insitu.agents.registry NAME...` installs agents into the cache and prints their folders.
 """
 
 from __future__ import annotations

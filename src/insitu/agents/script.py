@@ -1,8 +1,8 @@
-"""Any command as an agent: one process in a fresh sandbox per rollout; its exit code is the authority.
+"""Any command as an agent: one process per rollout; exit code 0 means finished.
 
-The command finds OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and the model's limits (CONTEXT_TOKENS for
-prompt and reply together, CALL_TOKENS for a reply) in its environment and the prompt on its stdin and in the
-file that PROMPT_FILE names. It starts in the work folder.
+Environment of the command: OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, CONTEXT_TOKENS (limit of prompt
+plus reply), CALL_TOKENS (limit of a reply) and PROMPT_FILE. The prompt is also on stdin. The working
+directory is the work folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from insitu.agents.artifacts import NOTHING, Artifacts
-from insitu.agents.base import PLAIN, Left, ModelAccess
+from insitu.agents.base import PLAIN, FinishedCheck, ModelAccess
 from insitu.agents.process import AgentProcess, exit_code_rule, smoke_test
 from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, sandbox_template, write_task_files
 from insitu.errors import HarnessError
@@ -25,10 +25,10 @@ LOG_BYTES = 64 << 10
 
 
 class ScriptHarness:
-    """Implements insitu.agents.base.Harness.
+    """Harness for a command.
 
-    `files` are laid under AGENT_AT in the sandbox before the start; `argv` may name them. With `warm` the
-    sandbox, not the process, serves many rollouts and is emptied in between.
+    `files` are written below AGENT_AT in the sandbox. With `warm` the sandbox, but not the process, is reused
+    for many rollouts and wiped between them.
     """
 
     def __init__(
@@ -62,22 +62,22 @@ class ScriptHarness:
 
     def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> ScriptWorker:
         env = {"PYTHONDONTWRITEBYTECODE": "1"}
-        where = sandbox_template(self._backend, gateway_socket, setup, env=env, artifacts=self._artifacts)
-        return ScriptWorker(where, self._argv, self._files, warm=self._warm)
+        template = sandbox_template(self._backend, gateway_socket, setup, env=env, artifacts=self._artifacts)
+        return ScriptWorker(template, self._argv, self._files, warm=self._warm)
 
 
 class ScriptWorker(SandboxWorker):
-    """Its sandbox serves one rollout, or if warm any number."""
+    """Worker whose sandbox serves one rollout, or any number if `warm`."""
 
-    def __init__(self, where: SandboxTemplate, argv: tuple[str, ...], files: Tree, *, warm: bool) -> None:
-        super().__init__("script", where, uses=sys.maxsize if warm else 1)
+    def __init__(self, template: SandboxTemplate, argv: tuple[str, ...], files: Tree, *, warm: bool) -> None:
+        super().__init__("script", template, uses=sys.maxsize if warm else 1)
         self._argv = argv
         self._files = files
 
     async def _boot(self, sandbox: Sandbox) -> None:
-        if self._place.spec.image and not self._argv[0].startswith(AGENT_AT):
-            look = ["/bin/sh", "-c", 'command -v "$0"', self._argv[0]]
-            await smoke_test(sandbox, look, self._argv[0])
+        if self._template.spec.image and not self._argv[0].startswith(AGENT_AT):
+            find_program = ["/bin/sh", "-c", 'command -v "$0"', self._argv[0]]
+            await smoke_test(sandbox, find_program, self._argv[0])
 
     async def _prepare(self, sandbox: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
         for path, entry in self._files.items():
@@ -85,8 +85,10 @@ class ScriptWorker(SandboxWorker):
         await sandbox.put(PROMPT_AT, task.prompt.encode())
         await write_task_files(sandbox, task)
 
-    async def _run_agent(self, sandbox: Sandbox, task: Task, access: ModelAccess, left: Left) -> AgentEnd:
-        address = f"http://127.0.0.1:{self._place.spec.gateway_port}/s/{access.public_id}/v1"
+    async def _run_agent(
+        self, sandbox: Sandbox, task: Task, access: ModelAccess, finished: FinishedCheck
+    ) -> AgentEnd:
+        address = f"http://127.0.0.1:{self._template.spec.gateway_port}/s/{access.public_id}/v1"
         env = {
             "OPENAI_BASE_URL": address,
             "OPENAI_API_KEY": access.secret,
@@ -96,4 +98,4 @@ class ScriptWorker(SandboxWorker):
             "CALL_TOKENS": str(access.max_call_tokens),
         }
         command = AgentProcess(argv=self._argv, env=env, stdin=task.prompt.encode(), log_bytes=LOG_BYTES)
-        return await command.run(sandbox, task.limits.wall_s, left, exit_code_rule, access.away_s)
+        return await command.run(sandbox, task.limits.wall_s, finished, exit_code_rule, access.away_s)

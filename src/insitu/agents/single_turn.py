@@ -1,8 +1,8 @@
-"""No agent: one prompt, one reply, and what stands in it is checked. For code tasks of one file.
+"""Single-turn harness without an agent: one prompt, one reply, for code tasks of one file.
 
-The task's prompt goes through the gateway as one chat completion, as an agent's would; the code block of the
-reply, or what the user's function makes of the reply, is laid over the task's files. There is no sandbox,
-since nothing runs: the grader's is the first. Selected by harness.agent = "single_turn".
+The task's prompt is sent through the gateway as one chat completion. The code block of the reply, or the
+files that the user's function returns for the reply, are written over the task's files. There is no agent
+sandbox. Selected by harness.agent = "single_turn".
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from typing import Self
 import aiohttp
 import orjson
 
-from insitu.agents.base import PLAIN, AgentResult, Left, ModelAccess, never
+from insitu.agents.base import PLAIN, AgentResult, FinishedCheck, ModelAccess, never_finished
 from insitu.agents.termination import within
 from insitu.errors import HarnessError, TaskError
 from insitu.tasks.user_functions import BadResult, UserFunction
 from insitu.types import FileEntry, Setup, Task, Tree
 
 BuildAction = Callable[[str, Task], Mapping[str, str | bytes]]
-"""(reply, task) -> content by path, laid over the task's files. Raises ValueError for a reply that cannot be
-used: the model's fault, the agent has failed and its tree is the task's own. Any other exception is a bug of
-the function."""
+"""(reply, task) -> content by path, written over the task's files. A ValueError means an unusable reply: the
+attempt has failed with unchanged files. Any other exception is a bug of the function."""
 
 VERSION = "1"
 LOG_BYTES = 64 << 10
-TRIES = 4
-"""Of one call, where the gateway says that a later one may be answered."""
-AGAIN = frozenset({429, 500, 502, 503, 504, 529})
+MAX_ATTEMPTS = 4
+"""Maximum number of requests of one call when the status is retryable."""
+RETRY_STATUSES = frozenset({429, 500, 502, 503, 504, 529})
 DEFAULT_FILE = "solution.py"
 LANGUAGES: Mapping[str, tuple[str, ...]] = {
     ".py": ("python", "py", "python3"),
@@ -44,34 +43,35 @@ LANGUAGES: Mapping[str, tuple[str, ...]] = {
     ".go": ("go", "golang"),
     ".sh": ("bash", "sh", "shell"),
 }
-"""What a code block for a file is called, by the file's ending."""
+"""Language tags of code blocks by file extension."""
 _FENCE = re.compile(r"\s{0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*")
 
 
 class _Failed(Exception):
-    """The attempt ends here, by the model's doing."""
+    """The attempt failed because of the model."""
 
 
 class SingleTurn:
-    """Implements insitu.agents.base.Harness."""
+    """Harness without an agent program."""
 
     name, version = "single_turn", VERSION
 
     def __init__(self, parse_answer: UserFunction | None = None) -> None:
-        """`parse_answer`: the user's BuildAction; None = code_to_file."""
+        """Set up the harness; `parse_answer` is the user's BuildAction, None = `code_to_file`."""
         self._build = parse_answer
 
     def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> SingleTurnWorker:
-        """Raises TaskError for a task whose files lie in an image: there is no sandbox to take them from."""
+        """Return a worker.
+
+        Raises TaskError for tasks with an image or setup commands, since there is no sandbox.
+        """
         if setup.image or setup.commands:
-            raise TaskError(
-                "single_turn has no sandbox: it takes tasks that are their files, without an image"
-            )
+            raise TaskError("single_turn has no sandbox: it needs tasks without an image and setup commands")
         return SingleTurnWorker(gateway_socket, self._build)
 
 
 class SingleTurnWorker:
-    """Implements insitu.agents.base.Worker."""
+    """Worker that sends one request."""
 
     healthy = True
 
@@ -87,14 +87,16 @@ class SingleTurnWorker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """There is nothing to end."""
+        """Do nothing: there are no resources."""
 
-    async def run(self, task: Task, access: ModelAccess, left: Left = never) -> AgentResult:
-        begun = time.monotonic()
-        tree, said, exit_, detail = task.files, "", "finished", ""
+    async def run(
+        self, task: Task, access: ModelAccess, finished: FinishedCheck = never_finished
+    ) -> AgentResult:
+        started = time.monotonic()
+        tree, reply, exit_, detail = task.files, "", "finished", ""
         try:
-            said = await within(self._ask(task, access), task.limits.wall_s, access.away_s)
-            tree = {**task.files, **await self._files(said, task)}
+            reply = await within(self._request(task, access), task.limits.wall_s, access.away_s)
+            tree = {**task.files, **await self._files(reply, task)}
         except TimeoutError:
             exit_, detail = "timeout", f"stopped after {task.limits.wall_s:g} s"
         except _Failed as failed:
@@ -103,12 +105,15 @@ class SingleTurnWorker:
             exit=exit_,  # type: ignore[arg-type]
             tree=tree,
             detail=detail.replace(access.secret, "***").encode("utf-8", "backslashreplace").decode(),
-            log=said.encode()[:LOG_BYTES].replace(access.secret.encode(), b"***"),
-            duration_s=time.monotonic() - begun,
+            log=reply.encode()[:LOG_BYTES].replace(access.secret.encode(), b"***"),
+            duration_s=time.monotonic() - started,
         )
 
-    async def _ask(self, task: Task, access: ModelAccess) -> str:
-        """The reply's text. Raises _Failed when the gateway refuses, HarnessError when there is none."""
+    async def _request(self, task: Task, access: ModelAccess) -> str:
+        """Return the reply's text.
+
+        Raises _Failed for an HTTP error, HarnessError when the gateway cannot be reached.
+        """
         url = f"http://gateway/s/{access.public_id}/v1/chat/completions"
         body = {
             "model": access.model,
@@ -118,39 +123,45 @@ class SingleTurnWorker:
         head = {"Authorization": f"Bearer {access.secret}"}
         connector = aiohttp.UnixConnector(str(self.gateway_socket))
         try:
-            # The rollout's own limit is the deadline.
+            # The caller enforces the timeout.
             no_limit = aiohttp.ClientTimeout(total=None)
             async with aiohttp.ClientSession(connector=connector, headers=head, timeout=no_limit) as http:
-                for tried in range(1, TRIES + 1):
+                for attempt in range(1, MAX_ATTEMPTS + 1):
                     async with http.post(url, json=body) as answer:
                         raw = await answer.read()
                     if answer.status == 200:
                         return _text(raw)
-                    if answer.status not in AGAIN or tried == TRIES:
+                    if answer.status not in RETRY_STATUSES or attempt == MAX_ATTEMPTS:
                         break
-                    await asyncio.sleep(0.5 * 2**tried)
+                    await asyncio.sleep(0.5 * 2**attempt)
         except aiohttp.ClientError as error:
-            raise HarnessError(f"the gateway is gone: {error or type(error).__name__}") from error
+            raise HarnessError(f"the gateway cannot be reached: {error or type(error).__name__}") from error
         raise _Failed(f"the model answered HTTP {answer.status}: {raw[:300].decode('utf-8', 'replace')}")
 
-    async def _files(self, said: str, task: Task) -> Tree:
-        """Raises _Failed for a reply that cannot be used, GradeError when the user's function is broken."""
+    async def _files(self, reply: str, task: Task) -> Tree:
+        """Return the files built from a reply.
+
+        Raises _Failed for an unusable reply, GradeError when the user's function is broken.
+        """
         if self._build is None:
-            made = files_of(code_to_file, said, task)
+            files = build_files(code_to_file, reply, task)
         else:
-            made = await self._build.call(lambda build: files_of(build, said, task))
-        if isinstance(made, str):
-            raise _Failed(f"the reply cannot be used: {made}")
-        return made
+            files = await self._build.call(lambda build: build_files(build, reply, task))
+        if isinstance(files, str):
+            raise _Failed(f"the reply cannot be used: {files}")
+        return files
 
 
-def files_of(build: BuildAction, said: str, task: Task) -> Tree | str:
-    """The files that `build` makes of a reply, or why it makes none. Raises BadResult for other results."""
+def build_files(build: BuildAction, reply: str, task: Task) -> Tree | str:
+    """Return the files that `build` makes of a reply, or why the reply is unusable.
+
+    Raises BadResult for invalid return values.
+    """
     try:
-        made = build(said, task)
-        if not isinstance(made, Mapping):
-            raise BadResult(f"returned a {type(made).__name__}, not a dict of files")
-        return {_path(path): FileEntry(content=_bytes(content)) for path, content in made.items()}
+        files = build(reply, task)
+        if not isinstance(files, Mapping):
+            raise BadResult(f"returned a {type(files).__name__}, not a dict of files")
+        return {_path(path): FileEntry(content=_bytes(content)) for path, content in files.items()}
     except ValueError as error:
         return str(error) or type(error).__name__
 
@@ -159,9 +170,9 @@ def _text(raw: bytes) -> str:
     try:
         content = orjson.loads(raw)["choices"][0]["message"]["content"]
     except (orjson.JSONDecodeError, LookupError, TypeError) as error:
-        raise _Failed(f"not an answer to a chat completion: {raw[:200]!a}") from error
+        raise _Failed(f"not a chat completion response: {raw[:200]!a}") from error
     if not isinstance(content, str) or not content.strip():
-        raise _Failed("the reply holds no text")
+        raise _Failed("the reply contains no text")
     return content
 
 
@@ -178,7 +189,7 @@ def _path(path: str) -> str:
 
 
 def target(task: Task) -> str:
-    """The file that a reply is meant for: the one under test, else the only Python file there is."""
+    """Return the file that a reply replaces: the one under test, else the only Python file."""
     if task.grading.entry:
         return task.grading.entry
     python = [path for path in task.files if path.endswith(".py")]
@@ -186,7 +197,7 @@ def target(task: Task) -> str:
 
 
 def code_to_file(reply: str, task: Task) -> Mapping[str, str]:
-    """The default: the reply's code becomes the file under test."""
+    """Return the reply's code as content of the file under test; the default BuildAction."""
     path = target(task)
     code = code_of(reply, LANGUAGES.get(PurePosixPath(path).suffix, ()))
     if not code.strip():
@@ -195,8 +206,11 @@ def code_to_file(reply: str, task: Task) -> Mapping[str, str]:
 
 
 def code_of(reply: str, languages: tuple[str, ...] = ()) -> str:
-    """The last code block of one of `languages`, else the last one of any, else the whole reply: later blocks
-    correct earlier ones. A block that is not closed goes to the end."""
+    """Return the last code block of one of `languages`, else the last of any language, else the whole reply.
+
+    An unclosed block extends to the end.
+    """
+    # The last block is used because later blocks correct earlier ones.
     blocks = list(_blocks(reply))
     named = [code for language, code in blocks if language in languages]
     if named:
@@ -205,7 +219,7 @@ def code_of(reply: str, languages: tuple[str, ...] = ()) -> str:
 
 
 def _blocks(reply: str) -> list[tuple[str, str]]:
-    """(language, code) of every fenced block, in order."""
+    """Return (language, code) of every fenced block, in order."""
     found: list[tuple[str, list[str]]] = []
     fence = ""
     for line in reply.splitlines(keepends=True):

@@ -1,10 +1,9 @@
-"""How an agent that must stop is stopped: asked by TERM, then killed, then its sandbox is closed.
+"""Timeout and termination of agents: SIGTERM, then SIGKILL.
 
-    deadline, or the agent said that it is done and stays -> TERM to all -> GRACE_S -> KILL to all -> sandbox
+    deadline, or finished but still running -> SIGTERM to all -> GRACE_S -> SIGKILL to all
 
-The process's own exit is the notice that ends a run. An agent may also say that it is done (the gateway's
-exit route) and then linger: it is given LINGER_S. Called by the workers; the sandbox is closed by whoever
-has it.
+A run normally ends with the exit of the process. An agent may also report completion (the gateway's exit
+route) and keep running: it is stopped after LINGER_S. The caller closes the sandbox.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Literal, TypeVar
 
-from insitu.agents.base import AwayTime, Left, no_time
+from insitu.agents.base import AwayTime, FinishedCheck, no_time
 from insitu.errors import SandboxError, SandboxLost
 from insitu.sandbox.base import ExecResult, Sandbox
 
 GRACE_S = 2.0
-"""From TERM to KILL: for an agent to write down what it has."""
+"""Time between SIGTERM and SIGKILL, for an agent to save its state."""
 LINGER_S = 5.0
-"""From the agent's word that it is done to TERM."""
+"""Time between an agent's report of completion and SIGTERM."""
 POLL_S = 0.5
 KILL_S = 10.0
-Why = Literal["", "deadline", "left"]
+Why = Literal["", "deadline", "finished"]
 T = TypeVar("T")
 
 
@@ -35,15 +34,15 @@ async def attend(
     sandbox: Sandbox,
     *,
     wall_s: float,
-    left: Left,
+    finished: FinishedCheck,
     away_s: AwayTime = no_time,
 ) -> tuple[ExecResult, Why]:
-    """The result of an agent's process, and why it was stopped if it was. The process is over then.
+    """Wait for an agent's process; return its result and why it was stopped, if it was.
 
-    Raises SandboxError.
+    The process has ended on return. Raises SandboxError.
     """
     try:
-        why = await _until(running, wall_s, left, away_s)
+        why = await _until(running, wall_s, finished, away_s)
         if why:
             await ask_to_stop(sandbox)
             await asyncio.wait({running}, timeout=GRACE_S)
@@ -58,21 +57,26 @@ async def attend(
         await asyncio.wait({running})
 
 
-async def _until(running: asyncio.Task[ExecResult], wall_s: float, left: Left, away_s: AwayTime) -> Why:
-    """Waits for the process, at most until it must be stopped."""
+async def _until(
+    running: asyncio.Task[ExecResult], wall_s: float, finished: FinishedCheck, away_s: AwayTime
+) -> Why:
+    """Wait for the process, at most until it must be stopped."""
     ends, lingers = time.monotonic() + wall_s, math.inf
     while (rest := min(ends + away_s(), lingers) - time.monotonic()) > 0:
         await asyncio.wait({running}, timeout=min(POLL_S, rest))
         if running.done():
             return ""
-        if lingers == math.inf and left():
+        if lingers == math.inf and finished():
             lingers = time.monotonic() + LINGER_S
-    return "deadline" if lingers == math.inf else "left"
+    return "deadline" if lingers == math.inf else "finished"
 
 
-async def within(doing: Coroutine[Any, Any, T], wall_s: float, away_s: AwayTime) -> T:
-    """Its result. Cancels it and raises TimeoutError when the time is over."""
-    running, ends = asyncio.ensure_future(doing), time.monotonic() + wall_s
+async def within(coroutine: Coroutine[Any, Any, T], wall_s: float, away_s: AwayTime) -> T:
+    """Return the result of a coroutine within a timeout that is extended by `away_s`.
+
+    Cancels the coroutine and raises TimeoutError on timeout.
+    """
+    running, ends = asyncio.ensure_future(coroutine), time.monotonic() + wall_s
     try:
         while not running.done():
             rest = ends + away_s() - time.monotonic()
@@ -86,7 +90,6 @@ async def within(doing: Coroutine[Any, Any, T], wall_s: float, away_s: AwayTime)
 
 
 async def ask_to_stop(sandbox: Sandbox) -> None:
-    """TERM to every process of the sandbox. One that cannot start another process, or that does not listen,
-    is killed next in any case."""
+    """Send SIGTERM to every process of the sandbox; errors are ignored, since SIGKILL follows."""
     with contextlib.suppress(SandboxError):
         await sandbox.exec(["/bin/sh", "-c", "kill -TERM -1"], timeout_s=GRACE_S)

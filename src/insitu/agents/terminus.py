@@ -1,6 +1,6 @@
-"""The Terminus style of agent: a model that is shown a terminal and types into it. The loop is insitu's own.
+"""Terminus-style agent: the model sees a terminal and types into it.
 
-Nothing is installed: the package `terminus_agent` runs on the Python that every sandbox has.
+The agent loop is insitu's own package `terminus_agent`, which runs on the sandbox's Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ START = (
 
 
 def terminus(backend: SandboxBackend, *, warm: bool = False, artifacts: Artifacts = NOTHING) -> ScriptHarness:
-    """Its version is a digest of the loop's source."""
+    """Return the harness; its version is a digest of the loop's source."""
     source = {path.name: path.read_bytes() for path in sorted(LOOP.glob("*.py"))}
     return ScriptHarness(
         ["python3", "-I", "-S", "-c", START],

@@ -1,10 +1,9 @@
-"""The life of a worker that owns a sandbox: opened, equipped, driven, stopped, harvested, closed.
+"""Base class of workers that own a sandbox.
 
-    open -> [wipe] -> equip -> drive -> stop all -> artifacts, egress, tree -> AgentResult, redacted
+    open -> [wipe] -> prepare -> run agent -> kill all -> tree, artifacts, egress -> redacted AgentResult
 
-An agent's module says how its sandbox is equipped and how the agent is driven; everything else, and so every
-rule about blame and about what may serve again, is here. A sandbox whose task has an image or a setup serves
-one rollout: nothing could make it new again.
+Subclasses implement `_prepare` and `_run_agent`; attribution of failures and reuse of sandboxes are handled
+here. A sandbox with an image or setup serves only one rollout, since it cannot be reset.
 """
 
 from __future__ import annotations
@@ -18,8 +17,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from insitu.agents.artifacts import NOTHING, Artifacts, attribute_loss, bounded, collect_tree, redact
-from insitu.agents.base import PLAIN, AgentExit, AgentResult, Left, ModelAccess, never
+from insitu.agents.artifacts import (
+    NOTHING,
+    Artifacts,
+    attribute_loss,
+    collect_tree,
+    redact,
+    with_agent_limits,
+)
+from insitu.agents.base import PLAIN, AgentExit, AgentResult, FinishedCheck, ModelAccess, never_finished
 from insitu.errors import HarnessError, SandboxError, SandboxLost
 from insitu.sandbox.base import Bind, Sandbox, SandboxBackend, SandboxSpec, memory_kills
 from insitu.sandbox.base_tree import is_plain, set_up
@@ -29,18 +35,18 @@ from insitu.types import Setup, Task, Tree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentEnd:
-    """How the agent's part ended. The worker redacts it."""
+    """Unredacted result of `_run_agent`."""
 
     exit: AgentExit
     detail: str = ""
     log: bytes = b""
     reusable: bool = True
-    """The sandbox, and the agent in it, may serve another rollout once it is wiped."""
+    """The sandbox and its agent may serve another rollout after a wipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxTemplate:
-    """Where a worker's sandboxes come from, what they are, and what of theirs is kept."""
+    """Backend, spec, setup and artifacts of a worker's sandboxes."""
 
     backend: SandboxBackend
     spec: SandboxSpec
@@ -49,7 +55,7 @@ class SandboxTemplate:
 
     @property
     def gateway_socket(self) -> Path:
-        """Raises HarnessError for a sandbox that reaches no gateway."""
+        """Gateway socket of the spec; raises HarnessError when there is none."""
         if self.spec.gateway_socket is None:
             raise HarnessError("a worker's sandbox needs the gateway's socket")
         return self.spec.gateway_socket
@@ -65,8 +71,10 @@ def sandbox_template(
     memory_bytes: int | None = None,
     artifacts: Artifacts = NOTHING,
 ) -> SandboxTemplate:
-    """An agent's sandbox for a task's setup. `memory_bytes`: of one process, where the usual limit is
-    small."""
+    """Return the template of an agent's sandboxes for a task's setup.
+
+    `memory_bytes` replaces the default memory limit of one process.
+    """
     spec = SandboxSpec(
         image=setup.image,
         workdir=setup.workdir,
@@ -76,29 +84,29 @@ def sandbox_template(
         network="gateway_only",
         gateway_socket=gateway_socket,
     )
-    spec = bounded(spec, backend)
+    spec = with_agent_limits(spec, backend)
     if spec.memory_bytes is not None and memory_bytes is not None:
         spec = replace(spec, memory_bytes=memory_bytes)
     return SandboxTemplate(backend=backend, spec=spec, setup=setup, artifacts=artifacts)
 
 
 class SandboxWorker(ABC):
-    """Implements insitu.agents.base.Worker but for `_prepare` and `_run_agent`."""
+    """Worker with a sandbox; subclasses implement `_prepare` and `_run_agent`."""
 
     def __init__(self, name: str, sandbox_template: SandboxTemplate, *, uses: int = 1) -> None:
         self._name = name
-        self._place = sandbox_template
+        self._template = sandbox_template
         self._uses_left = uses if is_plain(sandbox_template.setup) else 1
         self._sandbox: Sandbox | None = None
         self._dirty = False
-        """The sandbox has had a rollout: the next one needs it emptied."""
+        """The sandbox has served a rollout and must be wiped before the next."""
         self._broken = False
         self._egress = 0
-        """Attempts of this sandbox that earlier rollouts made."""
+        """Egress attempts of earlier rollouts in this sandbox."""
 
     @property
     def gateway_socket(self) -> Path:
-        return self._place.gateway_socket
+        return self._template.gateway_socket
 
     @property
     def healthy(self) -> bool:
@@ -117,11 +125,14 @@ class SandboxWorker(ABC):
         await self._close()
 
     async def _open(self) -> None:
-        """A new sandbox. Raises HarnessError and SandboxError: the host's doing, or the task's."""
-        sandbox = self._sandbox = await self._place.backend.create(self._place.spec)
+        """Create a new sandbox.
+
+        Raises HarnessError and SandboxError.
+        """
+        sandbox = self._sandbox = await self._template.backend.create(self._template.spec)
         self._dirty, self._egress = False, 0
         try:
-            await set_up(sandbox, self._place.setup)
+            await set_up(sandbox, self._template.setup)
             await self._boot(sandbox)
         except BaseException:
             await self._close()
@@ -132,34 +143,36 @@ class SandboxWorker(ABC):
         if sandbox is not None:
             await sandbox.close()
 
-    async def run(self, task: Task, access: ModelAccess, left: Left = never) -> AgentResult:
+    async def run(
+        self, task: Task, access: ModelAccess, finished: FinishedCheck = never_finished
+    ) -> AgentResult:
         if not self.healthy:
             raise HarnessError(f"this {self._name} worker is used up")
-        if task.setup != self._place.setup:
+        if task.setup != self._template.setup:
             raise HarnessError(f"this {self._name} worker's sandbox is not that of task {task.id}")
-        begun = time.monotonic()
+        started = time.monotonic()
         self._uses_left -= 1
         try:
             sandbox = await self._ready(task, access)
-            ending = await self._run_guarded(sandbox, task, access, left)
-            tree, artifacts, egress, why = await self._gathered(sandbox)
+            end = await self._run_guarded(sandbox, task, access, finished)
+            tree, artifacts, egress, loss = await self._collect_results(sandbox)
         except BaseException:
             self._broken = True
             raise
-        self._broken = bool(why) or not ending.reusable
+        self._broken = bool(loss) or not end.reusable
         return AgentResult(
-            exit="failed" if why else ending.exit,
+            exit="failed" if loss else end.exit,
             tree=tree,
-            detail=redact(why or ending.detail, access.secret),
-            log=redact(ending.log, access.secret),
-            duration_s=time.monotonic() - begun,
+            detail=redact(loss or end.detail, access.secret),
+            log=redact(end.log, access.secret),
+            duration_s=time.monotonic() - started,
             egress_attempts=egress,
             artifacts={path: redact(content, access.secret) for path, content in artifacts.items()},
         )
 
     async def _ready(self, task: Task, access: ModelAccess) -> Sandbox:
-        """Everything in place for the prompt. A used sandbox that does not come clean was spoilt by the
-        rollout before, whose doing must not be laid on this one: it gets a new sandbox."""
+        """Return a prepared sandbox; one that cannot be wiped is replaced."""
+        # A failed wipe was caused by the previous rollout and must not be attributed to this one.
         if self._sandbox is not None and self._dirty:
             try:
                 await self._sandbox.wipe()
@@ -174,55 +187,60 @@ class SandboxWorker(ABC):
         await self._prepare(self._sandbox, task, access, used=False)
         return self._sandbox
 
-    async def _run_guarded(self, sandbox: Sandbox, task: Task, access: ModelAccess, left: Left) -> AgentEnd:
-        """A sandbox that is lost under its agent was so by the agent's doing, unless no sandbox works."""
+    async def _run_guarded(
+        self, sandbox: Sandbox, task: Task, access: ModelAccess, finished: FinishedCheck
+    ) -> AgentEnd:
+        """Run the agent; attribute a lost sandbox to the agent unless a control sandbox fails too."""
         kills = memory_kills(sandbox)
         try:
-            ending = await self._run_agent(sandbox, task, access, left)
+            end = await self._run_agent(sandbox, task, access, finished)
         except SandboxLost as error:
-            why = await attribute_loss(error, self._place.backend, self._place.spec, sandbox)
-            ending = AgentEnd(exit="failed", detail=why, reusable=False)
-        if ending.exit == "failed" and memory_kills(sandbox) > kills:
-            return replace(ending, detail=f"out of memory: {ending.detail}")
-        return ending
+            loss = await attribute_loss(error, self._template.backend, self._template.spec, sandbox)
+            end = AgentEnd(exit="failed", detail=loss, reusable=False)
+        if end.exit == "failed" and memory_kills(sandbox) > kills:
+            return replace(end, detail=f"out of memory: {end.detail}")
+        return end
 
-    async def _gathered(self, sandbox: Sandbox) -> tuple[Tree, Mapping[str, bytes], int | None, str]:
-        """Work folder, artifacts, attempts to get out, and why the work folder cannot be had if so."""
-        where = self._place
-        tree, why = await collect_tree(sandbox, where.backend, where.spec, plain=is_plain(where.setup))
-        if why:
-            return tree, {}, None, why
+    async def _collect_results(self, sandbox: Sandbox) -> tuple[Tree, Mapping[str, bytes], int | None, str]:
+        """Return (work folder, artifacts, egress attempts, reason if the work folder was lost)."""
+        used = self._template
+        tree, loss = await collect_tree(sandbox, used.backend, used.spec, plain=is_plain(used.setup))
+        if loss:
+            return tree, {}, None, loss
         artifacts: Mapping[str, bytes] = {}
-        with contextlib.suppress(SandboxError):  # the tree is what counts
-            artifacts = await self._place.artifacts.collect(sandbox)
-        seen = await egress_attempts(sandbox)
-        fresh = None if seen is None else max(0, seen - self._egress)
-        self._egress = seen or 0
-        return tree, artifacts, fresh, ""
+        with contextlib.suppress(SandboxError):  # Artifacts are optional.
+            artifacts = await self._template.artifacts.collect(sandbox)
+        total = await egress_attempts(sandbox)
+        egress = None if total is None else max(0, total - self._egress)
+        self._egress = total or 0
+        return tree, artifacts, egress, ""
 
     def _alive(self) -> bool:
-        """Whether what `_boot` started is still there."""
+        """Return whether the process started by `_boot` is still running."""
         return True
 
     async def _boot(self, sandbox: Sandbox) -> None:  # noqa: B027 - most agents start with their task
-        """What of the agent is started with its sandbox, before any task is known."""
+        """Start the part of the agent that does not depend on the task."""
 
     @abstractmethod
     async def _prepare(self, sandbox: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
-        """Put the agent's files and the task's; `used`: the sandbox was wiped after another rollout.
+        """Write the agent's files and the task's; `used`: the sandbox was wiped after another rollout.
 
-        Raises HarnessError and SandboxError."""
+        Raises HarnessError and SandboxError.
+        """
 
     @abstractmethod
-    async def _run_agent(self, sandbox: Sandbox, task: Task, access: ModelAccess, left: Left) -> AgentEnd:
-        """Run the agent on the task within its limits; its process is over, or idle, afterwards.
+    async def _run_agent(
+        self, sandbox: Sandbox, task: Task, access: ModelAccess, finished: FinishedCheck
+    ) -> AgentEnd:
+        """Run the agent on the task within its limits; afterwards its process has ended or is idle.
 
-        Raises SandboxError when the sandbox fails."""
+        Raises SandboxError when the sandbox fails.
+        """
 
 
 async def write_task_files(sandbox: Sandbox, task: Task) -> None:
-    """The task's files: all there is in a plain sandbox, over what an image or a setup has left in
-    another."""
+    """Write the task's files: as the whole work folder of a plain sandbox, else over the existing files."""
     if is_plain(task.setup):
         await sandbox.put_tree(task.files)
     else:

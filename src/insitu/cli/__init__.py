@@ -1,14 +1,13 @@
-"""The verbs: demo, train, sft, rollout, serve, recover, replay, grade, show, tasks, conformance,
-attack, doctor.
+"""Command line of insitu.
 
-Every failure a person can meet is one line on stderr beginning `insitu:`. Exit codes: 0 done, 1 failed,
-2 wrong command line or configuration, 130 stopped by Ctrl-C, SIGTERM or SIGHUP (resumable). Each verb imports
-what it needs at its own start, so that `--help` loads neither torch nor the gateway; this module imports next
-to nothing, so that a signal finds it ready. INSITU_DEBUG=1 adds tracebacks.
+Known failures are one line on stderr beginning with `insitu:`. Exit codes: 0 done, 1 failed, 2 wrong command
+line or configuration, 130 stopped by Ctrl-C, SIGTERM or SIGHUP (resumable). INSITU_DEBUG=1 adds tracebacks.
 """
 
 from __future__ import annotations
 
+# Commands import what they need when they run, so that `--help` is fast; this module imports almost nothing,
+# so that the signal handlers are installed early.
 import os
 import signal
 import sys
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return the exit code."""
     signals = _Signals()
     try:
         return _main(argv, signals)
     except BaseException as error:
-        # Of a stop while something was imported; what fails then is a consequence.
-        if not signals.came or isinstance(error, SystemExit):
+        # After a signal, for example during an import, other errors are consequences of it.
+        if not signals.received or isinstance(error, SystemExit):
             raise
         sys.stderr.write("insitu: stopped\n")
         return 130
@@ -36,29 +35,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None, signals: _Signals) -> int:
     from insitu.cli.options import parse
-    from insitu.cli.report import EXIT_FAILED, how_to_resume, report_failure, speak_any_character
+    from insitu.cli.report import EXIT_FAILED, escape_unencodable_output, how_to_resume, report_failure
     from insitu.errors import InsituError
 
-    speak_any_character()
+    escape_unencodable_output()
     options = parse(argv)
     try:
         code: int = options.verb(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has gone, as in `insitu show RUN | head`.
+        # The reader closed the pipe, as in `insitu show RUN | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except (KeyboardInterrupt, InsituError, OSError, BaseExceptionGroup) as error:
-        return report_failure(KeyboardInterrupt() if signals.came else error, how_to_resume(options))
+        return report_failure(KeyboardInterrupt() if signals.received else error, how_to_resume(options))
     return code
 
 
 class _Signals:
-    """Outside stop.run_interruptible, which has handlers of its own, the three signals interrupt as Ctrl-C
-    does. One that is ignored, as SIGHUP under nohup, stays so."""
+    """Handlers that turn SIGINT, SIGTERM and SIGHUP into KeyboardInterrupt.
+
+    Ignored signals stay ignored, for example SIGHUP under nohup. `shutdown.run_interruptible` installs its
+    own handlers.
+    """
 
     def __init__(self) -> None:
-        self.came = False
+        self.received = False
         self._before = dict(self._install())
 
     def _install(self) -> Iterator[tuple[int, object]]:
@@ -72,7 +74,7 @@ class _Signals:
                 yield number, before
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+        self.received = True
         raise KeyboardInterrupt
 
     def restore(self) -> None:

@@ -1,4 +1,4 @@
-"""The command line: verbs and their options."""
+"""Command line options."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from insitu.cli import verbs
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, but what is wrong is said in one line, as everywhere else."""
+    """ArgumentParser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program."""
-        verb = self.prog.removeprefix("insitu").strip()
-        told = f"{verb}: {message}" if verb else message
-        self.exit(2, f"insitu: {' '.join(told.split())}; see {self.prog} --help\n")
+        """Print the error and exit with code 2."""
+        command = self.prog.removeprefix("insitu").strip()
+        text = f"{command}: {message}" if command else message
+        self.exit(2, f"insitu: {' '.join(text.split())}; see {self.prog} --help\n")
 
 
 def _path(text: str) -> Path:
-    """A shell leaves the ~ of `--resume=~/x` as it is."""
+    # The shell does not expand the ~ of `--resume=~/x`.
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -30,12 +30,13 @@ def _path(text: str) -> Path:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides may stand anywhere; argparse by itself takes them only in one row."""
+    """Parse the command line; overrides may be at any position."""
+    # argparse by itself accepts positional overrides only as one contiguous group.
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
-    wrong = [text for text in rest if text.startswith("-") or "=" not in text or "overrides" not in options]
-    if wrong:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    unknown = [text for text in rest if text.startswith("-") or "=" not in text or "overrides" not in options]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
         options.overrides += rest
     return options
@@ -65,16 +66,17 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--json", action="store_true", help="print summary.json")
     show.set_defaults(verb=verbs.show_verb)
     conformance = commands.add_parser(
-        "conformance", help="run real agents through the gateway with a scripted policy and check the books"
+        "conformance",
+        help="run real agents through the gateway with a scripted policy and check every captured token",
     )
-    conformance.add_argument("--agents", default="", metavar="A,B@VERSION", help="which; without it: all")
+    conformance.add_argument("--agents", default="", metavar="A,B@VERSION", help="agents (default: all)")
     conformance.add_argument("--json", action="store_true", help="print the result as JSON, last on stdout")
-    conformance.add_argument("--record", type=_path, metavar="DIR", help="keep what went over the wire here")
+    conformance.add_argument("--record", type=_path, metavar="DIR", help="record the wire traffic here")
     conformance.set_defaults(verb=verbs.conformance_verb)
     _add_attack(commands)
     _add_tasks(commands)
     _add_grade(commands)
-    doctor = commands.add_parser("doctor", help="say what this machine has of what insitu needs")
+    doctor = commands.add_parser("doctor", help="check this machine for insitu's requirements")
     doctor.set_defaults(verb=verbs.doctor_verb)
     return parser
 
@@ -97,14 +99,14 @@ def _add_train(commands: Any) -> None:
 
 
 def _add_sft(commands: Any) -> None:
-    sft = commands.add_parser("sft", help="train on the rollouts that a run holds: imitate the best of them")
+    sft = commands.add_parser("sft", help="imitate the best rollouts of a run (supervised fine-tuning)")
     sft.add_argument("source", nargs="?", type=_path, metavar="RUN", help="run directory with the rollouts")
     _add_run_options(sft)
     sft.set_defaults(verb=verbs.sft_verb)
 
 
 def _add_rollout(commands: Any) -> None:
-    rollout = commands.add_parser("rollout", help="run many attempts without training and tell pass@k")
+    rollout = commands.add_parser("rollout", help="run many rollouts without training and report pass@k")
     rollout.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file, e.g. examples/rollout.toml")
     _add_run_options(rollout)
     rollout.set_defaults(verb=verbs.rollout_verb)
@@ -112,27 +114,27 @@ def _add_rollout(commands: Any) -> None:
 
 def _add_serve(commands: Any) -> None:
     serve = commands.add_parser("serve", help="serve the model to an agent that you run yourself")
-    serve.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; without it: the warm start")
+    serve.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file (default: the warm start)")
     serve.add_argument(
         "--agent",
         action="append",
         default=[],
         metavar="NAME",
-        help="print this set-up (default: write all to files)",
+        help="print the setup of this agent (default: write all to files)",
     )
     serve.add_argument("--port", type=int, help="loopback port (default: a free one)")
     serve.add_argument("--sessions", type=int, default=1, metavar="N", help="sessions to open (default: 1)")
     serve.add_argument("--tools", type=_path, metavar="FILE", help="host tools of every session, as JSON")
-    serve.add_argument("--admin", action="store_true", help="serve the operator too, on a port of its own")
+    serve.add_argument("--admin", action="store_true", help="also serve the admin API, on a separate port")
     serve.add_argument("--json", action="store_true", help="one JSON object per line")
     serve.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key")
     serve.set_defaults(verb=verbs.serve_verb)
 
 
 def _add_tasks(commands: Any) -> None:
-    tasks = commands.add_parser("tasks", help="look at a data set; find out which tasks can be trusted")
+    tasks = commands.add_parser("tasks", help="list, show or validate the tasks of a data set")
     tasks.add_argument("what", choices=("list", "show", "validate"), help="what to do")
-    tasks.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; without it: overrides only")
+    tasks.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file (default: overrides only)")
     tasks.add_argument("--id", action="append", default=[], metavar="ID", help="only this task (repeatable)")
     tasks.add_argument("--limit", type=int, default=0, metavar="N", help="the first N tasks only")
     tasks.add_argument("--repeats", type=int, default=3, metavar="N", help="validate: runs of each task")
@@ -140,39 +142,41 @@ def _add_tasks(commands: Any) -> None:
         "--out", type=_path, metavar="FILE", help="validate: gate file (default: tasks.allowlist)"
     )
     tasks.add_argument("--json", action="store_true", help="print JSON, last on stdout")
-    tasks.add_argument("--tests", action="store_true", help="show: what is required too")
+    tasks.add_argument("--tests", action="store_true", help="show: also print the tests")
     tasks.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key")
     tasks.set_defaults(verb=verbs.tasks_verb)
 
 
 def _add_recover(commands: Any) -> None:
-    recover = commands.add_parser("recover", help="export the sessions that a killed `insitu serve` held")
+    recover = commands.add_parser("recover", help="export the sessions of a killed `insitu serve`")
     recover.add_argument("run", type=_path, metavar="RUN", help="its run directory")
     recover.set_defaults(verb=verbs.recover_verb)
 
 
 def _add_grade(commands: Any) -> None:
-    grade = commands.add_parser("grade", help="judge a run's stored rollouts again and name what differs")
+    grade = commands.add_parser("grade", help="grade a run's stored rollouts again and report differences")
     grade.add_argument("run", type=_path, metavar="RUN", help="run directory")
-    grade.add_argument("--write", action="store_true", help="store verdicts that differ and trained nothing")
     grade.add_argument(
-        "--json", action="store_true", help="print what differs, then the counts, as JSON on stdout"
+        "--write", action="store_true", help="store new verdicts of rollouts that were not trained on"
+    )
+    grade.add_argument(
+        "--json", action="store_true", help="print the differences and the counts as JSON on stdout"
     )
     grade.set_defaults(verb=verbs.grade_verb)
 
 
 def _add_attack(commands: Any) -> None:
     attack = commands.add_parser(
-        "attack", help="try to cheat the grader in fifty ways, each with an honest twin"
+        "attack", help="run fifty attacks on the grader, each with an honest control"
     )
     attack.add_argument(
         "config", nargs="?", metavar="CONFIG", help="attack this file's tasks, in its sandboxes"
     )
     attack.add_argument("--tasks", type=int, default=3, metavar="N", help="tasks of your own (default: 3)")
-    attack.add_argument("--runner", default="", metavar="A,B", help="grading runners; without it: all")
-    attack.add_argument("--only", default="", metavar="N,M-K", help="attacks by number; without it: all")
+    attack.add_argument("--runner", default="", metavar="A,B", help="grading runners (default: all)")
+    attack.add_argument("--only", default="", metavar="N,M-K", help="attacks by number (default: all)")
     attack.add_argument("--json", action="store_true", help="print the result as JSON, last on stdout")
-    attack.add_argument("--markdown", action="store_true", help="print what each cell must be, and stop")
+    attack.add_argument("--markdown", action="store_true", help="print the expected results and exit")
     attack.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key, e.g. sandbox.backend")
     attack.set_defaults(verb=verbs.attack_verb)
 
@@ -180,7 +184,7 @@ def _add_attack(commands: Any) -> None:
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     _add_output(parser)
     parser.add_argument("--resume", type=_path, metavar="DIR", help="continue the run in this directory")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and exit")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key, e.g. run.seed=3")
 
 

@@ -1,4 +1,4 @@
-"""How a command that fails is told: one line and an exit code; and when its process began."""
+"""Error messages and exit codes of commands, and the start time of the process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 130
 
 
 def report_failure(error: BaseException, resume: str = "") -> int:
-    """One line for a known failure; a defect is raised again, with its traceback."""
+    """Print one line for a known failure and return the exit code; re-raise other exceptions."""
     first = next(_leaves(error))
     if os.environ.get("INSITU_DEBUG"):
         traceback.print_exception(error)
@@ -37,13 +37,13 @@ def report_failure(error: BaseException, resume: str = "") -> int:
 
 
 def how_to_resume(options: argparse.Namespace) -> str:
-    """What to add to the line of a run that stopped; empty when nothing was stored."""
+    """Return the hint on how to resume the run; empty when nothing was stored."""
     run_dir: Path | None = options.run_dir
     if run_dir is None:
         return ""
     from insitu.storage.run_dir import has_rollouts
 
-    # A store that cannot be read just now, on a full disk for instance, is not empty.
+    # A store that cannot be read, for example because of a full disk, is not empty.
     with contextlib.suppress(InsituError):
         if not has_rollouts(run_dir):
             return ""
@@ -51,7 +51,7 @@ def how_to_resume(options: argparse.Namespace) -> str:
 
 
 def _leaves(error: BaseException) -> Any:
-    """The failures inside a group of a TaskGroup, insitu's own first: the others are often consequences."""
+    """Yield the exceptions inside a group, insitu's own first: the others are often consequences."""
     if not isinstance(error, BaseExceptionGroup):
         yield error
         return
@@ -59,9 +59,9 @@ def _leaves(error: BaseException) -> Any:
     yield from sorted(leaves, key=lambda leaf: not isinstance(leaf, InsituError))
 
 
-def speak_any_character() -> None:
-    """Let stdout escape what its encoding lacks: a model's output holds any character, and no verb may die of
-    one. stderr does so by itself."""
+def escape_unencodable_output() -> None:
+    """Make stdout escape characters that its encoding lacks, as stderr does by default."""
+    # A model's output may contain any character, and must not make a command fail.
     codecs.register_error(_ESCAPE, _escape)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors=_ESCAPE)
@@ -71,7 +71,7 @@ _ESCAPE = "insitu.escape"
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
-    r"""As \uXXXX, two of them above U+FFFF, which is what JSON knows: a JSON line stays one."""
+    r"""Return \uXXXX escapes as in JSON (surrogate pairs above U+FFFF), so that JSON lines stay valid."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
@@ -85,7 +85,7 @@ def fail(line: str, code: int) -> int:
 
 
 def process_began() -> float:
-    """Reading of time.monotonic() when this process was started, from /proc; now if that cannot be read."""
+    """Return time.monotonic() at the start of this process, from /proc; now if that fails."""
     now = time.monotonic()
     try:
         fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""What each verb does with its options. A verb imports what it needs at its own start."""
+"""Commands of the CLI; each imports its dependencies when it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 SCRIPT_DEMO = ["run.steps=24"]
-"""The quick demo: every rollout of the script agent is a fresh process, and this many show the curve."""
+"""Overrides of the quick demo with the script agent."""
 
 
 def demo_verb(options: argparse.Namespace) -> int:
@@ -84,21 +84,19 @@ def sft_verb(options: argparse.Namespace) -> int:
 
 
 def _sft_config(source: Path | None, overrides: Sequence[str]) -> Config:
-    """The configuration of the run whose rollouts are used, in a directory of its own."""
+    """Return the configuration of the source run with a new run directory."""
     from insitu.config import load_config, read_toml
     from insitu.storage.run_dir import read_config
 
     if source is None:
-        raise ConfigError("give the run directory whose rollouts are to be imitated, or --resume DIR")
+        raise ConfigError("give the run directory with the rollouts to imitate, or --resume DIR")
     read_config(source)
     base = {table: dict(values) for table, values in read_toml(source / "config.toml").items()}
     base.setdefault("run", {})["dir"] = ""
     base.setdefault("sft", {})["run"] = str(source.absolute())
     config = load_config(None, overrides, base)
     if config.sft.run != str(source.absolute()):
-        raise ConfigError(
-            f"RUN is {source}, whose rollouts and settings are used: drop sft.run={config.sft.run}"
-        )
+        raise ConfigError(f"RUN {source} already sets sft.run: drop sft.run={config.sft.run}")
     return config
 
 
@@ -126,24 +124,24 @@ def rollout_verb(options: argparse.Namespace) -> int:
 
 
 def _positional(options: argparse.Namespace) -> tuple[list[str], str | None]:
-    """(overrides, CONFIG): the first word is an override where it looks like one and is no file."""
+    """Return (overrides, CONFIG); the first argument is an override if it has "=" and is not a file."""
     overrides, path = list(options.overrides), options.config
     if path is not None and "=" in path and not Path(path).exists():
         return [path, *overrides], None
     return overrides, path
 
 
-def _resumed(options: argparse.Namespace, given: Sequence[str]) -> Config:
-    """The stored configuration; a resumed run takes no other, for its steps would not be comparable."""
+def _resumed(options: argparse.Namespace, changes: Sequence[str]) -> Config:
+    """Return the stored configuration; raise ConfigError for any changes."""
     from insitu.storage.run_dir import read_config
 
-    if given:
-        raise ConfigError(f"a resumed run keeps its configuration; drop {' '.join(given)}")
+    if changes:
+        raise ConfigError(f"a resumed run keeps its configuration; drop {' '.join(changes)}")
     return read_config(options.resume)
 
 
 Run = Callable[["Config", "View"], tuple[Mapping[str, Any], str]]
-"""Runs to the end; gives the summary and the report."""
+"""Runs to the end and returns the summary and the report."""
 
 
 def _run(
@@ -153,8 +151,10 @@ def _run(
     failed: Callable[[Mapping[str, Any]], bool] = lambda summary: False,
     trains: bool = True,
 ) -> int:
-    """Dry run, or the run with its view, its report and its last line. `failed`: what ran to its end and is
-    of no use. `trains`: it needs a learner with any engine."""
+    """Print the configuration (dry run), or run and print the report and summary.
+
+    `failed`: whether a finished run counts as failed. `trains`: needs a learner whatever the engine.
+    """
     from insitu.config import dump_toml
     from insitu.storage.run_dir import name_run
 
@@ -176,7 +176,7 @@ def _run(
 
 
 def _require_learner(config: Config, *, trains: bool) -> None:
-    """Raises ConfigError where a run needs a learner and what it is made of is not installed."""
+    """Raise ConfigError when a run needs a learner and its dependencies are not installed."""
     from insitu.training.learner.dependencies import require_learner
 
     if trains or config.engine.kind == "embedded":
@@ -184,7 +184,7 @@ def _require_learner(config: Config, *, trains: bool) -> None:
 
 
 def _view(config: Config, options: argparse.Namespace) -> View:
-    """Live on a terminal that can be drawn on, else plain; on stderr when stdout is for the JSON line."""
+    """Return the live view on a capable terminal, else the plain one; on stderr with --json."""
     stream = sys.stderr if options.json else sys.stdout
     if not options.plain and not config.run.plain and stream.isatty():
         from rich.console import Console
@@ -192,7 +192,7 @@ def _view(config: Config, options: argparse.Namespace) -> View:
         from insitu.view.live import LiveView
 
         console = Console(file=stream)
-        # rich draws nothing on a dumb terminal before the end, and the pictures are Unicode
+        # rich prints nothing on a dumb terminal until the end, and the view needs Unicode.
         if not console.is_dumb_terminal and console.encoding.startswith("utf"):
             return LiveView(console)
     from insitu.view.plain import PlainView
@@ -234,7 +234,7 @@ def show_verb(options: argparse.Namespace) -> int:
 
 
 def serve_verb(options: argparse.Namespace) -> int:
-    """Ctrl-C is how serving ends; a failure before is a failure."""
+    """Serve until Ctrl-C, which is a success."""
     from insitu.config import load_config
     from insitu.runtime.gateway import read_tools
     from insitu.serving.run import BASE, ServeOptions, serve

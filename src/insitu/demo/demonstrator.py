@@ -35,7 +35,7 @@ FINAL = "done"
 
 
 def call(name: str, **arguments: object) -> Message:
-    """An assistant turn with one tool call; the gateway mints the wire id."""
+    """Return an assistant turn with one tool call; the gateway sets the wire id."""
     return Message(
         role="assistant", tool_calls=(ToolCall(id="", name=name, arguments=json.dumps(arguments)),)
     )

@@ -1,10 +1,9 @@
-"""`python -m insitu.demo.no_read_baseline`: how often a toy task is solved by an agent that edits without
-looking.
+"""Baseline solve rate of a scripted agent that edits toy tasks without reading the file.
 
-Played through the real path (agent, gateway, grader) on held-out tasks. By default the agent replaces text
-that it imagines by text that it imagines, as the warm start does when it edits without looking. With
-`--anchor` it knows how the generator begins every module, and writes a line of its own behind the text that
-all of them share: the edit is accepted, but what the line must say stands in the file alone.
+`python -m insitu.demo.no_read_baseline` runs held-out tasks through the real path (agent, gateway, grader).
+By default both the old and the new text of the edit are guessed. With `--anchor` the agent inserts a guessed
+line after text that all generated modules share: the edit is accepted, but the right content is only in the
+file.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ BLIND = Habits(look=0.0, recover=0.0, verify=0.0)
 
 
 class Anchored(Demonstrator):
-    """Writes a line behind the end of the function's head, whatever stands there."""
+    """Demonstrator that inserts a guessed line after the function's signature."""
 
     def assign(self, rollout_id: str, problem: ToyProblem, habits: Habits, seed: int) -> None:
         _, imagined = guess(random.Random(f"whet-anchor-{problem.seed}-{seed}"))
@@ -47,14 +46,14 @@ class Anchored(Demonstrator):
         ]
 
 
-class _Nowhere:
-    """Sink and watcher that keep nothing."""
+class _NullSink:
+    """Sink and observer that discard everything."""
 
     def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
-        """Nothing of this kind is trained: what is not stored is made again."""
+        """Do nothing."""
 
     def start(self, rollout_id: str, attempt: int, version: int) -> None:
-        """See `plan`."""
+        """Do nothing."""
 
     def put(self, slot: Slot, rollout: Rollout) -> None: ...
 
@@ -72,7 +71,7 @@ class _Nowhere:
 
 
 async def measure(config: Config, tasks: int, *, anchor: bool = False) -> dict[str, Score]:
-    """Family -> score of blind editing on held-out tasks; "" is the total. anchor: see the module."""
+    """Return the scores by task category on held-out tasks; "" is the total. `anchor`: see the module."""
     renderer = load_renderer(model_folder(config), config.model.renderer)
     demonstrator = Anchored(renderer) if anchor else Demonstrator(renderer)
     source = ToySource(limits_of(config))
@@ -80,14 +79,14 @@ async def measure(config: Config, tasks: int, *, anchor: bool = False) -> dict[s
     for i, task in enumerate(chosen):
         slot = Slot(phase="eval_before", step=0, group=i, slot=0)
         demonstrator.assign(slot.rollout_id, source.problem(task), BLIND, 0)
-    engine, nowhere = ScriptedEngine(renderer, demonstrator), _Nowhere()
+    engine, sink = ScriptedEngine(renderer, demonstrator), _NullSink()
     with tempfile.TemporaryDirectory(prefix="insitu-blind-") as sockets:
         async with open_agents(config, renderer, engine, Path(sockets)) as agents:
             attempts = AttemptExecutor(
                 agents.gateway, agents.workers, make_judge(config, agents.backend, source)
             )
             options = CollectOptions(seed=0, group_size=1)
-            dispatcher = Dispatcher(attempts, nowhere, nowhere, Breaker(), options)
+            dispatcher = Dispatcher(attempts, sink, sink, Breaker(), options)
             groups = await dispatcher.collect("eval_before", 0, chosen)
     found: dict[str, list[float]] = {}
     for group in groups:
@@ -99,7 +98,7 @@ async def measure(config: Config, tasks: int, *, anchor: bool = False) -> dict[s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the rate with its 95 % interval, by family, and one JSON line."""
+    """Print the rate with its 95 % interval, by category, and one JSON line."""
     parser = argparse.ArgumentParser(
         prog="insitu.demo.no_read_baseline", description=__doc__.split("\n", 1)[0]
     )

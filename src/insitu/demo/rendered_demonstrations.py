@@ -23,22 +23,22 @@ ACCEPTED = "accepted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """one demonstration after the agent's constant prompt; mask marks the demonstrated tokens."""
+    """One demonstration after the agent's constant prompt; `mask` marks the demonstrated tokens."""
 
     task_id: str
     ids: IntArray = field(repr=False)
     mask: BoolArray = field(repr=False)
 
 
-class Desk:
-    """The work folder of one problem and Pi's answers to calls on it."""
+class SimulatedPiTools:
+    """Work folder of one problem, and Pi's tool results for calls on it."""
 
     def __init__(self, problem: ToyProblem) -> None:
         self._problem = problem
         self.text = problem.text(solved=False)
 
     def answer(self, call: ToolCall) -> tuple[str, str]:
-        """(tool result, `accepted` or `refused` for an edit, else "")."""
+        """Return (tool result, `accepted` or `refused` for an edit, else "")."""
         arguments = json.loads(call.arguments)
         if call.name == "read":
             return self.text, ""
@@ -72,7 +72,7 @@ class Desk:
 
 def play(problem: ToyProblem, habits: Habits, seed: int) -> Sequence[tuple[Message, Message | None]]:
     """(assistant turn, tool result) pairs of one demonstration; the last has no result."""
-    desk, last = Desk(problem), ""
+    tools, last = SimulatedPiTools(problem), ""
     turns: list[tuple[Message, Message | None]] = []
     for step in plan_turns(problem, habits, seed):
         if step.after not in ("any", last):
@@ -80,7 +80,7 @@ def play(problem: ToyProblem, habits: Habits, seed: int) -> Sequence[tuple[Messa
         if not step.message.tool_calls:
             turns.append((step.message, None))
             break
-        text, outcome = desk.answer(step.message.tool_calls[0])
+        text, outcome = tools.answer(step.message.tool_calls[0])
         last = outcome or last
         turns.append((step.message, Message(role="tool", text=text, tool_call_id="rendered")))
     return turns
@@ -91,8 +91,8 @@ def render(renderer: ChatRenderer, problem: ToyProblem, habits: Habits, seed: in
     spans: list[tuple[IntArray, bool]] = [
         (renderer.append([Message(role="user", text=problem.prompt)]), False)
     ]
-    for said, result in play(problem, habits, seed):
-        sampled = renderer.render_reply(said)
+    for message, result in play(problem, habits, seed):
+        sampled = renderer.render_reply(message)
         spans += [(renderer.generation_prompt(), False), (sampled, True)]
         if result is not None:
             spans += [(renderer.close(sampled, "stop"), False), (renderer.append([result]), False)]

@@ -1,7 +1,7 @@
-"""`insitu demo`: a preset of `insitu train`, a warm start, and a report a person can read.
+"""`insitu demo`: `insitu train` with a preset, a warm start and example rollouts in the report.
 
-Nothing here is another path: the run itself is train.loop on examples/demo.toml. What the demo adds is the
-warm start (shipped, or made by demo.warm with --from-scratch) and the story at the end.
+The run itself is `training.loop` on examples/demo.toml. The warm start is shipped, or made with
+--from-scratch.
 """
 
 from __future__ import annotations
@@ -26,26 +26,31 @@ from insitu.view.run_report import finish
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What the command line asked for."""
+    """Options of the command line."""
 
     overrides: Sequence[str] = ()
     from_scratch: bool = False
-    """Make the warm start; the command line refuses it with `resume`, whose run keeps its own."""
+    """Make the warm start; rejected together with `resume`."""
     resume: Path | None = None
     began: float = field(default_factory=monotonic)
-    """When the process started; see training.loop.TrainOptions."""
+    """Start time of the process, see `training.loop.TrainOptions`."""
 
 
 def demo_config(options: DemoOptions) -> Config:
-    """The resolved configuration of a demo run. Raises ConfigError."""
+    """Return the resolved configuration of a demo run.
+
+    Raises ConfigError.
+    """
     if options.resume is not None:
         return read_config(options.resume)
     return load_config(None, options.overrides, demo_preset())
 
 
 def run_demo(options: DemoOptions, view: View) -> Mapping[str, Any]:
-    """Run the demo to its end; prints nothing itself. Returns the summary, which is in summary.json too.
-    A warm start made here counts in its `wall_s`, and by itself as `warm_start_s`."""
+    """Run the demo and return the content of summary.json.
+
+    The time of a warm start made here is part of `wall_s` and is reported as `warm_start_s`.
+    """
     config = demo_config(options)
     extra: dict[str, float] = {}
     if options.from_scratch and options.resume is None:
@@ -59,15 +64,15 @@ def run_demo(options: DemoOptions, view: View) -> Mapping[str, Any]:
 
 
 def write_report(run_dir: Path, summary: Mapping[str, Any]) -> str:
-    """Write curve.svg and report.txt of a finished run, with one task told before and after training."""
+    """Write curve.svg and report.txt of a finished run, with one task before and after training."""
     config = read_config(run_dir)
     with read_store(run_dir) as store:
-        told = _pair(store, config, load_renderer(model_folder(config), config.model.renderer))
-    return finish(run_dir, summary, told)
+        rollouts = _pair(store, config, load_renderer(model_folder(config), config.model.renderer))
+    return finish(run_dir, summary, rollouts)
 
 
 def _pair(store: Store, config: Config, renderer: ChatRenderer) -> tuple[ShownRollout, ...]:
-    """The same held-out task before and after: the first that was learned, else the first."""
+    """Return one held-out task before and after training: the first that was learned, else the first."""
     before = store.rollouts("eval_before", 0)
     after = {r.task_id: r for r in store.rollouts("eval_after", config.run.steps)}
     pairs = [(b, after[b.task_id]) for b in before if b.task_id in after]
@@ -79,7 +84,7 @@ def _pair(store: Store, config: Config, renderer: ChatRenderer) -> tuple[ShownRo
 
 
 def shown(rollout: Rollout, renderer: ChatRenderer, when: str) -> ShownRollout:
-    """A stored rollout, decoded turn by turn; the agent's constant prompt is left out."""
+    """Return a stored rollout decoded turn by turn, without the agent's constant prompt."""
     turns: list[ShownTurn] = []
     for turn in rollout.trajectory.turns:
         context = renderer.decode(turn.context_ids)
@@ -87,14 +92,14 @@ def shown(rollout: Rollout, renderer: ChatRenderer, when: str) -> ShownRollout:
             turns.append(ShownTurn(speaker="task", text=_between(context, "<|im_start|>user\n")))
         else:
             turns.append(ShownTurn(speaker="tool", text=_between(context, "<tool_response>\n")))
-        turns.append(ShownTurn(speaker="model", text=_said(renderer, turn.ids)))
+        turns.append(ShownTurn(speaker="model", text=_reply_text(renderer, turn.ids)))
     verdict = rollout.verdict
-    said = (
+    outcome = (
         "not graded"
         if verdict is None
         else (f"{verdict.outcome.value}, {verdict.passed} of {verdict.total} cases")
     )
-    return ShownRollout(title=f"{rollout.task_id} {when}", turns=tuple(turns), verdict=said)
+    return ShownRollout(title=f"{rollout.task_id} {when}", turns=tuple(turns), verdict=outcome)
 
 
 def _between(text: str, start: str) -> str:
@@ -104,7 +109,7 @@ def _between(text: str, start: str) -> str:
     return tail
 
 
-def _said(renderer: ChatRenderer, ids: IntArray) -> str:
+def _reply_text(renderer: ChatRenderer, ids: IntArray) -> str:
     parsed = renderer.parse(ids)
     calls = [f"{c.name} {c.arguments}" for c in parsed.calls]
     return "\n".join([*([parsed.text] if parsed.text else []), *calls])

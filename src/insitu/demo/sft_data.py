@@ -12,7 +12,7 @@ import numpy as np
 
 from insitu.chat.renderer import ChatRenderer
 from insitu.demo.demonstrator import Habits, edit
-from insitu.demo.rendered_demonstrations import Demonstration, Desk, render
+from insitu.demo.rendered_demonstrations import Demonstration, SimulatedPiTools, render
 from insitu.tasks.toy import FAMILIES, ToyProblem, ToySource
 from insitu.types import BoolArray, IntArray, Limits, Message
 
@@ -41,7 +41,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What was recorded through the agents."""
+    """Demonstrations recorded through the agents."""
 
     prefixes: tuple[IntArray, ...] = field(repr=False)
     """Constant prompt of each agent; batches take them in turn, the first twice as often."""
@@ -51,7 +51,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftJob:
-    """Everything that decides the weights, beside the tokenizer and the recorded demonstrations."""
+    """Everything that determines the weights, besides the tokenizer and the recorded demonstrations."""
 
     seed: int = 0
     phases: tuple[Phase, ...] = (
@@ -60,9 +60,9 @@ class SftJob:
     )
     rows: int = 32
     recorded_rows: int = 4
-    """Of each batch, rows that were recorded through the agent; the rest is rendered."""
+    """Rows per batch that were recorded through the agent; the others are rendered."""
     kinds: tuple[str, ...] = (*sorted(FAMILIES), "comparison", "extreme")
-    """Families of the rendered rows; the two whose signs no other family uses come twice as often."""
+    """Task categories of rendered rows; the two with otherwise unused operators occur twice as often."""
     lr: float = 4e-3
     muon_lr: float = 0.025
     threads: int = 1
@@ -93,7 +93,7 @@ def padded(rows: Sequence[Demonstration]) -> tuple[IntArray, BoolArray]:
 
 
 def write_recorded(path: Path, recorded: Recorded) -> None:
-    rows = [(phase, d) for phase, held in recorded.rows.items() for d in held]
+    rows = [(phase, d) for phase, recorded_rows in recorded.rows.items() for d in recorded_rows]
     np.savez_compressed(
         path,
         prefixes=np.concatenate(recorded.prefixes),
@@ -124,9 +124,9 @@ def batches(job: SftJob, renderer: ChatRenderer, recorded: Recorded) -> Iterator
     rng, at = random.Random(job.seed), 0
     turns = [0, *range(len(recorded.prefixes))] if len(recorded.prefixes) > 1 else [0]
     for index, phase in enumerate(job.phases):
-        held = list(recorded.rows.get(index, ()))
+        rows = list(recorded.rows.get(index, ()))
         for step in range(phase.steps):
-            kept = rng.sample(held, min(job.recorded_rows, len(held)))
+            kept = rng.sample(rows, min(job.recorded_rows, len(rows)))
             count = job.rows - len(kept)
             problems = [source.problem(t) for t in source.tasks("train", at, count)]
             at += count
@@ -136,8 +136,10 @@ def batches(job: SftJob, renderer: ChatRenderer, recorded: Recorded) -> Iterator
 
 
 def edit_turn(renderer: ChatRenderer, problem: ToyProblem, look: Message) -> Demonstration:
-    """A demonstration up to the right edit after one look; the mask is the edit alone."""
-    result = Message(role="tool", text=Desk(problem).answer(look.tool_calls[0])[0], tool_call_id="gate")
+    """Return a demonstration up to the right edit after one look; the mask covers only the edit."""
+    result = Message(
+        role="tool", text=SimulatedPiTools(problem).answer(look.tool_calls[0])[0], tool_call_id="gate"
+    )
     looked = renderer.render_reply(look)
     before = [
         renderer.append([Message(role="user", text=problem.prompt)]),

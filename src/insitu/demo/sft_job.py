@@ -1,9 +1,9 @@
-"""Child process: train the warm start on demonstrations and measure it. The controller stays free of torch.
+"""Child process that trains the warm start on demonstrations and measures its accuracy.
 
 `python -m insitu.demo.sft_job FOLDER --parent PID` ends when its parent does. It
 reads FOLDER/{tokenizer.json,chat_template.jinja,job.json,recorded.npz},
 writes FOLDER/{config.json,model.safetensors,gate.json} and prints one JSON line per report. The gate is
-whole-edit argmax accuracy per family on unseen tasks, given one look; below it the job fails.
+whole-edit argmax accuracy per task category on unseen tasks, given one look; below it the job fails.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from insitu.training.trainer.optimizer import OptimConfig
 from insitu.types import IntArray, Limits
 
 GATE = 0.9
-"""Least whole-edit argmax accuracy of every family."""
+"""Minimum whole-edit argmax accuracy of every task category."""
 GATE_FROM, GATE_TASKS = 2000, 384
-"""Eval tasks of the gate: none that a run's held-out evaluation uses."""
+"""Eval tasks of the gate, disjoint from a run's held-out evaluation."""
 GATE_EVERY = 250
-"""Steps between looks at the gate on fewer tasks."""
+"""Steps between gate measurements on fewer tasks."""
 
 
 @torch.no_grad()
 def gate(model: Qwen3, renderer: ChatRenderer, prefix: IntArray, tasks: int = GATE_TASKS) -> dict[str, float]:
-    """Family -> share of unseen tasks whose whole edit is the argmax, over both ways of looking."""
+    """Return the share of unseen tasks, by category, whose whole edit is the argmax."""
     source = ToySource(Limits())
     problems = [source.problem(t) for t in source.tasks("eval", GATE_FROM, tasks)]
     hits: dict[str, list[bool]] = {}
@@ -64,7 +64,10 @@ def say(**values: object) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the job of a folder. Raises TrainError when a family stays below the gate."""
+    """Run the job of a folder.
+
+    Raises TrainError when a task category stays below the gate.
+    """
     follow_parent(args.parent)
     folder: Path = args.folder
     job = read_job(folder / "job.json")
@@ -100,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """0, or 1 with one line on standard error."""
+    """Run the job; return 0, or 1 with one line on stderr."""
     parser = argparse.ArgumentParser(prog="insitu.demo.sft_job", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parent", type=int, required=True)

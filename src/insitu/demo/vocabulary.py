@@ -80,7 +80,7 @@ _LONG = re.compile(r"[^\n]{12,}")
 
 
 def prompt_lines(constant: str) -> list[str]:
-    """The long lines of an agent's constant prompt, control markers cut out, in order, each once."""
+    """Return the distinct long lines of an agent's constant prompt in order, without control markers."""
     for marker in CONTROL:
         constant = constant.replace(marker, "\n")
     return list(dict.fromkeys(m.group() for m in _LONG.finditer(constant)))

@@ -1,10 +1,9 @@
-"""The warm start: demonstrations recorded through the gateway and the real agent, then supervised training.
+"""Warm start of the demo: recorded demonstrations of the real agent, then supervised fine-tuning.
 
     probe the agents' constant prompts -> tokenizer -> record through Pi -> sft_job (child) -> gate -> folder
 
-The demonstrations and the trained folder are cached, each under a hash of what decides it: the prompts, the
-sources of this package's parts and the job. What was recorded before a stop is not recorded again.
-`python -m insitu.demo.warm_start` regenerates the folder that the repository carries.
+Demonstrations and trained folder are cached under hashes of the prompts, the relevant source files and the
+job. `python -m insitu.demo.warm_start` regenerates the folder in the repository.
 """
 
 from __future__ import annotations
@@ -49,24 +48,27 @@ from insitu.view.base import View
 from insitu.view.plain import PlainView
 
 RECORDED = 320
-"""Demonstrations recorded through Pi, half of them with each phase's habits."""
+"""Number of demonstrations recorded through Pi, half of them with each phase's habits."""
 RECORDING_SOURCES = (
-    *(f"demo/{name}" for name in ("policy.py", "synth.py", "sft_data.py", "vocabulary.py")),
+    *(
+        f"demo/{name}"
+        for name in ("demonstrator.py", "rendered_demonstrations.py", "sft_data.py", "vocabulary.py")
+    ),
     *("demo/chat_template.jinja", "tasks/toy.py"),
 )
-"""Files of the package that decide the demonstrations."""
+"""Files of the package that affect the demonstrations."""
 SOURCES = (
     *RECORDING_SOURCES,
     *("demo/sft_job.py", "engines/embedded/model.py"),
     *("training/sft/trainer.py", "training/trainer/optimizer.py", "training/loss/fused_head.py"),
 )
-"""Files of the package that decide a warm start's weights."""
+"""Files of the package that affect a warm start's weights."""
 SFT_SILENCE_S = 1800.0
-"""How long the supervised training may go without a report."""
+"""Timeout of one report of the supervised training."""
 
 
 class Demonstrator:
-    """The scripted policy as ScriptedEngine calls it: one script per rollout id."""
+    """Scripted policy for ScriptedEngine: one script per rollout id."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
@@ -76,10 +78,10 @@ class Demonstrator:
         self._scripts[rollout_id] = list(plan_turns(problem, habits, seed))
 
     def __call__(self, prompt_ids: IntArray, key: RequestKey) -> Message:
-        """The next turn whose condition holds; the script's last turn ends the run."""
+        """Return the next turn whose condition holds; the script's last turn ends the run."""
         steps = self._scripts[key.rollout_id]
-        heard = self._renderer.decode(prompt_ids[-120:]).rsplit("<tool_response>", 1)[-1]
-        outcome = "accepted" if "Successfully replaced" in heard else "refused"
+        result = self._renderer.decode(prompt_ids[-120:]).rsplit("<tool_response>", 1)[-1]
+        outcome = "accepted" if "Successfully replaced" in result else "refused"
         while len(steps) > 1 and steps[0].after not in ("any", outcome):
             steps.pop(0)
         return steps.pop(0).message
@@ -100,7 +102,7 @@ async def _record(
     plays: Sequence[DemonstrationSpec],
     view: View,
 ) -> dict[str, tuple[Segment, ...]]:
-    """Run every play once through the configured agent; rollout id -> its segments."""
+    """Run every demonstration through the configured agent; return segments by rollout id."""
     found: dict[str, tuple[Segment, ...]] = {}
     with scratch_folder() as scratch:
         async with open_agents(config, renderer, engine, scratch) as agents:
@@ -145,10 +147,10 @@ def _with_agent(config: Config, agent: str, workers: int) -> Config:
 async def sent_prompt(
     config: Config, agent: str, folder: Path, view: View
 ) -> tuple[ChatRenderer, Task, IntArray]:
-    """The first prompt a real run of `agent` sends, in the tokens of `folder`'s family."""
+    """Return the first prompt of a real run of `agent`, in tokens of `folder`'s tokenizer."""
     renderer = load_renderer(folder)
     engine = ScriptedEngine(renderer, lambda ids, key: Message(role="assistant", text="done"))
-    # A tokenizer that does not know the prompt yet spells it in bytes: leave room for that.
+    # A tokenizer without the prompt's lines falls back to bytes, which need more context.
     task = ToySource(replace(limits_of(config), max_context_tokens=65536)).tasks("train", 0, 1)[0]
     plays = [DemonstrationSpec(rollout_id=f"probe/{agent}", task=task)]
     await _record(_with_agent(config, agent, 1), renderer, engine, plays, view)
@@ -156,7 +158,7 @@ async def sent_prompt(
 
 
 async def constant_text(config: Config, agent: str, view: View) -> str:
-    """An agent's constant prompt as rendered text, control markers included."""
+    """Return an agent's constant prompt as rendered text, including control markers."""
     with scratch_folder() as folder:
         write_renderer(folder, "")
         renderer, _, ids = await sent_prompt(config, agent, folder, view)
@@ -164,7 +166,7 @@ async def constant_text(config: Config, agent: str, view: View) -> str:
 
 
 async def constant_ids(config: Config, agent: str, folder: Path, view: View) -> IntArray:
-    """An agent's constant prompt in the tokens of `folder`'s family."""
+    """Return an agent's constant prompt in tokens of `folder`'s tokenizer."""
     renderer, task, ids = await sent_prompt(config, agent, folder, view)
     user = renderer.append([Message(role="user", text=task.prompt)])
     tail = np.concatenate([user, renderer.generation_prompt()])
@@ -174,7 +176,7 @@ async def constant_ids(config: Config, agent: str, folder: Path, view: View) -> 
 
 
 def write_renderer(folder: Path, constant: str) -> None:
-    """tokenizer.json and chat_template.jinja for the demo's family."""
+    """Write tokenizer.json and chat_template.jinja of the demo model."""
     folder.mkdir(parents=True, exist_ok=True)
     build_tokenizer(constant).save(str(folder / "tokenizer.json"))
     shutil.copy(Path(__file__).parent / "chat_template.jinja", folder)
@@ -193,7 +195,7 @@ def write_renderer(folder: Path, constant: str) -> None:
 async def record(
     config: Config, folder: Path, job: SftJob, prefixes: Sequence[IntArray], view: View
 ) -> Recorded:
-    """At least RECORDED demonstrations through the real Pi, equal parts with each phase's habits."""
+    """Record at least RECORDED demonstrations through Pi, equally many with each phase's habits."""
     renderer = load_renderer(folder)
     demonstrator = Demonstrator(renderer)
     engine = ScriptedEngine(renderer, demonstrator)
@@ -227,13 +229,13 @@ def _demonstration(play: DemonstrationSpec, segments: Sequence[Segment], prefix:
 
 
 def recording_key(constants: Sequence[str], job: SftJob) -> str:
-    """What the demonstrations depend on, hashed: prompts, the code that makes them, seed and habits."""
+    """Return the cache key of the demonstrations: hash of prompts, source files, seed and habits."""
     habits = [asdict(phase.habits) for phase in job.phases]
     return _hashed([*constants, json.dumps([job.seed, habits]), str(RECORDED)], RECORDING_SOURCES)
 
 
 def content_key(constants: Sequence[str], job: SftJob) -> str:
-    """What a warm start depends on, hashed: prompts, the code that makes it, the job."""
+    """Return the cache key of a warm start: hash of prompts, source files and the job."""
     return _hashed([*constants, json.dumps(asdict(job), sort_keys=True), str(RECORDED)], SOURCES)
 
 
@@ -246,8 +248,11 @@ def _hashed(parts: Sequence[str], sources: Sequence[str]) -> str:
 
 
 def make_warm_start(config: Config, view: View, job: SftJob | None = None) -> Path:
-    """The folder of a warm start, from the cache when the same content was made before. Raises TrainError
-    when the gate is missed, SetupError when an agent cannot run, KeyboardInterrupt when it is stopped."""
+    """Return the folder of a warm start, from the cache if it exists.
+
+    Raises TrainError when the gate fails, SetupError when an agent cannot run, KeyboardInterrupt when
+    stopped.
+    """
     return run_interruptible(_make(config, view, job or SftJob()))
 
 
@@ -286,7 +291,7 @@ async def _make(config: Config, view: View, job: SftJob) -> Path:
 
 
 def _keep(recorded: Recorded, written: Path, kept: Path) -> None:
-    """Whole on the disk before it has its name: the name alone says that it can be used."""
+    """Write the recording atomically and durably."""
     write_recorded(written, recorded)
     with written.open("rb") as file:
         os.fsync(file.fileno())
@@ -294,20 +299,20 @@ def _keep(recorded: Recorded, written: Path, kept: Path) -> None:
 
 
 async def _train(folder: Path, job: SftJob, view: View) -> None:
-    """Run demo.sft_job as a child process and pass its reports on; it never outlives this."""
+    """Run demo.sft_job as a child process and forward its reports to the view."""
     view.stage("supervised warm start", job.steps)
     command = [sys.executable, "-m", "insitu.demo.sft_job", str(folder), "--parent", str(os.getpid())]
     errors = folder / "errors"
-    with errors.open("wb") as words:
+    with errors.open("wb") as stderr:
         child = await asyncio.create_subprocess_exec(
-            *command, env=computing(os.environ), stdout=asyncio.subprocess.PIPE, stderr=words
+            *command, env=computing(os.environ), stdout=asyncio.subprocess.PIPE, stderr=stderr
         )
     try:
         async for report in _reports(child):
             if "step" in report:
                 view.advance(report["step"])
             if "gate" in report:
-                view.note(f"step {report['step']}: whole-edit accuracy by family {report['gate']}")
+                view.note(f"step {report['step']}: whole-edit accuracy by category {report['gate']}")
         if await asyncio.wait_for(child.wait(), SFT_SILENCE_S):
             last = errors.read_text(errors="replace").strip().splitlines()[-1:]
             raise TrainError(f"the warm start failed: {(last or [f'exit {child.returncode}'])[0]}")
@@ -321,13 +326,13 @@ async def _train(folder: Path, job: SftJob, view: View) -> None:
 
 
 async def _reports(child: asyncio.subprocess.Process) -> AsyncIterator[dict[str, Any]]:
-    """Its lines, as long as they come in time."""
+    """Yield the child's JSON lines; raise TimeoutError when the next one takes too long."""
     while child.stdout and (line := await asyncio.wait_for(child.stdout.readline(), SFT_SILENCE_S)):
         yield json.loads(line)
 
 
 def main() -> None:
-    """Make the warm start and put it where the package looks for it."""
+    """Make the warm start and copy it into the package."""
     config = load_config(None, sys.argv[1:], demo_preset())
     view = PlainView(sys.stdout)
     view.begin("warm start", 0)

@@ -1,9 +1,8 @@
-"""pass@k over tasks, with intervals. Pure; numbers in, numbers out.
+"""Unbiased pass@k over tasks, with 95 % intervals.
 
-The estimate of one task with n graded attempts, c of them resolved, is 1 - C(n-c, k) / C(n, k): the share of
-its k-subsets that hold a solution, which is unbiased. pass@k is the mean over the tasks that have at least k
-graded attempts. Intervals are 95 %: Wilson's where every task counts as one yes or no, else a percentile
-bootstrap over tasks, because attempts at one task are not independent of each other. Caller: report.
+For a task with n graded attempts, c of them resolved, pass@k = 1 - C(n-c, k) / C(n, k). The result is the
+mean over tasks with at least k graded attempts. Intervals: Wilson if every task counts as one binary outcome,
+else percentile bootstrap over tasks, since attempts at one task are not independent.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ import numpy as np
 from insitu.view.curve import wilson_interval
 
 RESAMPLES = 10_000
-"""Of the bootstrap."""
+"""Number of bootstrap resamples."""
 CHUNK = 1 << 22
-"""Drawn task numbers held at once."""
+"""Maximum number of drawn task indices in memory."""
 
 Method = Literal["wilson", "bootstrap", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
-    """The graded attempts at one task."""
+class TaskCounts:
+    """Graded and resolved attempts at one task."""
 
     graded: int
     resolved: int
@@ -35,7 +34,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassAtK:
-    """One number of an evaluation."""
+    """One pass@k estimate."""
 
     k: int
     value: float
@@ -43,49 +42,51 @@ class PassAtK:
     high: float
     """Bounds of the 95 % interval."""
     tasks: int
-    """Tasks with at least k graded attempts; the others are in no number here."""
+    """Tasks with at least k graded attempts; the others are ignored."""
     method: Method
-    """none: there was no such task, and the interval is everything."""
+    """`none`: there is no such task, and the interval is [0, 1]."""
 
 
 def pass_at_k(graded: int, resolved: int, k: int) -> float:
-    """Of one task. Raises ValueError when there are fewer than k attempts."""
+    """Return pass@k of one task.
+
+    Raises ValueError when there are fewer than k attempts.
+    """
     if not 0 <= resolved <= graded or not 1 <= k <= graded:
         raise ValueError(f"no pass@{k} of {resolved} resolved among {graded}")
     return 1.0 - math.comb(graded - resolved, k) / math.comb(graded, k)
 
 
 def bootstrap(values: Sequence[float], seed: int, resamples: int = RESAMPLES) -> tuple[float, float]:
-    """95 % percentile interval of the mean over tasks: tasks drawn with replacement. The same seed gives the
-    same interval."""
-    held = np.asarray(values, dtype=np.float64)
+    """Return the 95 % percentile bootstrap interval of the mean over tasks; deterministic per seed."""
+    data = np.asarray(values, dtype=np.float64)
     rng = np.random.default_rng(seed)
     means: list[float] = []
-    at_once = max(1, CHUNK // len(held))
+    rows_per_chunk = max(1, CHUNK // len(data))
     while len(means) < resamples:
-        rows = min(at_once, resamples - len(means))
-        means += held[rng.integers(0, len(held), size=(rows, len(held)))].mean(axis=1).tolist()
+        rows = min(rows_per_chunk, resamples - len(means))
+        means += data[rng.integers(0, len(data), size=(rows, len(data)))].mean(axis=1).tolist()
     low, high = np.quantile(means, (0.025, 0.975))
     return float(low), float(high)
 
 
-def estimate(tasks: Sequence[Counted], k: int, *, seed: int = 0) -> PassAtK:
-    """pass@k of a set of tasks."""
+def estimate(tasks: Sequence[TaskCounts], k: int, *, seed: int = 0) -> PassAtK:
+    """Return pass@k of a set of tasks."""
     used = [task for task in tasks if task.graded >= k]
     if not used:
         return PassAtK(k=k, value=0.0, low=0.0, high=1.0, tasks=0, method="none")
     values = [pass_at_k(task.graded, task.resolved, k) for task in used]
     mean = sum(values) / len(values)
-    # All values 0 or all 1: every resample is the same, and an interval of no width would claim certainty.
-    certain = min(values) == max(values)
-    if certain or all(task.graded == k for task in used):
+    # If all values are equal, every resample is the same and the bootstrap interval would have zero width.
+    constant = min(values) == max(values)
+    if constant or all(task.graded == k for task in used):
         low, high = wilson_interval(mean, len(values))
         return PassAtK(k=k, value=mean, low=low, high=high, tasks=len(used), method="wilson")
     low, high = bootstrap(values, seed)
     return PassAtK(k=k, value=mean, low=low, high=high, tasks=len(used), method="bootstrap")
 
 
-def ladder(attempts: int) -> list[int]:
-    """The k that are told for so many attempts per task: powers of two, and all of them."""
+def reported_ks(attempts: int) -> list[int]:
+    """Return the reported values of k: powers of two up to `attempts`, and `attempts`."""
     powers = [1 << bit for bit in range(attempts.bit_length()) if 1 << bit <= attempts]
     return sorted({*powers, attempts})

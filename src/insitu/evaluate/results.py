@@ -1,4 +1,4 @@
-"""Where decided rollouts of an evaluation go, and whether what is held still belongs to these tasks."""
+"""Storage of an evaluation's rollouts, and the check that a resumed run has the same tasks."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from insitu.attempt import NOTHING_SAMPLED
 from insitu.collect.dispatcher import Phase, Slot
 from insitu.errors import RecordError
 from insitu.storage.store import Store
-from insitu.storage.summaries import Outline
+from insitu.storage.summaries import RolloutSummary
 from insitu.training.loop import WALL_S, WallClock
 from insitu.types import Rollout, Status, Task
 
 PHASE: Phase = "rollout"
 STEP = 0
 CLOCK_S = 5.0
-"""Seconds between two notes of how long the run has taken; a kill takes that much with it."""
+"""Interval at which the elapsed time is stored; at most that much is lost in a kill."""
 
 
 class ResultSink:
-    """Implements collect.dispatcher.Sink on the run's store."""
+    """Sink of the dispatcher that writes to the run's store."""
 
     def __init__(self, store: Store, clock: WallClock, note: Callable[[str], None]) -> None:
         self._store, self._clock, self._note = store, clock, note
         self._noted_s = time.monotonic()
 
     def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
-        """Nothing of this kind is trained: what is not stored is made again."""
+        """Do nothing: rollouts that are not stored are repeated."""
 
     def start(self, rollout_id: str, attempt: int, version: int) -> None:
         """See `plan`."""
@@ -41,20 +41,20 @@ class ResultSink:
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
         self._store.put_attempt(rollout)
         self._note(
-            f"{rollout.task_id} {slot.slot}: try {rollout.attempt} could not be graded: {rollout.error}"
+            f"{rollout.task_id} {slot.slot}: attempt {rollout.attempt} could not be graded: {rollout.error}"
         )
 
     def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
-        """What only failed of the infrastructure is run again."""
-        ended = self._store.outcomes(phase, step)
-        return {o.rollout_id: _decided(o) for o in ended if o.status is not Status.INFRA_FAILED}
+        """Return the stored rollouts except infrastructure failures, which are repeated."""
+        stored = self._store.outcomes(phase, step)
+        return {o.rollout_id: _decided(o) for o in stored if o.status is not Status.INFRA_FAILED}
 
     def tried(self, phase: Phase, step: int) -> Mapping[str, int]:
         return self._store.tried(f"{phase}/{step:05d}/")
 
 
-def _decided(outline: Outline) -> Rollout:
-    """As much of it as the collector looks at."""
+def _decided(outline: RolloutSummary) -> Rollout:
+    """Return a Rollout with the fields that the collector reads."""
     return Rollout(
         id=outline.rollout_id,
         task_id=outline.task_id,
@@ -72,19 +72,19 @@ def _decided(outline: Outline) -> Rollout:
 
 
 def check_same_tasks(store: Store, tasks: Sequence[Task], per_task: int) -> None:
-    """Raises RecordError when what is stored was not rolled out on these tasks: a data set has changed."""
-    for held in store.outcomes(PHASE, STEP):
-        if held.group >= len(tasks) or held.slot >= per_task:
-            raise RecordError(f"{held.rollout_id} is stored, and these tasks have no such place")
-        task = tasks[held.group]
-        if held.task_id != task.id or held.task_hash not in ("", task.content_hash):
+    """Raise RecordError when the tasks differ from those of the stored rollouts."""
+    for stored in store.outcomes(PHASE, STEP):
+        if stored.group >= len(tasks) or stored.slot >= per_task:
+            raise RecordError(f"{stored.rollout_id} is stored but is not a rollout of these tasks")
+        task = tasks[stored.group]
+        if stored.task_id != task.id or stored.task_hash not in ("", task.content_hash):
             raise RecordError(
-                f"{held.rollout_id} was rolled out on {held.task_id}, and that place is now {task.id} with"
-                f" another content: the data set is not the one that the run began with"
+                f"{stored.rollout_id} was run on {stored.task_id}, which is now {task.id} with"
+                f" different content: the data set has changed since the run started"
             )
 
 
-def open_places(store: Store, tasks: Sequence[Task], per_task: int) -> int:
-    """How many rollouts are still to be decided."""
-    decided = sum(held.status is not Status.INFRA_FAILED for held in store.outcomes(PHASE, STEP))
+def count_missing(store: Store, tasks: Sequence[Task], per_task: int) -> int:
+    """Return how many rollouts are still undecided."""
+    decided = sum(stored.status is not Status.INFRA_FAILED for stored in store.outcomes(PHASE, STEP))
     return len(tasks) * per_task - decided

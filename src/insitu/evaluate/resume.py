@@ -1,4 +1,4 @@
-"""What a resumed evaluation may do otherwise than the run began: nothing that could change a result."""
+"""Configuration keys that a resumed evaluation may change: those that cannot affect results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.storage.run_dir import read_config
 
-FREE = (
+CHANGEABLE = (
     "collect.attempts",
     "engine.key_env",
     "engine.max_concurrent",
@@ -21,19 +21,22 @@ FREE = (
     "harness.workers",
     "run.plain",
 )
-"""How fast, how much at once, for how much money, and where the same engine is found."""
+"""Concurrency, rate limits, cost limits and the address of the same engine."""
 
 
 def resumed_config(path: Path, overrides: Sequence[str]) -> Config:
-    """The stored configuration with `overrides` of keys in FREE. Raises ConfigError, RecordError."""
-    held = read_config(path)
+    """Return the stored configuration with `overrides` of keys in CHANGEABLE.
+
+    Raises ConfigError, RecordError.
+    """
+    stored = read_config(path)
     for text in overrides:
         name = text.partition("=")[0].strip()
-        if name not in FREE:
+        if name not in CHANGEABLE:
             raise ConfigError(
-                f"a resumed run keeps its configuration; drop {text} (free are: {', '.join(FREE)})"
+                f"a resumed run keeps its configuration; drop {text} (changeable: {', '.join(CHANGEABLE)})"
             )
     if not overrides:
-        return held
+        return stored
     changed = load_config(path / "config.toml", overrides)
-    return changed.model_copy(update={"run": held.run.model_copy(update={"plain": changed.run.plain})})
+    return changed.model_copy(update={"run": stored.run.model_copy(update={"plain": changed.run.plain})})

@@ -1,9 +1,9 @@
-"""`insitu rollout`: rollouts of many tasks without training, on any engine, graded, stored, resumable.
+"""`insitu rollout`: graded rollouts of many tasks without training, on any engine, resumable.
 
-    source -> Dispatcher -> Attempts (gateway, sandboxes, judge) -> store -> report
+    source -> Dispatcher -> AttemptExecutor (gateway, sandboxes, judge) -> store -> report
 
-With a provider as engine (`upstream`) the gateway passes calls on and keeps their text; with any other it
-samples tokens. What is stored before a kill is never run again. Never imports torch. Caller: cli.
+With a provider as engine (`upstream`) the gateway forwards calls and stores their text; with other engines it
+samples tokens. Stored rollouts are not repeated after a kill. Does not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from insitu.collect.breaker import Breaker
 from insitu.collect.dispatcher import CollectOptions, Dispatcher
 from insitu.config import Config
 from insitu.errors import ConfigError, RecordError
-from insitu.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, open_places
+from insitu.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, count_missing
 from insitu.evaluate.summary import render, summarise, write_results
 from insitu.gateway.server import Gateway
 from insitu.grading.grader import runner_for
@@ -43,35 +43,34 @@ from insitu.training.loop import WALL_S, TrainingObserver, WallClock
 from insitu.types import Task
 
 ROLLOUT = "rollout"
-"""Kind of these run directories."""
+"""Value of KIND in these run directories."""
 RECORDS = "sessions"
-"""Folder of a run directory with the text of every call to a provider."""
+"""Folder of a run directory with the text of every provider call."""
 REPORT = "report.txt"
 AGENT, AGENT_VERSION = "agent", "agent_version"
-"""Facts of a run."""
+"""Keys of stored facts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
-    """What of a run is not in its configuration."""
+    """Options of one invocation that are not stored in the run's configuration."""
 
     resume: Path | None = None
-    """Run directory to continue; the configuration given is the one stored there, but for what cannot change
-    a result."""
+    """Run directory to continue; the configuration must be the stored one, see `evaluate.resume`."""
     began: float = field(default_factory=time.monotonic)
-    """Reading of time.monotonic() from which the person has waited."""
+    """time.monotonic() at the start of the command."""
     sampler: Callable[..., contextlib.AbstractAsyncContextManager[Sampler]] = open_sampler
-    """How an engine is opened; a test has one of its own."""
+    """Opens the engine; replaced in tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStage:
-    """Where agents run and whom they talk to."""
+    """Sessions and workers of a run."""
 
     sessions: Sessions
     crew: AgentWorkers
     check: Callable[[], Awaitable[None]]
-    """Raises when no attempt can succeed any more."""
+    """Raises when further attempts cannot succeed."""
 
 
 @asynccontextmanager
@@ -98,21 +97,26 @@ async def _stage(
 
 
 def prepare_rollouts(config: Config, say: Callable[[str], None]) -> Prepared:
-    """Check a run before anything of it is started or written. Raises InsituError."""
+    """Check a run before anything is started or written.
+
+    Raises InsituError.
+    """
     needs_weights = (check_weights,) if config.engine.kind == "embedded" else ()
     return prepare(config, say, chosen_tasks, needs_weights)
 
 
 def chosen_tasks(config: Config, source: TaskSource) -> Sequence[Task]:
-    """The tasks of [rollout]. Raises ConfigError when there are none, TaskError when one of them cannot be
-    graded: before any sandbox boots."""
+    """Return the tasks selected by [rollout].
+
+    Raises ConfigError when there are none, TaskError when one cannot be graded.
+    """
     table = config.rollout
     size = source.size(table.split)
     if size is None and not table.tasks:
-        raise ConfigError(f"{source.name} has no end of tasks: say how many in rollout.tasks")
-    left = table.tasks if size is None else max(0, size - table.start)
-    count = min(table.tasks or left, left)
-    if not count or (table.tasks > left):
+        raise ConfigError(f"{source.name} has infinitely many tasks: set rollout.tasks")
+    available = table.tasks if size is None else max(0, size - table.start)
+    count = min(table.tasks or available, available)
+    if not count or (table.tasks > available):
         raise ConfigError(
             f"{source.name}: the {table.split} split has {size} tasks; rollout.start {table.start} and"
             f" rollout.tasks {table.tasks} ask for more"
@@ -134,7 +138,7 @@ def _open_run(config: Config, resume: Path | None) -> RunDir:
 def _check_kind(store: Store, resumed: bool, path: Path) -> None:
     kind = store.meta().get(KIND)
     if resumed and kind != ROLLOUT:
-        raise RecordError(f"{path} holds no run of `insitu rollout`")
+        raise RecordError(f"{path} is not a run of `insitu rollout`")
     store.set_meta(KIND, ROLLOUT)
 
 
@@ -158,7 +162,7 @@ def _dispatcher(
         temperature=c.engine.temperature,
         whole=False,
         grace_s=c.collect.group_grace_s,
-        # no rollout may seem to be stuck before its own limit has passed
+        # A rollout must not be reported as stalled before its own timeout.
         stall_timeout_s=max(c.collect.stall_timeout_s, 2 * c.limits.wall_s),
     )
     return Dispatcher(attempts, sink, view, Breaker(), options, check=stage.check)
@@ -178,16 +182,16 @@ async def collect_rollouts(
         store = stack.enter_context(run.store())
         _check_kind(store, options.resume is not None, run.path)
         clock = WallClock(store, options.began)
-        # A finished run is told again on a machine that could not continue it.
+        # A finished run is reported again even on a machine that could not continue it.
         tasks = prepared.tasks if prepared else prepare_tasks(config, view.note, chosen_tasks)[1]
         check_same_tasks(store, tasks, config.rollout.per_task)
         view.note(f"run directory {run.path}")
-        if open_places(store, tasks, config.rollout.per_task):
+        if count_missing(store, tasks, config.rollout.per_task):
             try:
                 ready = prepared or prepare_rollouts(config, view.note)
                 await _fill(run, store, ready, view, clock, options)
             finally:
-                # The disk may be what ended the run: its own line must come through.
+                # After a disk error, that error must be reported, not a failed write here.
                 with contextlib.suppress(RecordError):
                     store.set_meta(WALL_S, clock.meta()[WALL_S])
         facts = {name: store.meta()[name] for name in (AGENT, AGENT_VERSION)}
@@ -207,7 +211,7 @@ async def _fill(
     clock: WallClock,
     options: RolloutOptions,
 ) -> None:
-    """Run what is not decided yet."""
+    """Run the undecided rollouts."""
     remove_stale_scratch()
     view.stage("starting the engine and the agents")
     with scratch_folder() as sockets:
@@ -230,8 +234,8 @@ async def _collect(
     planned = len(tasks) * c.rollout.per_task
     harness = stage.crew.harness
     view.begin(f"{harness.name} {harness.version}, {source.name}, seed {c.run.seed}", planned)
-    if more := _other_tasks(c, source):
-        view.note(more)
+    if note := _other_split_note(c, source):
+        view.note(note)
     view.stage(f"{len(tasks)} tasks, {c.rollout.per_task} each", planned)
     sink = ResultSink(store, clock, view.note)
     judge = make_judge(c, stage.crew.backend, source)
@@ -239,12 +243,12 @@ async def _collect(
         await _dispatcher(run, stage, judge, sink, view).collect(PHASE, STEP, tasks)
     finally:
         await judge.close()
-    held = [r.reward for r in store.outcomes(PHASE, STEP) if r.reward is not None]
-    view.eval_done(f"{c.rollout.split} tasks", Score.of(held))
+    rewards = [r.reward for r in store.outcomes(PHASE, STEP) if r.reward is not None]
+    view.eval_done(f"{c.rollout.split} tasks", Score.of(rewards))
 
 
-def _other_tasks(config: Config, source: TaskSource) -> str:
-    """A line where tasks of a data set are in the other split; empty for toy, which has no end of them."""
+def _other_split_note(config: Config, source: TaskSource) -> str:
+    """Return a note about tasks in the other split; empty if there are none or infinitely many."""
     table = config.rollout
     other: Split = "train" if table.split == "eval" else "eval"
     here, there = source.size(table.split), source.size(other)
@@ -259,7 +263,7 @@ def _other_tasks(config: Config, source: TaskSource) -> str:
 def rollout(
     config: Config, view: TrainingObserver, options: RolloutOptions | None = None
 ) -> Mapping[str, Any]:
-    """Run or continue to the end; returns what summary.json holds.
+    """Run or resume to the end and return the content of summary.json.
 
     Raises InsituError, or KeyboardInterrupt after a clean stop.
     """

@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, from its store alone: for summary.json, results.jsonl and a person's eyes."""
+"""Numbers of an evaluation from its store: summary.json, results.jsonl and the text report."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from typing import Any
 
 import orjson
 
-from insitu.evaluate.pass_at_k import Counted, PassAtK, estimate, ladder
+from insitu.evaluate.pass_at_k import PassAtK, TaskCounts, estimate, reported_ks
 from insitu.evaluate.results import PHASE, STEP
 from insitu.runtime.upstream import spent_in
 from insitu.storage.run_dir import RunDir, write_text
 from insitu.storage.store import Store
-from insitu.storage.summaries import Outline
+from insitu.storage.summaries import RolloutSummary
 from insitu.types import Outcome, Status, Task
 from insitu.view.base import duration
 
 RESULTS = "results.jsonl"
 
 
-def solved(held: Outline) -> bool:
-    """By its reward, which is 1 where the verdict is `resolved` unless the user has a function of his own."""
-    return held.reward is not None and held.reward >= 1.0
+def solved(rollout: RolloutSummary) -> bool:
+    """Return whether the reward is at least 1."""
+    return rollout.reward is not None and rollout.reward >= 1.0
 
 
-def counted(outlines: Sequence[Outline], tasks: int) -> list[Counted]:
-    """Graded rollouts of each task, and those of full reward, in the order of the tasks."""
+def count_per_task(rollouts: Sequence[RolloutSummary], tasks: int) -> list[TaskCounts]:
+    """Return the graded and solved rollouts of each task, in task order."""
     graded, resolved = Counter[int](), Counter[int]()
-    for held in outlines:
-        graded[held.group] += held.reward is not None
-        resolved[held.group] += solved(held)
-    return [Counted(graded=graded[group], resolved=resolved[group]) for group in range(tasks)]
+    for rollout in rollouts:
+        graded[rollout.group] += rollout.reward is not None
+        resolved[rollout.group] += solved(rollout)
+    return [TaskCounts(graded=graded[group], resolved=resolved[group]) for group in range(tasks)]
 
 
 def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) -> Mapping[str, Any]:
-    """Everything but the agent and the time. `records`: folder with the text of a provider's calls."""
+    """Return the summary without the agent and the time; `records`: folder of the provider calls."""
     c = run.config
-    held = store.outcomes(PHASE, STEP)
-    per_task = counted(held, len(tasks))
-    rewards = [o.reward for o in held if o.reward is not None]
-    levels = [estimate(per_task, k, seed=c.run.seed) for k in ladder(c.rollout.per_task)]
+    rollouts = store.outcomes(PHASE, STEP)
+    per_task = count_per_task(rollouts, len(tasks))
+    rewards = [o.reward for o in rollouts if o.reward is not None]
+    levels = [estimate(per_task, k, seed=c.run.seed) for k in reported_ks(c.rollout.per_task)]
     return {
         "kind": "rollout",
         "run_dir": str(run.path),
@@ -53,31 +53,30 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
         "seed": c.run.seed,
         "tasks": len(tasks),
         "per_task": c.rollout.per_task,
-        "rollouts": len(held),
+        "rollouts": len(rollouts),
         "graded": len(rewards),
         "pass_at": {str(level.k): _plain(level) for level in levels},
         "reward_mean": sum(rewards) / len(rewards) if rewards else None,
-        "status": {status.value: sum(o.status is status for o in held) for status in Status},
-        "verdict": {kind.value: sum(o.outcome is kind for o in held) for kind in Outcome},
-        "trust": dict(Counter(o.trust for o in held if o.trust)),
-        "categories": _kinds(held),
-        "egress_attempts": sum(o.egress_attempts or 0 for o in held),
+        "status": {status.value: sum(o.status is status for o in rollouts) for status in Status},
+        "verdict": {kind.value: sum(o.outcome is kind for o in rollouts) for kind in Outcome},
+        "trust": dict(Counter(o.trust for o in rollouts if o.trust)),
+        "categories": _category_counts(rollouts),
+        "egress_attempts": sum(o.egress_attempts or 0 for o in rollouts),
         "tries": sum(store.tried(f"{PHASE}/").values()),
-        "masked": _masked(store, held),
-        "last_failure": next((o.error for o in reversed(held) if o.status is Status.INFRA_FAILED), ""),
+        "masked": _infra_failures(store, rollouts),
+        "last_failure": next((o.error for o in reversed(rollouts) if o.status is Status.INFRA_FAILED), ""),
         "ledger": asdict(store.ledger()),
-        **_usage(run, held, records),
+        **_usage(run, rollouts, records),
     }
 
 
-def _masked(store: Store, held: Sequence[Outline]) -> Mapping[str, int]:
-    """Task id -> tries that failed of the infrastructure, where there are any; most first. They earn nothing
-    and cost nothing, so one task with many of them wants a look."""
-    found = Counter[str]()
-    for one in held:
-        failed = [status is Status.INFRA_FAILED for _, status, _ in store.attempts(one.rollout_id)]
-        found[one.task_id] += sum(failed)
-    return {task: count for task, count in found.most_common() if count}
+def _infra_failures(store: Store, rollouts: Sequence[RolloutSummary]) -> Mapping[str, int]:
+    """Map task ids to their number of infrastructure failures if any, most first."""
+    counts = Counter[str]()
+    for rollout in rollouts:
+        failed = [status is Status.INFRA_FAILED for _, status, _ in store.attempts(rollout.rollout_id)]
+        counts[rollout.task_id] += sum(failed)
+    return {task: count for task, count in counts.most_common() if count}
 
 
 def _plain(level: PassAtK) -> Mapping[str, Any]:
@@ -90,16 +89,16 @@ def _plain(level: PassAtK) -> Mapping[str, Any]:
     }
 
 
-def _kinds(held: Sequence[Outline]) -> Mapping[str, Any]:
-    found: dict[str, list[bool]] = {}
-    for one in held:
-        if one.category and one.reward is not None:
-            found.setdefault(one.category, []).append(solved(one))
-    return {name: {"resolved": sum(f), "graded": len(f)} for name, f in sorted(found.items())}
+def _category_counts(rollouts: Sequence[RolloutSummary]) -> Mapping[str, Any]:
+    results: dict[str, list[bool]] = {}
+    for rollout in rollouts:
+        if rollout.category and rollout.reward is not None:
+            results.setdefault(rollout.category, []).append(solved(rollout))
+    return {name: {"resolved": sum(r), "graded": len(r)} for name, r in sorted(results.items())}
 
 
-def _usage(run: RunDir, held: Sequence[Outline], records: str) -> Mapping[str, Any]:
-    """Of a provider: all that was paid for, failed tries included; of our own engines: decided rollouts."""
+def _usage(run: RunDir, rollouts: Sequence[RolloutSummary], records: str) -> Mapping[str, Any]:
+    """Return calls, tokens and cost: for a provider of all attempts, else of decided rollouts."""
     table = run.config.engine
     if table.kind == "upstream":
         spent = spent_in(run.path / records)
@@ -112,43 +111,43 @@ def _usage(run: RunDir, held: Sequence[Outline], records: str) -> Mapping[str, A
             "cost": spent.cost if priced else None,
         }
     return {
-        "calls": sum(o.calls for o in held),
-        "prompt_tokens": sum(o.prompt_tokens for o in held),
-        "sampled_tokens": sum(o.sampled_tokens for o in held),
+        "calls": sum(o.calls for o in rollouts),
+        "prompt_tokens": sum(o.prompt_tokens for o in rollouts),
+        "sampled_tokens": sum(o.sampled_tokens for o in rollouts),
         "estimated_calls": 0,
         "cost": None,
     }
 
 
 def write_results(path: Path, store: Store) -> None:
-    """One JSON line per rollout."""
-    lines = [orjson.dumps(_line(held)).decode() for held in store.outcomes(PHASE, STEP)]
+    """Write results.jsonl with one line per rollout."""
+    lines = [orjson.dumps(_line(rollout)).decode() for rollout in store.outcomes(PHASE, STEP)]
     write_text(path / RESULTS, "".join(f"{line}\n" for line in lines))
 
 
-def _line(held: Outline) -> Mapping[str, Any]:
+def _line(rollout: RolloutSummary) -> Mapping[str, Any]:
     return {
-        "task_id": held.task_id,
-        "slot": held.slot,
-        "rollout_id": held.rollout_id,
-        "status": held.status.value,
-        "verdict": None if held.outcome is None else held.outcome.value,
-        "reward": held.reward,
-        "trust": held.trust,
-        "tries": held.attempt,
-        "calls": held.calls,
-        "prompt_tokens": held.prompt_tokens,
-        "sampled_tokens": held.sampled_tokens,
-        "egress_attempts": held.egress_attempts,
-        "agent_s": held.timings.agent_s,
-        "grade_s": held.timings.grade_s,
-        "error": held.error,
-        "reason": held.reason,
+        "task_id": rollout.task_id,
+        "slot": rollout.slot,
+        "rollout_id": rollout.rollout_id,
+        "status": rollout.status.value,
+        "verdict": None if rollout.outcome is None else rollout.outcome.value,
+        "reward": rollout.reward,
+        "trust": rollout.trust,
+        "tries": rollout.attempt,
+        "calls": rollout.calls,
+        "prompt_tokens": rollout.prompt_tokens,
+        "sampled_tokens": rollout.sampled_tokens,
+        "egress_attempts": rollout.egress_attempts,
+        "agent_s": rollout.timings.agent_s,
+        "grade_s": rollout.timings.grade_s,
+        "error": rollout.error,
+        "reason": rollout.reason,
     }
 
 
 def render(summary: Mapping[str, Any]) -> str:
-    """For a person."""
+    """Return the text report."""
     return "\n".join(_lines(summary)) + "\n"
 
 
@@ -160,7 +159,7 @@ def _lines(s: Mapping[str, Any]) -> Iterator[str]:
     )
     for k, level in s["pass_at"].items():
         skipped = s["tasks"] - level["tasks"]
-        less = f", {skipped} with fewer than {k} graded left out" if skipped else ""
+        less = f", {skipped} with fewer than {k} graded excluded" if skipped else ""
         yield (
             f"  pass@{k:<4} {level['value']:.3f}   95 % {level['low']:.3f} to {level['high']:.3f}"
             f"   ({level['method']}, {level['tasks']} tasks{less})"
@@ -180,7 +179,7 @@ def _lines(s: Mapping[str, Any]) -> Iterator[str]:
     missing = s["rollouts"] - s["graded"]
     if missing:
         yield f"  {missing} not graded; the last: {s['last_failure']}"
-        yield f"  try them again with: insitu rollout --resume {s['run_dir']}"
+        yield f"  retry them with: insitu rollout --resume {s['run_dir']}"
     yield f"written to {s['run_dir']}"
 
 

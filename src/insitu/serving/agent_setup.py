@@ -1,7 +1,4 @@
-"""What a person types to put an agent on a session: environment, files and command, from the agent's recipe.
-
-Pure; the same recipes start the agents in sandboxes, so what is printed is what runs. Caller: run.
-"""
+"""Environment, files and command to connect an agent to a served session, from the agent's recipe."""
 
 from __future__ import annotations
 
@@ -24,19 +21,19 @@ PROGRAMS: Mapping[str, str] = {
     "gemini_cli": "gemini",
     "mini_swe": "mini",
 }
-"""The command that an ordinary installation of each agent gives."""
+"""Program name of each agent in a normal installation."""
 
 TASK = "INSITU_TASK"
-"""Stands for the task in a set-up that takes it when it is run."""
+"""Placeholder for the task in a setup script."""
 
 PI_PROVIDER = "insitu"
 PI_RESERVE = 16384
-"""Tokens that Pi keeps free for a summary."""
+"""Tokens that Pi reserves for a summary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Where a session is, and its limits."""
+    """Address, credentials and limits of a session."""
 
     address: str
     """http://host:port/s/{public_id}."""
@@ -45,7 +42,8 @@ class Access:
     max_call_tokens: int
     context_tokens: int
     home: str
-    """Folder that is the agent's home, so that nobody's own settings are touched or used."""
+    """Home folder of the agent, separate from the user's so that own settings are neither used nor
+    changed."""
     tools_url: str = ""
     """http://host:port/tools/{public_id}; empty when the session has no host tools."""
     tool_secret: str = ""
@@ -53,7 +51,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSetup:
-    """One agent's way to a session."""
+    """Configuration of one agent for a session."""
 
     agent: str
     env: Mapping[str, str]
@@ -62,34 +60,37 @@ class AgentSetup:
     home: str
     command: tuple[str, ...]
     note: str = ""
-    """Why the agent will get no answer there; empty when it may get one."""
+    """Why the agent will not work; empty when it may."""
 
     def lines(self) -> list[str]:
-        """As a shell takes it."""
+        """Return shell commands."""
         folders = sorted({self.home, *(path.rpartition("/")[0] for path in self.files)})
-        said = [f"# {self.agent}" + (f": will not work, {self.note}" if self.note else "")]
-        said += [f"mkdir -p {shlex.join(folders)}"]
+        lines = [f"# {self.agent}" + (f": will not work, {self.note}" if self.note else "")]
+        lines += [f"mkdir -p {shlex.join(folders)}"]
         for path, text in self.files.items():
-            said += [f"cat > {shlex.quote(path)} <<'END'", *text.rstrip("\n").split("\n"), "END"]
-        said += [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
-        return [*said, f"HOME={shlex.quote(self.home)} {shlex.join(self.command)}"]
+            lines += [f"cat > {shlex.quote(path)} <<'END'", *text.rstrip("\n").split("\n"), "END"]
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return [*lines, f"HOME={shlex.quote(self.home)} {shlex.join(self.command)}"]
 
     def script(self) -> str:
-        """As a program for `sh` that takes the task; of a set-up made with the prompt `TASK`."""
+        """Return a program for `sh` that takes the task; the setup's prompt must be `TASK`."""
         return "\n".join(["set -eu", *self.lines()]).replace(TASK, '"${1:?usage: sh FILE TASK}"') + "\n"
 
 
-def names() -> list[str]:
-    """Agents that `setup` knows."""
+def agent_names() -> list[str]:
+    """Return the agents that `setup` supports."""
     return ["pi", *(name for name in RECIPES if name in PROGRAMS)]
 
 
 def setup(agent: str, access: Access, prompt: str = "your task") -> AgentSetup:
-    """Raises ConfigError for an agent nobody knows."""
+    """Return the configuration of an agent for a session.
+
+    Raises ConfigError for an unknown agent.
+    """
     if agent == "pi":
         return _pi(access, prompt)
     if agent not in PROGRAMS or agent not in RECIPES:
-        raise ConfigError(f"no agent {agent!r}; there are: {', '.join(names())}")
+        raise ConfigError(f"no agent {agent!r}; there are: {', '.join(agent_names())}")
     return _from_recipe(RECIPES[agent], access, prompt)
 
 
@@ -121,7 +122,7 @@ def _from_recipe(recipe: Recipe, access: Access, prompt: str) -> AgentSetup:
 def _pi(access: Access, prompt: str) -> AgentSetup:
     model = {
         "id": access.model,
-        # It compacts when less than PI_RESERVE is left, and lowers what it asks for by its own estimate.
+        # Pi compacts when fewer than PI_RESERVE tokens remain, by its own estimate.
         "contextWindow": max(1, access.context_tokens - 2 * access.max_call_tokens) + PI_RESERVE,
         "maxTokens": access.max_call_tokens,
     }
@@ -147,7 +148,7 @@ def _pi(access: Access, prompt: str) -> AgentSetup:
 
 
 def _readable(raw: bytes) -> str:
-    """JSON indented, any other text as it is."""
+    """Return JSON indented, any other text unchanged."""
     try:
         return orjson.dumps(orjson.loads(raw), option=orjson.OPT_INDENT_2).decode()
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""What `insitu serve` says, call by call. Caller: run."""
+"""Console output of `insitu serve`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from insitu.gateway.server import CallReport
 
 
 class Console:
-    """Says what happens, as lines for a person or as one JSON object per line."""
+    """Prints events as text or as one JSON object per line."""
 
     def __init__(self, stream: TextIO, *, json: bool) -> None:
         self._stream, self._json = stream, json
 
-    def say(self, event: str, told: Mapping[str, Any], lines: Sequence[str]) -> None:
-        """`told` for machines, `lines` for people."""
+    def event(self, name: str, fields: Mapping[str, Any], lines: Sequence[str]) -> None:
+        """Print an event: `fields` with JSON output, else `lines`."""
         if self._json:
-            lines = [orjson.dumps({"event": event, **told}).decode()]
+            lines = [orjson.dumps({"event": name, **fields}).decode()]
         print("\n".join(lines), file=self._stream, flush=True)
 
     def wait(self, line: str) -> None:
-        """What an engine waits for before it can serve."""
-        self.say("waiting", {"line": line}, [line])
+        """Print what the engine's start is waiting for."""
+        self.event("waiting", {"line": line}, [line])
 
     def note(self, line: str) -> None:
-        """What the gateway has to say to the operator."""
-        self.say("note", {"line": line}, [line])
+        """Print a message of the gateway."""
+        self.event("note", {"line": line}, [line])
 
     def call(self, report: CallReport) -> None:
         what = report.outcome + (f", {report.tool_calls} tool calls" if report.tool_calls else "")
@@ -43,5 +43,5 @@ class Console:
                 f"sampled {report.sampled_tokens:>4} {report.drift or '-'} | {what} | {report.ms:.0f} ms"
             )
         if report.dead:
-            line += f" | the session is dead: {' '.join(report.dead.split())}"
-        self.say("call", asdict(report), [line])
+            line += f" | session failed: {' '.join(report.dead.split())}"
+        self.event("call", asdict(report), [line])

@@ -1,4 +1,4 @@
-"""Calls of host tools while `insitu serve` runs: told and written down as they come. Caller: run."""
+"""Logging and console output of host tool calls of `insitu serve`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from insitu.gateway.session import Session
 from insitu.storage.host_calls import HostCallLog
 
 
-class Reports:
-    """What agents and models report through host tools. One event loop owns it."""
+class HostCallReporter:
+    """Writes host tool calls to the log file and reports them as events; not thread-safe."""
 
-    def __init__(self, log: HostCallLog, say: Callable[[str, Mapping[str, Any], list[str]], None]) -> None:
-        """`say` gets an event, what it tells machines, and lines for people."""
-        self._log, self._say = log, say
-        self.trouble: RecordError | None = None
-        """Why a call is not in the file."""
+    def __init__(
+        self, log: HostCallLog, on_event: Callable[[str, Mapping[str, Any], list[str]], None]
+    ) -> None:
+        """Take the log file and a callback for (event name, JSON fields, text lines)."""
+        self._log, self._on_event = log, on_event
+        self.error: RecordError | None = None
+        """First write error of the log file."""
 
-    def heard(self, session: Session, call: HostCall) -> None:
-        """The agent has its acknowledgement whatever becomes of the file: a full disk is the operator's."""
-        held = {"public_id": session.public_id, **asdict(call)}
+    def on_call(self, session: Session, call: HostCall) -> None:
+        """Log one call."""
+        # A write error, such as a full disk, must not fail the agent's call.
+        record = {"public_id": session.public_id, **asdict(call)}
         try:
-            self._log.keep(session.rollout_id, 1, [held])
+            self._log.keep(session.rollout_id, 1, [record])
         except RecordError as error:
-            self.trouble = self.trouble or error
+            self.error = self.error or error
         end = f"refused: {call.error}" if call.error else "accepted"
         line = f"{session.rollout_id} host tool {call.name} called by the {call.source}, {end}"
-        self._say("host_call", {"rollout_id": session.rollout_id, **held}, [line])
+        self._on_event("host_call", {"rollout_id": session.rollout_id, **record}, [line])

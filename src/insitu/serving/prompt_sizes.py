@@ -1,7 +1,4 @@
-"""Which agents can say their first word to a served model: the length of each one's first prompt.
-
-Caller: run.
-"""
+"""Sizes of the agents' first prompts, to check which agents fit into a served model's context."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from insitu.config.load import WARM_START
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstCall:
-    """An agent's first prompt with its tools, for a question of one line."""
+    """Size of an agent's first prompt with its tools, for a task of one line."""
 
     characters: int
     shipped_tokens: int
-    """Of the shipped model's vocabulary, which spells what it does not know byte by byte."""
+    """Tokens in the shipped model's vocabulary, which falls back to bytes."""
 
 
 FIRST_CALLS: Mapping[str, FirstCall] = {
@@ -30,24 +27,24 @@ FIRST_CALLS: Mapping[str, FirstCall] = {
     "gemini_cli": FirstCall(characters=48_700, shipped_tokens=46_400),
     "mini_swe": FirstCall(characters=3_400, shipped_tokens=2_777),
 }
-"""Measured with the versions that are pinned here: the first request with tools of each agent's recording
-(tests/wire/recordings), rendered by the shipped model's family; a test measures them again. Recordings hold
-made-up words, as long as the agents' own. Pi's constant lines are tokens of that vocabulary: its tokens
-and those of mini_swe are of a run of the agent itself under `insitu serve`."""
+"""Measured with the pinned versions: the first request with tools of each agent's recording
+(tests/wire/recordings), rendered by the shipped model's renderer. Recordings contain made-up words of the
+same lengths as the originals. Pi's constant lines are tokens of the shipped vocabulary, so the tokens of pi
+and mini_swe are from real runs under `insitu serve`."""
 CHARACTERS_PER_TOKEN = 4
-"""Of ordinary vocabularies on such prompts, about."""
+"""Approximate value of ordinary vocabularies on such prompts."""
 
 
 class PromptFit:
-    """What of a model's context the agents' first prompts take."""
+    """Check whether the agents' first prompts fit into a model's context."""
 
     def __init__(self, model: Path, context_tokens: int) -> None:
-        """`model`: its folder. `context_tokens`: of one call, as they are served."""
+        """Take the model's folder and the served context size of one call."""
         self._shipped = _vocabulary(model) == _vocabulary(WARM_START)
         self._context = context_tokens
 
     def tokens(self, agent: str) -> int:
-        """Of the agent's first prompt, about."""
+        """Return the approximate size of the agent's first prompt in tokens."""
         call = FIRST_CALLS[agent]
         return call.shipped_tokens if self._shipped else call.characters // CHARACTERS_PER_TOKEN
 
@@ -55,13 +52,13 @@ class PromptFit:
         return self.tokens(agent) < self._context
 
     def note(self, agent: str) -> str:
-        """Why this agent will not get an answer; empty when it may get one."""
+        """Return why this agent will not work; empty when its first prompt fits."""
         if self.fits(agent):
             return ""
         return f"its first prompt, about {self.tokens(agent):,} tokens, exceeds the {self._context:,} served"
 
     def summary(self, agents: Sequence[str]) -> str:
-        """One line for the operator; empty when all of these agents may get an answer."""
+        """Return one line for the operator; empty when the first prompts of all these agents fit."""
         if all(self.fits(agent) for agent in agents):
             return ""
         served = ", ".join(agent for agent in FIRST_CALLS if self.fits(agent)) or "none"

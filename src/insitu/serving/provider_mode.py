@@ -1,4 +1,4 @@
-"""`insitu serve` with engine.kind = upstream: a provider answers, insitu keeps the text. Caller: run."""
+"""Events of `insitu serve` with engine.kind = upstream, where a provider answers and text is logged."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from insitu.gateway.text_log import TextCall
 
 
 def describe_call(rollout_id: str, call: TextCall) -> tuple[dict[str, Any], str]:
-    """One call for machines and for people, without its text."""
-    told = {
+    """Return one call, without its text, as JSON fields and as a line."""
+    fields = {
         "rollout_id": rollout_id,
         "turn": call.turn,
         "path": call.path,
@@ -28,18 +28,18 @@ def describe_call(rollout_id: str, call: TextCall) -> tuple[dict[str, Any], str]
         f"sampled {call.usage.sampled_tokens:>4} | HTTP {call.status}{end}, cost {call.cost:.4g} "
         f"| {call.ms:.0f} ms"
     )
-    return told, line
+    return fields, line
 
 
 def describe_session(session: ProviderSession) -> tuple[dict[str, Any], str]:
-    """What one sealed session used."""
+    """Return the usage of a sealed session as JSON fields and as a line."""
     spent: Spent = session.spent
-    told = {"rollout_id": session.rollout_id, **asdict(spent), "file": str(session.record.path)}
+    fields = {"rollout_id": session.rollout_id, **asdict(spent), "file": str(session.record.path)}
     line = (
         f"{session.rollout_id}: {spent.calls} calls, prompt {spent.prompt_tokens}, "
         f"sampled {spent.sampled_tokens}, cost {spent.cost:.4g}; text only, never trainable"
     )
-    return told, line
+    return fields, line
 
 
 def records_folder(run: Path) -> Path:

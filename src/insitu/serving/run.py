@@ -1,9 +1,9 @@
-"""`insitu serve`: the gateway alone, for an agent that somebody runs by hand.
+"""`insitu serve`: the gateway alone, for an agent that the user runs.
 
     engine (in a learner, or a server) <- gateway <-HTTP- any agent
 
-Opens sessions, says how an agent gets there, says one line per model call, and at the end seals every session
-and writes what was captured to the run directory. Never imports torch. Caller: cli.
+Opens sessions, prints how to connect agents and one line per model call, and at the end seals every session
+and exports it to the run directory. Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from insitu.gateway.text_log import TextCall
 from insitu.runtime.agents import limits_of
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.upstream import upstream_options
-from insitu.serving.agent_setup import TASK, Access, names, setup
+from insitu.serving.agent_setup import TASK, Access, agent_names, setup
 from insitu.serving.console import Console
-from insitu.serving.host_calls import Reports
+from insitu.serving.host_calls import HostCallReporter
 from insitu.serving.prompt_sizes import PromptFit
 from insitu.serving.provider_mode import describe_call, describe_session, records_folder
 from insitu.serving.session_export import SEAL_S, SESSIONS, Ledgers, expire, exported, finish
@@ -41,7 +41,7 @@ from insitu.storage.session_log import recover
 from insitu.training.learner.sampler import open_sampler
 
 ADMIN_SECRET = "INSITU_ADMIN_SECRET"
-"""Environment variable with the operator's secret; without it one is made."""
+"""Environment variable with the operator's secret (default: a random one)."""
 
 BASE: Mapping[str, Any] = {
     "limits": {
@@ -52,26 +52,26 @@ BASE: Mapping[str, Any] = {
         "max_nodes": 20_000,
     },
 }
-"""Below the user's configuration: an agent by hand is no training rollout."""
+"""Defaults below the user's configuration: an agent run by hand needs higher limits than a rollout."""
 
 
 LEGEND = (
-    "A line per call: session #turn, format, prompt tokens (new ones), sampled tokens, how it goes on, end.",
-    "  clean   continues what is held token by token (first: the session's first prompt)",
-    "  edited  shows a reply other than it was sampled: rendered as shown, another branch",
-    "  fork    begins another branch (new_root: other system prompt or tools; rewind; context: compacted)",
-    '  auxiliary tokens are of titles, summaries and the like: gateway.auxiliary = "train" keeps them',
+    "One line per call: session #turn, format, prompt tokens (new), sampled tokens, drift, outcome.",
+    "  clean   continues the stored context token by token (first: the session's first prompt)",
+    "  edited  contains a changed reply: rendered as sent, starts a new branch",
+    "  fork    starts a new branch (new_root: other system prompt or tools; rewind; context: compacted)",
+    '  auxiliary: titles, summaries and the like; gateway.auxiliary = "train" trains on them',
 )
-"""What the words in the lines of calls mean."""
+"""Explanation of the lines of calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What the command line adds to the configuration."""
+    """Options of one invocation that are not part of the configuration."""
 
     sessions: int = 1
     agents: Sequence[str] = ()
-    """Agents whose set-up is printed; empty = those of all are written to files."""
+    """Agents whose setup is printed; empty = write the setups of all agents to files."""
     admin: bool = False
     json: bool = False
     tools: Sequence[HostTool] = ()
@@ -79,81 +79,87 @@ class ServeOptions:
 
 
 async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
-    """Until cancelled. Raises InsituError when it cannot begin."""
-    voice = Console(stream, json=options.json)
+    """Serve until cancelled.
+
+    Raises InsituError when the start fails.
+    """
+    console = Console(stream, json=options.json)
     for agent in options.agents:
-        setup(agent, _nowhere())
+        setup(agent, _placeholder_access())
     if config.engine.kind == "upstream":
-        await _serve_upstream(config, options, voice)
+        await _serve_upstream(config, options, console)
         return
     options = replace(options, tools=options.tools or gateway_config(config).tools)
     renderer = load_renderer(model_folder(config), config.model.renderer)
     with RunDir.create(config) as run:
         async with AsyncExitStack() as stack:
             log = run.logs / "learner.log"
-            sampler = await stack.enter_async_context(open_sampler(config, renderer, log, voice.wait))
+            sampler = await stack.enter_async_context(open_sampler(config, renderer, log, console.wait))
             folder = run.path / SESSIONS
             folder.mkdir(exist_ok=True)
             served = gateway_config(config, folder)
-            reports = Reports(HostCallLog(run.host_calls), voice.say)
+            reporter = HostCallReporter(HostCallLog(run.host_calls), console.event)
             gateway = await stack.enter_async_context(
-                Gateway(sampler.engine, renderer, served, voice.call, voice.note, reports.heard)
+                Gateway(sampler.engine, renderer, served, console.call, console.note, reporter.on_call)
             )
             listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
             sessions = [_open(gateway, config, options, number) for number in range(options.sessions)]
             context = min(config.model.max_context_tokens, sampler.engine.info.max_context_tokens)
             fit = PromptFit(model_folder(config), context)
-            _greet(voice, run, config, options, listener.origin, sessions, fit)
-            admin = await _admin(stack, voice, gateway, config, sessions) if options.admin else None
+            _print_sessions(console, run, config, options, listener.origin, sessions, fit)
+            admin = await _admin(stack, console, gateway, config, sessions) if options.admin else None
             ledgers: Ledgers = {}
             try:
-                await expire(voice, folder, sessions, gateway, admin, ledgers)
+                await expire(console, folder, sessions, gateway, admin, ledgers)
             finally:
-                await finish(voice, run, sessions, gateway, admin, ledgers)
-                if reports.trouble is not None:
-                    raise reports.trouble
+                await finish(console, run, sessions, gateway, admin, ledgers)
+                if reporter.error is not None:
+                    raise reporter.error
 
 
-async def _serve_upstream(config: Config, options: ServeOptions, voice: Console) -> None:
-    """A provider answers; nothing is sampled here. Raises InsituError when it cannot begin."""
+async def _serve_upstream(config: Config, options: ServeOptions, console: Console) -> None:
+    """Serve calls proxy a provider until cancelled.
+
+    Raises InsituError when the start fails.
+    """
     if options.admin:
-        raise ConfigError("engine.kind upstream has no tokens to export: there is no admin listener")
+        raise ConfigError("--admin has no effect when engine.kind = upstream: there are no tokens to export")
     if options.tools:
-        raise ConfigError("engine.kind upstream passes bodies on as they are: there are no host tools")
+        raise ConfigError("--tools has no effect when engine.kind = upstream: bodies are forwarded unchanged")
 
     def on_call(rollout_id: str, call: TextCall) -> None:
-        told, line = describe_call(rollout_id, call)
-        voice.say("call", told, [line])
+        fields, line = describe_call(rollout_id, call)
+        console.event("call", fields, [line])
 
     with RunDir.create(config) as run:
         folder = records_folder(run.path)
         async with (
-            open_proxy(upstream_options(config), folder, on_call=on_call) as through,
-            through.listen_tcp(port=config.gateway.port) as listener,
+            open_proxy(upstream_options(config), folder, on_call=on_call) as proxy,
+            proxy.listen_tcp(port=config.gateway.port) as listener,
         ):
             sessions = [
-                through.open_session(f"serve-{number}", budgets=Budgets(max_calls=config.limits.max_calls))
+                proxy.open_session(f"serve-{number}", budgets=Budgets(max_calls=config.limits.max_calls))
                 for number in range(options.sessions)
             ]
-            _greet(voice, run, config, options, listener.origin, sessions)
+            _print_sessions(console, run, config, options, listener.origin, sessions)
             try:
                 await asyncio.Event().wait()
             finally:
-                await _finish_upstream(voice, run, sessions)
+                await _finish_upstream(console, run, sessions)
 
 
-async def _finish_upstream(voice: Console, run: RunDir, sessions: Sequence[ProviderSession]) -> None:
+async def _finish_upstream(console: Console, run: RunDir, sessions: Sequence[ProviderSession]) -> None:
     used: dict[str, Any] = {}
     await asyncio.gather(*(session.seal(SEAL_S) for session in sessions if not session.closed))
     for session in sessions:
-        told, line = describe_session(session)
-        used[session.rollout_id] = told
-        voice.say("sealed", told, [line])
+        fields, line = describe_session(session)
+        used[session.rollout_id] = fields
+        console.event("sealed", fields, [line])
     run.write_summary({"kind": "serve", "sessions": used})
-    voice.say("end", {"run_dir": str(run.path), "sessions": used}, [f"written to {run.path}"])
+    console.event("end", {"run_dir": str(run.path), "sessions": used}, [f"written to {run.path}"])
 
 
-def _nowhere() -> Access:
+def _placeholder_access() -> Access:
     return Access(address="", secret="", model="", max_call_tokens=1, context_tokens=3, home="")
 
 
@@ -167,8 +173,8 @@ def _open(gateway: Gateway, config: Config, options: ServeOptions, number: int) 
     )
 
 
-def _greet(
-    voice: Console,
+def _print_sessions(
+    console: Console,
     run: RunDir,
     config: Config,
     options: ServeOptions,
@@ -176,10 +182,10 @@ def _greet(
     sessions: Sequence[Session] | Sequence[ProviderSession],
     fit: PromptFit | None = None,
 ) -> None:
-    """`fit`: None where nobody knows the model's context."""
-    agents = options.agents or names()
+    """Print how to connect agents to each session; `fit` is None if the model's context is unknown."""
+    agents = options.agents or agent_names()
     if fit is not None and (line := fit.summary(agents)):
-        voice.note(line)
+        console.note(line)
     for session in sessions:
         address = f"{origin}/s/{session.public_id}"
         access = Access(
@@ -193,7 +199,7 @@ def _greet(
             tool_secret=session.tool_secret if options.tools else "",
         )
         notes = {agent: fit.note(agent) if fit is not None else "" for agent in agents}
-        ways = [replace(setup(agent, access), note=notes[agent]) for agent in agents]
+        setups = [replace(setup(agent, access), note=notes[agent]) for agent in agents]
         lines = [
             f"session {session.rollout_id}",
             f"  OpenAI     {address}/v1",
@@ -204,55 +210,57 @@ def _greet(
         if options.tools:
             lines.append(f"  host tools: MCP server {address}/mcp, key: {session.tool_secret}")
         if options.agents:
-            lines += ["", *(line for way in ways for line in [*way.lines(), ""])]
+            lines += ["", *(line for one in setups for line in [*one.lines(), ""])]
         else:
-            lines += _written_setups(run.path / "agents" / session.rollout_id, access, notes)
-        told = {
+            lines += _write_setups(run.path / "agents" / session.rollout_id, access, notes)
+        fields = {
             "rollout_id": session.rollout_id,
             "address": address,
             "secret": session.secret,
             "tool_secret": session.tool_secret,
-            "agents": {way.agent: asdict(way) for way in ways},
+            "agents": {one.agent: asdict(one) for one in setups},
         }
-        voice.say("session", told, lines)
-    told_ready = {"origin": origin, "run_dir": str(run.path)}
-    voice.say("ready", told_ready, [*(LEGEND if fit is not None else ()), "Serving; Ctrl-C seals and ends."])
+        console.event("session", fields, lines)
+    ready = {"origin": origin, "run_dir": str(run.path)}
+    console.event("ready", ready, [*(LEGEND if fit is not None else ()), "Serving; Ctrl-C seals and ends."])
 
 
-def _written_setups(folder: Path, access: Access, notes: Mapping[str, str]) -> list[str]:
-    """Write each agent's set-up as a script, and say where; those that cannot work are left out."""
+def _write_setups(folder: Path, access: Access, notes: Mapping[str, str]) -> list[str]:
+    """Write the setups of agents that fit as scripts; return lines about them."""
     folder.mkdir(parents=True)
     fitting = [agent for agent, note in notes.items() if not note]
     for agent in fitting:
         write_text(folder / f"{agent}.sh", setup(agent, access, TASK).script(), private=True)
-    left = [agent for agent, note in notes.items() if note]
+    too_long = [agent for agent, note in notes.items() if note]
     lines = [f"  agents     sh {folder}/NAME.sh 'your task'   NAME: {', '.join(fitting)}"] if fitting else []
-    if left:
-        lines.append(f"  too long   the first prompts of {', '.join(left)} (--agent NAME prints a set-up)")
+    if too_long:
+        lines.append(f"  too long   the first prompts of {', '.join(too_long)} (--agent NAME prints a setup)")
     return lines
 
 
 async def _admin(
-    stack: AsyncExitStack, voice: Console, gateway: Gateway, config: Config, sessions: list[Session]
+    stack: AsyncExitStack, console: Console, gateway: Gateway, config: Config, sessions: list[Session]
 ) -> Admin:
-    """The operator's listener, on a free port."""
+    """Start the admin listener on a free port."""
     admin = Admin(gateway, secret=os.environ.get(ADMIN_SECRET), limits=limits_of(config))
     for session in sessions:
         admin.adopt(session)
     listener = await stack.enter_async_context(admin.listen_tcp())
-    told = {"origin": listener.origin, "secret": admin.secret}
-    voice.say("admin", told, [f"admin: {listener.origin}, key: {admin.secret}"])
+    fields = {"origin": listener.origin, "secret": admin.secret}
+    console.event("admin", fields, [f"admin: {listener.origin}, key: {admin.secret}"])
     return admin
 
 
 def recover_run(path: Path, stream: TextIO) -> int:
-    """Export every session whose log is left because `insitu serve` was killed; returns how many there were.
-    The logs stay. Raises RecordError."""
+    """Export the sessions of a killed `insitu serve` from their logs; return their number.
+
+    The logs are kept. Raises RecordError.
+    """
     found = sorted((path / SESSIONS).glob("*.log"))
     for file in found:
         session = recover(file)
         trajectory = session.forest.trajectory()
-        # The log keeps no temperature, and sessions that the operator opened may have one of their own.
+        # The log does not contain the temperature, which the operator may have set per session.
         write_text(file.with_suffix(".json"), exported(trajectory, None), private=True)
         ledger = trajectory.ledger
         end = ", torn at its end" if session.torn else ""

@@ -1,4 +1,4 @@
-"""Seals the sessions of `insitu serve` and writes what they captured to the run directory. Caller: run."""
+"""Sealing of the sessions of `insitu serve` and export of their captures to the run directory."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from insitu.types import Trajectory
 SESSIONS = "sessions"
 """Folder of a run directory with a log per live session and an export per sealed one."""
 SEAL_S = 1.0
-"""Calls under way when the operator stops get so long to end, all sessions together."""
+"""Time that running calls of all sessions get to finish at shutdown."""
 
 
 EXPIRED_S = 60.0
-"""After its wall time a session tells its agent so for so long, before it is sealed."""
-LOOK_S = 5.0
-"""Between two looks for sessions whose time is over."""
+"""Time from a session's timeout, which its agent gets as an error, until it is sealed."""
+POLL_S = 5.0
+"""Interval between checks for expired sessions."""
 Ledgers = dict[str, Any]
-"""By session, what became of those that are sealed."""
+"""Ledgers of sealed sessions by session name."""
 
 
 async def expire(
-    voice: Console,
+    console: Console,
     folder: Path,
     sessions: list[Session],
     gateway: Gateway,
     admin: Admin | None,
     ledgers: Ledgers,
 ) -> None:
-    """Seal and write each session some time after its wall time was over, so that none stays in memory, and
-    put its ledger into `ledgers`. Never ends. The operator can export those sealed last."""
+    """Seal and export each session some time after its timeout, forever; add its ledger to `ledgers`."""
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
         for session in gateway.open_sessions():
             if session.state not in ("open", "live") or session.idle_overtime_s < EXPIRED_S:
                 continue
@@ -50,62 +49,68 @@ async def expire(
             if session in sessions:
                 sessions.remove(session)
             try:
-                trajectory = await session.seal(0.0)  # nothing is under way: it cannot be cut in between
+                trajectory = await session.seal(0.0)  # No call is running, so none is cut off.
             except InsituError as error:
-                voice.note(f"{session.rollout_id}: {error}; its log stays")
+                console.note(f"{session.rollout_id}: {error}; its log is kept")
                 continue
-            ledgers[name] = _written(voice, folder, name, session, trajectory)
+            ledgers[name] = _export(console, folder, name, session, trajectory)
             if admin is not None:
                 admin.keep(Sealed(session=session, trajectory=trajectory, written=True))
 
 
 async def finish(
-    voice: Console,
+    console: Console,
     run: RunDir,
     sessions: Sequence[Session],
     gateway: Gateway,
     admin: Admin | None,
     ledgers: Ledgers,
 ) -> None:
-    """Seal, write, tell; of what the operator sealed, as much as is kept. Sessions that the operator opened
-    have names of their own choice, which need not be file names: theirs is the public id. A session whose
-    capture is broken does not keep the others from being written. All are sealed at the same time: the stop
-    of a program has a deadline. `ledgers`: of those that are written already."""
+    """Seal and export all remaining sessions and write the summary.
+
+    Includes unexported sessions that the operator sealed through the admin API. `ledgers`: sessions exported
+    before. One broken session does not prevent the export of the others; its error is raised at the end.
+    """
     opened = [*sessions, *(other for other in gateway.open_sessions() if other not in sessions)]
-    left = [session for session in opened if session.state not in ("draining", "sealed")]
-    ends = await asyncio.gather(*(session.seal(SEAL_S) for session in left), return_exceptions=True)
-    broken: BaseException | None = None
-    by_operator = [kept for kept in admin.sealed() if not kept.written] if admin else []
-    all_ends = [*zip(left, ends, strict=True), *((kept.session, kept.trajectory) for kept in by_operator)]
-    for session, end in all_ends:
-        if isinstance(end, BaseException):
-            broken = broken or end
+    unsealed = [session for session in opened if session.state not in ("draining", "sealed")]
+    # Sealed concurrently, because the shutdown has a deadline.
+    results = await asyncio.gather(*(session.seal(SEAL_S) for session in unsealed), return_exceptions=True)
+    first_error: BaseException | None = None
+    by_operator = [sealed for sealed in admin.sealed() if not sealed.written] if admin else []
+    all_results = [
+        *zip(unsealed, results, strict=True),
+        *((sealed.session, sealed.trajectory) for sealed in by_operator),
+    ]
+    for session, result in all_results:
+        if isinstance(result, BaseException):
+            first_error = first_error or result
             continue
+        # The operator chooses the rollout ids of own sessions, which need not be valid file names.
         name = session.rollout_id if session in sessions else session.public_id
-        ledgers[name] = _written(voice, run.path / SESSIONS, name, session, end)
+        ledgers[name] = _export(console, run.path / SESSIONS, name, session, result)
     run.write_summary({"kind": "serve", "sessions": ledgers})
-    voice.say("end", {"run_dir": str(run.path), "sessions": ledgers}, [f"written to {run.path}"])
-    if broken is not None:
-        raise broken
+    console.event("end", {"run_dir": str(run.path), "sessions": ledgers}, [f"written to {run.path}"])
+    if first_error is not None:
+        raise first_error
 
 
-def _written(
-    voice: Console, folder: Path, name: str, session: Session, trajectory: Trajectory
+def _export(
+    console: Console, folder: Path, name: str, session: Session, trajectory: Trajectory
 ) -> dict[str, Any]:
-    """Its ledger, told; the file takes the place of its log."""
+    """Write the export of a session, delete its log, print and return its ledger."""
     folder.mkdir(exist_ok=True)
     file = folder / f"{name}.json"
     write_text(file, exported(trajectory, session.temperature), private=True)
     session.drop_log()
     ledger = trajectory.ledger
-    kept = {**asdict(ledger), "calls": session.stats.calls}
+    fields = {**asdict(ledger), "calls": session.stats.calls}
     excluded = ", ".join(f"{reason} {count}" for reason, count in ledger.excluded.items()) or "nothing"
     line = (
         f"{session.rollout_id}: {session.stats.calls} calls, sampled {ledger.captured}, "
         f"trainable {ledger.trained}, excluded {excluded}"
     )
-    voice.say("sealed", {"rollout_id": session.rollout_id, **kept, "file": str(file)}, [line])
-    return kept
+    console.event("sealed", {"rollout_id": session.rollout_id, **fields, "file": str(file)}, [line])
+    return fields
 
 
 def exported(trajectory: Trajectory, temperature: float | None) -> str:

@@ -1,9 +1,8 @@
-"""artifacts/: files that were declared to be kept of agents' sandboxes.
+"""Agent artifacts: declared files collected from agents' sandboxes, stored under `artifacts/`.
 
     artifacts/<rollout id, "/" as "-">/<attempt>/<path inside the sandbox>
 
-Their number and size were bounded, and secrets taken out, where they were collected. What cannot be written
-is not worth a run: the failure is ignored.
+Number, size and secrets are handled where the files are collected. Write errors are ignored.
 """
 
 from __future__ import annotations
@@ -16,29 +15,29 @@ from pathlib import Path, PurePosixPath
 from insitu.types import Rollout
 
 MAX_ROLLOUTS = 1000
-"""Rollouts whose artifacts are kept; of more, the newest."""
+"""Number of rollouts whose artifacts are kept, newest first."""
 
 
 class AgentArtifacts:
-    """Writes what the sandboxes of a run leave."""
+    """Writer of the artifacts of a run's agents."""
 
-    def __init__(self, folder: Path, *, most: int = MAX_ROLLOUTS) -> None:
-        self._folder, self._most = folder, most
+    def __init__(self, folder: Path, *, max_rollouts: int = MAX_ROLLOUTS) -> None:
+        self._folder, self._max_rollouts = folder, max_rollouts
         self._names = [path.name for path in sorted(folder.glob("*-*"), key=lambda p: p.stat().st_mtime_ns)]
 
     def keep(self, rollout: Rollout, artifacts: Mapping[str, bytes]) -> None:
-        """The files of one try, by inside path."""
+        """Write the files of one attempt; `artifacts` maps the path inside the sandbox to its content."""
         name = rollout.id.replace("/", "-")
         if name not in self._names:
             self._names.append(name)
         folder = self._folder / name / str(rollout.attempt)
         for path, content in artifacts.items():
             parts = PurePosixPath(path).parts[1:]
-            # The path is the sandbox's word: it must not lead out of its folder here.
+            # The path comes from the sandbox and is not trusted: it must stay inside its folder.
             if path.startswith("/") and parts and ".." not in parts:
                 with contextlib.suppress(OSError, ValueError):
                     _write(folder.joinpath(*parts), content)
-        while len(self._names) > self._most:
+        while len(self._names) > self._max_rollouts:
             shutil.rmtree(self._folder / self._names.pop(0), ignore_errors=True)
 
 

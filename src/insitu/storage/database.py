@@ -1,7 +1,7 @@
-"""One SQLite file in WAL mode: one writer, readable with no process alive, each write one transaction.
+"""SQLite database in WAL mode with a single writer.
 
-A transaction is on disk when its block ends (synchronous=FULL), or nothing of it is. Safe from several
-threads of one process. Errors are `RecordError`, one line. `store.Store` says what is in the file.
+Each write is one transaction, durable when its block ends (synchronous=FULL). The file can be read while no
+process is running. Thread-safe within one process. Errors are `RecordError` with a one-line message.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from insitu.storage.rollout_rows import READABLE, SCHEMA, SCHEMA_VERSION
 
 _BUSY_TIMEOUT_S = 5.0
 _DAMAGED = ("file is not a database", "database disk image is malformed")
-"""What SQLite says of a file that it cannot read."""
+"""SQLite's error messages for unreadable files."""
 
 
 class EmptyStore(RecordError):
-    """The file is there and nothing is in it yet: its writer has just begun, or died then."""
+    """The database exists but has no tables yet: its writer has just started or died early."""
 
 
 class Database:
-    """The file and its transactions. A context manager."""
+    """SQLite connection and its transactions; a context manager."""
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
         self._path = path
@@ -46,7 +46,7 @@ class Database:
             raise
 
     def close(self) -> None:
-        """Idempotent. Everything stored is durable already."""
+        """Close the connection; idempotent. Everything stored is already durable."""
         with self._lock:
             self._db.close()
 
@@ -62,12 +62,12 @@ class Database:
         self.close()
 
     def set_meta(self, key: str, value: str) -> None:
-        """Remember a small fact of the run (agent version, host, ...)."""
+        """Store a key-value fact of the run (agent version, host, ...)."""
         with self._writing("meta") as db:
             db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
     def meta(self) -> dict[str, str]:
-        """All facts, `schema_version` among them."""
+        """Return all key-value facts, including `schema_version`."""
         return {row["key"]: row["value"] for row in self._all("SELECT key, value FROM meta")}
 
     def _prepare(self, readonly: bool) -> None:
@@ -102,7 +102,7 @@ class Database:
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[sqlite3.Connection]:
-        """One transaction: all of it is on disk when the block ends, or none of it. `what`: its failpoint."""
+        """One durable transaction. `what` is the name of its failpoint."""
         with self._lock, self._sql():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -110,7 +110,7 @@ class Database:
                 failpoint.hit(f"{what}.before")
                 self._db.execute("COMMIT")
             except BaseException:
-                # SQLite has rolled back by itself after some errors, a full disk among them.
+                # SQLite rolls back by itself after some errors, for example a full disk.
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
@@ -121,7 +121,7 @@ class Database:
         try:
             yield
         except sqlite3.Error as error:
-            # a file that is not, or no longer, a database fails at its first use of any kind
+            # A damaged file can fail at any statement, so its message decides between read and write errors.
             if reading or str(error) in _DAMAGED:
                 raise RecordError(f"cannot read {self._path}: {error}") from error
             raise disk_error(self._path, error) from error
@@ -130,7 +130,7 @@ class Database:
 def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
     uri = path.absolute().as_uri()
     if readonly:
-        # Without a write-ahead log the file is complete by itself and may lie on a read-only disk.
+        # Without a write-ahead log the file is complete and may be on a read-only disk.
         logged = path.with_name(path.name + "-wal").exists()
         uri += "?mode=ro" if logged else "?mode=ro&immutable=1"
     return sqlite3.connect(

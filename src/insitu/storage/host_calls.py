@@ -1,8 +1,7 @@
-"""Calls of host tools of a run's rollouts: one JSON line each in `host_calls.jsonl`, for the operator.
+"""Log of host tool calls: one JSON line per call in `host_calls.jsonl`.
 
-Tries that are not graded or were cancelled are there too, told apart by `attempt`; a line has
-`schema_version`. A kill or a full disk can tear the last line: it is cut off before the next ones are
-written. Callers: the trainer's loop, `insitu rollout`, `insitu serve`.
+Includes failed and cancelled attempts, distinguished by `attempt`. Each line has `schema_version`. A torn
+last line (kill, full disk) is cut off before the next write.
 """
 
 from __future__ import annotations
@@ -19,24 +18,27 @@ SCHEMA_VERSION = 1
 
 
 class HostCallLog:
-    """Appends. One event loop owns it."""
+    """Append-only writer; not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._whole = False
-        """The file ends with a whole line."""
+        self._ends_clean = False
+        """The file is known to end with a complete line."""
 
     def keep(self, rollout_id: str, attempt: int, calls: Sequence[Mapping[str, object]]) -> None:
-        """The calls of one try in order. Raises RecordError."""
-        place = {"schema_version": SCHEMA_VERSION, "rollout_id": rollout_id, "attempt": attempt}
-        lines = b"".join(orjson.dumps({**place, **call}) + b"\n" for call in calls)
+        """Append the calls of one attempt in order.
+
+        Raises RecordError.
+        """
+        key = {"schema_version": SCHEMA_VERSION, "rollout_id": rollout_id, "attempt": attempt}
+        lines = b"".join(orjson.dumps({**key, **call}) + b"\n" for call in calls)
         try:
-            if not self._whole:
+            if not self._ends_clean:
                 cut_torn_line(self._path)
-            self._whole = False
+            self._ends_clean = False
             with self._path.open("ab", buffering=0) as file:
                 if file.write(lines) != len(lines):
                     raise OSError(errno.ENOSPC, "short write")
         except OSError as error:
             raise disk_error(self._path, error) from error
-        self._whole = True
+        self._ends_clean = True

@@ -1,13 +1,13 @@
-"""The life of every rollout, durable: nothing graded is lost, nothing is trained twice.
+"""Durable state machine of rollouts: no graded rollout is lost, none is trained twice.
 
     planned -> running -> graded -> scored -> assigned -> trained
        |          |          |         |          |
        +----------+----------+---------+----------+------> discarded(reason)
 
-`scored`: its group is closed, so its baseline is known. `assigned`: taken by an optimizer step that is not
-committed yet. A resumed run calls `recover`: what ran is planned again under the same id, with the next
-number of try; what was assigned is scored again. Only `Store.commit_step` makes `trained`, in the transaction
-that commits the step. A step's `account` is the set of rollouts whose tokens its ledger counts.
+`scored`: the group is closed, so its baseline is known. `assigned`: taken by an uncommitted optimizer step.
+On resume, `recover` moves running rollouts back to planned (same id, next attempt) and assigned ones back to
+scored. Only `Store.commit_step` sets `trained`, in the transaction that commits the step. A step's `account`
+is the set of rollouts whose tokens its ledger counts.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Reason = Literal[
     "few_groups",
     "no_tokens",
 ]
-"""Why a rollout is not trained: the word under which its tokens are excluded. `stale`: it could not meet the
-bound any more; `deadline`: its group had waited long enough; `unused`: the run ended first; `few_groups`: its
-step had fewer groups with a gradient than `train.min_groups` asks for; `overlong`: no row of it is within
-`train.max_row_tokens`; `no_tokens`: none was sampled, or each is excluded for a reason of its own."""
+"""Why a rollout is not trained; its tokens are excluded under this key. `stale`: over the staleness bound;
+`deadline`: its group exceeded its deadline; `unused`: the run ended first; `few_groups`: its step had fewer
+groups with a gradient than `train.min_groups`; `overlong`: every row exceeds `train.max_row_tokens`;
+`no_tokens`: no token was sampled, or all are excluded for other reasons."""
 REASONS: frozenset[str] = frozenset(get_args(Reason))
 OPEN: tuple[State, ...] = ("planned", "running")
 TAKEN: tuple[State, ...] = ("assigned",)
@@ -49,7 +49,7 @@ UNUSED: tuple[State, ...] = ("graded", "scored", "assigned")
 
 
 class RolloutPlace(Protocol):
-    """Where a rollout belongs; the collector's Slot is one."""
+    """Identity of a rollout: its phase, step, group and slot."""
 
     @property
     def rollout_id(self) -> str: ...
@@ -69,12 +69,12 @@ class RolloutPlace(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutState:
-    """Where one rollout stands."""
+    """Stored state of one rollout."""
 
     rollout_id: str
     phase: str
     step: int
-    """Of its place; the optimizer step that trains it may be another, see `account`."""
+    """Step it was planned for; the optimizer step that trains it may differ, see `account`."""
     group: int
     slot: int
     task_id: str
@@ -82,38 +82,38 @@ class RolloutState:
     reason: str
     """Why it was discarded, else empty."""
     attempt: int
-    """Number of its last try; 0 before the first."""
+    """Number of its last attempt; 0 before the first."""
     version: int
-    """Policy version when it was planned, then when its last try started."""
+    """Policy version when its last attempt started; before the first, when it was planned."""
     oldest: int | None
-    """Oldest policy version among its trainable tokens; None before it is graded, or when it has none."""
+    """Oldest policy version among its trainable tokens; None before grading or without such tokens."""
     account: int | None
-    """Optimizer step that has taken it, whose ledger counts its tokens; None = no step has."""
+    """Optimizer step whose ledger counts its tokens; None = none yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """A run's account, found in order."""
+    """Verified totals of a run's rollouts and tokens."""
 
     states: Mapping[str, int]
     """Rollouts by state."""
     discarded: Mapping[str, int]
-    """Rollouts by the reason for which they were discarded."""
+    """Discarded rollouts by reason."""
     tokens: Ledger
-    """Of everything stored but `pending`."""
+    """Tokens of everything stored except `pending`."""
     pending: int
-    """Sampled tokens of graded rollouts whose fate is still open."""
-    tries: Mapping[str, int]
-    """Tries by their end, see tries.py."""
+    """Sampled tokens of graded rollouts that are neither trained nor discarded yet."""
+    attempts: Mapping[str, int]
+    """Attempts by end, see `storage.attempts`."""
 
 
 class Lifecycle(Database):
-    """The part of the store that knows where each rollout stands."""
+    """State transitions and queries of rollouts; base class of Store."""
 
-    # ------------------------------------------------------------------ moves
+    # ------------------------------------------------------------------ transitions
 
     def plan(self, places: Sequence[RolloutPlace], task_id: str, version: int) -> None:
-        """These rollouts of one task are to be made. What is known already stays as it is."""
+        """Record rollouts of one task as planned; rollouts that are already stored are unchanged."""
         with self._writing("plan") as db:
             for place in places:
                 at = {"phase": place.phase, "step": place.step, "group_no": place.group, "slot": place.slot}
@@ -121,7 +121,10 @@ class Lifecycle(Database):
                     _insert(db, place.rollout_id, at, task_id, version)
 
     def start(self, rollout_id: str, attempt: int, version: int) -> None:
-        """A try begins. Raises RecordError when it was not planned or is decided already."""
+        """Record the start of an attempt.
+
+        Raises RecordError when the rollout was not planned or is already decided.
+        """
         with self._writing("start") as db:
             done = db.execute(
                 "UPDATE states SET state = 'running', reason = '', attempt = ?, version = ?"
@@ -129,30 +132,31 @@ class Lifecycle(Database):
                 (attempt, version, rollout_id),
             )
             if done.rowcount != 1:
-                raise RecordError(f"rollout {rollout_id} cannot be started: {_said(db, rollout_id)}")
+                raise RecordError(f"rollout {rollout_id} cannot be started: {_describe(db, rollout_id)}")
 
     def score(self, rollout_ids: Collection[str]) -> None:
-        """The group of these graded rollouts is closed: its baseline is known."""
+        """Mark graded rollouts of a closed group as scored."""
         self._move("score", rollout_ids, ("graded", "scored"), "state = 'scored'")
 
     def close_group(self, phase: str, step: int, group: int) -> None:
-        """Score what is graded of a group of which nothing is planned or running any more; else do
-        nothing."""
+        """Score the graded rollouts of a group; no-op while any of it is planned or running."""
         members = self.group_states(phase, step, group)
         graded = [m.rollout_id for m in members if m.state == "graded"]
         if graded and not any(m.state in OPEN for m in members):
             self.score(graded)
 
     def assign(self, step: int, rollout_ids: Collection[str]) -> None:
-        """The optimizer step that is under way takes these graded rollouts."""
+        """Assign graded rollouts to the current optimizer step."""
         self._move("assign", rollout_ids, ("graded", "scored"), f"state = 'assigned', account = {int(step)}")
 
     def discard(self, rollout_ids: Collection[str], reason: Reason) -> None:
-        """These rollouts will not be trained. What is discarded already keeps its reason.
-        Raises RecordError when one of them is trained, or is no rollout of this run."""
+        """Mark rollouts as discarded; those already discarded keep their first reason.
+
+        Raises RecordError when one of them is trained or unknown.
+        """
         if reason not in REASONS:
             raise RecordError(f"no such reason to discard a rollout: {reason!r}")
-        # an earlier reason stands; only the first one is told
+
         change = (
             f"reason = CASE state WHEN 'discarded' THEN reason ELSE '{reason}' END,"
             " account = CASE state WHEN 'discarded' THEN account END, state = 'discarded'"
@@ -160,41 +164,43 @@ class Lifecycle(Database):
         self._move("discard", rollout_ids, (*OPEN, *UNUSED, "discarded"), change)
 
     def recover(self) -> Mapping[str, int]:
-        """Begin again after a crash: what ran is planned, and its try is interrupted; what was assigned to a
-        step that was not committed is scored. Returns how many of each. Call it once, before a resumed run
-        starts anything."""
+        """Reset rollouts that a crash left running or assigned; return how many of each.
+
+        Running rollouts become planned and their attempt interrupted; rollouts assigned to an uncommitted
+        step become scored. Call it once, before a resumed run starts anything.
+        """
         with self._writing("recover") as db:
             interrupt_running(db)
-            ran = db.execute("UPDATE states SET state = 'planned' WHERE state = 'running'").rowcount
-            taken = db.execute(
+            running = db.execute("UPDATE states SET state = 'planned' WHERE state = 'running'").rowcount
+            assigned = db.execute(
                 "UPDATE states SET state = 'scored', account = NULL WHERE state = 'assigned'"
             ).rowcount
-        return {"running": ran, "assigned": taken}
+        return {"running": running, "assigned": assigned}
 
-    def _move(self, what: str, ids: Collection[str], of: Collection[State], change: str) -> None:
+    def _move(self, what: str, ids: Collection[str], sources: Collection[State], change: str) -> None:
         with self._writing(what) as db:
-            move(db, ids, of, change)
+            move(db, ids, sources, change)
 
-    # ------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------ queries
 
     def state(self, rollout_id: str) -> RolloutState | None:
-        """Where one rollout stands; None when the run knows nothing of it."""
+        """Return the state of one rollout; None when it is unknown."""
         return next(iter(self._states("rollout_id = ?", rollout_id)), None)
 
     def open_rollouts(self) -> list[RolloutState]:
-        """Planned and running ones, in the order of their places: what a resumed run makes again."""
+        """Return planned and running rollouts, in order of (phase, step, group, slot)."""
         return self._states(f"state IN {OPEN}")
 
     def unused_graded(self) -> list[RolloutState]:
-        """Graded, not trained and not discarded, in the order of their places: what may still be trained."""
+        """Return graded rollouts that may still be trained, in order of (phase, step, group, slot)."""
         return self._states(f"state IN {UNUSED}")
 
     def group_states(self, phase: str, step: int, group: int) -> list[RolloutState]:
-        """Every rollout of one group, by slot."""
+        """Return the rollouts of one group, ordered by slot."""
         return self._states("phase = ? AND step = ? AND group_no = ?", phase, step, group)
 
     def last_place(self, phase: str) -> tuple[int, int] | None:
-        """(step, group) of the last group that was ever planned; None before the first."""
+        """Return (step, group) of the last planned group; None before the first."""
         with self._reading() as db:
             row = db.execute(
                 "SELECT step, group_no FROM states WHERE phase = ? ORDER BY step DESC, group_no DESC LIMIT 1",
@@ -203,7 +209,7 @@ class Lifecycle(Database):
         return None if row is None else (row["step"], row["group_no"])
 
     def states(self) -> dict[str, int]:
-        """Rollouts by state; every state is there. Empty for a directory of an older insitu."""
+        """Count rollouts by state, zeros included; empty for directories of older versions."""
         with self._reading() as db:
             if not has_table(db, "states"):
                 return {}
@@ -211,11 +217,11 @@ class Lifecycle(Database):
         return dict.fromkeys(STATES, 0) | {row["state"]: row["n"] for row in rows}
 
     def discards(self) -> dict[str, int]:
-        """Discarded rollouts by reason."""
-        found: dict[str, int] = {}
-        for held in self._states("state = 'discarded'"):
-            found[held.reason] = found.get(held.reason, 0) + 1
-        return dict(sorted(found.items()))
+        """Count discarded rollouts by reason."""
+        counts: dict[str, int] = {}
+        for rollout in self._states("state = 'discarded'"):
+            counts[rollout.reason] = counts.get(rollout.reason, 0) + 1
+        return dict(sorted(counts.items()))
 
     def _states(self, where: str, *values: object) -> list[RolloutState]:
         query = f"SELECT * FROM states WHERE {where} ORDER BY phase, step, group_no, slot"
@@ -224,18 +230,23 @@ class Lifecycle(Database):
 
 
 _REPLACEABLE = "(state = 'discarded' AND reason = 'infra' AND account IS NULL)"
-"""Failed of the infrastructure, and no step has counted on that yet."""
+"""Infrastructure failures that no committed step has counted; these may be stored again."""
 
 
 def decide(db: sqlite3.Connection, at: Mapping[str, object], rollout: Rollout) -> None:
-    """A rollout is decided, in the transaction that stores it: graded, or discarded where it can never be
-    trained. `at`: phase, step, group_no, slot. Raises RecordError when it was decided before."""
+    """Set a rollout to graded, or to discarded when it can never be trained.
+
+    Runs in the transaction that stores the rollout. `at`: phase, step, group_no, slot. Raises RecordError
+    when it was decided before.
+    """
     reason = "infra" if rollout.status is Status.INFRA_FAILED else ""
     if not reason and at["phase"] != "train":
         reason = "evaluation"
     state: State = "discarded" if reason else "graded"
-    masked = [s.versions[s.mask] for s in rollout.trajectory.segments if s.kind == "sampled" and s.mask.any()]
-    oldest = min((int(versions.min()) for versions in masked), default=None)
+    sampled = [
+        s.versions[s.mask] for s in rollout.trajectory.segments if s.kind == "sampled" and s.mask.any()
+    ]
+    oldest = min((int(versions.min()) for versions in sampled), default=None)
     if _state(db, rollout.id) is None:
         _insert(db, rollout.id, at, rollout.task_id, oldest or 0)
     done = db.execute(
@@ -244,7 +255,7 @@ def decide(db: sqlite3.Connection, at: Mapping[str, object], rollout: Rollout) -
         (state, reason, rollout.attempt, oldest, rollout.id),
     )
     if done.rowcount != 1:
-        raise RecordError(f"rollout {rollout.id} cannot be stored: {_said(db, rollout.id)}")
+        raise RecordError(f"rollout {rollout.id} cannot be stored: {_describe(db, rollout.id)}")
 
 
 def settle(
@@ -254,34 +265,34 @@ def settle(
     trained: Collection[str],
     discarded: Mapping[str, str],
 ) -> None:
-    """Commit the fates of a step's rollouts, in the transaction that commits the step.
+    """Set the rollouts of a step to trained or discarded, in the transaction that commits the step.
 
-    Raises RecordError when one was not assigned to it, one that was has no fate, a reason is unknown, or the
-    rollouts do not hold exactly the tokens of the step's ledger.
+    Raises RecordError when a rollout was not assigned to the step, an assigned one is neither trained nor
+    discarded, a reason is unknown, or the tokens of the rollouts differ from the step's ledger.
     """
     unknown = sorted(set(discarded.values()) - REASONS)
     if unknown:
         raise RecordError(f"step {step}: no such reason to discard a rollout: {unknown[0]!r}")
-    mine = f"account = {int(step)}"
-    move(db, trained, TAKEN, "state = 'trained'", f"AND {mine}")
+    of_step = f"account = {int(step)}"
+    move(db, trained, TAKEN, "state = 'trained'", f"AND {of_step}")
     for reason in sorted(set(discarded.values())):
         ids = [rollout_id for rollout_id, why in discarded.items() if why == reason]
-        change = f"state = 'discarded', reason = '{reason}', {mine}"
-        move(db, ids, ("assigned", "discarded"), change, f"AND ({mine} OR account IS NULL)")
-    left = db.execute(f"SELECT rollout_id FROM states WHERE state = 'assigned' AND {mine}").fetchone()
-    if left is not None:
-        raise RecordError(f"step {step}: rollout {left['rollout_id']} is neither trained nor discarded")
-    held = accounted(db, step)
-    captured, most = sum(x.captured for x in held), sum(x.trained for x in held)
-    if captured != ledger.captured or ledger.trained > most:
+        change = f"state = 'discarded', reason = '{reason}', {of_step}"
+        move(db, ids, ("assigned", "discarded"), change, f"AND ({of_step} OR account IS NULL)")
+    unsettled = db.execute(f"SELECT rollout_id FROM states WHERE state = 'assigned' AND {of_step}").fetchone()
+    if unsettled is not None:
+        raise RecordError(f"step {step}: rollout {unsettled['rollout_id']} is neither trained nor discarded")
+    ledgers = step_ledgers(db, step)
+    captured, trainable = sum(x.captured for x in ledgers), sum(x.trained for x in ledgers)
+    if captured != ledger.captured or ledger.trained > trainable:
         raise RecordError(
             f"step {step}: its ledger counts {ledger.captured} captured and {ledger.trained} trained tokens,"
-            f" its rollouts hold {captured} and at most {most}"
+            f" its rollouts hold {captured} and at most {trainable}"
         )
 
 
-def accounted(db: sqlite3.Connection, step: int) -> list[Ledger]:
-    """Ledgers of the rollouts in a step's account, as they were sealed."""
+def step_ledgers(db: sqlite3.Connection, step: int) -> list[Ledger]:
+    """Return the ledgers of the rollouts in a step's account, as they were sealed."""
     rows = db.execute(
         "SELECT r.ledger FROM states s JOIN rollouts r USING (rollout_id) WHERE s.account = ?", (step,)
     ).fetchall()
@@ -289,18 +300,21 @@ def accounted(db: sqlite3.Connection, step: int) -> list[Ledger]:
 
 
 def move(
-    db: sqlite3.Connection, ids: Collection[str], of: Collection[State], change: str, further: str = ""
+    db: sqlite3.Connection, ids: Collection[str], sources: Collection[State], change: str, condition: str = ""
 ) -> None:
-    """Change the rows of rollouts that are in one of the states `of`. Raises RecordError for any other."""
-    allowed = ", ".join(f"'{state}'" for state in of)
+    """Apply `change` to rollouts that are in one of the states `sources`.
+
+    Raises RecordError for a rollout in any other state.
+    """
+    allowed = ", ".join(f"'{state}'" for state in sources)
     for rollout_id in ids:
         done = db.execute(
-            f"UPDATE states SET {change} WHERE rollout_id = ? AND state IN ({allowed}) {further}",
+            f"UPDATE states SET {change} WHERE rollout_id = ? AND state IN ({allowed}) {condition}",
             (rollout_id,),
         )
         if done.rowcount != 1:
-            wanted = " or ".join(of)
-            raise RecordError(f"rollout {rollout_id} is not {wanted}: {_said(db, rollout_id)}")
+            expected = " or ".join(sources)
+            raise RecordError(f"rollout {rollout_id} is not {expected}: {_describe(db, rollout_id)}")
 
 
 def _insert(
@@ -316,15 +330,15 @@ def _state(db: sqlite3.Connection, rollout_id: str) -> Row | None:
     return row
 
 
-def _said(db: sqlite3.Connection, rollout_id: str) -> str:
-    """Where it stands, for an error."""
+def _describe(db: sqlite3.Connection, rollout_id: str) -> str:
+    """Describe a rollout's state for an error message."""
     row = _state(db, rollout_id)
     if row is None:
-        return "the run knows nothing of it"
-    told = f"it is {row['state']}"
+        return "it is not in this run"
+    text = f"it is {row['state']}"
     if row["reason"]:
-        told += f" ({row['reason']})"
-    return told if row["account"] is None else f"{told} by step {row['account']}"
+        text += f" ({row['reason']})"
+    return text if row["account"] is None else f"{text} by step {row['account']}"
 
 
 def _read(row: Row) -> RolloutState:

@@ -1,11 +1,10 @@
-"""logs/: what agents said in rollouts that did not end well, and what insitu itself noted.
+"""Log files of a run: agents' output of failed rollouts and insitu's own log.
 
-    logs/<rollout id, "/" as "-">.log   the agent's output of each failed or cut-off try
-    logs/insitu.log                       insitu's own messages of level WARNING and above
+    logs/<rollout id, "/" as "-">.log   the agent's output of each failed or truncated attempt
+    logs/insitu.log                     insitu's own messages of level WARNING and above
 
-Both are bounded in size, and nothing of them goes to the terminal, where a view may be drawn. Agent output
-comes here redacted by its harness; insitu.log is redacted as it is written. A log that cannot be written is
-not worth a run: the failure is ignored.
+Both are bounded in size and never printed to the terminal. Agent output is already redacted; insitu.log is
+redacted when written. Write errors are ignored.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from pathlib import Path
 from insitu.types import Rollout
 
 MAX_LOGS = 200
-"""Rollouts whose logs are kept; of more, the newest."""
+"""Number of rollouts whose logs are kept, newest first."""
 MAX_LOG_BYTES = 128 << 10
-"""Of one rollout's log, all its tries together."""
+"""Size limit of one rollout's log, all attempts together."""
 MAX_INSITU_LOG_BYTES = 4 << 20
 
-# As `secrets.token_urlsafe(32)` writes it.
+# Format of `secrets.token_urlsafe(32)`.
 _SECRET = re.compile(r"(?<![A-Za-z0-9_-])[A-Za-z0-9_-]{43}(?![A-Za-z0-9_-])")
 
 
 class AgentLogs:
-    """Writes the logs of a run's agents."""
+    """Writer of the logs of a run's agents."""
 
-    def __init__(self, folder: Path, *, most: int = MAX_LOGS) -> None:
-        self._folder, self._most = folder, most
+    def __init__(self, folder: Path, *, max_logs: int = MAX_LOGS) -> None:
+        self._folder, self._max_logs = folder, max_logs
         self._names = [
             file.name for file in sorted(folder.glob("*-*.log"), key=lambda f: f.stat().st_mtime_ns)
         ]
 
     def keep(self, rollout: Rollout, log: bytes) -> None:
-        """Append one try: how it ended, then the agent's redacted output."""
+        """Append one attempt: a header with its status, then the agent's redacted output."""
         name = rollout.id.replace("/", "-") + ".log"
         if name not in self._names:
             self._names.append(name)
@@ -47,20 +46,20 @@ class AgentLogs:
         with contextlib.suppress(OSError), (self._folder / name).open("ab") as file:
             room = MAX_LOG_BYTES - file.tell()
             file.write((head.encode("utf-8", "replace") + b"\n" + log)[: max(0, room - 1)] + b"\n"[:room])
-        while len(self._names) > self._most:
+        while len(self._names) > self._max_logs:
             with contextlib.suppress(OSError):
                 (self._folder / self._names.pop(0)).unlink()
 
 
-class _File(logging.handlers.RotatingFileHandler):
-    """Says nothing on stderr when the file cannot be written."""
+class _QuietFileHandler(logging.handlers.RotatingFileHandler):
+    """Rotating file handler that prints nothing to stderr on write errors."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """The disk is full or the folder is gone; the run will say so by itself."""
+        """Ignore a full disk or a missing folder: the run reports those itself."""
 
 
-class _Redacted(logging.Formatter):
-    """Also tracebacks pass here, so that no secret of a session reaches the file."""
+class _RedactingFormatter(logging.Formatter):
+    """Formatter that masks session secrets, also in tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _SECRET.sub("***", super().format(record))
@@ -68,14 +67,16 @@ class _Redacted(logging.Formatter):
 
 @contextlib.contextmanager
 def log_to(file: Path) -> Iterator[None]:
-    """Every message of every library goes to `file` while the context lasts, none to stderr."""
+    """Send all log messages to `file`, and none to stderr, inside the context."""
     root = logging.getLogger()
     try:
-        handler = _File(file, maxBytes=MAX_INSITU_LOG_BYTES, backupCount=1, encoding="utf-8", delay=True)
+        handler = _QuietFileHandler(
+            file, maxBytes=MAX_INSITU_LOG_BYTES, backupCount=1, encoding="utf-8", delay=True
+        )
     except OSError:
         yield
         return
-    handler.setFormatter(_Redacted("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root.addHandler(handler)
     try:
         yield

@@ -1,9 +1,9 @@
-"""metrics.jsonl: one JSON object per line, appended and flushed at once, readable with no process alive.
+"""Metrics file `metrics.jsonl`: one JSON object per line, flushed immediately.
 
-A line has `schema_version`, `time_s` (seconds since the epoch) and, by custom, `event`. A kill can tear the
-last line; it is cut off when the file is opened for writing and skipped by readers. A resumed run writes the
-lines that committed steps lack (run.py). What it does again, evaluations and the steps of `insitu sft` since
-the last checkpoint, stands twice: the later line counts.
+A line has `schema_version`, `time_s` (seconds since the epoch) and usually `event`. A torn last line (kill)
+is cut off when the file is opened for writing and skipped by readers. A resumed run adds the lines of
+committed steps that are missing (`run_dir.restore_steps`). Repeated evaluations and `insitu sft` steps occur
+twice: the later line counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Metrics = Mapping[str, float | int | str | bool | None]
 
 
 def disk_error(path: Path, error: Exception) -> RecordError:
-    """One line for a failed write, saying so when the disk is full."""
+    """Return the RecordError of a failed write, with a separate message for a full disk."""
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     full = full or "disk is full" in str(error)
     if full:
@@ -34,7 +34,7 @@ def disk_error(path: Path, error: Exception) -> RecordError:
 
 
 class MetricsFile:
-    """Append-only writer. A context manager; raises RecordError when a line cannot be written."""
+    """Append-only writer; a context manager. Raises RecordError when a line cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -71,7 +71,10 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line of the file, in order; nothing when the file does not exist. Raises RecordError."""
+    """Yield every complete line in order; nothing when the file does not exist.
+
+    Raises RecordError.
+    """
     if not path.exists():
         return
     with boundary(RecordError, f"cannot read {path}"), path.open("rb") as file:
@@ -86,7 +89,10 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cut off what stands behind the file's last newline, if there is a file. Raises OSError."""
+    """Truncate the file, if it exists, after its last newline.
+
+    Raises OSError.
+    """
     if not path.is_file():
         return
     with path.open("rb+") as file:

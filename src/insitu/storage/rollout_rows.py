@@ -1,8 +1,8 @@
-"""How a Rollout is laid out in SQLite rows, and read back equal.
+"""Serialization of a Rollout to SQLite rows and back.
 
-Token ids are little-endian int32 blobs, log-probabilities float32, masks one byte per token. A segment
-keeps log-probabilities and versions of masked-in tokens only, since they are 0 everywhere else; a segment
-that breaks that rule is refused. Every row carries the schema version it was written with.
+Token ids are little-endian int32 blobs, log-probabilities float32, masks one byte per token. Segments store
+log-probabilities and versions only where the mask is set; a segment with other non-zero values is rejected.
+Every row carries the schema version it was written with.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from insitu.types import (
 
 SCHEMA_VERSION = 4
 READABLE = ("3", "4")
-"""Versions of directories that can be looked at: 3 has no `states`."""
+"""Schema versions that can be read; version 3 has no `states` table."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -83,8 +83,8 @@ CREATE TABLE IF NOT EXISTS ledger (
   step INTEGER NOT NULL, entry TEXT NOT NULL, schema_version INTEGER NOT NULL, tokens INTEGER NOT NULL,
   PRIMARY KEY (step, entry)) STRICT;
 """
-"""`ledger.entry` is `captured`, `trained` or a reason of `EXCLUSIONS`. `notes` has a row only for
-rollouts with drifts or hints, and older directories do not have the table."""
+"""`ledger.entry` is `captured`, `trained` or a reason of `EXCLUSIONS`. `notes` has rows only for rollouts
+with drifts or hints; older directories lack the table."""
 
 Row = Mapping[str, Any]
 
@@ -95,8 +95,8 @@ def insert(
     """Insert one row, stamped with the schema version."""
     row = {**values, "schema_version": SCHEMA_VERSION}
     verb = "INSERT OR REPLACE" if replace else "INSERT"
-    places = ", ".join(f":{name}" for name in row)
-    db.execute(f"{verb} INTO {table} ({', '.join(row)}) VALUES ({places})", row)
+    placeholders = ", ".join(f":{name}" for name in row)
+    db.execute(f"{verb} INTO {table} ({', '.join(row)}) VALUES ({placeholders})", row)
 
 
 def dumps(value: object) -> str:
@@ -104,7 +104,10 @@ def dumps(value: object) -> str:
 
 
 def write_rollout(db: sqlite3.Connection, place: Mapping[str, object], rollout: Rollout) -> None:
-    """Insert every row of a rollout; the caller holds the transaction. `place`: ulid, phase, step, slot."""
+    """Insert every row of a rollout, inside the caller's transaction.
+
+    `place`: ulid, phase, step, group_no, slot.
+    """
     _check_reward(rollout.id, rollout.reward)
     write_attempt(db, rollout)
     values = {
@@ -137,13 +140,13 @@ def rewrite_verdict(db: sqlite3.Connection, rollout_id: str, verdict: Verdict) -
 
 
 def _check_reward(rollout_id: str, reward: float | None) -> None:
-    """SQLite keeps a NaN as NULL, which would read as not graded. Raises RecordError."""
+    # SQLite stores NaN as NULL, which would be read back as not graded.
     if reward is not None and not math.isfinite(reward):
-        raise RecordError(f"rollout {rollout_id} has reward {reward}, which is no number")
+        raise RecordError(f"rollout {rollout_id} has reward {reward}, which is not a finite number")
 
 
 def write_attempt(db: sqlite3.Connection, rollout: Rollout) -> None:
-    """Insert or replace the row of one try at a slot, with the account of the tokens it sampled."""
+    """Insert or replace the row of one attempt, with the ledger of its sampled tokens."""
     insert(db, "attempts", _attempt_values(rollout), replace=True)
 
 
@@ -172,7 +175,7 @@ def _attempt_values(rollout: Rollout) -> dict[str, object]:
 
 
 def read_rollout(db: sqlite3.Connection, row: Row) -> Rollout:
-    """The Rollout of one row of `rollouts`, arrays read-only."""
+    """Return the Rollout of one row of `rollouts`, with read-only arrays."""
     rollout_id = row["rollout_id"]
     key = (rollout_id,)
     files = db.execute("SELECT * FROM files WHERE rollout_id = ? ORDER BY path", key)
@@ -221,19 +224,22 @@ def _turn_values(turn: Turn) -> dict[str, object]:
 
 Pairs = tuple[tuple[str, str], ...]
 Hints = Mapping[int, tuple[Pairs, Pairs]]
-"""By turn: the agent's hints, and what it wished."""
+"""Turn -> (client metadata, ignored parameters)."""
 
 
 def _notes_values(trajectory: Trajectory) -> dict[str, object]:
-    """Empty when there is nothing to note. Wishes stand only at the turns where they change."""
+    """Return the values of the `notes` row; empty when there is nothing to store.
+
+    Advisory parameters are stored only at the turns where they change.
+    """
     hints: list[tuple[object, ...]] = []
-    wished: Pairs = ()
+    advisory: Pairs = ()
     for turn in trajectory.turns:
-        if turn.advisory != wished:
+        if turn.advisory != advisory:
             hints.append((turn.index, turn.hints, turn.advisory))
         elif turn.hints:
             hints.append((turn.index, turn.hints))
-        wished = turn.advisory
+        advisory = turn.advisory
     if not hints and not trajectory.drifts:
         return {}
     names = DriftNote.__dataclass_fields__
@@ -242,41 +248,41 @@ def _notes_values(trajectory: Trajectory) -> dict[str, object]:
 
 
 def read_drifts(db: sqlite3.Connection) -> list[DriftNote]:
-    """Of every stored rollout."""
+    """Return the drifts of all stored rollouts."""
     rows = db.execute("SELECT drifts FROM notes ORDER BY rollout_id") if has_table(db, "notes") else ()
     return [DriftNote(**note) for row in rows for note in orjson.loads(row["drifts"])]
 
 
 def has_table(db: sqlite3.Connection, name: str) -> bool:
-    """False for tables that are younger than the directory."""
+    """Return whether the table exists; directories of older versions lack some."""
     return db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
 
 
-def _pairs(told: Iterable[tuple[str, str]]) -> Pairs:
-    return tuple((name, value) for name, value in told)
+def _pairs(items: Iterable[tuple[str, str]]) -> Pairs:
+    return tuple((name, value) for name, value in items)
 
 
 def _read_notes(
     db: sqlite3.Connection, rollout_id: str, turns: Iterable[int]
 ) -> tuple[Hints, tuple[DriftNote, ...]]:
-    """`turns`: in order."""
+    """Return the hints of each turn (`turns`: indices in order) and the drifts of a rollout."""
     if not has_table(db, "notes"):
         return {}, ()
     row = db.execute("SELECT * FROM notes WHERE rollout_id = ?", (rollout_id,)).fetchone()
     if row is None:
         return {}, ()
     hints: dict[int, tuple[Pairs, Pairs]] = {}
-    noted = {turn: held for turn, *held in orjson.loads(row["hints"])}
-    wished: Pairs = ()
+    stored = {turn: values for turn, *values in orjson.loads(row["hints"])}
+    advisory: Pairs = ()
     for turn in turns:
-        held = noted.get(turn, ((),))
-        wished = _pairs(held[1]) if len(held) > 1 else wished
-        hints[turn] = (_pairs(held[0]), wished)
+        values = stored.get(turn, ((),))
+        advisory = _pairs(values[1]) if len(values) > 1 else advisory
+        hints[turn] = (_pairs(values[0]), advisory)
     return hints, tuple(DriftNote(**note) for note in orjson.loads(row["drifts"]))
 
 
 def _turn(row: Row, hints: Hints) -> Turn:
-    told, wished = hints.get(row["turn"], ((), ()))
+    turn_hints, advisory = hints.get(row["turn"], ((), ()))
     return Turn(
         index=row["turn"],
         parent=row["parent"],
@@ -286,14 +292,14 @@ def _turn(row: Row, hints: Hints) -> Turn:
         finish=row["finish"],
         version_runs=tuple((start, version) for start, version in orjson.loads(row["version_runs"])),
         excluded=row["excluded"],
-        hints=told,
-        advisory=wished,
+        hints=turn_hints,
+        advisory=advisory,
     )
 
 
 def _segment_values(segment: Segment) -> dict[str, object]:
-    out = ~segment.mask
-    if segment.logprobs[out].any() or segment.versions[out].any():
+    outside = ~segment.mask
+    if segment.logprobs[outside].any() or segment.versions[outside].any():
         raise RecordError(f"{segment.rollout_id}: segment {segment.index} has values outside its mask")
     return {
         "segment": segment.index,

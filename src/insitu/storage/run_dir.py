@@ -1,12 +1,12 @@
-"""The run directory: the product's memory on disk, and the lock that gives it one writer.
+"""Run directory: layout, atomic writes and the single-writer lock.
 
     config.toml   resolved configuration          summary.json  numbers of the finished run
     run.sqlite    rollouts, turns, steps          curve.svg     learning curve
-    metrics.jsonl one line per event              report.txt    what the person saw at the end
+    metrics.jsonl one line per event              report.txt    final report as printed
     logs/         one file per process            checkpoints/  weights after each step
 
-The lock is the kernel's (flock), so it vanishes with its process, also after kill -9. Files that replace
-another are written beside it, synced and renamed.
+The lock is an flock, released when its process ends, also after kill -9. Files are replaced atomically:
+written to a temporary file, synced and renamed.
 """
 
 from __future__ import annotations
@@ -32,33 +32,35 @@ from insitu.storage.ulid import new_ulid
 log = logging.getLogger(__name__)
 
 KIND = "kind"
-"""Fact of a run: the verb whose run it is, where that is not training."""
+"""Key of the stored fact that names the command of a run other than training."""
 STORE_FILES = ("run.sqlite", "run.sqlite-wal", "run.sqlite-shm", "metrics.jsonl")
 AT_START = frozenset({"config.toml", "lock", "logs/insitu.log", *STORE_FILES})
-"""Files that every run has before its first rollout."""
+"""Files that a run has before its first rollout."""
 LEARNER_LOG = "logs/learner.log"
 SPACE_BYTES = 128 << 20
-"""Free space below which a run does not start."""
+"""Minimum free disk space to start a run."""
 
 
 class RunDir:
-    """An existing run directory held by this process. A context manager that gives the lock back."""
+    """A run directory locked by this process; a context manager that releases the lock."""
 
-    def __init__(self, path: Path, config: Config, lock: TextIO, made: Sequence[Path] = ()) -> None:
-        """`made`: folders that were made for it, the outermost first."""
-        self._made = tuple(made)
+    def __init__(self, path: Path, config: Config, lock: TextIO, created: Sequence[Path] = ()) -> None:
+        """Take an open lock; `created`: folders that were created for the run, outermost first."""
+        self._created = tuple(created)
         self.path = path
         self.config = config
         self._lock = lock
 
     @classmethod
     def create(cls, config: Config) -> Self:
-        """Make the directory named by `run.dir` (empty: runs/<ULID>), lock it, write config.toml. What a run
-        left that ended before its first rollout is replaced.
-        Raises RecordError when it holds a run already, SetupError when the disk is nearly full."""
+        """Create and lock the directory `run.dir` (empty: runs/<ULID>) and write config.toml.
+
+        Files of an earlier run without rollouts are replaced. Raises RecordError when the directory already
+        contains a run, SetupError when the disk is nearly full.
+        """
         config = name_run(config)
         path = Path(config.run.dir)
-        made = [folder for folder in (*reversed(path.parents), path) if not folder.exists()]
+        created = [folder for folder in (*reversed(path.parents), path) if not folder.exists()]
         try:
             (path / "logs").mkdir(parents=True, exist_ok=True)
             (path / "checkpoints").mkdir(exist_ok=True)
@@ -71,16 +73,19 @@ class RunDir:
             )
         lock = _take_lock(path)
         try:
-            _make_empty(path)
+            _remove_unused_run(path)
             write_text(path / "config.toml", dump_toml(config))
         except BaseException:
             lock.close()
             raise
-        return cls(path, config, lock, made)
+        return cls(path, config, lock, created)
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Lock an existing run to continue it. Raises RecordError when there is none or it is in use."""
+        """Lock an existing run to continue it.
+
+        Raises RecordError when it does not exist or is in use.
+        """
         config = read_config(path)
         return cls(path.absolute(), config, _take_lock(path))
 
@@ -98,7 +103,7 @@ class RunDir:
 
     @property
     def host_calls(self) -> Path:
-        """Calls of host tools; there once there was one."""
+        """Log of host tool calls; exists after the first call."""
         return self.path / "host_calls.jsonl"
 
     @property
@@ -106,14 +111,14 @@ class RunDir:
         return self.path / "curve.svg"
 
     def store(self) -> Store:
-        """The writer's store."""
+        """Open the store for writing."""
         return Store(self.path / "run.sqlite")
 
     def metrics(self) -> MetricsFile:
         return MetricsFile(self.path / "metrics.jsonl")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, wholly or not at all."""
+        """Write summary.json atomically."""
         text = orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode()
         write_text(self.path / "summary.json", text + "\n")
 
@@ -123,17 +128,16 @@ class RunDir:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """At the end of a start that failed: remove the directory when it was made for it and holds nothing
-        that a person could miss."""
-        if kind is None or self.path not in self._made or not _unused(self.path):
+        """Remove a new and still unused directory when the start failed; an exit callback."""
+        if kind is None or self.path not in self._created or not _unused(self.path):
             return
         shutil.rmtree(self.path, ignore_errors=True)
-        for folder in reversed(self._made[:-1]):
-            with contextlib.suppress(OSError):  # another run has been put there since
+        for folder in reversed(self._created[:-1]):
+            with contextlib.suppress(OSError):  # not empty: another run was created there meanwhile
                 folder.rmdir()
 
     def close(self) -> None:
-        """Give the lock back; idempotent."""
+        """Release the lock; idempotent."""
         self._lock.close()
 
     def __enter__(self) -> Self:
@@ -149,8 +153,11 @@ class RunDir:
 
 
 def name_run(config: Config) -> Config:
-    """The configuration with absolute paths, so that the run can be continued from any folder: `run.dir` is
-    the one given, or a new runs/<ULID>. Writes nothing."""
+    """Return the configuration with absolute paths and `run.dir` set (default: a new runs/<ULID>).
+
+    Writes nothing.
+    """
+    # Absolute paths allow the run to be resumed from any working directory.
     tables = {
         "model": ("path",),
         "tasks": ("path", "assets", "images", "allowlist"),
@@ -158,47 +165,52 @@ def name_run(config: Config) -> Config:
         "train": ("reference",),
         "gateway": ("tools",),
     }
-    changed = {}
+    updates = {}
     for name, keys in tables.items():
         table = config.__dict__[name]
         found = {key: str(Path(table.__dict__[key]).absolute()) for key in keys if table.__dict__[key]}
-        changed[name] = table.model_copy(update=found)
-    config = config.model_copy(update=changed)
+        updates[name] = table.model_copy(update=found)
+    config = config.model_copy(update=updates)
     return _with_dir(config, Path(config.run.dir or Path("runs") / new_ulid()))
 
 
 def read_config(path: Path) -> Config:
-    """The resolved configuration of a run; `run.dir` is where the run lies now."""
+    """Return the resolved configuration of a run; `run.dir` is its current location."""
     if not (path / "config.toml").exists():
         raise RecordError(f"{path} is not a run directory: it has no config.toml")
     return _with_dir(load_config(path / "config.toml"), path)
 
 
 def read_store(path: Path) -> Store:
-    """The store of a run, to look at only; needs no lock and no living process."""
+    """Open the store of a run read-only, without the lock."""
     if not (path / "run.sqlite").exists():
         raise RecordError(f"{path} holds no rollouts yet: it has no run.sqlite")
     return Store(path / "run.sqlite", readonly=True)
 
 
 def restore_steps(run: RunDir, store: Store, metrics: MetricsFile) -> None:
-    """Write the line of every committed step that metrics.jsonl lacks: a kill came between the two. It has
-    what was committed, so no `publish_s`, and the commit's time. Raises RecordError when it cannot write."""
+    """Append the lines of committed steps that metrics.jsonl lacks after a kill.
+
+    A restored line has the commit's metrics and time, without `publish_s`. Raises RecordError when it cannot
+    be written.
+    """
     try:
         lines = read_metrics(run.path / "metrics.jsonl")
-        told = {line.get("step") for line in lines if line.get("event") == "step"}
-    except RecordError as error:  # the store is the authority: a run goes on without this file's past
+        logged = {line.get("step") for line in lines if line.get("event") == "step"}
+    except RecordError as error:  # The store is authoritative: the run continues without the old lines.
         log.warning("steps not restored error=%s", error)
         return
     for record in store.steps():
-        if record.step not in told:
+        if record.step not in logged:
             when = record.committed_s
             metrics.write({**record.metrics, "time_s": when, "event": "step", "step": record.step})
 
 
 def has_rollouts(path: Path) -> bool:
-    """True when the run directory holds a rollout or a step: something to lose. Raises RecordError when it
-    cannot be read."""
+    """Return whether the run directory contains a rollout or a step.
+
+    Raises RecordError when it cannot be read.
+    """
     if not (path / "run.sqlite").exists():
         return False
     try:
@@ -209,7 +221,7 @@ def has_rollouts(path: Path) -> bool:
 
 
 def read_summary(path: Path) -> Mapping[str, Any] | None:
-    """summary.json of a finished run; None while it is not finished."""
+    """Return summary.json of a finished run; None for an unfinished one."""
     file = path / "summary.json"
     if not file.exists():
         return None
@@ -223,17 +235,19 @@ def read_summary(path: Path) -> Mapping[str, Any] | None:
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Replace a file atomically and durably; `private`: only its owner may read it. Raises
-    RecordError, naming a full disk as such."""
-    beside = path.with_name(path.name + ".part")
+    """Replace a file atomically and durably; `private` sets mode 0600.
+
+    Raises RecordError, with a separate message for a full disk.
+    """
+    temporary = path.with_name(path.name + ".part")
     try:
-        with beside.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             if private:
                 os.fchmod(file.fileno(), 0o600)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -249,7 +263,10 @@ def _with_dir(config: Config, path: Path) -> Config:
 
 
 def _unused(path: Path) -> bool:
-    """No rollout, no step, and no file but those of a start; a learner's traceback is none."""
+    """Return whether there is no rollout, no step and no file beyond those of a start.
+
+    A learner log with a traceback counts as used.
+    """
     with contextlib.suppress(RecordError, OSError):
         if has_rollouts(path):
             return False
@@ -261,14 +278,13 @@ def _unused(path: Path) -> bool:
     return False
 
 
-def _make_empty(path: Path) -> None:
-    """Remove the files of a run without rollouts. Raises RecordError when there are any."""
+def _remove_unused_run(path: Path) -> None:
+    """Remove the files of a run without rollouts; raise RecordError when it has any."""
     if has_rollouts(path):
-        raise RecordError(f"{path} holds a run already; continue it with --resume, or give another run.dir")
-    stale = [path / name for name in STORE_FILES]
+        raise RecordError(f"{path} holds a run already; continue it with --resume or set another run.dir")
     try:
-        for file in stale:
-            file.unlink(missing_ok=True)
+        for name in STORE_FILES:
+            (path / name).unlink(missing_ok=True)
     except OSError as error:
         raise disk_error(path, error) from error
 

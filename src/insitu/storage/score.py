@@ -1,4 +1,4 @@
-"""What graded rollouts earned, in numbers and in words."""
+"""Statistics and text about the rewards of graded rollouts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 NAMED_REWARDS = 3
-"""Most common rewards that a line names."""
+"""Maximum number of different rewards listed in a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Rewards of the graded rollouts. Infrastructure failures are in none of the numbers."""
+    """Rewards of graded rollouts, without infrastructure failures."""
 
     solved: int
-    """Rollouts with the full reward of 1."""
+    """Rollouts with reward 1 or more."""
     total: int
     reward_sum: float
 
@@ -30,17 +30,17 @@ class Score:
 
     @property
     def reward_mean(self) -> float:
-        """0 when nothing was graded."""
+        """Mean reward; 0 when nothing was graded."""
         return self.reward_sum / self.total if self.total else 0.0
 
     @property
     def partial(self) -> bool:
-        """Some rewards are between 0 and 1, so the mean reward says more than the solve rate."""
+        """Whether some rewards are not 0 or 1, so that the mean reward differs from the solve rate."""
         return self.reward_sum != self.solved
 
 
-def earned_text(rewards: Sequence[float]) -> str:
-    """For instance `48 of 48 rollouts earned 0`, or `of 48 rollouts 40 earned 0, 8 earned 1`."""
+def describe_rewards(rewards: Sequence[float]) -> str:
+    """Return text such as `48 of 48 rollouts earned 0` or `of 48 rollouts 40 earned 0, 8 earned 1`."""
     if not rewards:
         return "no rollout was graded"
     counts = Counter(rewards).most_common(NAMED_REWARDS)

@@ -1,10 +1,9 @@
-"""A session on disk while it lives: what the gateway held when it was killed can be had back.
+"""Write-ahead log of a live session, to recover its forest after the gateway was killed.
 
-`LoggedForest` appends one frame per change of the forest, after it and before anything follows from it;
-`recover` reads the frames up to the first torn one and makes the same changes again. A frame is its length,
-its CRC and its content; it is written with one system call, so a killed process loses nothing it had written
-(a machine that loses power may: nothing is synced). The file holds prompts, so only its owner may read it.
-Callers: gateway.session, serve.
+`LoggedForest` appends one frame per change of the forest; `recover` replays the frames up to the first torn
+one. A frame has lengths, a CRC checksum and content, and is written with one system call: nothing is lost
+when the process is killed, but frames are not synced against power loss. The file contains prompts; its mode
+is 0600.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MAX_FRAME = 1 << 30
 
 
 class LogFile:
-    """Appends frames; made anew by `create`."""
+    """Append-only file of frames, opened by `create`."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -43,7 +42,10 @@ class LogFile:
 
     @classmethod
     def create(cls, path: Path, rollout_id: str, *, train_auxiliary: bool = False) -> LogFile:
-        """Raises RecordError, also when the file exists."""
+        """Create the file and write its header frame.
+
+        Raises RecordError, also when the file exists.
+        """
         with boundary(RecordError, f"cannot create {path}"):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             log = cls(path, os.open(path, flags, 0o600))
@@ -52,10 +54,13 @@ class LogFile:
         return log
 
     def write(self, event: dict[str, Any], *arrays: npt.NDArray[Any] | None) -> None:
-        """One frame. Raises RecordError."""
-        told = _json(event)
+        """Append one frame.
+
+        Raises RecordError.
+        """
+        content = _json(event)
         raw = b"".join(a.astype(a.dtype.newbyteorder("<")).tobytes() for a in arrays if a is not None)
-        frame = _HEAD.pack(len(told), len(raw), zlib.crc32(raw, zlib.crc32(told))) + told + raw
+        frame = _HEAD.pack(len(content), len(raw), zlib.crc32(raw, zlib.crc32(content))) + content + raw
         with boundary(RecordError, f"cannot write {self.path}"):
             if os.write(self._descriptor, frame) < len(frame):
                 raise RecordError(f"disk full while writing {self.path}")
@@ -67,27 +72,27 @@ class LogFile:
 
 
 def _json(event: dict[str, Any]) -> bytes:
-    """Lone surrogates, which JSON in UTF-8 cannot hold, become question marks."""
     try:
         return orjson.dumps(event)
-    except TypeError:
-        return orjson.dumps(_clean(event))
+    except TypeError:  # Lone surrogates cannot be encoded as UTF-8.
+        return orjson.dumps(_replace_surrogates(event))
 
 
-def _clean(value: object) -> object:
+def _replace_surrogates(value: object) -> object:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):
-        return {_clean(key): _clean(held) for key, held in value.items()}
+        return {_replace_surrogates(key): _replace_surrogates(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_clean(held) for held in value]
+        return [_replace_surrogates(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _clean(value.__getattribute__(field.name)) for field in dataclasses.fields(value)}
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: _replace_surrogates(value.__getattribute__(name)) for name in names}
     return value
 
 
 class LoggedForest(Forest):
-    """A Forest that writes down each change. A change that cannot be written raises RecordError."""
+    """Forest that appends each change to a log; raises RecordError when the write fails."""
 
     def __init__(
         self,
@@ -100,7 +105,7 @@ class LoggedForest(Forest):
     ) -> None:
         super().__init__(rollout_id, pointer_key, asking, train_auxiliary=train_auxiliary)
         self._log = log
-        self._wished: Sequence[tuple[str, str]] = ()
+        self._advisory: Sequence[tuple[str, str]] = ()
 
     def extend(self, plan: PromptPlan, delta: IntArray, diagnosis: Diagnosis | None = None) -> int:
         node = super().extend(plan, delta, diagnosis)
@@ -111,7 +116,7 @@ class LoggedForest(Forest):
             "root_key": plan.root_key,
             "base": plan.base,
             "messages": plan.replace,
-            # What they mean hangs on the call ids before them, which may not be those that were held.
+            # Logged because the digests depend on preceding call ids, which may differ from the stored ones.
             "said": run.said.hex(),
             "reasoning": [(index, digest.hex()) for index, digest in (run.reasoning or {}).items()],
             "defaults": plan.told.reader.defaults,
@@ -152,8 +157,9 @@ class LoggedForest(Forest):
             "reply": reply,
             **kept,
         }
-        if advisory is not self._wished and advisory != self._wished:  # the same with almost every call
-            self._wished = event["advisory"] = advisory
+        # Logged only on change: nearly every call has the same ones.
+        if advisory is not self._advisory and advisory != self._advisory:
+            self._advisory = event["advisory"] = advisory
         self._log.write(event, generation.ids, generation.logprobs)
         return sampled
 
@@ -172,17 +178,20 @@ class LoggedForest(Forest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What a log gives back."""
+    """Result of replaying a session log."""
 
     rollout_id: str
     forest: Forest
     frames: int
     torn: bool
-    """Bytes followed that are no whole frame: the process died while it wrote."""
+    """The file ends with an incomplete frame: the process died while writing."""
 
 
 def recover(path: Path) -> Recovered:
-    """The forest as the last whole frame left it. Raises RecordError for a file that is no session log."""
+    """Rebuild the forest from all complete frames of a log.
+
+    Raises RecordError when the file is not a session log.
+    """
     with boundary(RecordError, f"cannot read {path}"):
         raw = path.read_bytes()
     frames = list(_frames(raw))
@@ -191,14 +200,14 @@ def recover(path: Path) -> Recovered:
     if frames[0][0]["schema_version"] != SCHEMA_VERSION:
         raise RecordError(f"{path} was written by another version of insitu")
     rollout_id = str(frames[0][0]["rollout_id"])
-    again = _Replay(rollout_id, train_auxiliary=bool(frames[0][0]["train_auxiliary"]))
+    forest = _ReplayedForest(rollout_id, train_auxiliary=bool(frames[0][0]["train_auxiliary"]))
     try:
         for event, arrays in frames[1:]:
-            again.apply(event, arrays)
+            forest.apply(event, arrays)
     except (KeyError, TypeError, ValueError, CaptureError) as error:
         raise RecordError(f"{path} cannot be replayed: {error}") from error
     used = sum(_HEAD.size + size for _, _, size in _sized(raw))
-    return Recovered(rollout_id=rollout_id, forest=again, frames=len(frames), torn=used < len(raw))
+    return Recovered(rollout_id=rollout_id, forest=forest, frames=len(frames), torn=used < len(raw))
 
 
 def _frames(raw: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
@@ -209,26 +218,27 @@ def _frames(raw: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
 def _sized(raw: bytes) -> Iterator[tuple[dict[str, Any], bytes, int]]:
     at = 0
     while at + _HEAD.size <= len(raw):
-        told, arrays, crc = _HEAD.unpack_from(raw, at)
-        start, end = at + _HEAD.size, at + _HEAD.size + told + arrays
-        # A file system may leave zeros behind what was written.
-        if not told or told + arrays > _MAX_FRAME or end > len(raw) or zlib.crc32(raw[start:end]) != crc:
+        content, arrays, crc = _HEAD.unpack_from(raw, at)
+        size = content + arrays
+        start, end = at + _HEAD.size, at + _HEAD.size + size
+        # A file system may leave zeros after the written bytes.
+        if not content or size > _MAX_FRAME or end > len(raw) or zlib.crc32(raw[start:end]) != crc:
             return
-        yield orjson.loads(raw[start : start + told]), raw[start + told : end], told + arrays
+        yield orjson.loads(raw[start : start + content]), raw[start + content : end], size
         at = end
 
 
-class _Replay(Forest):
-    """Makes logged changes again."""
+class _ReplayedForest(Forest):
+    """Forest that applies logged changes."""
 
     def __init__(self, rollout_id: str, *, train_auxiliary: bool) -> None:
         super().__init__(rollout_id, train_auxiliary=train_auxiliary)
-        self._by_defaults: dict[bytes, MessageHasher] = {}
-        self._wished: Sequence[tuple[str, str]] = ()
+        self._hashers: dict[bytes, MessageHasher] = {}
+        self._advisory: Sequence[tuple[str, str]] = ()
 
-    def _reader_of(self, defaults: dict[str, dict[str, str]]) -> MessageHasher:
+    def _hasher(self, defaults: dict[str, dict[str, str]]) -> MessageHasher:
         key = orjson.dumps(defaults, option=orjson.OPT_SORT_KEYS)
-        return self._by_defaults.setdefault(key, MessageHasher(defaults))
+        return self._hashers.setdefault(key, MessageHasher(defaults))
 
     def apply(self, event: dict[str, Any], arrays: bytes) -> None:
         kind = event["op"]
@@ -247,22 +257,22 @@ class _Replay(Forest):
 
     def _extend(self, event: dict[str, Any], delta: IntArray) -> None:
         base = event["base"]
-        replaced = tuple(_message(told) for told in event["messages"])
-        told = DigestedMessages(
-            replaced,
+        messages = tuple(_message(fields) for fields in event["messages"])
+        digests = DigestedMessages(
+            messages,
             bytes.fromhex(event["said"]),
             {index: bytes.fromhex(digest) for index, digest in event["reasoning"]},
-            {},  # this and the next are read only while planning
+            {},  # This field and the next are used only while planning.
             (),
-            self._reader_of(event["defaults"]),
+            self._hasher(event["defaults"]),
         )
         plan = PromptPlan(
             root_key=event["root_key"],
             base=base,
-            parent=held_context(self._nodes, event["root_key"], base, told),
-            replace=replaced,
+            parent=held_context(self._nodes, event["root_key"], base, digests),
+            replace=messages,
             drift=Drift(**event["drift"]),
-            told=told,
+            told=digests,
             tools=event["tools"],
             tool_choice_none=event["tool_choice_none"],
             streamed=event["streamed"],
@@ -270,7 +280,7 @@ class _Replay(Forest):
             hints=tuple((name, value) for name, value in event["hints"]),
         )
         diagnosis = None if event["diagnosis"] is None else Diagnosis(**event["diagnosis"])
-        self._expect(event, self.extend(plan, delta, diagnosis))
+        self._check_node(event, self.extend(plan, delta, diagnosis))
 
     def _commit(self, event: dict[str, Any], arrays: bytes) -> None:
         count = event["count"]
@@ -286,7 +296,7 @@ class _Replay(Forest):
         )
         reply = _message(event["reply"])
         if "advisory" in event:
-            self._wished = tuple((name, wish) for name, wish in event["advisory"])
+            self._advisory = tuple((name, value) for name, value in event["advisory"])
         node = self.commit(
             event["context"],
             generation,
@@ -295,15 +305,15 @@ class _Replay(Forest):
             synthetic=event["synthetic"],
             discarded=event["discarded"],
             labels=event["labels"],
-            advisory=self._wished,
+            advisory=self._advisory,
         )
-        self._expect(event, node)
+        self._check_node(event, node)
 
-    def _expect(self, event: dict[str, Any], node: int) -> None:
+    def _check_node(self, event: dict[str, Any], node: int) -> None:
         if node != event["node"]:
             raise ValueError(f"node {event['node']} became node {node}")
 
 
-def _message(told: dict[str, Any]) -> Message:
-    calls = tuple(ToolCall(**call) for call in told["tool_calls"])
-    return Message(**{**told, "tool_calls": calls, "pointers": tuple(told["pointers"])})
+def _message(fields: dict[str, Any]) -> Message:
+    calls = tuple(ToolCall(**call) for call in fields["tool_calls"])
+    return Message(**{**fields, "tool_calls": calls, "pointers": tuple(fields["pointers"])})

@@ -1,11 +1,10 @@
-"""The run's memory: SQLite in WAL mode, one writer, readable with no process alive.
+"""Store of a run: rollouts, verdicts and steps in SQLite (WAL mode, one writer).
 
-Invariants: `put_rollout` returns after the rollout is on disk (synchronous=FULL), so a graded rollout is
-durable before it is counted; `commit_step` is one transaction, so a step is committed wholly or not at all.
-After kill -9 at any moment a new Store sees every rollout and step whose call had returned.
+Invariants: `put_rollout` returns after the rollout is on disk (synchronous=FULL); `commit_step` is one
+transaction. After kill -9 at any moment, a new Store contains every rollout and step whose call had returned.
 
-Calls block for a few milliseconds and are safe from several threads of one process. That only one process
-writes is the run directory's lock's business (`run.RunDir`). Errors are `RecordError`, one line.
+Calls block for a few milliseconds and are thread-safe. The lock of `RunDir` ensures a single writing process.
+Errors are `RecordError` with a one-line message.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import orjson
 
 from insitu.capture.ledger import reassign
 from insitu.errors import RecordError
-from insitu.storage.attempts import count_tries
+from insitu.storage.attempts import count_attempts
 from insitu.storage.database import EmptyStore
-from insitu.storage.lifecycle import UNUSED, Balance, Lifecycle, accounted, decide, settle
+from insitu.storage.lifecycle import UNUSED, Balance, Lifecycle, decide, settle, step_ledgers
 from insitu.storage.metrics import Metrics
 from insitu.storage.rollout_rows import (
     Row,
@@ -39,7 +38,7 @@ from insitu.storage.rollout_rows import (
     write_rollout,
 )
 from insitu.storage.score import Score
-from insitu.storage.summaries import Outline, read_outlines
+from insitu.storage.summaries import RolloutSummary, read_summaries
 from insitu.storage.ulid import new_ulid
 from insitu.types import DriftNote, Ledger, Rollout, Status, Verdict
 
@@ -52,9 +51,9 @@ class StepRecord:
 
     step: int
     checkpoint: str
-    """Where the weights after this step are, relative to the run directory."""
+    """Path of the weights after this step, relative to the run directory."""
     plan_hash: str
-    """Hex digest of the trained plan: equal after a bit-identical resume."""
+    """Hex digest of the trained plan; a bit-identical resume reproduces it."""
     metrics: Mapping[str, Any] = field(repr=False)
     ledger: Ledger
     committed_s: float
@@ -62,43 +61,45 @@ class StepRecord:
 
 
 class Store(Lifecycle):
-    """Open with `Store(path)` to write or `Store(path, readonly=True)` to look. A context manager."""
+    """Database of one run; a context manager, opened for writing unless `readonly=True`."""
 
     # ------------------------------------------------------------------ rollouts
 
     def put_rollout(self, phase: str, step: int, group: int, slot: int, rollout: Rollout) -> None:
-        """Store a decided rollout; on return it is durable. A rollout is stored once: a second is refused,
-        unless the first failed of the infrastructure and no step counts on that. What is evaluated must
-        belong to weights that are still there, besides."""
+        """Store a decided rollout durably.
+
+        Raises RecordError when it is stored already. An infrastructure failure may be replaced while no step
+        has counted it and, outside training, while the phase is still open.
+        """
         place = {"ulid": new_ulid(), "phase": phase, "step": step, "group_no": group, "slot": slot}
         with self._writing("graded") as db:
-            seen = db.execute("SELECT status FROM rollouts WHERE rollout_id = ?", (rollout.id,)).fetchone()
-            if seen is not None:
-                # the optimizer step that trains a rollout is not the one of its place: `decide` knows
+            stored = db.execute("SELECT status FROM rollouts WHERE rollout_id = ?", (rollout.id,)).fetchone()
+            if stored is not None:
+                # In training the accounting step may differ from `step`, so `decide` checks it.
                 late = phase != "train" and not _open(db, phase, step)
-                if seen["status"] != Status.INFRA_FAILED.value or late:
+                if stored["status"] != Status.INFRA_FAILED.value or late:
                     raise RecordError(f"rollout {rollout.id} is stored already")
                 erase_rollout(db, rollout.id)
             write_rollout(db, place, rollout)
             decide(db, place, rollout)
 
     def put_verdict(self, rollout_id: str, verdict: Verdict) -> None:
-        """Replace the verdict, and with it the reward, of a stored rollout."""
+        """Replace the verdict and the reward of a stored rollout."""
         with self._writing("verdict") as db:
             rewrite_verdict(db, rollout_id, verdict)
 
     def still_open(self, phase: str, step: int) -> bool:
-        """True while rollouts of this phase and step would still be made by the weights they belong to."""
+        """Return whether the current weights are still those of this phase and step."""
         with self._reading() as db:
             return _open(db, phase, step)
 
     def put_attempt(self, rollout: Rollout) -> None:
-        """Record one try at a slot that failed, with its account; the last one comes by `put_rollout`."""
+        """Store a failed attempt with its ledger; the last attempt is stored by `put_rollout`."""
         with self._writing("attempt") as db:
             write_attempt(db, rollout)
 
     def tried(self, prefix: str) -> dict[str, int]:
-        """Rollout id -> number of its last try, ended or not, for ids that begin with `prefix`."""
+        """Map rollout ids that begin with `prefix` to the number of their last attempt, finished or not."""
         among = "WHERE rollout_id >= :first AND rollout_id < :after"
         query = f"SELECT rollout_id, attempt AS n FROM attempts {among}"
         bounds = {"first": prefix, "after": prefix + "\U0010ffff"}
@@ -108,25 +109,27 @@ class Store(Lifecycle):
             grouped = f"SELECT rollout_id, MAX(n) AS n FROM ({query}) GROUP BY rollout_id HAVING MAX(n) > 0"
             return {row["rollout_id"]: row["n"] for row in db.execute(grouped, bounds)}
 
-    def tries(self) -> dict[str, int]:
-        """Tries of the run by their end, see tries.py; empty for a directory of an older insitu."""
+    def attempts_by_end(self) -> dict[str, int]:
+        """Count attempts by end, see `storage.attempts`; empty for directories of older versions."""
         with self._reading() as db:
-            return count_tries(db)
+            return count_attempts(db)
 
     def attempts(self, rollout_id: str) -> list[tuple[int, Status, str]]:
-        """(attempt, status, error) of every recorded try, in order."""
+        """Return (attempt, status, error) of every stored attempt, in order."""
         rows = self._all("SELECT * FROM attempts WHERE rollout_id = ? ORDER BY attempt", (rollout_id,))
         return [(row["attempt"], Status(row["status"]), row["error"]) for row in rows]
 
     def rollouts(self, phase: str, step: int) -> list[Rollout]:
-        """Rollouts of one phase and step by (group, slot): equal to what was put, arrays read-only."""
+        """Return the rollouts of one phase and step by (group, slot), with read-only arrays."""
         query = "SELECT * FROM rollouts WHERE phase = ? AND step = ? ORDER BY group_no, slot"
         with self._reading() as db:
             return [read_rollout(db, row) for row in db.execute(query, (phase, step)).fetchall()]
 
     def step_rollouts(self, step: int) -> list[Rollout]:
-        """Every rollout in a committed step's account, trained or not, in the order of their places: what the
-        step was planned from."""
+        """Return every rollout in a committed step's account, trained or not.
+
+        Ordered by (step, group, slot): the input of the step's plan.
+        """
         account = "SELECT r.* FROM rollouts r JOIN states s USING (rollout_id) WHERE s.account = ?"
         with self._reading() as db:
             if not has_table(db, "states"):
@@ -135,7 +138,7 @@ class Store(Lifecycle):
             return [read_rollout(db, row) for row in rows]
 
     def step_score(self, step: int) -> Score:
-        """Of the rollouts in a committed step's account."""
+        """Return the score of the rollouts in a committed step's account."""
         account = "JOIN states s USING (rollout_id) WHERE s.account = ?"
         with self._reading() as db:
             if not has_table(db, "states"):
@@ -144,36 +147,39 @@ class Store(Lifecycle):
             return Score.of([row["reward"] for row in db.execute(rewards, (step,))])
 
     def rollout(self, rollout_id: str) -> Rollout:
-        """One rollout by its id. Raises RecordError when there is none."""
+        """Return one rollout by its id.
+
+        Raises RecordError when there is none.
+        """
         with self._reading() as db:
             row = db.execute("SELECT * FROM rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone()
             if row is None:
                 raise RecordError(f"{self._path} holds no rollout {rollout_id}")
             return read_rollout(db, row)
 
-    def outcomes(self, phase: str, step: int) -> list[Outline]:
-        """How the rollouts of one phase and step ended, by (group, slot), without reading tokens or files."""
+    def outcomes(self, phase: str, step: int) -> list[RolloutSummary]:
+        """Return summaries of the rollouts of one phase and step, ordered by (group, slot)."""
         with self._reading() as db:
-            return read_outlines(db, phase, step)
+            return read_summaries(db, phase, step)
 
     def drifts(self) -> list[DriftNote]:
-        """Requests of all stored rollouts that did not simply continue what was held."""
+        """Return the prompt drifts of all stored rollouts."""
         with self._reading() as db:
             return read_drifts(db)
 
     def places(self, phase: str, step: int) -> dict[tuple[int, int], str]:
-        """(group, slot) -> rollout id of what is stored; a resumed collector fills the rest."""
+        """Map (group, slot) of stored rollouts to their ids."""
         query = "SELECT group_no, slot, rollout_id FROM rollouts WHERE phase = ? AND step = ?"
         rows = self._all(query, (phase, step))
         return {(row["group_no"], row["slot"]): row["rollout_id"] for row in rows}
 
     def phases(self) -> dict[tuple[str, int], int]:
-        """(phase, step) -> number of stored rollouts, in the order of their first rollout."""
+        """Map (phase, step) to the number of stored rollouts, in order of their first rollout."""
         query = "SELECT phase, step, COUNT(*) AS n FROM rollouts GROUP BY phase, step ORDER BY MIN(ulid)"
         return {(row["phase"], row["step"]): row["n"] for row in self._all(query)}
 
     def scores(self, phase: str, step: int) -> dict[str, Score]:
-        """Task family -> score of one phase and step; the key "" is the total."""
+        """Map task categories to the scores of one phase and step; the key "" is the total."""
         query = (
             "SELECT category, reward FROM rollouts"
             " WHERE phase = ? AND step = ? AND reward IS NOT NULL ORDER BY category, group_no, slot"
@@ -182,13 +188,14 @@ class Store(Lifecycle):
         for row in self._all(query, (phase, step)):
             by_category.setdefault(row["category"], []).append(row["reward"])
         total = Score.of([reward for rewards in by_category.values() for reward in rewards])
-        return {"": total} | {category: Score.of(held) for category, held in by_category.items() if category}
+        return {"": total} | {
+            category: Score.of(rewards) for category, rewards in by_category.items() if category
+        }
 
     def ledger(self) -> Ledger:
-        """The account of everything that is stored: committed steps, evaluations, what was discarded outside
-        of any step, and every failed try.
+        """Return the ledger of everything stored: steps, evaluations, discards and failed attempts.
 
-        Raises RecordError when it does not balance or a sampled token is in none of them.
+        Raises RecordError when it does not balance or tokens are pending.
         """
         balance = self.check_balance()
         if balance.pending:
@@ -198,8 +205,10 @@ class Store(Lifecycle):
         return balance.tokens
 
     def check_balance(self) -> Balance:
-        """The account of rollouts and of tokens at any moment of a run. Raises RecordError, naming the first
-        rollout, step or sum that is wrong."""
+        """Return the verified totals of rollouts and tokens at any moment of a run.
+
+        Raises RecordError that names the first inconsistent rollout, step or sum.
+        """
         steps = self.steps()
         with self._reading() as db:
             return _balance(db, steps)
@@ -218,10 +227,12 @@ class Store(Lifecycle):
         discarded: Mapping[str, str] | None = None,
         meta: Mapping[str, str] | None = None,
     ) -> None:
-        """Commit one optimizer step in one transaction, after its checkpoint is on disk. `trained` and
-        `discarded` (rollout id -> reason) are together all that was assigned to it, and may name what failed
-        of the infrastructure besides; facts in `meta` are stored with it. Steps only grow; a step is
-        committed once. Raises RecordError."""
+        """Commit one optimizer step in one transaction; its checkpoint must be on disk.
+
+        `trained` and `discarded` (rollout id -> reason) must cover all rollouts assigned to the step and may
+        include infrastructure failures. `meta` facts are stored with it. Raises RecordError when the ledger
+        does not balance or `step` does not follow the last committed step.
+        """
         if not ledger.balanced:
             raise RecordError(f"step {step}: the ledger does not balance: {ledger}")
         with self._writing("step") as db:
@@ -238,20 +249,20 @@ class Store(Lifecycle):
                 db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", fact)
 
     def steps(self) -> list[StepRecord]:
-        """Every committed step in order."""
+        """Return every committed step in order."""
         with self._reading() as db:
             rows = db.execute("SELECT * FROM steps ORDER BY step").fetchall()
             return [_step(db, row) for row in rows]
 
     def last_step(self) -> StepRecord | None:
-        """The newest committed step; None before the first. A resumed run starts after it."""
+        """Return the newest committed step; None before the first."""
         with self._reading() as db:
             row = db.execute("SELECT * FROM steps ORDER BY step DESC LIMIT 1").fetchone()
             return None if row is None else _step(db, row)
 
 
 def add_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
-    """Sum of accounts."""
+    """Return the sum of ledgers."""
     excluded: dict[str, int] = {}
     for ledger in ledgers:
         for reason, tokens in ledger.excluded.items():
@@ -264,7 +275,7 @@ def add_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
 
 
 def _open(db: sqlite3.Connection, phase: str, step: int) -> bool:
-    """See `Store.still_open`. Training: until a committed step has counted on one of these rollouts."""
+    """See `Store.still_open`; training: until a committed step has counted one of these rollouts."""
     if phase != "train":
         last: int = db.execute("SELECT COALESCE(MAX(step), 0) AS step FROM steps").fetchone()["step"]
         return step >= last
@@ -319,7 +330,7 @@ def _balance(db: sqlite3.Connection, steps: Sequence[StepRecord]) -> Balance:
         if row["state"] in UNUSED:
             pending += ledger.captured
         elif row["account"] is None:
-            # without a reason: it failed of the infrastructure and is being made again
+            # Without a reason: an infrastructure failure that is being retried.
             ended.append(reassign(ledger, row["reason"] or "infra"))
     total = add_ledgers([*(step.ledger for step in steps), *ended])
     if not total.balanced or total.captured + pending != stored:
@@ -331,36 +342,36 @@ def _balance(db: sqlite3.Connection, steps: Sequence[StepRecord]) -> Balance:
         discarded=dict(sorted(reasons.items())),
         tokens=total,
         pending=pending,
-        tries=count_tries(db),
+        attempts=count_attempts(db),
     )
 
 
 def _check_rows(db: sqlite3.Connection) -> None:
-    """Every stored rollout stands somewhere, and every decided one is stored."""
-    wrong = {
-        "is stored and stands nowhere": "SELECT r.rollout_id FROM rollouts r"
+    """Check that every stored rollout has a matching state and every decided one is stored."""
+    queries = {
+        "is stored without a matching state": "SELECT r.rollout_id FROM rollouts r"
         " LEFT JOIN states s USING (rollout_id)"
         " WHERE s.state IS NULL OR s.state IN ('planned', 'running') AND r.status != 'infra_failed'",
-        "is graded and not stored": "SELECT s.rollout_id FROM states s"
+        "is graded but not stored": "SELECT s.rollout_id FROM states s"
         " LEFT JOIN rollouts r USING (rollout_id)"
         " WHERE r.rollout_id IS NULL AND s.state IN ('graded', 'scored', 'assigned', 'trained')",
-        "is trained by no committed step": "SELECT s.rollout_id FROM states s LEFT JOIN steps c"
+        "is trained but not by a committed step": "SELECT s.rollout_id FROM states s LEFT JOIN steps c"
         " ON c.step = s.account WHERE c.step IS NULL AND s.state = 'trained'",
-        "is taken by a step that is committed already": "SELECT s.rollout_id FROM states s JOIN steps c"
+        "is assigned to a step that is already committed": "SELECT s.rollout_id FROM states s JOIN steps c"
         " ON c.step = s.account WHERE s.state = 'assigned'",
     }
-    for what, query in wrong.items():
+    for error, query in queries.items():
         row = db.execute(f"{query} LIMIT 1").fetchone()
         if row is not None:
-            raise RecordError(f"the ledger of the run does not balance: rollout {row['rollout_id']} {what}")
+            raise RecordError(f"the ledger of the run does not balance: rollout {row['rollout_id']} {error}")
 
 
 def _check_steps(db: sqlite3.Connection, steps: Sequence[StepRecord]) -> None:
-    """Every committed step counts exactly the tokens of its rollouts."""
+    """Check that the ledger of every committed step equals the tokens of its rollouts."""
     for step in steps:
-        held = sum(ledger.captured for ledger in accounted(db, step.step))
-        if held != step.ledger.captured:
+        captured = sum(ledger.captured for ledger in step_ledgers(db, step.step))
+        if captured != step.ledger.captured:
             raise RecordError(
                 f"the ledger of the run does not balance: step {step.step} counts {step.ledger.captured}"
-                f" tokens, its rollouts hold {held}"
+                f" tokens, its rollouts hold {captured}"
             )

@@ -1,4 +1,4 @@
-"""How a stored rollout ended, without its tokens and files: what reports over many of them are made of."""
+"""Summaries of stored rollouts for reports, without tokens and files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from insitu.types import Outcome, Status, Timings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outline:
-    """One decided rollout."""
+class RolloutSummary:
+    """Result and sizes of one decided rollout."""
 
     rollout_id: str
     group: int
     slot: int
     task_id: str
     task_hash: str
-    """Of the task as it was graded; empty when it was not."""
+    """Hash of the task as graded; empty when not graded."""
     category: str
     status: Status
     outcome: Outcome | None
@@ -31,12 +31,12 @@ class Outline:
     reason: str
     timings: Timings
     calls: int
-    """Model calls whose tokens are stored."""
+    """Model calls with stored tokens."""
     prompt_tokens: int
-    """Summed over those calls, each with its whole prompt."""
+    """Sum of the full prompt lengths of these calls."""
     sampled_tokens: int
     egress_attempts: int | None
-    """What of its sandbox tried to get out; None = not known."""
+    """Blocked outgoing connection attempts of its sandbox; None = unknown."""
 
 
 _ROLLOUTS = (
@@ -44,19 +44,19 @@ _ROLLOUTS = (
     " LEFT JOIN verdicts v USING (rollout_id) WHERE r.phase = ? AND r.step = ? ORDER BY r.group_no, r.slot"
 )
 _CALLS = (
-    "SELECT t.turn, t.parent, length(t.context_ids) / 4 AS fresh, length(t.ids) / 4 AS sampled"
+    "SELECT t.turn, t.parent, length(t.context_ids) / 4 AS new, length(t.ids) / 4 AS sampled"
     " FROM turns t WHERE t.rollout_id = ? ORDER BY t.position"
 )
 
 
-def read_outlines(db: sqlite3.Connection, phase: str, step: int) -> list[Outline]:
-    """By (group, slot)."""
-    return [_outline(db, row) for row in db.execute(_ROLLOUTS, (phase, step)).fetchall()]
+def read_summaries(db: sqlite3.Connection, phase: str, step: int) -> list[RolloutSummary]:
+    """Return the rollouts of one phase and step, ordered by (group, slot)."""
+    return [_summary(db, row) for row in db.execute(_ROLLOUTS, (phase, step)).fetchall()]
 
 
-def _outline(db: sqlite3.Connection, row: sqlite3.Row) -> Outline:
+def _summary(db: sqlite3.Connection, row: sqlite3.Row) -> RolloutSummary:
     calls, prompt, sampled = _sizes(db, row["rollout_id"])
-    return Outline(
+    return RolloutSummary(
         rollout_id=row["rollout_id"],
         group=row["group_no"],
         slot=row["slot"],
@@ -79,11 +79,12 @@ def _outline(db: sqlite3.Connection, row: sqlite3.Row) -> Outline:
 
 
 def _sizes(db: sqlite3.Connection, rollout_id: str) -> tuple[int, int, int]:
-    """(calls, prompt tokens, sampled tokens): a prompt is its parent's prompt, reply and what is new."""
+    """Return (calls, prompt tokens, sampled tokens) of a rollout."""
+    # A prompt is its parent's prompt and reply, followed by the new tokens.
     ends: dict[int, int] = {-1: 0}
     calls = prompts = sampled = 0
     for row in db.execute(_CALLS, (rollout_id,)):
-        prompt = ends.get(row["parent"], 0) + row["fresh"]
+        prompt = ends.get(row["parent"], 0) + row["new"]
         ends[row["turn"]] = prompt + row["sampled"]
         calls, prompts, sampled = calls + 1, prompts + prompt, sampled + row["sampled"]
     return calls, prompts, sampled

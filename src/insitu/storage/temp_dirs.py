@@ -1,7 +1,7 @@
-"""Where insitu keeps what is not a run: its cache, and short-lived folders for sockets (short paths).
+"""Cache folder and temporary folders of insitu.
 
-A short-lived folder, and one in the cache that is still being made, is named after its process and locked by
-it, so that what a killed process left is known for what it is and removed at the next start.
+Temporary folders (with short paths, for sockets) and incomplete cache folders are named after their process
+and locked by it, so that those of killed processes are detected and removed at the next start.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from pathlib import Path
 from insitu.errors import SetupError
 
 SOCKET_PARENT_BYTES = 60
-"""Longest temporary folder that leaves room for sockets below it: their addresses have 108 bytes at most."""
+"""Longest temporary folder that leaves room for socket paths below it: these have 108 bytes at most."""
 _NAME = re.compile(r"(?:insitu|.*\.part)-(\d+)-\w+")
 
 
 def socket_parent() -> Path:
-    """Return the system's temporary folder, or /tmp where that path is too long for a unix socket."""
+    """Return the system's temporary folder, or /tmp when that path is too long for a unix socket."""
     folder = Path(tempfile.gettempdir())
     return folder if len(os.fsencode(folder)) <= SOCKET_PARENT_BYTES else Path("/tmp")
 
 
 def scratch_folder() -> contextlib.AbstractContextManager[Path]:
-    """A fresh folder, removed at the end."""
-    return _fresh(socket_parent(), "insitu")
+    """Create a temporary folder that is removed on exit."""
+    return _locked_folder(socket_parent(), "insitu")
 
 
-def part_folder(whole: Path) -> contextlib.AbstractContextManager[Path]:
-    """A fresh folder beside `whole`, removed at the end unless it was renamed: what is made in it gets its
-    name once it is complete."""
-    return _fresh(whole.parent, f"{whole.name}.part")
+def part_folder(target: Path) -> contextlib.AbstractContextManager[Path]:
+    """Create a temporary folder next to `target`, to be renamed to it when complete.
+
+    Removed on exit unless it was renamed.
+    """
+    return _locked_folder(target.parent, f"{target.name}.part")
 
 
 @contextlib.contextmanager
-def _fresh(parent: Path, prefix: str) -> Iterator[Path]:
+def _locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}-", dir=parent))
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -52,12 +54,12 @@ def _fresh(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def remove_stale_scratch() -> None:
-    """Remove the scratch folders of processes that are gone. What cannot be removed stays."""
+    """Remove the temporary folders of processes that ended; errors are ignored."""
     _remove_stale(socket_parent(), "insitu-*")
 
 
 def remove_stale_parts(parent: Path) -> None:
-    """The same for what `part_folder` made in `parent`."""
+    """Remove folders that `part_folder` created in `parent` for processes that ended; errors are ignored."""
     _remove_stale(parent, "*.part-*")
 
 
@@ -69,7 +71,7 @@ def _remove_stale(parent: Path, pattern: str) -> None:
         with contextlib.suppress(OSError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                # A process of another container may have this number: only the lock is sure.
+                # The pid may belong to a process of another container: only the lock is reliable.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
@@ -77,7 +79,10 @@ def _remove_stale(parent: Path, pattern: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Raises SetupError for a user without a home folder."""
+    """Return the cache folder: $INSITU_CACHE or ~/.cache/insitu.
+
+    Raises SetupError for a user without a home folder.
+    """
     named = os.environ.get("INSITU_CACHE", "")
     try:
         return Path(named).expanduser() if named else Path.home() / ".cache" / "insitu"

@@ -1,4 +1,4 @@
-"""ULIDs: 26 characters that sort by time of creation; within one process strictly increasing.
+"""ULIDs: 26 characters that sort by creation time, strictly increasing within one process.
 
 Layout (github.com/ulid/spec): 48 bits of milliseconds, 80 random bits, Crockford base 32.
 """
@@ -15,7 +15,7 @@ _last = 0
 
 
 def new_ulid() -> str:
-    """A fresh id, larger than every id this process made before, also when the clock steps back."""
+    """Return a new id, larger than all earlier ids of this process even when the clock steps back."""
     global _last
     with _lock:
         value = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)

@@ -293,7 +293,7 @@ class TrainingLoop:
             "agent_version": self._parts.harness.version,
             **gaps([step.metrics for step in steps]),
             "ledger": asdict(self._store.ledger()),
-            "attempts_by_end": self._store.tries(),
+            "attempts_by_end": self._store.attempts_by_end(),
             "seed": self._run.config.run.seed,
             "weights": self._parts.learner.weights,
             "run_dir": str(self._run.path),

@@ -1,7 +1,7 @@
-"""What a run tells whoever watches it. Called from the controller's loop; no method blocks or raises.
+"""View interface for the progress of a run, and the counters behind the views.
 
-`Progress` is the state behind both views: counters and moving rates, fed by the same calls. It never
-touches the terminal, so what a view says can be tested without one.
+View methods neither block nor raise. `Progress` holds counters and moving rates and does not use the
+terminal.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from insitu.storage.metrics import Metrics
 from insitu.storage.score import Score
 
 SCORE_WINDOW = 96
-"""Graded rollouts over which the moving solve rate and mean reward are taken."""
+"""Window of the moving solve rate and mean reward, in graded rollouts."""
 RATE_WINDOW_S = 30.0
-"""Seconds over which tokens/s is taken."""
+"""Window of tokens/s."""
 PACE_WINDOW = 256
-"""Finished rollouts over which the pace behind `seconds left` is taken."""
+"""Window of the pace behind `seconds_left`, in finished rollouts."""
 
 
 class View(Protocol):
-    """Watches one run."""
+    """Observer of one run."""
 
     def begin(self, title: str, rollouts: int) -> None:
-        """The run starts; it plans this many rollouts over all stages (0 = unknown)."""
+        """Start the view; `rollouts` is the planned number over all stages (0 = unknown)."""
 
     def stage(self, name: str, total: int = 0) -> None:
-        """A new stage with `total` units: rollouts, or steps of `advance`; 0 = unknown."""
+        """Start a stage with `total` units: rollouts, or units of `advance`; 0 = unknown."""
 
     def advance(self, done: int) -> None:
-        """Units done in a stage that is not made of rollouts."""
+        """Set the completed units of a stage that does not consist of rollouts."""
 
     def rollout_started(self, rollout_id: str) -> None: ...
 
     def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None:
-        """`reward` None = not graded; `tokens` = sampled tokens."""
+        """Record a finished rollout; `reward` None = not graded, `tokens` = sampled tokens."""
 
     def step_done(self, step: int, steps: int, metrics: Metrics) -> None:
-        """Optimizer step `step` of `steps` is committed."""
+        """Record that optimizer step `step` of `steps` is committed."""
 
     def eval_done(self, name: str, score: Score) -> None:
-        """An evaluation (`held-out before`, `eval tasks`) has ended."""
+        """Record the score of a finished evaluation (`held-out before`, `eval tasks`)."""
 
     def note(self, text: str) -> None:
-        """One line for the person."""
+        """Show one line of text."""
 
     def close(self) -> None:
-        """Give the terminal back; idempotent."""
+        """Release the terminal; idempotent."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of a run under way."""
+    """Counters of a running run."""
 
     clock: Callable[[], float] = time.monotonic
     title: str = ""
@@ -102,12 +102,12 @@ class Progress:
 
     @property
     def score(self) -> Score:
-        """Of the last graded rollouts of this stage."""
+        """Score of the last graded rollouts of this stage."""
         return Score.of(self._graded)
 
     @property
     def tokens_per_s(self) -> float:
-        """Sampled tokens of finished rollouts per second, over the last half minute."""
+        """Sampled tokens of finished rollouts per second, over RATE_WINDOW_S."""
         now = self.clock()
         while self._tokens and self._tokens[0][0] < now - RATE_WINDOW_S:
             self._tokens.popleft()
@@ -116,23 +116,23 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """From the pace of the last rollouts, pauses for training included; None until it is known."""
-        left = self.planned - self.finished
+        """Estimate from the pace of the last rollouts, including training time; None if unknown."""
+        remaining = self.planned - self.finished
         if len(self._pace) < 3 or self.planned <= 0:
             return None
         seconds = self.clock() - self._pace[0]
-        return max(0, left) * seconds / (len(self._pace) - 1)
+        return max(0, remaining) * seconds / (len(self._pace) - 1)
 
 
 def rate_text(score: Score) -> str:
-    """The solve rate, with the mean reward where some rewards are between 0 and 1."""
+    """Return the solve rate as text, with the mean reward if there are partial rewards."""
     if not score.total:
         return "none graded"
     return f"{score.rate:.2f}" + (f", mean reward {score.reward_mean:.2f}" if score.partial else "")
 
 
 def duration(seconds: float | None) -> str:
-    """A length of time for a person: 47 s, 3 min 20 s, 1 h 05 min."""
+    """Return a duration as text: 47 s, 3 min 20 s, 1 h 05 min."""
     if seconds is None:
         return "unknown"
     whole = round(seconds)

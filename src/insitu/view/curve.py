@@ -1,8 +1,7 @@
-"""The learning curve as SVG, written by hand: two series and two axes need no plotting library.
+"""Learning curve as SVG.
 
-Solve rate over optimizer steps: a dot per step with its moving mean (training tasks, fresh every step), and
-held-out points with their 95 % Wilson interval. Where some rewards are between 0 and 1 the mean rewards are
-drawn as well: the moving mean of the training tasks, and held-out points.
+Solve rate over optimizer steps: a dot per step with its moving mean (training tasks), and held-out points
+with 95 % Wilson intervals. With partial rewards, mean rewards are drawn too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from insitu.storage.store import Store
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 56, 56
 _MEAN_OF = 5
-"""Steps in the centred moving mean."""
+"""Window of the centred moving mean, in steps."""
 _Z95 = 1.959964
 _REWARD = "#2f8f4e"
 """Colour of mean rewards."""
@@ -34,7 +33,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What is drawn."""
+    """Data of a learning curve."""
 
     title: str
     train: tuple[CurvePoint, ...]
@@ -46,22 +45,22 @@ class Curve:
 
 
 def wilson(score: Score) -> tuple[float, float]:
-    """95 % Wilson interval of a solve rate; (0, 1) when nothing was graded."""
+    """Return the 95 % Wilson interval of a solve rate; (0, 1) when nothing was graded."""
     return wilson_interval(score.rate, score.total)
 
 
 def wilson_interval(rate: float, n: int) -> tuple[float, float]:
-    """95 % interval of a rate over `n` that each count once; (0, 1) when n is 0."""
+    """Return the 95 % Wilson interval of a rate over `n` samples; (0, 1) when n is 0."""
     if n == 0:
         return 0.0, 1.0
     centre = (rate + _Z95**2 / (2 * n)) / (1 + _Z95**2 / n)
     half = _Z95 / (1 + _Z95**2 / n) * math.sqrt(rate * (1 - rate) / n + _Z95**2 / (4 * n * n))
-    # What rounding leaves of an exact 0 or 1 must not keep the rate out of its own interval.
+    # Rounding must not exclude a rate of exactly 0 or 1 from its own interval.
     return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))
 
 
 def curve_of(store: Store, title: str) -> Curve:
-    """The curve of a stored run: of training the committed steps, `eval_*` at the steps before them."""
+    """Return the curve of a stored run: committed training steps and `eval_*` phases."""
     train = [CurvePoint(step=record.step, score=store.step_score(record.step)) for record in store.steps()]
     evals = sorted((step, phase) for phase, step in store.phases() if phase.startswith("eval"))
     heldout = [CurvePoint(step=step, score=store.scores(phase, step)[""]) for step, phase in evals]
@@ -73,7 +72,7 @@ def curve_of(store: Store, title: str) -> Curve:
 
 
 def curve_svg(curve: Curve) -> str:
-    """The picture as one SVG document."""
+    """Return the curve as one SVG document."""
     last = max((p.step for p in (*curve.train, *curve.heldout)), default=0) or 1
     parts = [*_frame(curve, last)]
     for point in curve.train:
@@ -97,14 +96,14 @@ def _moving_mean(
 ) -> Iterable[str]:
     if len(points) < 2:
         return
-    means = [sum(some) / len(some) for some in _windows(values)]
+    means = [sum(window) / len(window) for window in _windows(values)]
     line = _path((_x(p.step, last), _y(m)) for p, m in zip(points, means, strict=True))
     yield f'<path d="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
 
 
-def _dotted(places: Sequence[tuple[float, float]], colour: str) -> Iterable[str]:
-    if len(places) > 1:
-        yield f'<path d="{_path(places)}" fill="none" stroke="{colour}" stroke-dasharray="2 4"/>'
+def _dotted(points: Sequence[tuple[float, float]], colour: str) -> Iterable[str]:
+    if len(points) > 1:
+        yield f'<path d="{_path(points)}" fill="none" stroke="{colour}" stroke-dasharray="2 4"/>'
 
 
 def _frame(curve: Curve, last: int) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""The live view: stage, rollouts, solve rate, tokens/s and seconds left, redrawn in place with rich."""
+"""Live terminal view (rich): stage, rollouts, solve rate, tokens/s and time left."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _NOTES = 4
 _REFRESH_HZ = 4
 _LABEL = len("  last step")
 _FIRST = ("reward_mean", "loss", "tokens_trained", "max_logprob_gap")
-"""Metrics of a step that are shown before the others."""
+"""Step metrics that are shown first."""
 _METRICS = 6
 _LATEST = 3
 """Evaluations shown after the first one."""
 
 
 class LiveView:
-    """Owns the terminal from the first stage to `close`."""
+    """View that redraws the terminal in place from the first stage until `close`."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._progress = Progress(clock=clock)
@@ -68,7 +68,7 @@ class LiveView:
         self._live.stop()
 
     def render(self) -> RenderableType:
-        """The picture as it is now."""
+        """Return the current display."""
         parts: list[RenderableType] = [
             Rule(Text(self._progress.title, style="bold"), align="left", style="cyan"),
             self._bar(),
@@ -76,8 +76,7 @@ class LiveView:
             self._results(),
         ]
         parts += [Text(f"  {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in self._notes]
-        # The terminal echoes ^C behind the last line: on a full one it would wrap, and the next drawing would
-        # begin a line too low.
+        # The terminal echoes ^C after the last line: a full line would wrap and shift the next redraw.
         return Group(*parts, Text(""))
 
     def _bar(self) -> RenderableType:
@@ -92,7 +91,7 @@ class LiveView:
         return row
 
     def _facts(self) -> RenderableType:
-        """No label is ever cut: where the width does not do, the values wrap."""
+        # Labels are never truncated: on narrow terminals the values wrap.
         p = self._progress
         grid = Table.grid(padding=(0, 2))
         for width in (_LABEL, 0):
@@ -104,7 +103,7 @@ class LiveView:
         return grid
 
     def _results(self) -> RenderableType:
-        """The evaluations and the last step: each a label and as many rows as it needs."""
+        """Return rows of the evaluations and of the last step's metrics."""
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True, min_width=_LABEL)
         grid.add_column()
@@ -118,7 +117,7 @@ class LiveView:
         return grid
 
     def _shown(self) -> list[str]:
-        """What of the last step is worth a row, the most telling first."""
+        """Return the metrics of the last step to show, those in _FIRST first."""
         counts = {k: v for k, v in self._metrics.items() if isinstance(v, int | float)}
         names = [name for name in _FIRST if name in counts]
         names += [name for name in counts if name not in names]

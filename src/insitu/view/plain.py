@@ -1,6 +1,6 @@
-"""The view without colour: one line per event, for logs, pipes and screen readers.
+"""Plain text view: one line per event, for logs, pipes and screen readers.
 
-Rollouts are summed up in a line at most every few seconds, since a run has thousands of them.
+Rollouts are summarized in one line at most every few seconds.
 """
 
 from __future__ import annotations
@@ -17,60 +17,60 @@ _EVERY_S = 10.0
 
 
 class PlainView:
-    """Writes lines to a stream as a run goes on."""
+    """View that writes lines to a stream."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._progress = Progress(clock=clock)
-        self._said_s = clock()
+        self._written_s = clock()
 
     def begin(self, title: str, rollouts: int) -> None:
         self._progress.begin(title, rollouts)
-        self._say(title + (f", {rollouts} rollouts planned" if rollouts else ""))
+        self._write(title + (f", {rollouts} rollouts planned" if rollouts else ""))
 
     def stage(self, name: str, total: int = 0) -> None:
         self._progress.stage(name, total)
-        self._say(f"{name}" + (f" ({total})" if total else ""))
+        self._write(f"{name}" + (f" ({total})" if total else ""))
 
     def advance(self, done: int) -> None:
         self._progress.stage_done = done
-        self._say_sometimes()
+        self._write_progress()
 
     def rollout_started(self, rollout_id: str) -> None:
         self._progress.rollout_started(rollout_id)
 
     def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None:
         self._progress.rollout_finished(rollout_id, reward, tokens)
-        self._say_sometimes()
+        self._write_progress()
 
     def step_done(self, step: int, steps: int, metrics: Metrics) -> None:
-        self._say(f"step {step}/{steps} {_tail(metrics)} left={duration(self._progress.seconds_left)}")
+        self._write(f"step {step}/{steps} {_tail(metrics)} left={duration(self._progress.seconds_left)}")
 
     def eval_done(self, name: str, score: Score) -> None:
         self._progress.evals[name] = score
         mean = f", mean reward {score.reward_mean:.3f}" if score.partial else ""
-        self._say(f"{name}: {score.rate:.3f} ({score.solved}/{score.total} solved){mean}")
+        self._write(f"{name}: {score.rate:.3f} ({score.solved}/{score.total} solved){mean}")
 
     def note(self, text: str) -> None:
-        self._say(text)
+        self._write(text)
 
     def close(self) -> None:
         self._stream.flush()
 
-    def _say_sometimes(self) -> None:
+    def _write_progress(self) -> None:
         p = self._progress
-        if p.clock() - self._said_s < _EVERY_S:
+        if p.clock() - self._written_s < _EVERY_S:
             return
         total = f"/{p.stage_total}" if p.stage_total else ""
         rate = f" solved={p.score.rate:.2f}" if p.score.total else ""
         rate += f" reward={p.score.reward_mean:.2f}" if p.score.partial else ""
-        self._say(
+        self._write(
             f"{p.stage_name}: {p.stage_done}{total} done, {len(p.running)} running"
             f"{rate} tokens/s={p.tokens_per_s:.0f} left={duration(p.seconds_left)}"
         )
 
-    def _say(self, text: str) -> None:
-        self._said_s = self._progress.clock()
+    def _write(self, text: str) -> None:
+        self._written_s = self._progress.clock()
         self._stream.write(f"[{self._progress.elapsed_s:7.1f} s] {text}\n")
         self._stream.flush()
 

@@ -1,7 +1,4 @@
-"""The report at the end of a run: what was learned, one rollout before and after, the ledger, where it lies.
-
-Plain text of at most `width` columns, so that it reads the same on a terminal and in report.txt.
-"""
+"""Final report of a run as plain text: scores, a rollout before and after, the ledger, paths."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from insitu.view.base import duration
 from insitu.view.curve import wilson
 
 _TOOL_LINES = 6
-"""Lines shown of one tool result."""
+"""Maximum lines shown of one tool result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownTurn:
-    """One thing said in a rollout, decoded."""
+    """One decoded message of a rollout."""
 
     speaker: Literal["task", "model", "tool"]
     text: str
@@ -30,17 +27,17 @@ class ShownTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownRollout:
-    """One rollout as a person reads it."""
+    """One rollout as text."""
 
     title: str
     turns: tuple[ShownTurn, ...]
     verdict: str
-    """What the grader said, for instance `unresolved, 2 of 4 cases`."""
+    """Verdict as text, for example `unresolved, 2 of 4 cases`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """Everything the report says."""
+    """Content of the report."""
 
     run_dir: Path
     before: Score
@@ -50,22 +47,22 @@ class RunReport:
     steps: int
     rollouts: int
     updates: int
-    """Steps that changed the weights; the others had nothing to train on."""
+    """Steps that changed the weights."""
     max_logprob_gap: float | None
-    """Largest |sampler - trainer| log-probability of all compared tokens, trained or not; None = none."""
+    """Largest |sampler - trainer| log-probability gap of all compared tokens; None = no tokens compared."""
     mismatched: int = 0
-    """Tokens that were not trained for it."""
+    """Tokens excluded from training because of the gap."""
     categories: Mapping[str, tuple[Score, Score]] = field(default_factory=dict)
-    """Task family -> (before, after)."""
+    """Task category -> (before, after)."""
     shown: tuple[ShownRollout, ...] = ()
     """The same task before and after training."""
     untrained: tuple[str, ...] = ()
-    """Why no step changed the weights and what to look at, in sentences."""
+    """Sentences on why no step changed the weights and how to fix it."""
     curve: Path | None = None
 
 
 def render_report(report: RunReport, width: int = 100) -> str:
-    """The report as text ending in a newline."""
+    """Return the report as text of at most `width` columns, ending in a newline."""
     lines = [""]
     for shown in report.shown:
         lines += [*_rollout(shown, width), ""]
@@ -89,13 +86,13 @@ def _steps(report: RunReport) -> str:
 def _gap(report: RunReport) -> str:
     if report.max_logprob_gap is None:
         return ""
-    are = "token is" if report.mismatched == 1 else "tokens are"
-    left_out = f", for which {report.mismatched} {are} not trained" if report.mismatched else ""
-    return f"; largest sampler-trainer logprob gap {report.max_logprob_gap:.1e}{left_out}"
+    tokens = "token" if report.mismatched == 1 else "tokens"
+    excluded = f", {report.mismatched} {tokens} excluded" if report.mismatched else ""
+    return f"; largest sampler-trainer logprob gap {report.max_logprob_gap:.1e}{excluded}"
 
 
 def score_text(score: Score) -> str:
-    """For instance `0.17 (22/128, 95 % 0.12 to 0.25)`, with the mean reward where some are partial."""
+    """Return text such as `0.17 (22/128, 95 % 0.12 to 0.25)`, with the mean reward if some are partial."""
     if not score.total:
         return "none graded"
     low, high = wilson(score)
@@ -142,6 +139,6 @@ def _rollout(shown: ShownRollout, width: int) -> Iterator[str]:
 
 
 def _wrap(line: str, width: int) -> list[str]:
-    # Control characters of a model or a tool must not reach the terminal.
+    # Control characters from a model or tool must not reach the terminal.
     clean = "".join(c if c.isprintable() else "?" for c in line.expandtabs(4))
     return textwrap.wrap(clean, width, drop_whitespace=False, replace_whitespace=False) or [""]

@@ -1,4 +1,4 @@
-"""What is left on disk and said when a run has ended: the curve, the report, or a look at a stored run."""
+"""Curve and report of a finished run, and the text of `insitu show`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from insitu.capture.drift_log import drift_totals
 from insitu.errors import RecordError
 from insitu.storage.run_dir import KIND, read_config, read_store, read_summary, write_text
-from insitu.storage.score import Score, earned_text
+from insitu.storage.score import Score, describe_rewards
 from insitu.storage.store import Store
 from insitu.types import Ledger
 from insitu.view.base import rate_text
@@ -20,7 +20,7 @@ from insitu.view.report import RunReport, ShownRollout, render_report, score_tex
 CURVE = "curve.svg"
 REPORT = "report.txt"
 NAMED_VERDICTS = 3
-"""Most common verdicts that the report of a run without an update names."""
+"""Number of verdicts listed in the report of a run without updates."""
 
 
 def finish(run_dir: Path, summary: Mapping[str, Any], shown: Sequence[ShownRollout] = ()) -> str:
@@ -37,7 +37,7 @@ def finish(run_dir: Path, summary: Mapping[str, Any], shown: Sequence[ShownRollo
 def report_of(
     run_dir: Path, store: Store, summary: Mapping[str, Any], shown: Sequence[ShownRollout] = ()
 ) -> RunReport:
-    """The report of a stored run: scores from its rollouts, the rest from its summary."""
+    """Return the report of a stored run: scores from its rollouts, the rest from its summary."""
     before, after = _scores(store, "eval_before"), _scores(store, "eval_after")
     none = Score.of(())
     categories = [name for name in before | after if name]
@@ -60,26 +60,30 @@ def report_of(
 
 
 def _untrained(store: Store) -> Iterator[str]:
-    """Why no step of a run changed the weights, and what to look at."""
-    held = [o for phase, step in store.phases() if phase == "train" for o in store.outcomes(phase, step)]
-    rewards = [o.reward for o in held if o.reward is not None]
-    yield f"Nothing was trained: no step had enough groups with different rewards; {earned_text(rewards)}."
+    """Explain why no step of a run changed the weights and how to fix it."""
+    rollouts = [o for phase, step in store.phases() if phase == "train" for o in store.outcomes(phase, step)]
+    rewards = [o.reward for o in rollouts if o.reward is not None]
+    earned = describe_rewards(rewards)
+    yield f"Nothing was trained: no step had enough groups with different rewards; {earned}."
     verdicts = Counter(
-        f"{o.outcome.value}: {o.reason or '(no reason)'}" for o in held if o.outcome is not None
+        f"{o.outcome.value}: {o.reason or '(no reason)'}" for o in rollouts if o.outcome is not None
     )
     common = [f"{count} times {verdict}" for verdict, count in verdicts.most_common(NAMED_VERDICTS)]
     yield from [f"Most common verdicts: {'; '.join(common)}."] if common else []
     if rewards and min(rewards) >= 1.0:
-        yield "Every task is solved already: give harder ones."
+        yield "Every task is already solved: use harder tasks."
     else:
         yield (
-            "Look at the reward first: `insitu tasks validate` says whether each task's solution earns it."
-            " Then give easier tasks, a stronger model, larger groups (collect.group_size), partial rewards."
+            "Check the reward first: `insitu tasks validate` verifies that each task's solution earns it."
+            " Then try easier tasks, a stronger model, larger groups (collect.group_size) or partial rewards."
         )
 
 
 def show_run(run_dir: Path) -> str:
-    """A run as it lies on disk, finished or not; needs no living process. Raises RecordError."""
+    """Return a text about a stored run, finished or not.
+
+    Raises RecordError.
+    """
     config = read_config(run_dir)
     with read_store(run_dir) as store:
         head = f"{run_dir}: {config.harness.agent}, seed {config.run.seed}"
@@ -88,7 +92,7 @@ def show_run(run_dir: Path) -> str:
             return "\n".join([head, *_decided_lines(run_dir, store, kind)]) + "\n"
         lines = [head, *_step_lines(store), *_eval_lines(store, config.run.eval_tasks)]
         lines += [f"  drift: {line}" for line in drift_totals(store.drifts())]
-        lines += _try_lines(store)
+        lines += _attempt_lines(store)
         summary = read_summary(run_dir)
         if summary is not None:
             try:
@@ -108,20 +112,20 @@ def show_run(run_dir: Path) -> str:
 
 
 def _decided_lines(run_dir: Path, store: Store, kind: str) -> Iterator[str]:
-    """A run without training: its report, or how far it has come."""
+    """Yield the report of a run without training, or its progress."""
     report = run_dir / REPORT
     if read_summary(run_dir) is not None and report.exists():
         yield report.read_text(encoding="utf-8").rstrip()
         return
     for phase, step in store.phases():
-        held = store.outcomes(phase, step)
-        ends = Counter(o.status.value if o.outcome is None else o.outcome.value for o in held)
-        yield f"  {len(held)} rollouts so far: {', '.join(f'{name} {n}' for name, n in ends.items())}"
+        rollouts = store.outcomes(phase, step)
+        ends = Counter(o.status.value if o.outcome is None else o.outcome.value for o in rollouts)
+        yield f"  {len(rollouts)} rollouts so far: {', '.join(f'{name} {n}' for name, n in ends.items())}"
     yield f"not finished; continue with: insitu {kind} --resume {run_dir}"
 
 
 def _scores(store: Store, phase: str) -> dict[str, Score]:
-    """Of the newest step at which the phase ran; empty when it never did."""
+    """Return the scores of the newest step with this phase; empty when there is none."""
     steps = [step for name, step in store.phases() if name == phase]
     return store.scores(phase, max(steps)) if steps else {}
 
@@ -137,18 +141,18 @@ def _step_lines(store: Store) -> Iterator[str]:
 
 
 def _state_lines(store: Store) -> Iterator[str]:
-    """Where the rollouts of a run that is not finished stand."""
+    """Yield a line with the number of rollouts per state."""
     states = {state: count for state, count in store.states().items() if count and state != "discarded"}
     states |= {f"discarded ({reason})": count for reason, count in store.discards().items()}
     if states:
         yield f"  rollouts: {', '.join(f'{count} {state}' for state, count in states.items())}"
 
 
-def _try_lines(store: Store) -> Iterator[str]:
-    """How tries ended, where not each decided its rollout."""
-    tries = {end: count for end, count in store.tries().items() if count}
-    if tries.keys() - {"decided"}:
-        yield f"  tries: {', '.join(f'{count} {end}' for end, count in tries.items())}"
+def _attempt_lines(store: Store) -> Iterator[str]:
+    """Yield a line with the number of attempts per end, if any did not decide its rollout."""
+    attempts = {end: count for end, count in store.attempts_by_end().items() if count}
+    if attempts.keys() - {"decided"}:
+        yield f"  attempts: {', '.join(f'{count} {end}' for end, count in attempts.items())}"
 
 
 def _eval_lines(store: Store, tasks: int) -> Iterator[str]:

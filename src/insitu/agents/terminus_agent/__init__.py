@@ -1,2 +1,1 @@
-"""The agent of agents/terminus.py. It runs alone in a sandbox: standard library only, nothing else of
-insitu."""
+"""Agent program of the terminus harness; runs in the sandbox and uses only the standard library."""

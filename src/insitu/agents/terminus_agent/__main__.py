@@ -1,11 +1,10 @@
-"""The agent of the terminus harness: a model at a terminal. Runs alone in a sandbox, standard library only.
+"""Agent loop of the terminus harness; runs in the sandbox and uses only the standard library.
 
     screen -> model -> {"analysis", "plan", "commands", "task_complete"} -> keys -> screen
 
-No tools: plain text both ways over chat completions. When the model's window is nearly full the work is
-handed over in three calls: the old line of messages says a summary, a new line asks questions, the old line
-answers them, and the new line goes on with the answers. Lines are only ever appended to, so what the model
-said stays in the place where it was sampled. Run by agents/terminus.py.
+No tools: plain text both ways over chat completions. When the context is nearly full, the work is handed over
+in three calls: the old conversation writes a summary, a new one asks questions, the old one answers them, and
+the new one continues with the answers. Conversations are append-only, so that sampled prefixes stay valid.
 """
 
 import http.client
@@ -21,7 +20,7 @@ from .terminal import FIRST_S, Terminal
 
 LONGEST_S = 60.0
 CALL_TIMEOUT_S = 3600.0
-TRIES = 3
+MAX_ATTEMPTS = 3
 UNREADABLE = 6
 """Replies in a row without a usable command before the loop gives up."""
 
@@ -74,7 +73,7 @@ class ModelReply(TypedDict):
 
 
 class RequestRejected(Exception):
-    """The model's server said no. `overflow`: because the conversation is too long."""
+    """The model's server rejected the request; `overflow`: the conversation is too long."""
 
     def __init__(self, text: str, *, overflow: bool) -> None:
         super().__init__(text)
@@ -89,13 +88,16 @@ class Model:
         self._host, self._port, self._path = base.hostname or "", base.port or 80, base.path
         self._key, self._name = os.environ["OPENAI_API_KEY"], os.environ["OPENAI_MODEL"]
         self.used = 0
-        """Tokens of the last call, prompt and reply, as the model's server counts them."""
+        """Prompt plus reply tokens of the last call, counted by the model's server."""
 
-    def say(self, messages: list[ModelReply]) -> str:
-        """Raises Refused."""
+    def complete(self, messages: list[ModelReply]) -> str:
+        """Return the model's reply to a conversation.
+
+        Raises RequestRejected.
+        """
         body = json.dumps({"model": self._name, "messages": messages}).encode()
         head = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
-        for left in reversed(range(TRIES)):
+        for retries_left in reversed(range(MAX_ATTEMPTS)):
             link = http.client.HTTPConnection(self._host, self._port, timeout=CALL_TIMEOUT_S)
             try:
                 link.request("POST", f"{self._path}/chat/completions", body, head)
@@ -109,7 +111,7 @@ class Model:
                 reply = json.loads(text)
                 self.used = int((reply.get("usage") or {}).get("total_tokens") or 0)
                 return str(reply["choices"][0]["message"].get("content") or "")
-            if 400 <= status < 500 or not left:
+            if 400 <= status < 500 or not retries_left:
                 break
             time.sleep(1.0)
         raise RequestRejected(
@@ -117,22 +119,28 @@ class Model:
         )
 
 
-class Line:
-    """One conversation with the model; only ever appended to."""
+class TerminusConversation:
+    """One append-only conversation with the model."""
 
     def __init__(self, model: Model, first: str) -> None:
         self._model = model
         self.messages: list[ModelReply] = [{"role": "user", "content": first}]
 
     def ask(self, text: str = "") -> str:
-        """The model's reply to `text`, both kept. Raises Refused, and keeps neither."""
-        said = [*self.messages, *([ModelReply(role="user", content=text)] if text else [])]
-        reply = self._model.say(said)
-        self.messages = [*said, {"role": "assistant", "content": reply}]
+        """Append `text` and the model's reply to it; return the reply.
+
+        Raises RequestRejected and then appends nothing.
+        """
+        messages = [*self.messages, *([ModelReply(role="user", content=text)] if text else [])]
+        reply = self._model.complete(messages)
+        self.messages = [*messages, {"role": "assistant", "content": reply}]
         return reply
 
-    def ask_back(self, text: str) -> str:
-        """`ask`, with as many of the newest exchanges given up as it takes to fit. Raises Refused."""
+    def ask_truncating(self, text: str) -> str:
+        """Call `ask`, dropping the newest exchanges until the conversation fits.
+
+        Raises RequestRejected.
+        """
         while True:
             try:
                 return self.ask(text)
@@ -143,11 +151,14 @@ class Line:
 
 
 class Unreadable(Exception):
-    """A reply that is not what the protocol asks for."""
+    """The reply violates the protocol."""
 
 
 def read_reply(text: str) -> tuple[list[tuple[str, float]], bool]:
-    """(keystrokes and seconds to wait, whether the task is said to be complete). Raises Unreadable."""
+    """Return ((keystrokes, seconds to wait) of each command, whether the task is reported complete).
+
+    Raises Unreadable.
+    """
     start = text.find("{")
     if start < 0:
         raise Unreadable("there is no JSON object in it")
@@ -173,15 +184,19 @@ def _commands(commands: list[object]) -> Iterator[tuple[str, float]]:
 
 
 class TerminusLoop:
-    """Screen to model to keys, until the model is done."""
+    """Agent loop: send the screen to the model and type its keystrokes until it is done."""
 
     def __init__(self, task: str, model: Model, terminal: Terminal, full_tokens: int) -> None:
         self._model, self._terminal, self._full = model, terminal, full_tokens
         self._opening = f"{PROTOCOL}{task}"
-        self._line = Line(model, f"{self._opening}\n\nThe terminal shows:\n{terminal.screen.news()}")
+        first = f"{self._opening}\n\nThe terminal shows:\n{terminal.screen.news()}"
+        self._conversation = TerminusConversation(model, first)
 
     def run(self) -> None:
-        """Raises Refused and Unreadable when there is no going on."""
+        """Run until the model has confirmed completion.
+
+        Raises RequestRejected and Unreadable.
+        """
         observed, claimed, unreadable = "", False, 0
         while True:
             reply = self._reply(observed)
@@ -204,29 +219,34 @@ class TerminusLoop:
             )
 
     def _reply(self, observed: str) -> str:
-        """What the model says next, over to a new line first where the old one is full. Raises Refused."""
+        """Return the model's next reply, after a hand-over if the context is full.
+
+        Raises RequestRejected.
+        """
         if observed and self._model.used + len(observed) // 3 >= self._full:
             return self._hand_over()
         try:
-            return self._line.ask(observed)
+            return self._conversation.ask(observed)
         except RequestRejected as error:
             if not error.overflow or not observed:
                 raise
             return self._hand_over()
 
     def _hand_over(self) -> str:
-        old, screen = self._line, self._terminal.screen.shown()
-        summary = old.ask_back(SUMMARISE)
-        new = Line(self._model, self._opening + PICK_UP.format(summary=summary, screen=screen))
+        old, screen = self._conversation, self._terminal.screen.shown()
+        summary = old.ask_truncating(SUMMARISE)
+        new = TerminusConversation(
+            self._model, self._opening + PICK_UP.format(summary=summary, screen=screen)
+        )
         questions = new.ask()
-        answers = old.ask_back(ANSWER.format(questions=questions))
-        self._line = new
+        answers = old.ask_truncating(ANSWER.format(questions=questions))
+        self._conversation = new
         return new.ask(GO_ON.format(answers=answers, screen=screen))
 
 
 def hand_over_at() -> int:
-    """Tokens of a conversation from which there is just room for a hand-over: two replies of the old line,
-    the questions between them, and the reply that is due."""
+    """Return the conversation length in tokens at which to hand over."""
+    # Room for four replies: two of the old conversation, the questions between them and the pending reply.
     context, reply = int(os.environ["CONTEXT_TOKENS"]), int(os.environ["CALL_TOKENS"])
     return max(context // 2, context - 4 * reply)
 

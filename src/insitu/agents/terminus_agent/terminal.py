@@ -1,4 +1,4 @@
-"""A shell at a pseudo-terminal, and what its screen shows."""
+"""Shell at a pseudo-terminal, with a VT100 screen emulator."""
 
 import fcntl
 import os
@@ -14,17 +14,17 @@ ROWS, COLUMNS = 40, 160
 SHOWN_CHARS = 10_000
 QUIET_S, FIRST_S = 0.05, 1.0
 START_S = 30.0
-"""Most that the shell may take until its first prompt."""
+"""Timeout of the shell's first prompt."""
 PROMPT, RUNNING = "\x1b]133;B\x07", "\x1b]133;C\x07"
-"""What the shell writes, unseen, at the end of each prompt and before it runs a command: that it has the
-terminal does not say that it waits for a key."""
+"""Invisible markers that the shell writes after each prompt and before it runs a command. Being the
+foreground process group alone does not mean that the shell waits for input."""
 KEYS = {"Enter": "\r", "Tab": "\t", "Escape": "\x1b", "BSpace": "\x7f", "Space": " "}
 ENDS_LINE = "\r\n\x03\x04"
 KEYS |= {"Up": "\x1b[A", "Down": "\x1b[B", "Right": "\x1b[C", "Left": "\x1b[D"}
 
 
 class Screen:
-    """What a terminal shows: enough of a VT100 for a shell, a pager or an editor."""
+    """Screen emulator with the subset of VT100 that shells, pagers and editors need."""
 
     ESCAPE = re.compile(
         r"\x1b(?:\[([?>=]?)([\d;]*)[ -/]*([@-~])|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][A-Z0-9]|[=>78DEHMNOcZ])"
@@ -34,14 +34,14 @@ class Screen:
         self.lines = [""]
         self.row = self.column = 0
         self.top = 0
-        """First line on the screen; those above have scrolled away."""
+        """First visible line; lines above have scrolled off."""
         self.seen = 0
-        """First line that was not shown yet."""
+        """First line that was not returned by `news` yet."""
         self.redrawn = False
         self.prompts = 0
         """Prompts written so far."""
         self.at_prompt = False
-        """A prompt was written and no command was run since."""
+        """A prompt was written and no command was started since."""
         self._rest = ""
 
     def feed(self, text: str) -> None:
@@ -50,7 +50,7 @@ class Screen:
         while at < len(text):
             if text[at] == "\x1b":
                 found = self.ESCAPE.match(text, at)
-                if found is None and len(text) - at < 64:  # the rest of it comes with the next read
+                if found is None and len(text) - at < 64:  # incomplete until the next read
                     self._rest = text[at:]
                     return
                 if found is not None and found[3]:
@@ -110,7 +110,7 @@ class Screen:
             del self.lines[self.row + 1 :]
 
     def _clear(self) -> None:
-        """A new screen; what was there counts as scrolled away."""
+        """Start a new screen; old lines count as scrolled off."""
         self.redrawn = True
         self.top = self.row = len(self.lines)
         self.lines.append("")
@@ -120,7 +120,7 @@ class Screen:
         return _cut("\n".join(line.rstrip() for line in self.lines[self.top :]).rstrip())
 
     def news(self) -> str:
-        """What was written since the last time; the whole screen when it was redrawn."""
+        """Return the output since the last call; the whole screen when it was redrawn."""
         redrawn, start = self.redrawn, min(self.seen, len(self.lines) - 1)
         self.redrawn, self.seen = False, self.row
         if redrawn:
@@ -148,7 +148,7 @@ class Terminal:
             os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         self._awaited = 1
-        """Count of prompts that the shell must have written before it can have done what was typed."""
+        """Number of prompts after which all typed commands have finished."""
         self._read(START_S)
 
     def type(self, keys: str, wait_s: float) -> None:
@@ -166,7 +166,7 @@ class Terminal:
         self._read(wait_s)
 
     def _read(self, wait_s: float) -> None:
-        """Until `wait_s` has passed, or earlier when the shell waits for a key and nothing more comes."""
+        """Read output for `wait_s`, or until the shell is idle."""
         ends, pending = time.monotonic() + wait_s, b""
         while True:
             left = ends - time.monotonic()
@@ -196,7 +196,7 @@ class Terminal:
 
 
 def _decode(data: bytes) -> tuple[str, bytes]:
-    """Text, and the bytes of a character that is not whole yet."""
+    """Return the decoded text and the bytes of an incomplete last character."""
     for kept in range(min(4, len(data) + 1)):
         try:
             return data[: len(data) - kept].decode(), data[len(data) - kept :]

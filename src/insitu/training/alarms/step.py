@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from insitu.config.training import CollectTable
-from insitu.storage.score import earned_text
+from insitu.storage.score import describe_rewards
 from insitu.storage.store import StepRecord
 from insitu.training.alarms.infra import InfraFailureRate
 from insitu.training.alarms.spikes import NAMED, STEPS, Spike, SpikeDetector, lost_reasons, lost_share
@@ -76,5 +76,5 @@ def why_untrained(groups: Sequence[Group], skipped: str) -> str:
         return ""
     if any(not group.degenerate for group in groups):
         return f"nothing was trained: {skipped}"
-    earned = earned_text([reward for group in groups for reward in group.rewards])
+    earned = describe_rewards([reward for group in groups for reward in group.rewards])
     return f"nothing was trained: no group had different rewards, {earned}"

@@ -17,7 +17,7 @@ from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config
 from insitu.errors import RenderError
 from insitu.storage.store import Store
-from insitu.storage.summaries import Outline
+from insitu.storage.summaries import RolloutSummary
 from insitu.training.plan.row_selection import ALL_ROWS, RowRules, cut_rows
 from insitu.training.sft.distill import distill_session, last_record
 from insitu.types import Segment, Status
@@ -171,7 +171,7 @@ def choose(store: Store, wanted: SelectionRules, tokens: Tokens, *, rollouts_hel
     rollouts_held_out: what `insitu rollout` stored there belongs to held-out tasks. Raises RecordError.
     """
     left_out: Counter[Reason] = Counter()
-    of_task: dict[str, list[tuple[int, Outline]]] = {}
+    of_task: dict[str, list[tuple[int, RolloutSummary]]] = {}
     seen = 0
     for phase, step in store.phases():
         held_out = phase.startswith("eval") or (phase == "rollout" and rollouts_held_out)
@@ -194,7 +194,7 @@ def choose(store: Store, wanted: SelectionRules, tokens: Tokens, *, rollouts_hel
     )
 
 
-def _unfit(outline: Outline, wanted: SelectionRules, *, held_out: bool) -> Reason | None:
+def _unfit(outline: RolloutSummary, wanted: SelectionRules, *, held_out: bool) -> Reason | None:
     """The first reason against it that its outcome gives."""
     if held_out and not wanted.held_out:
         return "held_out"
@@ -208,7 +208,7 @@ def _unfit(outline: Outline, wanted: SelectionRules, *, held_out: bool) -> Reaso
 
 
 def _of_task(
-    candidates: Sequence[tuple[int, Outline]],
+    candidates: Sequence[tuple[int, RolloutSummary]],
     wanted: SelectionRules,
     tokens: Tokens,
     left_out: Counter[Reason],

@@ -71,7 +71,7 @@ def rate(config: OptimConfig, step: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """Low-rank adapters that are trained instead of the weights; see policy/lora.py."""
+    """Low-rank adapters that are trained instead of the weights; see model/lora.py."""
 
     rank: int
     alpha: float
@@ -143,7 +143,7 @@ class TrainConfig:
     threads: int = 1
     """Torch threads while training."""
     ranks: int = 1
-    """Processes that train together (trainer/dist.py)."""
+    """Processes that train together (trainer/distributed.py)."""
     shard: bool = False
     """Each rank holds a part of the model, its gradients and moments; otherwise a replica."""
     share_gpu: bool = False

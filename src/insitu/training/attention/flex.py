@@ -2,7 +2,7 @@
 
 Visibility is an interval: token q sees k <= q while q < last[k], the end of the subtree of k's node. So which
 blocks of the mask are empty, partial or full follows from each block's smallest and largest `last`; the mask
-itself is never made. An `Attend` of policy/base.py, made once per micro-batch.
+itself is never made. An `Attend` of model/base.py, made once per micro-batch.
 """
 
 from __future__ import annotations

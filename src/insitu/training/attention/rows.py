@@ -2,9 +2,9 @@
 
 A flat list is the prefix followed by the rows, each padded to the same width. No mask is ever held where the
 device has a kernel for the pattern. Keys and values of the prefix are computed once, and copied once per row,
-behind which its own stand (tree.py copies none). Each class is an `Attend` of policy/base.py. On tensors
-without content (memory/dry.py) the kernels of the device that they stand for are emulated: what they give,
-keep for the backward pass and take for themselves.
+behind which its own stand (tree.py copies none). Each class is an `Attend` of model/base.py. On tensors
+without content (memory/meta_run.py) the kernels of the device that they stand for are emulated: what they
+give, keep for the backward pass and take for themselves.
 """
 
 from __future__ import annotations

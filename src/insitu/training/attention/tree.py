@@ -10,7 +10,7 @@ What lies behind it, under any node of it, sees the branch up to that node whole
 Each piece is one call of the flash kernel; partial results are merged by their log-sums, and the backward of
 a piece takes the merged ones, which makes it exact. A GPU's kernel reads grouped keys and values as they
 stand. A CPU's wants a pair of them per query head: there those of one piece at a time are repeated over the
-heads of their group. An `Attend` of policy/base.py, made once per micro-batch.
+heads of their group. An `Attend` of model/base.py, made once per micro-batch.
 """
 
 from __future__ import annotations

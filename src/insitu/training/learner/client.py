@@ -4,7 +4,7 @@
         learner.engine                          # engines.base.Engine; none with `samples=False`
         result = await learner.step(plan)       # trains; the engine goes on with the weights it has
         await learner.save(folder)
-        await learner.publish(result.version)   # now it samples with them; publish/files.py for other engines
+        await learner.publish(result.version)   # now it samples with them; weights/files.py for other engines
 
 Every wait has a deadline. When the child dies, whatever waits or is asked for next fails with one line that
 ends with the last of its standard error. Leaving the context ends the child; a cancelled one is killed.

@@ -3,7 +3,7 @@
 `objective` also computes a loss and its gradients in the same pass, where each token's loss depends on its
 own log-probability alone; `score` serves any other, at the price of computing logits again for the gradients.
 Either way logits exist for a small tile at a time (tiles.py). The distribution is softmax(logits /
-temperature) in float32: the one the sampler draws from. Called by trainer/trainer.py and sft/warm.py.
+temperature) in float32: the one the sampler draws from. Called by trainer/trainer.py and sft/trainer.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On CUDA the copies run on a stream of their own beside the computation: out into pinned memory as soon as a
 tensor is saved, back one tensor ahead of the backward pass, which asks for them in the reverse order. On a
-CPU they are plain copies, so that what depends on it can be tested. Used by policy/layers.py.
+CPU they are plain copies, so that what depends on it can be tested. Used by model/layers.py.
 """
 
 from __future__ import annotations

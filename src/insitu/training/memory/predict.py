@@ -195,7 +195,7 @@ class MemoryModel(MemoryPredictor):
         shards: int = 1,
     ) -> None:
         """config: a `PretrainedConfig` of transformers. frozen: nothing is trained (trainer/reference.py).
-        shards: ranks that hold a part of the model each (policy/shard.py). Raises TrainError when adapters do
+        shards: ranks that hold a part of the model each (model/shard.py). Raises TrainError when adapters do
         not fit it."""
         model = empty_model(config)
         if lora is not None:

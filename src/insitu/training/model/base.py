@@ -3,7 +3,7 @@
 The embedded Qwen3 is one as it stands; hf.py makes one of a causal language model of transformers.
 Hidden states are normalised, so `hidden @ head_weight.T` are the logits. Weights may be of a lower precision
 in the forward than where they are kept; `named_parameters` are those that are kept. Used by
-trainer/, sft/warm.py and head/objective.py.
+trainer/, sft/trainer.py and loss/fused_head.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The forward pass of a micro-batch: what predicts its trained tokens. Called by trainer.py, reference.py;
-memory/fit.py asks how."""
+memory/plan.py asks how."""
 
 from __future__ import annotations
 

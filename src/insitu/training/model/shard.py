@@ -4,7 +4,7 @@ Every layer is a unit of `fully_shard`: its weights are gathered in the compute 
 backward, and its gradients are added up and cut apart again in float32. What lies outside of layers
 (embeddings, head, last norm) is one more unit, gathered in float32 from the forward to the end of the
 backward, because the head works on its weight and its gradient directly. Gradients are sums over ranks, as
-the planner's weights ask. On CPUs by gloo, tested; on GPUs by NCCL, not yet run. Used by learner/peers.py,
+the planner's weights ask. On CPUs by gloo, tested; on GPUs by NCCL, not yet run. Used by learner/ranks.py,
 checkpoints and the optimiser.
 """
 

@@ -2,7 +2,7 @@
 
 Of a row's ids only those are hashed that the row before it in sorted order does not share: with the lengths
 and the shared prefixes they say the rest. Rows are hashed one by one, many tokens in threads, and their
-hashes in the order of the rows. Used by step.py and learner/wire.py.
+hashes in the order of the rows. Used by step.py and learner/serialization.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which rows of a rollout are trained: all of them, or its final chain alone, within the caps asked for.
 
 A row left out keeps its name in the account. Nothing here knows of rewards. Called by step.py and
-sft/choose.py.
+sft/selection.py.
 """
 
 from __future__ import annotations

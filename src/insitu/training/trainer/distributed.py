@@ -3,9 +3,9 @@
 All ranks run the same `Trainer.step` on the same plan with the same weights and optimiser. The weights of
 rows are fixed by the planner for the whole step, so a sum over ranks is all there is: no mean, no world size.
 What goes wrong on one rank is raised on all of them, and after an update they compare their weights. Replicas
-(`Together`) each hold everything; of `Sharded` ranks each holds a part (policy/shard.py) and they speak in
+(`Together`) each hold everything; of `Sharded` ranks each holds a part (model/shard.py) and they speak in
 every layer, so all of them run equally many passes. `Alone` is the one process that there is otherwise.
-Processes are started by learner/peers.py; the trainer calls the rest.
+Processes are started by learner/ranks.py; the trainer calls the rest.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Sharded(Together):
     sharded = True
 
     def mesh(self) -> Any:
-        """torch's DeviceMesh of all ranks, for policy/shard.py."""
+        """torch's DeviceMesh of all ranks, for model/shard.py."""
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(self._device.type, (self.world,))

@@ -4,7 +4,7 @@
     sleep, wake -> gone? -> wait until it answers -> again
 
 Whoever keeps the server starts it again; insitu waits as long as the configuration says. While the server has
-not got its weights back nothing is asked of it. Engines in the learner's process: learner/lifeline.py.
+not got its weights back nothing is asked of it. Engines in the learner's process: learner/supervisor.py.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TRAIN_PATH = (
-    "types", "config", "tasks", "sandbox", "harness", "gateway", "render", "engine", "capture", "grade",
-    "rollout", "collect", "record", "train",
+    "types", "config", "tasks", "sandbox", "agents", "gateway", "chat", "engines", "capture", "grading",
+    "attempt", "collect", "runtime", "storage", "training",
 )  # fmt: skip
-"""Packages and modules from a task to a trained step, by today's names."""
+"""Packages and modules from a task to a trained step."""
 DOWNTIME = re.compile(r"\b(away_s|AwayTime|away_since|no_time|engine_downtime\w*|Downtime)\b")
 """Names that deal with the time in which an engine is down."""
 BANNED = (

@@ -65,10 +65,10 @@ class Talk:
 
     def _say(self, ids: IntArray, key: RequestKey) -> IntArray:
         calls = (ToolCall(id="", name="read", arguments='{"path": "a"}'),) if self.rng.random() < 0.6 else ()
-        text = "" if calls and not self.chat_renderer.caps.text_with_calls else f"I say {key.turn} so"
+        text = "" if calls and not self.renderer.caps.text_with_calls else f"I say {key.turn} so"
         said = Message(role="assistant", text=text, reasoning=f"Hm {key.turn}.", tool_calls=calls)
-        ids = self.chat_renderer.render_reply(said)
-        return other_spelling(self.chat_renderer, ids, self.rng) if self.odd else ids
+        ids = self.renderer.render_reply(said)
+        return other_spelling(self.renderer, ids, self.rng) if self.odd else ids
 
     async def run(self, steps: int) -> Trajectory:
         limits = Limits(wall_s=600, max_calls=10_000, max_session_tokens=1 << 24, max_context_tokens=1 << 24)
@@ -76,7 +76,7 @@ class Talk:
             rollout_id="r", seed=0, limits=limits, temperature=1.0, max_call_tokens=1 << 20,
             engine_deadline_s=60, inline_chars=1 << 20,
         )  # fmt: skip
-        turns = Turns(self.engine, self.chat_renderer, self.forest, spec, ToolBox())
+        turns = Turns(self.engine, self.renderer, self.forest, spec, ToolBox())
         for turn in range(steps):
             reply = await turns.run(self.request, turn)
             assert reply.node is not None

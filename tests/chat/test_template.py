@@ -203,7 +203,7 @@ def test_mid_list_system_is_told_as_user_where_the_template_refuses_it(tmp_path:
         ),
         (
             HERMES.replace("message.role + '\\n'", "message.role + ' ' + loop.index|string + '\\n'"),
-            "not prefix-stable|unlike the later",
+            "not prefix-stable|differently from later",
         ),
         (
             HERMES.replace(

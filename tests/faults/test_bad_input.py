@@ -56,7 +56,7 @@ def test_a_corrected_ratio_without_its_log_probabilities_is_a_wrong_configuratio
 
 
 def test_imitating_what_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "give the run directory whose rollouts" in line_of(2, capsys, "sft", "--plain")
+    assert "give the run directory with the rollouts" in line_of(2, capsys, "sft", "--plain")
     nowhere = str(tmp_path / "nowhere")
     assert "is not a run directory" in line_of(1, capsys, "sft", nowhere, "--plain")
     source = stored_run(tmp_path / "source", [said("train/1/0/0", "a", "wrong", 0.0)])

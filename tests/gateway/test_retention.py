@@ -57,7 +57,7 @@ async def converse(rig: Rig) -> list[str]:
 async def test_each_question_is_a_branch_without_the_reasoning_before_it(
     dropping: TemplateRenderer, tmp_path: Path
 ) -> None:
-    config = GatewayConfig(retention="template", log_dir=tmp_path)
+    config = GatewayConfig(keep_reasoning="template", log_dir=tmp_path)
     async with Rig(dropping, SCRIPT, config=config) as rig:
         prompts = await converse(rig)
         held = ["", "First.", "", "Third.", ""]
@@ -88,7 +88,7 @@ async def test_by_default_all_reasoning_stays(dropping: TemplateRenderer) -> Non
 async def test_a_retry_of_a_question_samples_from_the_branch_that_is_there(
     dropping: TemplateRenderer,
 ) -> None:
-    config = GatewayConfig(retention="template")
+    config = GatewayConfig(keep_reasoning="template")
     async with Rig(dropping, [SCRIPT[1], SCRIPT[4]], config=config) as rig:
         _, body = await rig.post({"messages": ASK, "tools": TOOLS})
         later = [*ASK, body["choices"][0]["message"], {"role": "user", "content": "And?"}]
@@ -103,5 +103,5 @@ async def test_a_retry_of_a_question_samples_from_the_branch_that_is_there(
 def test_rules_that_keep_all_reasoning_refuse_the_mode(renderer: TemplateRenderer) -> None:
     from insitu.gateway.server import Gateway
 
-    with pytest.raises(ConfigError, match="keep all reasoning"):
-        Gateway(None, renderer, GatewayConfig(retention="template"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="keeps all reasoning"):
+        Gateway(None, renderer, GatewayConfig(keep_reasoning="template"))  # type: ignore[arg-type]

@@ -120,7 +120,7 @@ async def test_how_long_a_sandbox_may_take_to_start_is_the_backends_to_say(
 
 
 async def test_a_grade_waits_for_a_permit(backend: LocalBackend, task: Task, oracle: Oracle) -> None:
-    async with Pool([backend], PoolOptions(permits=1, warm=0)) as pool:
+    async with Pool([backend], PoolOptions(max_sandboxes=1, warm=0)) as pool:
         grader = Grader(pool, GradeConfig(margin_s=5.0))
         async with await pool.create(SandboxSpec()):
             grading = asyncio.ensure_future(grader.grade(task, oracle, tree(task, app_py=GOLD)))

@@ -30,7 +30,7 @@ PLAIN = SandboxSpec()
 
 def options(**more: float) -> PoolOptions:
     circuit = CircuitOptions(threshold=3, window_s=60, cooldown_s=more.pop("cooldown_s", 0.01))
-    known = {"permits": 4, "warm": 0, "boot_attempts": 3, "pause_s": 0.0, "down_s": 5.0}
+    known = {"max_sandboxes": 4, "warm": 0, "boot_attempts": 3, "pause_s": 0.0, "down_s": 5.0}
     return PoolOptions(circuit=circuit, **{**known, **more})
 
 

@@ -162,7 +162,7 @@ def test_of_no_use_is_what_the_planner_would_not_train() -> None:
 
 
 def test_keys_that_mean_nothing_are_refused() -> None:
-    for bad in ("window=0.5", "overdue=cancel", "group_deadline_s=9", "refill=0"):
+    for bad in ("lookahead=0.5", "late_groups=cancel", "group_deadline_s=9", "replace_degenerate=0"):
         with pytest.raises(ConfigError, match=f"{bad.split('=')[0]} has no effect with max_staleness = 0"):
             load_config(None, [f"collect.{bad}"])
 

@@ -223,7 +223,7 @@ def test_a_retention_that_changes_nothing_of_a_teachers_text_is_refused(tmp_path
     config = sft_config(source, tmp_path / "run", "model.keep_reasoning=template")
     with read_store(source) as store:
         open_tokens(config, store, FAMILY)  # whose rules write no reasoning
-        with pytest.raises(ConfigError, match="keep all reasoning"):
+        with pytest.raises(ConfigError, match="keeps all reasoning"):
             open_tokens(config, store, load_renderer(keeps))
 
 

@@ -11,13 +11,13 @@ from recordings_lab import FOLDER, read
 from insitu.chat.load import load_renderer
 from insitu.config.load import WARM_START
 from insitu.gateway.prompt_ids import leading_system
-from insitu.serving.agent_setup import names
+from insitu.serving.agent_setup import agent_names
 from insitu.serving.prompt_sizes import FIRST_CALLS, PromptFit
 
 
 def test_the_table_is_what_the_recordings_say() -> None:
     renderer = load_renderer(WARM_START)
-    assert set(FIRST_CALLS) == set(names())
+    assert set(FIRST_CALLS) == set(agent_names())
     for agent, held in FIRST_CALLS.items():
         calls = (call.wire().request for call in read(FOLDER / f"{agent}.jsonl.xz").calls)
         request = next(request for request in calls if request.tools)
@@ -31,11 +31,11 @@ def test_the_table_is_what_the_recordings_say() -> None:
 
 def test_what_fits_depends_on_context_and_vocabulary(tmp_path: Path) -> None:
     shipped = PromptFit(WARM_START, 8192)
-    assert [agent for agent in names() if shipped.fits(agent)] == ["pi", "mini_swe"]
+    assert [agent for agent in agent_names() if shipped.fits(agent)] == ["pi", "mini_swe"]
     assert "8,192" in shipped.note("codex")
     assert "35,800" in shipped.note("codex")
-    assert "can serve pi, mini_swe;" in shipped.summary(names())
+    assert "can serve pi, mini_swe;" in shipped.summary(agent_names())
     assert shipped.summary(["pi"]) == shipped.note("pi") == ""
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert PromptFit(tmp_path, 32_768).summary(names()) == ""
-    assert [agent for agent in names() if not PromptFit(tmp_path, 16_384).fits(agent)] == ["qwen_code"]
+    assert PromptFit(tmp_path, 32_768).summary(agent_names()) == ""
+    assert [agent for agent in agent_names() if not PromptFit(tmp_path, 16_384).fits(agent)] == ["qwen_code"]

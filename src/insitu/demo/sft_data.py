@@ -75,7 +75,7 @@ class SftJob:
 def read_job(path: Path) -> SftJob:
     raw = json.loads(path.read_text())
     raw["phases"] = tuple(Phase(**p) for p in raw["phases"])
-    raw["families"] = tuple(raw["families"])
+    raw["kinds"] = tuple(raw["kinds"])
     return SftJob(**raw)
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from insitu.grading.mutation.assertions import mutable_tests
 from insitu.grading.mutation.literals import wrong_literal
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 HEAD = "import pytest\nfrom app import f\n\n\n"
 

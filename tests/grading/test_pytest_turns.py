@@ -109,19 +109,8 @@ def _likely(drawn: MutantRound, test: str, answer: str) -> str:
     return max(forms, key=lambda form: (chance(form), random.random()))
 
 
-UNEXPLAINED = pytest.mark.xfail(
-    strict=False, reason="wins 33 to 38 of 40 in one process of four: cause not found"
-)
-
-
-@pytest.mark.parametrize(
-    ("kind", "count"),
-    [
-        pytest.param(kind, count, marks=[UNEXPLAINED] if (kind, count) == ("vowels", 5) else [])
-        for kind in ANSWERS
-        for count in (1, 3, 5)
-    ],
-)
+@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("kind", ANSWERS)
 def test_what_remembers_all_runs_that_ever_were_finds_no_form_likelier(kind: str, count: int) -> None:
     rounds, won, answer = 40, 0, ANSWERS[kind]
     runs = RUNS[min(count, 4)]

@@ -107,16 +107,14 @@ class Source:
         kinds = (tokenize.NUMBER, tokenize.STRING, tokenize.NAME)
         places.sort(key=lambda token: (self._told(token.text, token, told), kinds.index(token.kind)))
         for token in places:
-            said = self._told(token.text, token, told)
-
-            def other(text: str, token: Token = token, said: bool = said) -> bool:
-                fits = _other_literal(right, self._with(node, token.instead(text)))
-                return fits and (said or not self._told(text, token, told))
+            # Values that the file has elsewhere stay among the others: leaving them out only where the right
+            # one is not such a value would tell which form is right.
+            def other(text: str, token: Token = token) -> bool:
+                return _other_literal(right, self._with(node, token.instead(text)))
 
             try:
-                return tuple(
-                    token.instead(text) for text in wrong_literal(token.text, rng, most, other)
-                ), said
+                edits = tuple(token.instead(text) for text in wrong_literal(token.text, rng, most, other))
+                return edits, self._told(token.text, token, told)
             except ValueError:
                 continue
         raise ValueError("no token of the literal has a near one")

@@ -22,7 +22,7 @@ from insitu.view.base import Progress, View, duration
 from insitu.view.curve import Curve, CurvePoint, curve_of, curve_svg, wilson
 from insitu.view.live import LiveView
 from insitu.view.plain import PlainView
-from insitu.view.report import RunReport, ShownRollout, ShownTurn, render_report
+from insitu.view.report import FinalReport, ShownRollout, ShownTurn, render_report
 from insitu.view.run_report import finish, show_run
 
 
@@ -221,7 +221,7 @@ def test_the_curve_of_almost_nothing(steps: int) -> None:
     assert svg_of(Curve(title="t", train=points, heldout=points[:1])) is not None
 
 
-def report(**more: object) -> RunReport:
+def report(**more: object) -> FinalReport:
     values: dict[str, object] = {
         "run_dir": Path("/r"),
         "before": score(22, 128),
@@ -233,7 +233,7 @@ def report(**more: object) -> RunReport:
         "rollouts": 3136,
         "max_logprob_gap": 3.3e-5,
     }
-    return RunReport(**(values | more))  # type: ignore[arg-type]
+    return FinalReport(**(values | more))  # type: ignore[arg-type]
 
 
 def test_report_says_rates_with_counts_ledger_and_places() -> None:

@@ -50,7 +50,7 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentSetup:
+class AgentInstructions:
     """Configuration of one agent for a session."""
 
     agent: str
@@ -82,7 +82,7 @@ def agent_names() -> list[str]:
     return ["pi", *(name for name in RECIPES if name in PROGRAMS)]
 
 
-def setup(agent: str, access: Access, prompt: str = "your task") -> AgentSetup:
+def setup(agent: str, access: Access, prompt: str = "your task") -> AgentInstructions:
     """Return the configuration of an agent for a session.
 
     Raises ConfigError for an unknown agent.
@@ -94,7 +94,7 @@ def setup(agent: str, access: Access, prompt: str = "your task") -> AgentSetup:
     return _from_recipe(RECIPES[agent], access, prompt)
 
 
-def _from_recipe(recipe: Recipe, access: Access, prompt: str) -> AgentSetup:
+def _from_recipe(recipe: Recipe, access: Access, prompt: str) -> AgentInstructions:
     program = PROGRAMS[recipe.name]
     start = Start(
         address=access.address,
@@ -110,7 +110,7 @@ def _from_recipe(recipe: Recipe, access: Access, prompt: str) -> AgentSetup:
     if recipe.stdin(start) and "-" not in arguments:
         arguments.append(prompt)
     arguments = [prompt if argument == "-" else argument for argument in arguments]
-    return AgentSetup(
+    return AgentInstructions(
         agent=recipe.name,
         env={name: value.replace(HOME, access.home) for name, value in recipe.env(start).items()},
         files={path.replace(HOME, access.home): _readable(raw) for path, raw in recipe.files(start).items()},
@@ -119,7 +119,7 @@ def _from_recipe(recipe: Recipe, access: Access, prompt: str) -> AgentSetup:
     )
 
 
-def _pi(access: Access, prompt: str) -> AgentSetup:
+def _pi(access: Access, prompt: str) -> AgentInstructions:
     model = {
         "id": access.model,
         # Pi compacts when fewer than PI_RESERVE tokens remain, by its own estimate.
@@ -138,7 +138,7 @@ def _pi(access: Access, prompt: str) -> AgentSetup:
     if access.tools_url:
         env |= {"INSITU_TOOLS_URL": access.tools_url, "INSITU_TOOLS_KEY": access.tool_secret}
         flags += ["--extension", str(PI_TOOLS)]
-    return AgentSetup(
+    return AgentInstructions(
         agent="pi",
         env=env,
         files={f"{access.home}/.pi/agent/models.json": _readable(config)},

@@ -36,7 +36,7 @@ class ShownRollout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunReport:
+class FinalReport:
     """Content of the report."""
 
     run_dir: Path
@@ -61,7 +61,7 @@ class RunReport:
     curve: Path | None = None
 
 
-def render_report(report: RunReport, width: int = 100) -> str:
+def render_report(report: FinalReport, width: int = 100) -> str:
     """Return the report as text of at most `width` columns, ending in a newline."""
     lines = [""]
     for shown in report.shown:
@@ -75,7 +75,7 @@ def render_report(report: RunReport, width: int = 100) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _steps(report: RunReport) -> str:
+def _steps(report: FinalReport) -> str:
     if report.updates == report.steps:
         return f"{report.steps} optimizer steps"
     return (
@@ -83,7 +83,7 @@ def _steps(report: RunReport) -> str:
     )
 
 
-def _gap(report: RunReport) -> str:
+def _gap(report: FinalReport) -> str:
     if report.max_logprob_gap is None:
         return ""
     tokens = "token" if report.mismatched == 1 else "tokens"
@@ -100,7 +100,7 @@ def score_text(score: Score) -> str:
     return f"{score.rate:.2f} ({score.solved}/{score.total}, 95 % {low:.2f} to {high:.2f}){mean}"
 
 
-def _scores(report: RunReport) -> Iterator[str]:
+def _scores(report: FinalReport) -> Iterator[str]:
     yield "Held-out solve rate"
     yield f"  before  {score_text(report.before)}"
     yield f"  after   {score_text(report.after)}"

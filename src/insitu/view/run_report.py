@@ -15,7 +15,7 @@ from insitu.storage.store import Store
 from insitu.types import Ledger
 from insitu.view.base import rate_text
 from insitu.view.curve import curve_of, curve_svg
-from insitu.view.report import RunReport, ShownRollout, render_report, score_text
+from insitu.view.report import FinalReport, ShownRollout, render_report, score_text
 
 CURVE = "curve.svg"
 REPORT = "report.txt"
@@ -36,12 +36,12 @@ def finish(run_dir: Path, summary: Mapping[str, Any], shown: Sequence[ShownRollo
 
 def report_of(
     run_dir: Path, store: Store, summary: Mapping[str, Any], shown: Sequence[ShownRollout] = ()
-) -> RunReport:
+) -> FinalReport:
     """Return the report of a stored run: scores from its rollouts, the rest from its summary."""
     before, after = _scores(store, "eval_before"), _scores(store, "eval_after")
     none = Score.of(())
     categories = [name for name in before | after if name]
-    return RunReport(
+    return FinalReport(
         run_dir=run_dir,
         before=before.get("", none),
         after=after.get("", none),

@@ -165,7 +165,7 @@ async def test_a_straggler_is_overtaken_within_the_window_only() -> None:
 
 
 @virtual
-async def test_overdue_cancel_never_waits_and_loses_the_slow_group_with_its_tokens_accounted() -> None:
+async def test_late_groups_cancel_never_waits_and_loses_the_slow_group_with_its_tokens_accounted() -> None:
     def delay(spec: AttemptSpec) -> float:
         return 100.0 if spec.rollout_id == "train/00001/002/01" else 1.0
 
@@ -190,7 +190,7 @@ async def test_overdue_cancel_never_waits_and_loses_the_slow_group_with_its_toke
 
 
 @pytest.mark.parametrize(("least", "waits", "members"), [(1, 0.0, 1), (2, 43.0, 2)])
-def test_overdue_leave_goes_without_a_late_further_try_if_enough_are_graded(
+def test_late_groups_skip_goes_without_a_late_further_try_if_enough_are_graded(
     least: int, waits: float, members: int
 ) -> None:
     async def run() -> None:
@@ -220,7 +220,7 @@ def test_overdue_leave_goes_without_a_late_further_try_if_enough_are_graded(
 
 
 @virtual
-async def test_overdue_leave_waits_for_a_first_try() -> None:
+async def test_late_groups_skip_waits_for_a_first_try() -> None:
     slow = "train/00001/000/00"
     attempts = Versions(lambda spec: 1.0, delay_s=lambda spec: 50.0 if spec.rollout_id == slow else 1.0)
     sink, o = MemorySink(), options(late_groups="skip", lookahead=1.0, group_min=1)
@@ -531,7 +531,7 @@ async def test_a_cancelled_run_leaves_what_ran_undecided_for_the_next_process() 
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("overdue", ["wait", "skip", "cancel"])
+@pytest.mark.parametrize("late_groups", ["wait", "skip", "cancel"])
 def test_every_planned_rollout_has_one_fate_and_no_batch_is_older_than_the_bound(
     seed: int, late_groups: Any
 ) -> None:

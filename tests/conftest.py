@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -88,7 +89,7 @@ def docker_image(docker_host: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def real_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A real vLLM server on this machine's CPU; only for tests marked full. Its model computes what the warm
     start does and has an output head of its own, without which weights cannot be reloaded on a CPU."""
     from insitu.config import WARM_START
@@ -99,6 +100,21 @@ def real_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     model = untied_copy(WARM_START, folder / "model")
     with start_vllm(venv, model, folder / "server.log") as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def real_vllm(vllm_server: Any) -> Iterator[Any]:
+    """The real vLLM server with the weights it started with, whatever the tests of a file load into it."""
+    yield vllm_server
+
+    async def restore() -> None:
+        from insitu.engines.http import HttpOptions
+        from insitu.engines.vllm import open_vllm
+
+        async with open_vllm(HttpOptions(url=vllm_server.url, call_deadline_s=120.0)) as engine:
+            await engine.load(vllm_server.model, engine.receipt.version + 1)
+
+    asyncio.run(restore())
 
 
 def unknown_skips(config: pytest.Config) -> list[str]:

@@ -49,26 +49,29 @@ def test_touched_files_come_first_and_the_rest_in_another_order_for_each_commit(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "away", "summary", "line"),
+    ("seconds", "touched_share", "away", "summary", "line"),
     [
-        ("0", 2, "2 skipped", "left out: 2 of test_two.py\n"),
-        ("0", 1, "2 skipped", "left out: 2 of test_two.py, which the change touches\n"),
-        ("0", 0, "2 passed", ""),
-        ("60", 2, "2 passed", ""),
+        ("1e-9", "2", 2, "2 skipped", "left out: 2 of test_two.py\n"),
+        ("1e-9", "2", 1, "2 skipped", "left out: 2 of test_two.py, which the change touches\n"),
+        ("1e-9", "2", 0, "2 skipped", "left out: 2 of test_two.py, which the change touches\n"),
+        ("1e-9", "1e12", 1, "2 skipped", "left out: 2 of test_two.py, which the change touches\n"),
+        ("1e-9", "1e12", 0, "2 passed", ""),
+        ("60", "2", 2, "2 passed", ""),
     ],
 )
 def test_what_is_left_out_once_the_time_is_over_is_named(
-    tmp_path: Path, seconds: str, away: int, summary: str, line: str
+    tmp_path: Path, seconds: str, touched_share: str, away: int, summary: str, line: str
 ) -> None:
     (tmp_path / "test_two.py").write_text("def test_first():\n    pass\ndef test_second():\n    pass\n")
     program = (
         "import pytest, sys, time_budget; budget = time_budget.TimeBudget(float(sys.argv[1]));"
         "time_budget.changed_files = set; time_budget.distance = lambda *_: int(sys.argv[2]);"
+        "time_budget.TOUCHED_SHARE = float(sys.argv[3]);"
         "options = ['-p', 'no:cacheprovider', '-q', '-rs', '--rootdir=.', 'test_two.py'];"
         "sys.exit(pytest.main(options, plugins=[budget]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, seconds, str(away)],
+        [sys.executable, "-c", program, seconds, str(away), touched_share],
         cwd=tmp_path,
         env={"PYTHONPATH": f"{ROOT / 'tests'}"},
         capture_output=True,

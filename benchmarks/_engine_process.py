@@ -2,7 +2,7 @@
 
     python -m benchmarks._engine_process MODEL_FOLDER PORT
 
-The routes are those of testing/fake_vllm.py; what samples behind them is the embedded engine's core, so that
+The routes are those of tests/fakes/vllm.py; what samples behind them is the embedded engine's core, so that
 tokens and log-probabilities are a model's and reloaded weights are weights. It differs from vLLM in one way:
 calls under way end before it pauses, also where they are to be frozen. It ends with its owner, whose end it
 hears on its stdin. Caller: chaos, which starts it and starts it again, as whoever keeps a server does.
@@ -30,10 +30,10 @@ from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
 from insitu.engines.embedded.model import Qwen3, load_model
 from insitu.engines.safetensors_file import read_folder
 from insitu.errors import EngineError
-from insitu.testing.fake_sampler import FakeSampler, Job
-from insitu.testing.fake_vllm import FakeVllm, listening
-from insitu.testing.weight_folders import served_sums
 from insitu.types import Generation, RequestKey, SamplingParams
+from tests.fakes.sampler import FakeSampler, Job
+from tests.fakes.vllm import FakeVllm, listening
+from tests.fakes.weight_folders import served_sums
 
 MODULE = "benchmarks._engine_process"
 START_S = 60.0

@@ -23,10 +23,10 @@ from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.dispatcher import CollectOptions, Slot
 from insitu.collect.options import AsyncOptions
-from insitu.testing.fake_attempts import fake_rollout
-from insitu.testing.virtual_time import run_virtual
 from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.types import Group, Limits, Rollout, Status, Task, task_hash
+from tests.fakes.attempts import fake_rollout
+from tests.fakes.virtual_time import run_virtual
 
 GROUPS, WORKERS, STALENESS = 8, 64, 2
 MEDIAN_S, DEADLINE_S, TRAIN_S, PUBLISH_S = 60.0, 480.0, 240.0, 2.0

@@ -27,10 +27,10 @@ from insitu.collect.dispatcher import CollectOptions
 from insitu.collect.options import AsyncOptions, LateGroups
 from insitu.errors import InsituError
 from insitu.tasks.toy import ToySource
-from insitu.testing.memory_sink import MemorySink
-from insitu.testing.simulated_attempts import Chances, SimulatedAttempts
-from insitu.testing.virtual_time import run_virtual
 from insitu.types import Group, Limits
+from tests.fakes.memory_sink import MemorySink
+from tests.fakes.simulated_attempts import Chances, SimulatedAttempts
+from tests.fakes.virtual_time import run_virtual
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,8 +43,6 @@ from insitu.engines.safetensors_file import read_folder
 from insitu.engines.vllm import open_vllm
 from insitu.errors import TrainError
 from insitu.storage.temp_dirs import scratch_folder
-from insitu.testing.fake_vllm import serve_vllm
-from insitu.testing.weight_folders import served_sums
 from insitu.training.learner.client import Learner, LearnerSpec
 from insitu.training.options import OptimConfig, PolicyConfig, TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
@@ -57,6 +55,8 @@ from insitu.training.weights.files import (
 )
 from insitu.training.weights.gpu import TransferPublisher
 from insitu.types import Group, Ledger, Rollout, Segment, Status, Timings, Trajectory
+from tests.fakes.vllm import serve_vllm
+from tests.fakes.weight_folders import served_sums
 
 DTYPES = ("float32", "bfloat16")
 

@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def docker_host() -> Iterator[str]:
     """A docker daemon, where DOCKER_HOST then points; only for tests marked full."""
     from insitu.errors import SetupError
-    from insitu.testing.docker_daemon import docker_daemon
+    from tests.fakes.docker_daemon import docker_daemon
 
     with contextlib.ExitStack() as stack:
         try:
@@ -93,7 +93,7 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A real vLLM server on this machine's CPU; only for tests marked full. Its model computes what the warm
     start does and has an output head of its own, without which weights cannot be reloaded on a CPU."""
     from insitu.config import WARM_START
-    from insitu.testing.vllm_server import installed_vllm, start_vllm, untied_copy
+    from tests.fakes.vllm_server import installed_vllm, start_vllm, untied_copy
 
     venv = installed_vllm(Path(__file__).parents[1] / "scripts" / "setup-vllm")
     folder = tmp_path_factory.mktemp("vllm")

@@ -16,10 +16,10 @@ from insitu.agents.single_turn import BuildAction, SingleTurn, code_of, code_to_
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.demo.warm_start import write_renderer
+from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineUnavailable, GradeError, HarnessError, TaskError
 from insitu.gateway.server import Gateway
 from insitu.tasks.user_functions import UserFunction
-from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.types import FileEntry, GradingPlan, Limits, Message, RequestKey, Setup, Task, Trajectory
 
 BASE = {"solution.py": FileEntry(content=b"def f():\n    pass\n"), "notes.txt": FileEntry(content=b"keep\n")}

@@ -12,10 +12,10 @@ import pytest
 from insitu.agents.base import AgentResult, ModelAccess
 from insitu.agents.terminus import terminus
 from insitu.chat.template import TemplateRenderer
+from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.server import Gateway
 from insitu.sandbox.local import LocalBackend
-from insitu.testing.open_renderer import open_renderer
-from insitu.testing.scripted_engine import ScriptedEngine
+from insitu.suites.open_renderer import open_renderer
 from insitu.types import IntArray, Limits, Message, RequestKey, Task, Trajectory
 
 CONTEXT, CALL = 4000, 200

@@ -25,9 +25,9 @@ from insitu.engines.http import HttpOptions
 from insitu.engines.vllm import open_vllm
 from insitu.storage.run_dir import RunDir
 from insitu.tasks.toy import ToySource
-from insitu.testing.fake_attempts import fake_rollout
-from insitu.testing.fake_vllm import listening
 from insitu.types import Ledger, Limits, RequestKey, SamplingParams
+from tests.fakes.attempts import fake_rollout
+from tests.fakes.vllm import listening
 
 (TASK,) = ToySource(Limits()).tasks("train", 0, 1)
 

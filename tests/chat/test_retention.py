@@ -23,11 +23,11 @@ from insitu.chat.renderer import dropping_roles
 from insitu.chat.renderers_adapter import AdaptedRenderer, render
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.chat.validation import CodecRenderer
+from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.host_tools import ToolBox
 from insitu.gateway.session_spec import SessionSpec
 from insitu.gateway.turn import Turns
-from insitu.testing.exactness import training_faults
-from insitu.testing.scripted_engine import ScriptedEngine
+from insitu.suites.conformance.exactness import training_faults
 from insitu.types import IntArray, Limits, Message, ModelRequest, RequestKey, ToolCall, Trajectory
 
 DROPPING = ("qwen3", "qwen3.5", "glm-4.5", "glm-5.1", "deepseek-r1", "template")

@@ -24,10 +24,10 @@ from insitu.capture.forest import Forest
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import template_renderer
 from insitu.chat.validation import CodecRenderer
+from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.host_tools import ToolBox
 from insitu.gateway.session_spec import SessionSpec
 from insitu.gateway.turn import Turns
-from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.types import Finish, IntArray, Limits, Message, ModelRequest, Reply, ToolCall, ToolSpec
 
 TOOL = ToolSpec(

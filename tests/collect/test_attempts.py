@@ -21,12 +21,12 @@ from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import load_config
 from insitu.demo.warm_start import write_renderer
+from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import HarnessError, SandboxLost
 from insitu.gateway.server import Gateway
 from insitu.runtime.agents import limits_of, open_agents
 from insitu.storage.logs import AgentLogs
 from insitu.tasks.toy import ToySource
-from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.types import FileEntry, Limits, Message, Outcome, Rollout, Setup, Status, Task, Tree, Verdict
 
 TASK = ToySource(Limits()).tasks("train", 0, 1)[0]

@@ -24,13 +24,10 @@ from insitu.collect.dispatcher import CollectOptions
 from insitu.collect.options import AsyncOptions
 from insitu.demo.warm_start import write_renderer
 from insitu.engines.downtime import engine_down
+from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.host_tools import HostTool
 from insitu.gateway.server import Gateway, GatewayConfig
 from insitu.tasks.toy import ToySource
-from insitu.testing.fake_run import FakeRun
-from insitu.testing.fake_sandbox import FakeBackend
-from insitu.testing.memory_sink import MemorySink
-from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.types import (
     Ledger,
     Limits,
@@ -45,6 +42,9 @@ from insitu.types import (
     Tree,
     Verdict,
 )
+from tests.fakes.memory_sink import MemorySink
+from tests.fakes.sandbox import FakeBackend
+from tests.fakes.sandbox_run import FakeRun
 
 SPEC = AttemptSpec(rollout_id="train/00001/000/00", task=ToySource(Limits()).tasks("train", 0, 1)[0], seed=1)
 

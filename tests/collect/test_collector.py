@@ -19,11 +19,11 @@ from insitu.collect.options import AsyncOptions, RejectReason, ResumeState, acce
 from insitu.collect.pending_group import ResumedGroup
 from insitu.errors import EngineError, SandboxError, TrainError
 from insitu.tasks.toy import ToySource
-from insitu.testing.fake_attempts import FakeAttempts, fake_rollout
-from insitu.testing.memory_sink import MemorySink
-from insitu.testing.simulated_attempts import Chances, SimulatedAttempts, with_tokens
-from insitu.testing.virtual_time import run_virtual
 from insitu.types import Group, Limits, Rollout, Status, Task
+from tests.fakes.attempts import FakeAttempts, fake_rollout
+from tests.fakes.memory_sink import MemorySink
+from tests.fakes.simulated_attempts import Chances, SimulatedAttempts, with_tokens
+from tests.fakes.virtual_time import run_virtual
 
 SOURCE = ToySource(Limits(wall_s=1000.0))
 GROUPS, SIZE = 3, 2

@@ -15,10 +15,10 @@ from insitu.collect.breaker import Breaker
 from insitu.collect.dispatcher import Check, CollectOptions, Dispatcher, Phase, Slot
 from insitu.errors import CaptureError, EngineError, SandboxError, TrainError
 from insitu.tasks.toy import ToySource
-from insitu.testing.fake_attempts import FakeAttempts, fake_rollout
-from insitu.testing.simulated_attempts import with_tokens
-from insitu.testing.virtual_time import run_virtual
 from insitu.types import Limits, Rollout, Status
+from tests.fakes.attempts import FakeAttempts, fake_rollout
+from tests.fakes.simulated_attempts import with_tokens
+from tests.fakes.virtual_time import run_virtual
 
 TASKS = ToySource(Limits()).tasks("train", 0, 3)
 

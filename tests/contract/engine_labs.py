@@ -19,14 +19,14 @@ from insitu.engines.base import Engine
 from insitu.engines.external import ExternalEngine
 from insitu.engines.external_http import serve_external
 from insitu.engines.http import HttpOptions
+from insitu.engines.scripted import ScriptedEngine
 from insitu.engines.sglang import open_sglang
 from insitu.engines.vllm import open_vllm
-from insitu.testing.fake_sampler import FakeSampler, Job
-from insitu.testing.fake_sglang import serve_sglang
-from insitu.testing.fake_vllm import serve_vllm
-from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.training.learner.client import Learner, LearnerSpec
 from insitu.types import IntArray, RequestKey, SamplingParams
+from tests.fakes.sampler import FakeSampler, Job
+from tests.fakes.sglang import serve_sglang
+from tests.fakes.vllm import serve_vllm
 
 VOCAB = 448
 """Of the warm start; the fakes take the same."""

@@ -17,7 +17,7 @@ from insitu.sandbox.base import ExecResult, Sandbox, SandboxBackend
 from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.harbor import HarborBackend
 from insitu.sandbox.local import LocalBackend, Mode
-from insitu.testing.fake_harbor import FakeEnvironment
+from tests.fakes.harbor import FakeEnvironment
 
 NEEDS_DAEMON = {"docker"}
 """Labs that only `make test-full` opens."""

@@ -16,8 +16,8 @@ from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import Pool
 from insitu.sandbox.tree import TreeTooLarge
-from insitu.testing.fake_sandbox import FakeBackend
 from insitu.types import FileEntry
+from tests.fakes.sandbox import FakeBackend
 
 FILES = {
     "a.py": FileEntry(content=b"print(1)\n"),

@@ -17,12 +17,12 @@ from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import Config, load_config
 from insitu.demo.demonstrator import call, edit
 from insitu.demo.warm_start import write_renderer
+from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineError
 from insitu.grading.grader import Grader
 from insitu.runtime.agents import AgentSetup, limits_of, open_agents
 from insitu.runtime.sandboxes import make_pool
 from insitu.tasks.toy import ToyProblem, ToySource
-from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.types import IntArray, Message, Outcome, RequestKey, Rollout, Status, Task, Tree, Verdict
 
 

@@ -13,8 +13,8 @@ from insitu.config import Config, load_config
 from insitu.engines import factory as opening
 from insitu.engines.factory import open_engine
 from insitu.errors import EngineError, EngineUnavailable
-from insitu.testing.fake_sglang import FakeSglang
-from insitu.testing.fake_vllm import FakeVllm, listening
+from tests.fakes.sglang import FakeSglang
+from tests.fakes.vllm import FakeVllm, listening
 
 FAKES: Mapping[str, type[FakeVllm] | type[FakeSglang]] = {"vllm": FakeVllm, "sglang": FakeSglang}
 

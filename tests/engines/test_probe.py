@@ -11,8 +11,8 @@ from insitu.engines.base import EngineInfo, PauseMode, Receipt
 from insitu.engines.probe import check_counts, probe_engine
 from insitu.engines.request_ids import stream_seed
 from insitu.errors import EngineError
-from insitu.testing.fake_sampler import ChanceModel, FloatRow
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from tests.fakes.sampler import ChanceModel, FloatRow
 
 VOCAB = 97
 PROMPT: IntArray = np.array([1, 2, 3, 4, 5, 6], dtype=np.int32)

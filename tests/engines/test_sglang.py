@@ -14,9 +14,9 @@ from insitu.engines.http import HttpOptions
 from insitu.engines.probe import probe_engine
 from insitu.engines.sglang import open_sglang
 from insitu.errors import EngineError
-from insitu.testing.fake_sglang import FakeSglang, serve_sglang
-from insitu.testing.weight_folders import chance_folder
 from insitu.types import IntArray, RequestKey, SamplingParams
+from tests.fakes.sglang import FakeSglang, serve_sglang
+from tests.fakes.weight_folders import chance_folder
 
 VOCAB = 97
 PROMPT: IntArray = np.array([1, 2, 3, 4, 5, 6], dtype=np.int32)

@@ -14,9 +14,9 @@ from insitu.engines.http import HttpOptions
 from insitu.engines.probe import probe_engine
 from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import ConfigError, EngineError, EngineUnavailable
-from insitu.testing.fake_vllm import FakeVllm, serve_vllm
-from insitu.testing.weight_folders import chance_folder
 from insitu.types import IntArray, RequestKey, SamplingParams
+from tests.fakes.vllm import FakeVllm, serve_vllm
+from tests.fakes.weight_folders import chance_folder
 
 VOCAB = 97
 PROMPT: IntArray = np.array([1, 2, 3, 4, 5, 6], dtype=np.int32)

@@ -15,9 +15,9 @@ from insitu.engines.http import HttpOptions
 from insitu.engines.safetensors_file import read_folder, read_tensors, sums_of, write_manifest, write_tensors
 from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import EngineError
-from insitu.testing.fake_vllm import FakeVllm, serve_vllm
-from insitu.testing.weight_folders import chance_folder, chance_tensors
 from insitu.types import Generation, RequestKey, SamplingParams
+from tests.fakes.vllm import FakeVllm, serve_vllm
+from tests.fakes.weight_folders import chance_folder, chance_tensors
 
 VOCAB = 40
 PROMPT = np.arange(5, 12, dtype=np.int32)

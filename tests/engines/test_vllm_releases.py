@@ -18,9 +18,9 @@ from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.engines.vllm_weights import FRESH
 from insitu.engines.vllm_worker import InsituWorker
 from insitu.errors import EngineError
-from insitu.testing.fake_vllm import FakeVllm, serve_vllm
-from insitu.testing.weight_folders import chance_folder, chance_tensors
 from insitu.types import Generation, RequestKey, SamplingParams
+from tests.fakes.vllm import FakeVllm, serve_vllm
+from tests.fakes.weight_folders import chance_folder, chance_tensors
 
 VOCAB = 40
 PROMPT = np.arange(5, 12, dtype=np.int32)

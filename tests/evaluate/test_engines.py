@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import insitu
-from insitu.testing.fake_sglang import serve_sglang
-from insitu.testing.fake_vllm import serve_vllm
+from tests.fakes.sglang import serve_sglang
+from tests.fakes.vllm import serve_vllm
 
 VOCAB = 448
 """Of the warm start."""

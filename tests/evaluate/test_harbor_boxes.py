@@ -16,18 +16,18 @@ import pytest
 from insitu.chat.renderer import ChatRenderer
 from insitu.cli import main
 from insitu.config import Config, load_config
+from insitu.engines.scripted import ScriptedEngine
 from insitu.evaluate.run import RolloutOptions, rollout
 from insitu.grading.grader import Grader
 from insitu.install_hints import install_extra
 from insitu.sandbox.harbor import HarborBackend
 from insitu.suites.attacks.target import target_for, text
-from insitu.testing.fake_harbor import local_environment
-from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.training.learner.sampler import Sampler
 from insitu.types import WORKDIR, HiddenTests, IntArray, Message, RequestKey
 from insitu.view.plain import PlainView
+from tests.fakes.harbor import local_environment
 
-FAKE = ["sandbox.backend=harbor", "sandbox.environment=insitu.testing.fake_harbor:local_environment",
+FAKE = ["sandbox.backend=harbor", "sandbox.environment=tests.fakes.harbor:local_environment",
         "sandbox.image=any"]  # fmt: skip
 RIGHT, WRONG = "def f(n):\n    return n + 1\n", "def f(n):\n    return n\n"
 

@@ -16,7 +16,7 @@ import pytest
 import insitu
 from benchmarks.grading import run as run_bench
 from insitu.config import load_config
-from insitu.testing.fake_provider import KEY, serve_provider
+from tests.fakes.provider import KEY, serve_provider
 
 DATA = Path(os.environ.get("INSITU_HUMANEVAL", Path(__file__).parents[1] / "data" / "HumanEval.jsonl.gz"))
 SETTINGS = ["tasks.source=humaneval", "tasks.eval_share=1.0", f"tasks.path={DATA}"]

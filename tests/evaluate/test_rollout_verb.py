@@ -16,11 +16,11 @@ import pytest
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, load_config
 from insitu.demo.demonstrator import call, edit
+from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import ConfigError, EngineError, RecordError, SetupError, TaskError, TrainError
 from insitu.evaluate.run import RolloutOptions, rollout
 from insitu.storage.run_dir import read_store
 from insitu.tasks.toy import ToyProblem, ToySource
-from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.training.learner.sampler import Sampler
 from insitu.training.loop import TrainOptions, train
 from insitu.types import IntArray, Limits, Message, RequestKey, Rollout

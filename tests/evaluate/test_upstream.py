@@ -21,9 +21,9 @@ import insitu
 from insitu.shutdown import descendants
 from insitu.storage.run_dir import has_rollouts, read_store
 from insitu.tasks.toy import ToyProblem, make_problem
-from insitu.testing.fake_provider import KEY, FakeProvider, serve_provider
 from insitu.types import Limits, Status
 from insitu.view.run_report import show_run
+from tests.fakes.provider import KEY, FakeProvider, serve_provider
 
 DEADLINE_S = 90
 TASKS, PER_TASK = 4, 3

@@ -17,6 +17,7 @@ from insitu.agents.registry import RECIPES
 from insitu.agents.script import ScriptHarness
 from insitu.attempt import AttemptExecutor, AttemptSpec
 from insitu.chat.template import TemplateRenderer
+from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import HarnessError
 from insitu.gateway.server import Gateway
 from insitu.grading.grader import Grader
@@ -26,8 +27,7 @@ from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance.agent_tools import PLAYS, AgentTools
 from insitu.suites.conformance.run import make_harness
 from insitu.suites.conformance.scripted_policy import FILES, PROMPT, RIGHT, ScriptedPolicy
-from insitu.testing.open_renderer import Splitter, open_renderer
-from insitu.testing.scripted_engine import ScriptedEngine
+from insitu.suites.open_renderer import Splitter, open_renderer
 from insitu.types import (
     Case,
     GradingPlan,

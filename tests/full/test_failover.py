@@ -15,15 +15,15 @@ import pytest
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, load_config
 from insitu.demo.demonstrator import call, edit
+from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import SetupError
 from insitu.evaluate.run import RolloutOptions, rollout
 from insitu.storage.run_dir import read_store
 from insitu.tasks.toy import ToySource
-from insitu.testing.docker_daemon import docker_daemon
-from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.training.learner.sampler import Sampler
 from insitu.types import IntArray, Limits, Message, RequestKey
 from insitu.view.plain import PlainView
+from tests.fakes.docker_daemon import docker_daemon
 
 pytestmark = pytest.mark.full
 IMAGE = "insitu-sandbox:bookworm"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from insitu.tasks.toy import ToySource
-from insitu.testing.fake_provider import KEY, serve_provider
 from insitu.types import Limits
+from tests.fakes.provider import KEY, serve_provider
 
 pytestmark = pytest.mark.full
 

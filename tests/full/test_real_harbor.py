@@ -27,7 +27,7 @@ from harbor.environments.base import BaseEnvironment, ExecResult, SandboxBuildFa
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.environments.factory import EnvironmentFactory
 from insitu.sandbox import harbor, harbor_sdk
-from insitu.testing.fake_harbor import FakeEnvironment
+from tests.fakes.harbor import FakeEnvironment
 
 for name in ("start", "stop", "exec", "upload_file", "download_file"):
     real = list(inspect.signature(getattr(BaseEnvironment, name)).parameters)

@@ -30,8 +30,8 @@ from insitu.engines.probe import probe_engine
 from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import EngineError
 from insitu.gateway.server import Gateway
-from insitu.testing.vllm_server import RealVllm, installed_vllm, start_vllm
 from insitu.types import Generation, IntArray, Limits, RequestKey, SamplingParams
+from tests.fakes.vllm_server import RealVllm, installed_vllm, start_vllm
 
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
 

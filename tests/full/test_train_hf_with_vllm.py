@@ -14,7 +14,7 @@ from vllm_lab import train
 
 from insitu.config import WARM_START
 from insitu.storage.run_dir import read_store
-from insitu.testing.vllm_server import RealVllm, installed_vllm, start_vllm
+from tests.fakes.vllm_server import RealVllm, installed_vllm, start_vllm
 
 pytestmark = pytest.mark.full
 

@@ -12,7 +12,7 @@ import pytest
 from vllm_lab import train
 
 from insitu.storage.run_dir import read_store
-from insitu.testing.vllm_server import RealVllm
+from tests.fakes.vllm_server import RealVllm
 
 pytestmark = pytest.mark.full
 

@@ -16,6 +16,7 @@ import pytest
 from insitu.agents.base import ModelAccess
 from insitu.agents.pool import Sockets, WorkerPool
 from insitu.attempt import AttemptExecutor, AttemptSpec
+from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.provider_session import UpstreamOptions
 from insitu.gateway.proxy import open_proxy
 from insitu.gateway.server import Gateway
@@ -25,8 +26,7 @@ from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance.agent_tools import PLAYS
 from insitu.suites.conformance.run import make_harness
 from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
-from insitu.testing.open_renderer import Splitter, open_renderer
-from insitu.testing.scripted_engine import ScriptedEngine
+from insitu.suites.open_renderer import Splitter, open_renderer
 from insitu.types import Case, GradingPlan, Limits, Oracle, Status, Task, Tree, Verdict, task_hash
 
 pytestmark = pytest.mark.full

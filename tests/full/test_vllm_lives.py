@@ -17,7 +17,7 @@ from vllm_lab import train
 
 from insitu.config import WARM_START
 from insitu.storage.run_dir import read_store
-from insitu.testing.vllm_server import installed_vllm, start_vllm, untied_copy
+from tests.fakes.vllm_server import installed_vllm, start_vllm, untied_copy
 
 pytestmark = pytest.mark.full
 

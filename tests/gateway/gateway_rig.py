@@ -11,9 +11,9 @@ from typing import Any, Self
 import aiohttp
 
 from insitu.chat.template import TemplateRenderer
+from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.server import CallReport, Gateway, GatewayConfig
-from insitu.testing.exactness import training_faults
-from insitu.testing.scripted_engine import ScriptedEngine
+from insitu.suites.conformance.exactness import training_faults
 from insitu.types import IntArray, Limits, Message, RequestKey, ToolCall, Trajectory
 
 ASK = [{"role": "system", "content": "You fix code."}, {"role": "user", "content": "Fix f."}]

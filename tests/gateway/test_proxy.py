@@ -25,7 +25,7 @@ from insitu.gateway.request import GatewayConfig
 from insitu.gateway.routes import take_apart
 from insitu.gateway.session_spec import Rejections
 from insitu.runtime.upstream import UpstreamSession, spent_in, upstream_options
-from insitu.testing.fake_provider import KEY, FakeProvider, frames, serve_provider, whole
+from tests.fakes.provider import KEY, FakeProvider, frames, serve_provider, whole
 
 ROUTES = [
     ("v1/chat/completions", "Authorization", f"Bearer {KEY}"),

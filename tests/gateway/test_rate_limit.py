@@ -19,7 +19,7 @@ from insitu.gateway.dialects.base import WireError
 from insitu.gateway.provider_session import Budgets, ProviderSession, UpstreamOptions
 from insitu.gateway.proxy import ProviderProxy, open_proxy
 from insitu.gateway.rate_limit import LONGEST_PAUSE_S, RateLimiter, asked_pause_s, back_off_s
-from insitu.testing.fake_provider import KEY, FakeProvider, serve_provider
+from tests.fakes.provider import KEY, FakeProvider, serve_provider
 
 PLENTY = Budgets(max_calls=100)
 

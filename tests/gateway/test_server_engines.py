@@ -18,9 +18,9 @@ from insitu.engines.http import HttpOptions
 from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.gateway.server import Gateway, GatewayConfig
 from insitu.gateway.session import MAX_OUTAGES, Session
-from insitu.testing.fake_vllm import FakeVllm, serve_vllm
-from insitu.testing.weight_folders import chance_folder
 from insitu.types import Limits
+from tests.fakes.vllm import FakeVllm, serve_vllm
+from tests.fakes.weight_folders import chance_folder
 
 ASK = {"messages": [{"role": "user", "content": "Fix f."}], "max_tokens": 24}
 

@@ -15,7 +15,7 @@ from insitu.runtime.agents import limits_of
 from insitu.runtime.sandboxes import UNSUPPORTED, check_tasks, examples_of, make_backend
 from insitu.tasks.factory import open_source
 
-FAKE = "sandbox.environment=insitu.testing.fake_harbor:local_environment"
+FAKE = "sandbox.environment=tests.fakes.harbor:local_environment"
 
 
 @pytest.mark.parametrize("kind", ["local", "harbor"])

@@ -19,9 +19,9 @@ from insitu.runtime.trust_filter import filter_by_trust
 from insitu.sandbox.local import LocalBackend
 from insitu.tasks.base import Split
 from insitu.tasks.factory import open_source
-from insitu.testing.fake_attempts import fake_rollout
 from insitu.training.alarms.tampering import verdict_counts
 from insitu.types import FileEntry, Outcome, Rollout, Task, Trust, Verdict
+from tests.fakes.attempts import fake_rollout
 
 BASE = "def f(x):\n    return x\n"
 PLAIN = "from m import f\n\n\ndef test_f():\n    assert f(1) == 2\n"

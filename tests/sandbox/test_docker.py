@@ -34,8 +34,8 @@ from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.docker_cli import Cli, classify
 from insitu.sandbox.docker_image import Images
 from insitu.sandbox.process_owner import owner
-from insitu.testing.docker_daemon import sweep
 from insitu.types import FileEntry
+from tests.fakes.docker_daemon import sweep
 
 NO_DAEMON = "Cannot connect to the Docker daemon at unix:///x. Is the docker daemon running?"
 

@@ -15,7 +15,7 @@ from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.harbor import HarborBackend
 from insitu.sandbox.harbor_sdk import of_kind
 from insitu.sandbox.local import LocalBackend
-from insitu.testing.fake_harbor import FakeEnvironment
+from tests.fakes.harbor import FakeEnvironment
 
 
 class Cloud:

@@ -22,8 +22,8 @@ from insitu.errors import (
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.circuit_breaker import CircuitOptions
 from insitu.sandbox.pool import Pool, PoolOptions
-from insitu.testing.fake_sandbox import FakeBackend
 from insitu.types import FileEntry
+from tests.fakes.sandbox import FakeBackend
 
 PLAIN = SandboxSpec()
 

@@ -18,9 +18,9 @@ import pytest
 
 import insitu
 from insitu.cli import main
-from insitu.testing.fake_provider import KEY, serve_provider
-from insitu.testing.fake_sglang import serve_sglang
-from insitu.testing.fake_vllm import serve_vllm
+from tests.fakes.provider import KEY, serve_provider
+from tests.fakes.sglang import serve_sglang
+from tests.fakes.vllm import serve_vllm
 
 VOCAB = 448
 """Of the warm start."""

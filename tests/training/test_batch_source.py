@@ -17,9 +17,6 @@ from insitu.errors import ConfigError, RecordError
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.tasks.toy import ToySource
-from insitu.testing.fake_attempts import fake_rollout
-from insitu.testing.simulated_attempts import Chances, SimulatedAttempts, with_tokens
-from insitu.testing.virtual_time import run_virtual
 from insitu.training.alarms.infra import InfraFailureRate
 from insitu.training.batch_source import Batches, async_options, collect_options, left_before, open_ahead
 from insitu.training.loop import check_steps
@@ -27,6 +24,9 @@ from insitu.training.plan.step import PlanConfig, plan_step, use_of
 from insitu.training.step_metrics import ahead_summary
 from insitu.training.store_sink import StoreSink
 from insitu.types import Group, Limits, Status
+from tests.fakes.attempts import fake_rollout
+from tests.fakes.simulated_attempts import Chances, SimulatedAttempts, with_tokens
+from tests.fakes.virtual_time import run_virtual
 
 SOURCE = ToySource(Limits())
 STEPS = 6

@@ -84,7 +84,7 @@ print("agreed")
 def python_with_triton() -> Path:
     if importlib.util.find_spec("triton") is not None:
         return Path(sys.executable)
-    from insitu.testing.vllm_server import installed_vllm
+    from tests.fakes.vllm_server import installed_vllm
 
     return installed_vllm(ROOT / "scripts" / "setup-vllm") / "bin" / "python"
 

@@ -20,7 +20,6 @@ from insitu.engines.embedded.model import load_model, save_model
 from insitu.engines.http import HttpOptions
 from insitu.engines.vllm import open_vllm
 from insitu.errors import ConfigError, TrainError
-from insitu.testing.fake_vllm import serve_vllm
 from insitu.training.learner.client import Export, Learner, LearnerSpec
 from insitu.training.memory.plan import MemoryPlanner
 from insitu.training.model.load import open_policy
@@ -29,6 +28,7 @@ from insitu.training.trainer.trainer import Trainer
 from insitu.training.weights.export import Form, export
 from insitu.training.weights.files import DiskPublisher, PublishOptions
 from insitu.types import RequestKey, SamplingParams
+from tests.fakes.vllm import serve_vllm
 
 
 def spec(folder: Path, **policy: object) -> LearnerSpec:

@@ -13,10 +13,10 @@ from insitu.engines.downtime import on_downtime
 from insitu.errors import EngineError, TrainError
 from insitu.gateway.deadlines import CallDeadline, SessionClock
 from insitu.gateway.session_spec import SessionStats
-from insitu.testing.fake_learner import FakeLearner
 from insitu.training.learner.supervisor import LearnerSupervisor, RetryingEngine
 from insitu.training.plan.step import StepPlan
 from insitu.types import Ledger, RequestKey, SamplingParams
+from tests.fakes.learner import FakeLearner
 
 STEPS = 3
 REQUESTS = 4

@@ -19,12 +19,12 @@ import insitu
 from insitu.engines.http import HttpOptions
 from insitu.engines.vllm import open_vllm
 from insitu.errors import EngineError, EngineUnavailable, TrainError
-from insitu.testing.fake_exporter import FakeExporter
-from insitu.testing.fake_vllm import FakeVllm, serve_vllm
-from insitu.testing.weight_folders import served_sums
 from insitu.training.weights.files import DiskPublisher, PublishOptions
 from insitu.training.weights.reconnect import ReconnectingEngine
 from insitu.types import Generation, RequestKey, SamplingParams
+from tests.fakes.exporter import FakeExporter
+from tests.fakes.vllm import FakeVllm, serve_vllm
+from tests.fakes.weight_folders import served_sums
 
 VOCAB = 40
 
@@ -81,9 +81,9 @@ async def test_requests_that_its_death_cut_short_are_made_again_with_the_publish
 
 LIFE = """
 import asyncio, sys
-from insitu.testing.fake_exporter import FakeExporter
-from insitu.testing.fake_vllm import FakeVllm, listening
-from insitu.testing.weight_folders import served_sums
+from tests.fakes.exporter import FakeExporter
+from tests.fakes.vllm import FakeVllm, listening
+from tests.fakes.weight_folders import served_sums
 
 async def live():
     fake = FakeVllm(40, token_delay_s=0.02)

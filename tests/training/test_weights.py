@@ -16,13 +16,13 @@ from insitu.engines.http import HttpOptions
 from insitu.engines.safetensors_file import read_folder, read_manifest, sums_of
 from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import EngineError
-from insitu.testing.fake_exporter import FakeExporter, FakeTransfers
-from insitu.testing.fake_sglang import serve_sglang
-from insitu.testing.fake_vllm import FakeVllm, serve_vllm
-from insitu.testing.weight_folders import chance_tensors, served_sums
 from insitu.training.weights.files import DeltaPublisher, DiskPublisher, PublishOptions
 from insitu.training.weights.gpu import TransferPublisher, Way
 from insitu.types import RequestKey, SamplingParams
+from tests.fakes.exporter import FakeExporter, FakeTransfers
+from tests.fakes.sglang import serve_sglang
+from tests.fakes.vllm import FakeVllm, serve_vllm
+from tests.fakes.weight_folders import chance_tensors, served_sums
 
 VOCAB = 40
 

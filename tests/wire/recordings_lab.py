@@ -22,12 +22,12 @@ import numpy as np
 import orjson
 
 from insitu.chat.template import TemplateRenderer
+from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.dialects.base import WireCall
 from insitu.gateway.routes import take_apart
 from insitu.gateway.server import DIALECTS, Gateway
 from insitu.gateway.session import Session
-from insitu.testing.open_renderer import Splitter
-from insitu.testing.scripted_engine import ScriptedEngine
+from insitu.suites.open_renderer import Splitter
 from insitu.types import IntArray, Limits, Message, ModelRequest, RequestKey, ToolCall, Trajectory
 
 FOLDER = Path(__file__).parent / "recordings"

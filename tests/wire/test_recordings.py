@@ -13,7 +13,7 @@ from insitu.agents.install import PI_VERSION
 from insitu.agents.registry import RECIPES
 from insitu.chat.template import TemplateRenderer
 from insitu.suites.conformance.agent_tools import PLAYS
-from insitu.testing.open_renderer import Splitter, open_renderer
+from insitu.suites.open_renderer import Splitter, open_renderer
 
 FILES = sorted(FOLDER.glob("*.jsonl.xz"))
 LARGEST_BYTES = 150_000

@@ -101,7 +101,7 @@ def limit_s(task: Task, grace_s: float) -> float:
 
 
 class AttemptRunner(Protocol):
-    """Runs one attempt: `rollout.AttemptExecutor` or `testing.FakeAttempts`."""
+    """Runs one attempt: `attempt.AttemptExecutor`, or a fake."""
 
     async def run(
         self,

@@ -24,10 +24,10 @@ from insitu.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot
 from insitu.config import Config, demo_preset, load_config, model_folder
 from insitu.demo.demonstrator import FINAL, Habits, Step, edit, guess
 from insitu.demo.warm_start import Demonstrator
+from insitu.engines.scripted import ScriptedEngine
 from insitu.runtime.agents import limits_of, open_agents
 from insitu.storage.store import Score
 from insitu.tasks.toy import ToyProblem, ToySource
-from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.training.build import make_judge
 from insitu.types import Message, Rollout
 from insitu.view.curve import wilson

@@ -30,6 +30,7 @@ from insitu.demo.demonstrator import Habits, Step, plan_turns
 from insitu.demo.rendered_demonstrations import Demonstration
 from insitu.demo.sft_data import Recorded, SftJob, write_job, write_recorded
 from insitu.demo.vocabulary import CONTROL, build_tokenizer
+from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import TrainError, first_error
 from insitu.runtime.agents import limits_of, open_agents
 from insitu.shutdown import run_interruptible
@@ -41,7 +42,6 @@ from insitu.storage.temp_dirs import (
     scratch_folder,
 )
 from insitu.tasks.toy import ToyProblem, ToySource
-from insitu.testing.scripted_engine import ScriptedEngine
 from insitu.training.learner.environment import computing
 from insitu.types import IntArray, Message, RequestKey, Segment, Task
 from insitu.view.base import View

@@ -1,6 +1,6 @@
 """An SGLang server as an Engine: `/generate` with `input_ids`, and its documented control routes.
 
-Written to SGLang's documentation and tested against the shipped fake that follows it (testing/fake_sglang),
+Written to SGLang's documentation and tested against the shipped fake that follows it (tests/fakes),
 not against a real server. SGLang reports one weight version per reply, the one at its end. So a call never
 spans an update: it is cut off, its tokens are kept under the old version, and after the update the rest is
 requested as a new request behind it. Draws repeat by seed only with --enable-deterministic-inference. Its

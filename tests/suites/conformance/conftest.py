@@ -9,7 +9,7 @@ import pytest
 
 from insitu.agents.install import find_pi
 from insitu.chat.template import TemplateRenderer
-from insitu.testing.open_renderer import Splitter, open_renderer
+from insitu.suites.open_renderer import Splitter, open_renderer
 
 
 @pytest.fixture(scope="session")

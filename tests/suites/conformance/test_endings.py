@@ -12,6 +12,7 @@ import pytest
 
 from insitu.agents.base import AgentResult, ModelAccess
 from insitu.chat.template import TemplateRenderer
+from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineError
 from insitu.gateway.server import Gateway
 from insitu.gateway.session_spec import SessionStats
@@ -19,8 +20,7 @@ from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance.agent_tools import PLAYS
 from insitu.suites.conformance.run import make_harness
 from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
-from insitu.testing.open_renderer import Splitter
-from insitu.testing.scripted_engine import ScriptedEngine
+from insitu.suites.open_renderer import Splitter
 from insitu.types import Limits, Task
 
 Ending = Literal["budget", "engine", "overflow"]

@@ -14,7 +14,7 @@ from insitu.suites.conformance import checks
 from insitu.suites.conformance.agent_tools import PLAYS
 from insitu.suites.conformance.prompt_reader import read_prompt
 from insitu.suites.conformance.scripted_policy import MAIN, MOST_LOOKS, PROMPT, RIGHT, ScriptedPolicy
-from insitu.testing.open_renderer import Splitter
+from insitu.suites.open_renderer import Splitter
 from insitu.types import IntArray, Message, RequestKey, ToolSpec
 
 TEXTS = ("def area(w, h):\n    return w + h\n", "café 日本 🙂", "<|im_end|> <tool_call>", "")

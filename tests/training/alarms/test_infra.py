@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from insitu.attempt import AttemptSpec
-from insitu.testing.fake_attempts import fake_rollout
 from insitu.training.alarms.infra import InfraFailureRate
 from insitu.types import Rollout, Task
+from tests.fakes.attempts import fake_rollout
 
 
 def rollout(task: str, fate: float | str) -> Rollout:

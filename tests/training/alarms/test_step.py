@@ -22,9 +22,6 @@ from insitu.errors import SetupError
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.run_dir import RunDir, read_store
 from insitu.storage.store import StepRecord, Store
-from insitu.testing.fake_attempts import fake_rollout
-from insitu.testing.fake_learner import FakeLearner
-from insitu.testing.simulated_attempts import with_tokens
 from insitu.training.alarms.infra import InfraFailureRate
 from insitu.training.alarms.spikes import SpikeDetector, lost_share
 from insitu.training.alarms.step import StepAlarms, why_untrained
@@ -35,6 +32,9 @@ from insitu.training.options import StepResult, gaps
 from insitu.training.plan.step import PlanConfig, StepPlan
 from insitu.training.step_metrics import heldout_summary, step_metrics
 from insitu.types import Group, Ledger, Outcome, Rollout, Task, Verdict
+from tests.fakes.attempts import fake_rollout
+from tests.fakes.learner import FakeLearner
+from tests.fakes.simulated_attempts import with_tokens
 
 SIZE, GROUPS = 4, 4
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from insitu.agents.base import AgentResult, ModelAccess
 from insitu.agents.script import ScriptHarness
 from insitu.chat.template import TemplateRenderer
+from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.session_spec import SessionStats
 from insitu.sandbox.base import SandboxBackend
-from insitu.testing.open_renderer import open_renderer
-from insitu.testing.scripted_engine import ScriptedEngine
+from insitu.suites.open_renderer import open_renderer
 from insitu.types import Limits, Message, Task, Trajectory
 
 SEAL_S = 5.0

@@ -1,7 +1,7 @@
 """What a scripted policy sees: the prompt's ids, read back as a conversation.
 
 The policy gets nothing but the ids that the engine gets, so what it does shows that they carry everything an
-agent said. Blocks are found by control ids, never by text. Only for `testing.open_renderer`.
+agent said. Blocks are found by control ids, never by text. Only for `suites.open_renderer`.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from insitu.agents.install import PI_VERSION, install, install_pi
 from insitu.agents.pi import PiHarness
 from insitu.agents.recipe import CliHarness
 from insitu.agents.registry import RECIPES
+from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import InsituError
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
@@ -28,8 +29,7 @@ from insitu.suites.conformance.agent_tools import PLAYS, AgentTools
 from insitu.suites.conformance.checks import ConformanceResult, judge, traffic_failures
 from insitu.suites.conformance.recorder import WireRecorder
 from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
-from insitu.testing.open_renderer import Splitter, open_renderer
-from insitu.testing.scripted_engine import ScriptedEngine
+from insitu.suites.open_renderer import Splitter, open_renderer
 from insitu.types import Limits, Task, Trajectory
 
 SEED = 1

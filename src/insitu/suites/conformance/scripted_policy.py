@@ -19,7 +19,7 @@ import numpy as np
 from insitu.chat.template import TemplateRenderer
 from insitu.suites.conformance.agent_tools import AgentTools, Call
 from insitu.suites.conformance.prompt_reader import PromptBlock, PromptTranscript, read_prompt
-from insitu.testing.open_renderer import Splitter
+from insitu.suites.open_renderer import Splitter
 from insitu.types import FileEntry, IntArray, RequestKey, Tree
 
 MAIN = "[[main task]]"
@@ -64,7 +64,7 @@ class SampledReply:
 
 
 class ScriptedPolicy:
-    """Implements `insitu.testing.scripted_engine.Policy`."""
+    """Implements `insitu.engines.scripted.Policy`."""
 
     def __init__(self, renderer: TemplateRenderer, splitter: Splitter, play: AgentTools) -> None:
         self.spoken: dict[int, SampledReply] = {}

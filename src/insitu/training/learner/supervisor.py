@@ -35,7 +35,7 @@ Committed = Callable[[], Path | None]
 
 
 class RestartableLearner(Protocol):
-    """A learner as far as its deaths go: client.Learner, or testing.FakeLearner."""
+    """A learner as far as its deaths go: client.Learner, or a fake."""
 
     @property
     def alive(self) -> bool: ...

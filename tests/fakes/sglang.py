@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from insitu.testing.fake_sampler import FakeSampler, Job
-from insitu.testing.fake_vllm import Corrupt, listening
+from tests.fakes.sampler import FakeSampler, Job
+from tests.fakes.vllm import Corrupt, listening
 
 _MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 

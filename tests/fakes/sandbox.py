@@ -19,9 +19,9 @@ from typing import Self
 from insitu.errors import PolicyUnsupported, SandboxError, SandboxLost
 from insitu.sandbox.base import Capability, ExecResult, Owner, SandboxSpec
 from insitu.sandbox.tree import TreeTooLarge, parts_of
-from insitu.testing.fake_programs import PROGRAMS
-from insitu.testing.fake_run import FakeRun, Program
 from insitu.types import FileEntry, Tree
+from tests.fakes.sandbox_programs import PROGRAMS
+from tests.fakes.sandbox_run import FakeRun, Program
 
 HOME = "/home/agent"
 KILLED = -9

@@ -10,10 +10,10 @@ import numpy as np
 import orjson
 
 from insitu.engines.safetensors_file import StoredTensor, digest, sums_of, write_manifest, write_tensors
-from insitu.testing.fake_vllm import FakeVllm
-from insitu.testing.weight_folders import chance_tensors
 from insitu.training.learner.client import Export, Exported
 from insitu.training.weights.delta import write_delta
+from tests.fakes.vllm import FakeVllm
+from tests.fakes.weight_folders import chance_tensors
 
 
 class FakeExporter:

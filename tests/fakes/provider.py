@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from insitu.testing.fake_vllm import listening
+from tests.fakes.vllm import listening
 
 KEY = "operator's key"
 

@@ -18,8 +18,8 @@ from aiohttp import web
 
 from insitu.engines.safetensors_file import StoredTensor, read_folder, sums_of, total
 from insitu.engines.weight_mapping import EMPTY as _EMPTY
-from insitu.testing.fake_sampler import ChanceModel, FakeSampler, Job
-from insitu.testing.weight_folders import chance_tensors, served_sums
+from tests.fakes.sampler import ChanceModel, FakeSampler, Job
+from tests.fakes.weight_folders import chance_tensors, served_sums
 
 Corrupt = Callable[[dict[str, Any]], object]
 """Gets the answer; what it returns is sent instead (bytes as they stand)."""

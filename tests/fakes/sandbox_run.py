@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from insitu.types import FileEntry
 
 if TYPE_CHECKING:
-    from insitu.testing.fake_sandbox import FakeSandbox
+    from tests.fakes.sandbox import FakeSandbox
 
 KILLED = -9
 

@@ -2,7 +2,7 @@
 
 What happens to a rollout follows from the seed and its id alone, so two collectors meet the same rollouts.
 A rollout is stopped at its wall limit and graded like any other, as an agent would be. Times are those of the
-running loop: seconds, or virtual ones under testing.virtual_time.
+running loop: seconds, or virtual ones under fakes.virtual_time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from insitu.attempt import AttemptSpec, ignore_cancelled, no_wait
-from insitu.testing.fake_attempts import fake_rollout
 from insitu.types import Ledger, Rollout, Segment, Status, Trajectory
+from tests.fakes.attempts import fake_rollout
 
 TOKENS = 4
 """Sampled tokens of a rollout: enough to carry versions."""

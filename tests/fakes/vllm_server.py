@@ -56,7 +56,7 @@ def start_vllm(
     extension: bool = False,
     extra: Sequence[str] = (),
 ) -> Iterator[RealVllm]:
-    """Serve `model`; `processed` and `scale_out` as in `testing.fake_vllm`, `adapters`: most at once, of any
+    """Serve `model`; `processed` and `scale_out` as in `fakes.vllm`, `adapters`: most at once, of any
     rank up to 16. port: 0 = a free one. extension: with insitu's methods in its workers, which vLLM 0.26
     needs. Raises EngineError."""
     port = port or _free_port()

@@ -1,8 +1,8 @@
-"""A family for any text: a byte-level vocabulary learnt from insitu's own source, and a plain chat template.
+"""A renderer for any text: a byte-level BPE vocabulary trained on insitu's source, and a plain chat template.
 
-The demo's vocabulary has no merges, so nothing in it can be split in two ways; this one has them, and
-`Splitter` says a text with tokens that no tokenizer would choose, as a sampler may. Every block of a prompt
-is `<|im_start|>ROLE`, text, `<|im_end|>`, so that a scripted policy can read back what was rendered.
+The demo's vocabulary has no merges, so no text has two tokenizations in it; in this one `Splitter` encodes a
+text with tokens that no tokenizer would choose, as a sampler may. Every block of a prompt is
+`<|im_start|>ROLE`, text, `<|im_end|>`, so that a scripted policy can parse a rendered prompt.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ TEMPLATE = r"""
 """
 VOCABULARY = 2000
 SOURCES = 24
-"""Files of insitu that the vocabulary is learnt from."""
+"""Source files that the vocabulary is trained on."""
 
 
 def tokenizer_json() -> str:
-    """A byte-level BPE of VOCABULARY tokens and the control tokens."""
+    """Return a byte-level BPE of VOCABULARY tokens and the control tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -64,7 +64,7 @@ def tokenizer_json() -> str:
 
 
 def open_renderer(folder: Path) -> TemplateRenderer:
-    """Writes the model folder and loads it like any other."""
+    """Write the model folder and load it like any other."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
@@ -82,19 +82,18 @@ class Splitter:
         self._random = random.Random(seed)
 
     def split(self, ids: IntArray, share: float = 0.5) -> IntArray:
-        """`ids` with about `share` of the tokens that can be cut in two cut so; at least one of them, where
-        there is one."""
+        """Return `ids` with about `share` of the divisible tokens cut in two, and at least one."""
         cuttable = [at for at, number in enumerate(ids.tolist()) if self._halves(number)]
         chosen = set(self._random.sample(cuttable, -(-int(len(cuttable) * share * 100) // 100)))
         if cuttable and not chosen:
             chosen = {cuttable[0]}
-        said: list[int] = []
+        cut: list[int] = []
         for at, number in enumerate(ids.tolist()):
-            said += self._random.choice(self._halves(number)) if at in chosen else [number]
-        return np.array(said, dtype=np.int32)
+            cut += self._random.choice(self._halves(number)) if at in chosen else [number]
+        return np.array(cut, dtype=np.int32)
 
     def _halves(self, number: int) -> list[tuple[int, int]]:
-        """Every way to say this token with two others; none for a control token or a single byte."""
+        """Return all pairs of tokens equal to this one; none for a control token or a single byte."""
         text = self._texts.get(number, "")
         pairs = ((text[:at], text[at:]) for at in range(1, len(text)))
         return [(self._ids[a], self._ids[b]) for a, b in pairs if a in self._ids and b in self._ids]

@@ -1,7 +1,6 @@
-"""Compares what is trained with what a scripted engine gave: the ids, and the logprobs it gave with them.
+"""Comparison of trained rows with the ids and logprobs that a scripted engine returned.
 
-Derived from the engine's own record and not from the forest, so that a shifted or mis-sliced row is seen.
-Callers: conformance, tests.
+Derived from the engine's own record, not from the forest, so that a shifted or mis-sliced row is detected.
 """
 
 from __future__ import annotations
@@ -14,19 +13,22 @@ from insitu.types import Generation, IntArray, Segment, Trajectory
 
 
 def training_faults(trajectory: Trajectory, answers: Mapping[int, Generation]) -> Iterator[str]:
-    """One line for each row whose ids, mask or logprobs are not the engine's. `answers`: by turn."""
+    """Yield one line for each row whose ids, mask or logprobs are not the engine's.
+
+    `answers`: by turn.
+    """
     parents = {turn.index: turn.parent for turn in trajectory.turns}
     contexts = {turn.index: turn.context_ids for turn in trajectory.turns}
     kept = {turn.index: len(turn.ids) for turn in trajectory.turns}
     if not answers.keys() >= parents.keys():
-        yield f"turns {sorted(parents.keys() - answers.keys())} were not asked of the engine"
+        yield f"turns {sorted(parents.keys() - answers.keys())} were not requested from the engine"
         return
     rows: list[tuple[IntArray, IntArray, IntArray]] = []
     for end in parents:
         path = [end]
         while parents[path[0]] >= 0:
             path.insert(0, parents[path[0]])
-        rows.append(_told(path, contexts, kept, answers))
+        rows.append(_row(path, contexts, kept, answers))
     used: set[int] = set()
     for segment in trajectory.segments:
         # Two replies may be equal, but their logprobs are not.
@@ -37,13 +39,13 @@ def training_faults(trajectory: Trajectory, answers: Mapping[int, Generation]) -
         used |= turns
 
 
-def _told(
+def _row(
     path: list[int],
     contexts: Mapping[int, IntArray],
     kept: Mapping[int, int],
     answers: Mapping[int, Generation],
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """(ids, turn, place in its reply) of each position down to the last turn of `path`; -1 in contexts."""
+    """Return ids, turn and offset in its reply of each position of `path`; -1 in contexts."""
     ids, turns, places = [], [], []
     for turn in path:
         around, count = contexts[turn], kept[turn]
@@ -56,7 +58,7 @@ def _told(
 def _masked(
     segment: Segment, row: tuple[IntArray, IntArray, IntArray], answers: Mapping[int, Generation]
 ) -> set[int]:
-    """The turns that the segment trains if it is this row, else none."""
+    """Return the turns that the segment trains if it is this row, else none."""
     ids, turns, places = row
     if not np.array_equal(segment.ids, ids):
         return set()

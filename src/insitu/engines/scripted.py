@@ -1,8 +1,8 @@
-"""An Engine without a model: a policy written in Python says what to answer. Shipped for tests and demos.
+"""An engine without a model: a Python policy returns each reply.
 
-Tokens are demonstrated (no logprobs) unless `sampled`: then each has a made-up logprob that tells its
-turn and its place, so that shifted or mis-sliced ones are seen. `sent` keeps every prompt and `answers` every
-reply, so that a test can compare what the engine received and gave with what the forest holds.
+Tokens are demonstrated (no logprobs) unless `sampled`: then each has a made-up logprob derived from its turn
+and position, so that shifted or mis-sliced ones are detected. `sent` keeps every prompt and `answers` every
+reply, for comparison with the content of the forest.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from insitu.chat.renderer import ChatRenderer
 from insitu.engines.base import EngineInfo, Receipt
 from insitu.errors import EngineError
 from insitu.types import FloatArray, Generation, IntArray, Message, RequestKey, SamplingParams
+
+if TYPE_CHECKING:
+    from insitu.chat.renderer import ChatRenderer
 
 Policy = Callable[[IntArray, RequestKey], Message | IntArray]
 """(prompt ids, key) -> the reply as a message, or raw ids to be returned as they are (cut at max_tokens)."""
@@ -105,8 +108,8 @@ class ScriptedEngine:
                 self._idle.set()
 
     def _answer(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
-        said = self._policy(ids, key)
-        new = self._renderer.render_reply(said) if isinstance(said, Message) else said
+        reply = self._policy(ids, key)
+        new = self._renderer.render_reply(reply) if isinstance(reply, Message) else reply
         stops = np.flatnonzero(np.isin(new, list(params.stop_ids)))
         end = int(stops[0]) + 1 if len(stops) else len(new)
         cut = end > params.max_tokens

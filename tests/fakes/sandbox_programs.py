@@ -6,8 +6,8 @@ import asyncio
 import math
 from collections.abc import Mapping
 
-from insitu.testing.fake_run import FakeRun, Program
 from insitu.types import FileEntry
+from tests.fakes.sandbox_run import FakeRun, Program
 
 
 async def true(run: FakeRun) -> int:

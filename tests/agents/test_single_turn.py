@@ -15,7 +15,7 @@ from insitu.agents.base import AgentResult, ModelAccess
 from insitu.agents.single_turn import BuildAction, SingleTurn, code_of, code_to_file, target
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
-from insitu.demo.warm_start import write_renderer
+from insitu.demo.make_warm_start import write_renderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineUnavailable, GradeError, HarnessError, TaskError
 from insitu.gateway.server import Gateway

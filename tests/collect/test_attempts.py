@@ -20,7 +20,7 @@ from insitu.attempt import AttemptExecutor, AttemptSpec, Judge
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import load_config
-from insitu.demo.warm_start import write_renderer
+from insitu.demo.make_warm_start import write_renderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import HarnessError, SandboxLost
 from insitu.gateway.server import Gateway

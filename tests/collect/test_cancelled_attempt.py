@@ -22,7 +22,7 @@ from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.dispatcher import CollectOptions
 from insitu.collect.options import AsyncOptions
-from insitu.demo.warm_start import write_renderer
+from insitu.demo.make_warm_start import write_renderer
 from insitu.engines.downtime import engine_down
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.host_tools import HostTool

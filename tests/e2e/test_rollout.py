@@ -16,7 +16,7 @@ from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import Config, load_config
 from insitu.demo.demonstrator import call, edit
-from insitu.demo.warm_start import write_renderer
+from insitu.demo.make_warm_start import write_renderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineError
 from insitu.grading.grader import Grader

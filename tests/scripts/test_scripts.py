@@ -73,7 +73,7 @@ def test_broken_layers_are_found(tmp_path: Path) -> None:
     (package / "view" / "bad.py").write_text("import transformers\n")
     (package / "middleware").mkdir()
     (package / "middleware" / "__init__.py").write_text("")
-    for module in ("cli", "doctor", "demo/run", "demo/warm_start", "demo/no_read_baseline"):
+    for module in ("cli", "doctor", "demo/run", "demo/make_warm_start", "demo/no_read_baseline"):
         with (package / f"{module}.py").open("a") as file:
             file.write("\ndef _late() -> None:\n    import torch\n")
     done = lint_imports(tmp_path)
@@ -82,7 +82,7 @@ def test_broken_layers_are_found(tmp_path: Path) -> None:
     assert "insitu.gateway.bad -> torch" in done.stdout
     assert "insitu.view.bad -> transformers" in done.stdout
     assert "insitu.middleware" in done.stdout
-    for module in ("cli", "doctor", "demo.run", "demo.warm_start", "demo.no_read_baseline"):
+    for module in ("cli", "doctor", "demo.run", "demo.make_warm_start", "demo.no_read_baseline"):
         assert f"insitu.{module} -> torch" in done.stdout
 
 

@@ -23,7 +23,7 @@ from insitu.collect.breaker import Breaker
 from insitu.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot
 from insitu.config import Config, demo_preset, load_config, model_folder
 from insitu.demo.demonstrator import FINAL, Habits, Step, edit, guess
-from insitu.demo.warm_start import Demonstrator
+from insitu.demo.make_warm_start import Demonstrator
 from insitu.engines.scripted import ScriptedEngine
 from insitu.runtime.agents import limits_of, open_agents
 from insitu.storage.store import Score

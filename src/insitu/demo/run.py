@@ -54,7 +54,7 @@ def run_demo(options: DemoOptions, view: View) -> Mapping[str, Any]:
     config = demo_config(options)
     extra: dict[str, float] = {}
     if options.from_scratch and options.resume is None:
-        from insitu.demo.warm_start import make_warm_start
+        from insitu.demo.make_warm_start import make_warm_start
 
         start = monotonic()
         folder = make_warm_start(config, view)

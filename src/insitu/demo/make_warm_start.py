@@ -3,7 +3,7 @@
     probe the agents' constant prompts -> tokenizer -> record through Pi -> sft_job (child) -> gate -> folder
 
 Demonstrations and trained folder are cached under hashes of the prompts, the relevant source files and the
-job. `python -m insitu.demo.warm_start` regenerates the folder in the repository.
+job. `python -m insitu.demo.make_warm_start` regenerates the folder in the repository.
 """
 
 from __future__ import annotations

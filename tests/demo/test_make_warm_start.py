@@ -16,10 +16,10 @@ from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import WARM_START, demo_preset, load_config
 from insitu.demo.demonstrator import Habits
+from insitu.demo.make_warm_start import RECORDED, constant_ids, record
 from insitu.demo.rendered_demonstrations import Demonstration, render
 from insitu.demo.sft_data import Phase, Recorded, SftJob, read_job, read_recorded, write_job, write_recorded
 from insitu.demo.sft_job import GATE, gate
-from insitu.demo.warm_start import RECORDED, constant_ids, record
 from insitu.engines.embedded.model import load_model
 from insitu.tasks.toy import ToyProblem, make_problem
 from insitu.view.plain import PlainView
@@ -86,7 +86,7 @@ def test_a_live_pi_sends_the_prompt_the_warm_start_knows_and_the_same_ids(
 ) -> None:
     if find_pi() is None and not os.environ.get("INSITU_REQUIRE_PI"):
         pytest.skip("Pi is not installed; scripts/setup installs it")
-    monkeypatch.setattr("insitu.demo.warm_start.RECORDED", 24)
+    monkeypatch.setattr("insitu.demo.make_warm_start.RECORDED", 24)
     config = load_config(None, ["harness.workers=3"], demo_preset())
     view = PlainView(io.StringIO())
     prefix = asyncio.run(constant_ids(config, "pi", WARM_START, view))

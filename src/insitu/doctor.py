@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from insitu.agents.install import PI_VERSION, find, find_node, find_pi
-from insitu.agents.recipe import Recipe
-from insitu.agents.registry import RECIPES
+from insitu.agents.recipe import Recipe, shipped_recipes
 from insitu.engines.vllm_weights import SUPPORTED
 from insitu.errors import SetupError
 from insitu.install_hints import install_extra
+from insitu.registry import BUILT_IN_SOURCE, listing
 from insitu.sandbox import rootfs as layout
 from insitu.sandbox.cgroup import find as find_cgroups
 from insitu.sandbox.setup_hints import advise
@@ -50,7 +50,8 @@ def examine() -> Iterator[MachineCheck]:
     yield _sandbox_python()
     yield _node()
     yield _pi()
-    yield from (_agent(recipe) for recipe in RECIPES.values())
+    yield from (_agent(recipe) for recipe in shipped_recipes().values())
+    yield from _entry_points()
     yield _package("torch", "the learner", install_extra("train"))
     yield from _training()
 
@@ -187,11 +188,19 @@ def _agent(recipe: Recipe) -> MachineCheck:
     except SetupError as error:
         return MachineCheck(name=recipe.name, found=False, text=str(error), needed=False)
     if installed is None:
-        hint = f"{package.version} is not installed; run: python -m insitu.agents.registry {recipe.name}"
+        hint = f"{package.version} is not installed; run: python -m insitu.agents.install {recipe.name}"
         return MachineCheck(name=recipe.name, found=False, text=hint, needed=False)
     return MachineCheck(
         name=recipe.name, found=True, text=f"{package.version} in {installed.folder}", needed=False
     )
+
+
+def _entry_points() -> Iterator[MachineCheck]:
+    """Yield the extensions that other packages declare by entry points; a broken one is not found."""
+    for info in listing():
+        if info.source != BUILT_IN_SOURCE:
+            text = f"{info.kind}, from {info.source}" + (f": {info.error}" if info.error else "")
+            yield MachineCheck(name=info.name, found=not info.error, text=text, needed=False)
 
 
 def _package(name: str, use: str, hint: str, *, needed: bool = True) -> MachineCheck:

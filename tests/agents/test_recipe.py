@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from scripted_server import ScriptedServer
 
+from insitu import registry
 from insitu.agents import claude_code, install
-from insitu.agents import registry as known
 from insitu.agents.base import ModelAccess
 from insitu.agents.install import Installed, Package, PiInstall
 from insitu.agents.pi import PiHarness
-from insitu.agents.recipe import HOME, CliHarness, Recipe, Start
-from insitu.config import Config, HarnessTable, load_config
+from insitu.agents.recipe import HOME, CliHarness, Recipe, Start, shipped_recipes
+from insitu.config import Config, load_config
 from insitu.errors import ConfigError, HarnessError, SetupError
 from insitu.sandbox.base import ExecResult
 from insitu.sandbox.local import LocalBackend
@@ -109,9 +109,9 @@ def test_claude_code_is_judged_by_its_last_line(code: int, stdout: bytes, expect
     assert claude_code.RECIPE.rule(result) == expected
 
 
-@pytest.mark.parametrize("name", sorted(known.RECIPES))
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
 def test_recipes_keep_secrets_out_of_argv_and_files_in_the_home(name: str) -> None:
-    agent = known.RECIPES[name]
+    agent = shipped_recipes()[name]
     assert agent.name == name
     assert not [part for part in agent.argv(START) if START.secret in part]
     assert not [path for path in agent.files(START) if not path.startswith(f"{HOME}/")]
@@ -120,7 +120,7 @@ def test_recipes_keep_secrets_out_of_argv_and_files_in_the_home(name: str) -> No
     assert any(START.secret in text for text in told)
 
 
-@pytest.mark.parametrize("name", sorted(known.RECIPES))
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
 def test_every_recipe_can_be_configured_and_starts_anew_each_time(name: str) -> None:
     assert load_config(None, [f"harness.agent={name}"]).harness.agent == name
     with pytest.raises(ConfigError, match="warm does not support"):
@@ -147,10 +147,11 @@ async def test_pi_hears_of_its_true_window_when_it_may_compact(
     assert bool(summaries) == compact
 
 
-def test_no_agent_is_configurable_without_a_recipe() -> None:
-    names = HarnessTable.model_json_schema()["properties"]["agent"]["enum"]
-    assert set(names) == {"pi", "script", "single_turn", "terminus", *known.RECIPES}
+def test_built_in_agents_can_be_configured() -> None:
+    assert {"pi", "script", "single_turn", "terminus", *shipped_recipes()} == {*registry.BUILT_IN["agents"]}
     assert Config().harness.agent == "pi"
+    with pytest.raises(ConfigError, match=r"harness.agent: unknown name 'codx' of kind agents; did you mean"):
+        load_config(None, ["harness.agent=codx"])
 
 
 def test_an_install_is_complete_or_absent(
@@ -176,5 +177,5 @@ def test_an_install_is_complete_or_absent(
     old = dataclasses.replace(PACKAGE, version="4", node=(23, 0))
     with pytest.raises(SetupError, match=r"Node 23.0 or newer is needed"):
         install.install(old)
-    assert known.main(["nobody"]) == 2
-    assert "known: claude_code" in capsys.readouterr().err
+    assert install.main(["nobody"]) == 1
+    assert "known: pi, script" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_mini_swe_does_not_take_giving_up_for_an_end(code: int, said: str, outco
 async def run(recipe: Recipe, backend: LocalBackend, server: ScriptedServer, task: Task) -> AgentResult:
     installed = find(recipe.package)
     if installed is None:
-        pytest.skip(f"{recipe.name} is not installed: python -m insitu.agents.registry {recipe.name}")
+        pytest.skip(f"{recipe.name} is not installed: python -m insitu.agents.install {recipe.name}")
     async with CliHarness(recipe, installed, backend).worker(server.path) as worker:
         return await worker.run(task, ACCESS)
 

@@ -12,8 +12,7 @@ import pytest
 from insitu.agents.base import ModelAccess
 from insitu.agents.install import Installed, cache_folder, find
 from insitu.agents.pool import Sockets, WorkerPool
-from insitu.agents.recipe import CliHarness
-from insitu.agents.registry import RECIPES
+from insitu.agents.recipe import CliHarness, shipped_recipes
 from insitu.agents.script import ScriptHarness
 from insitu.attempt import AttemptExecutor, AttemptSpec
 from insitu.chat.template import TemplateRenderer
@@ -175,10 +174,10 @@ async def test_the_sandboxes_have_next_to_nothing(docker_lab: Lab, tmp_path: Pat
     assert seen.stdout.decode().split() == ["1000", "00:00:00:00:00:00"]
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
 async def test_every_agent_starts_in_an_image(docker_lab: Lab, name: str, tmp_path: Path) -> None:
-    if find(RECIPES[name].package) is None:
-        pytest.skip(f"{name} is not installed: python -m insitu.agents.registry {name}")
+    if find(shipped_recipes()[name].package) is None:
+        pytest.skip(f"{name} is not installed: python -m insitu.agents.install {name}")
     harness = make_harness(name, docker_lab.backend, ModelAccess(public_id="", secret=""))
     async with harness.worker(tmp_path / "g", Setup(image=docker_lab.image)) as worker:
         assert worker.healthy
@@ -206,7 +205,9 @@ def installed_nowhere(tmp_path: Path) -> Installed:
 
 
 BROKEN = replace(
-    RECIPES["codex"], package=replace(RECIPES["codex"].package, label="broken", version="1"), name="broken"
+    shipped_recipes()["codex"],
+    package=replace(shipped_recipes()["codex"].package, label="broken", version="1"),
+    name="broken",
 )
 
 

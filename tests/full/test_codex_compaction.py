@@ -31,7 +31,7 @@ async def test_codex_goes_on_from_a_compaction_by_its_provider(
 ) -> None:
     play = replace(PLAYS["codex"], summarise=REQUEST[:40])
     monkeypatch.setattr(run, "PLAYS", {"codex": play})
-    monkeypatch.setattr(run, "RECIPES", {"codex": replace(RECIPE, files=named_openai)})
+    monkeypatch.setattr(run, "find", lambda kind, name: replace(RECIPE, files=named_openai))
     finding = await run.conform("codex", LocalBackend("auto"), tmp_path)
     assert finding.failures == ()
     assert finding.compactions == 1

@@ -12,8 +12,7 @@ from gateway_rig import call, said
 from test_host_tools import SUBMIT, ToolRig
 
 from insitu.agents.install import install
-from insitu.agents.recipe import Start
-from insitu.agents.registry import RECIPES
+from insitu.agents.recipe import Start, shipped_recipes
 from insitu.chat.template import TemplateRenderer
 from insitu.errors import SetupError
 from insitu.types import Message
@@ -21,7 +20,7 @@ from insitu.types import Message
 
 def installed_program(name: str) -> str:
     try:
-        found = install(RECIPES[name].package)
+        found = install(shipped_recipes()[name].package)
     except SetupError as error:
         pytest.fail(str(error))
     return str(found.folder / found.program)
@@ -31,7 +30,7 @@ def installed_program(name: str) -> str:
 async def test_claude_code_calls_a_host_tool_over_mcp(renderer: TemplateRenderer, tmp_path: Path) -> None:
     name = "mcp__insitu__submit"
     script = [Message(role="assistant", tool_calls=(call(name, '{"answer": "42"}'),)), said("All done.")]
-    recipe = RECIPES["claude_code"]
+    recipe = shipped_recipes()["claude_code"]
     async with ToolRig(renderer, script) as rig:
         start = Start(
             address=f"{rig.origin}/s/{rig.session.public_id}",

@@ -11,6 +11,7 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import AnyStr
 
+from insitu.config import Config
 from insitu.errors import SandboxError, SandboxLost
 from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec, control_sandbox
 from insitu.sandbox.base_tree import MAX_FILES
@@ -78,6 +79,12 @@ class Artifacts:
 
 
 NOTHING = Artifacts()
+
+
+def artifacts_from_config(config: Config) -> Artifacts:
+    """Return what [harness] asks for."""
+    table = config.harness
+    return Artifacts(paths=table.artifacts, max_files=table.artifact_files, max_bytes=table.artifact_bytes)
 
 
 def with_agent_limits(spec: SandboxSpec, backend: SandboxBackend) -> SandboxSpec:

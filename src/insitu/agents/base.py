@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
+from insitu.config import Config
+from insitu.sandbox.base import SandboxBackend
 from insitu.types import Setup, Task, Tree
 
 PLAIN = Setup()
@@ -102,6 +104,11 @@ class Worker(Protocol):
     ) -> None: ...
 
 
+def model_name(config: Config) -> str:
+    """Return the model name that agents request."""
+    return config.engine.model or "policy"
+
+
 class Harness(Protocol):
     """One agent."""
 
@@ -116,3 +123,7 @@ class Harness(Protocol):
 
         Its sandbox has no network except the gateway at this host unix socket.
         """
+
+
+HarnessFactory = Callable[[Config, SandboxBackend], Harness]
+"""Creates an agent that is more than a Recipe; installs what is missing. Raises SetupError."""

@@ -2,7 +2,7 @@
 
 An install is atomic (temporary folder, then rename) and needs no network afterwards. Failures are SetupErrors
 with a remedy. Install scripts of packages are not run: native programs are optional dependencies of the
-packages. `python -m insitu.agents.install pi` prints the location of Pi.
+packages. `python -m insitu.agents.install AGENT...` installs agents and prints their folders.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from insitu.errors import SetupError
+from insitu.errors import InsituError, SetupError
 from insitu.install_hints import install_package
+from insitu.registry import find as find_extension
 from insitu.sandbox import rootfs as layout
 from insitu.storage.temp_dirs import cache_folder
 
@@ -260,16 +261,23 @@ def _run(
         raise SetupError(f"{tool} did not install {name} within {INSTALL_S:.0f} s") from error
 
 
-def main(arguments: list[str]) -> int:
-    if arguments != ["pi"]:
-        print("usage: python -m insitu.agents.install pi", file=sys.stderr)
+def main(names: list[str]) -> int:
+    if not names:
+        print("usage: python -m insitu.agents.install AGENT...", file=sys.stderr)
         return 2
     try:
-        found = install_pi()
-    except SetupError as error:
+        for name in names:
+            if name == "pi":
+                found = install_pi()
+                print(f"pi {found.version}: {found.modules}\nnode: {found.node}")
+                continue
+            package: Package | None = getattr(find_extension("agents", name), "package", None)
+            if package is not None:
+                installed = install(package)
+                print(f"{name} {package.version}: {installed.folder}")
+    except InsituError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"pi {found.version}: {found.modules}\nnode: {found.node}")
     return 0
 
 

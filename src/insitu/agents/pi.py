@@ -14,13 +14,14 @@ from typing import Literal
 
 import orjson
 
-from insitu.agents.artifacts import NOTHING, Artifacts
-from insitu.agents.base import PLAIN, FinishedCheck, ModelAccess
-from insitu.agents.install import PI_PACKAGE, PiInstall
+from insitu.agents.artifacts import NOTHING, Artifacts, artifacts_from_config
+from insitu.agents.base import PLAIN, FinishedCheck, ModelAccess, model_name
+from insitu.agents.install import PI_PACKAGE, PiInstall, install_pi
 from insitu.agents.node_binary import sealed_node
 from insitu.agents.pi_rpc import PiRpc
 from insitu.agents.termination import GRACE_S, ask_to_stop
 from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, sandbox_template, write_task_files
+from insitu.config import Config
 from insitu.errors import HarnessError, SandboxError
 from insitu.sandbox.base import Bind, Process, Sandbox, SandboxBackend
 from insitu.types import Setup, Task
@@ -91,6 +92,26 @@ class _Model:
         }
         provider = {"baseUrl": f"http://127.0.0.1:{port}/v1", "api": "openai-completions", "models": [model]}
         return orjson.dumps({"providers": {PROVIDER: provider}})
+
+
+def from_config(config: Config, backend: SandboxBackend) -> PiHarness:
+    """Return the configured agent, installed if missing; raise SetupError if that fails."""
+    access = ModelAccess(
+        public_id="",
+        secret="",
+        model=model_name(config),
+        max_call_tokens=config.limits.max_call_tokens,
+        max_context_tokens=config.model.max_context_tokens,
+    )
+    return PiHarness(
+        install_pi(),
+        "rpc" if config.harness.mode == "warm" else "fresh",
+        backend,
+        rollouts_per_process=config.harness.max_rollouts_per_process,
+        model=access,
+        compact=config.harness.compact,
+        artifacts=artifacts_from_config(config),
+    )
 
 
 class PiHarness:

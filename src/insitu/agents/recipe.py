@@ -19,6 +19,7 @@ from insitu.agents.base import PLAIN, AgentExit, FinishedCheck, ModelAccess
 from insitu.agents.install import Installed, Package, find_node
 from insitu.agents.process import AgentProcess, exit_code_rule, smoke_test
 from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, sandbox_template, write_task_files
+from insitu.registry import BUILT_IN, find
 from insitu.sandbox.base import Bind, ExecResult, Sandbox, SandboxBackend
 from insitu.types import Setup, Task
 
@@ -89,6 +90,12 @@ class Recipe:
     """Program -> command of a quick start check without a model."""
     dialect: str = "chat"
     """Wire format it speaks: chat, responses, anthropic or gemini."""
+
+
+def shipped_recipes() -> dict[str, Recipe]:
+    """Return the built-in agents that are recipes, by name."""
+    found = {name: find("agents", name) for name in BUILT_IN["agents"]}
+    return {name: recipe for name, recipe in found.items() if isinstance(recipe, Recipe)}
 
 
 class CliHarness:

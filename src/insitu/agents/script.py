@@ -7,21 +7,38 @@ directory is the work folder.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from insitu.agents.artifacts import NOTHING, Artifacts
+from insitu.agents.artifacts import NOTHING, Artifacts, artifacts_from_config
 from insitu.agents.base import PLAIN, FinishedCheck, ModelAccess
 from insitu.agents.process import AgentProcess, exit_code_rule, smoke_test
 from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, sandbox_template, write_task_files
+from insitu.config import Config
 from insitu.errors import HarnessError
 from insitu.sandbox.base import Sandbox, SandboxBackend
-from insitu.types import Setup, Task, Tree
+from insitu.types import FileEntry, Setup, Task, Tree
 
 AGENT_AT = "/home/agent/agent"
 PROMPT_AT = "/home/agent/prompt.txt"
 LOG_BYTES = 64 << 10
+SCRIPT_AGENT = Path(__file__).parent.parent / "demo" / "script_agent.py"
+"""The agent of `harness.agent = "script"`: one file, standard library only."""
+
+
+def from_config(config: Config, backend: SandboxBackend) -> ScriptHarness:
+    """Return the agent `script`; its version is a digest of its source."""
+    content = SCRIPT_AGENT.read_bytes()
+    return ScriptHarness(
+        ["python3", "-S", "-E", f"{AGENT_AT}/{SCRIPT_AGENT.name}"],
+        {SCRIPT_AGENT.name: FileEntry(content=content)},
+        backend,
+        version=hashlib.sha256(content).hexdigest()[:12],
+        warm=config.harness.mode == "warm",
+        artifacts=artifacts_from_config(config),
+    )
 
 
 class ScriptHarness:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from insitu.agents.artifacts import NOTHING, Artifacts
+from insitu.agents.artifacts import NOTHING, Artifacts, artifacts_from_config
 from insitu.agents.script import AGENT_AT, ScriptHarness
+from insitu.config import Config
 from insitu.sandbox.base import SandboxBackend
 from insitu.types import FileEntry
 
@@ -18,6 +19,12 @@ START = (
     f"import runpy, sys; sys.path.insert(0, {AGENT_AT!r}); "
     f"runpy.run_module({LOOP.name!r}, run_name='__main__')"
 )
+
+
+def from_config(config: Config, backend: SandboxBackend) -> ScriptHarness:
+    """Return the configured agent."""
+    warm = config.harness.mode == "warm"
+    return terminus(backend, warm=warm, artifacts=artifacts_from_config(config))
 
 
 def terminus(backend: SandboxBackend, *, warm: bool = False, artifacts: Artifacts = NOTHING) -> ScriptHarness:

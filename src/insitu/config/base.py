@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from insitu import registry
+from insitu.errors import ConfigError
 
 Seconds = Annotated[float, Field(gt=0)]
 SecondsOrZero = Annotated[float, Field(ge=0)]
@@ -26,6 +29,22 @@ def _expand_home(text: str) -> str:
 
 OwnPath = Annotated[str, AfterValidator(_expand_home)]
 """Path on this machine; a leading ~ is the home folder. All path keys use this type."""
+
+
+def _named(kind: registry.Kind) -> BeforeValidator:
+    """Replace an object by its name in the registry, and reject an unknown name."""
+
+    def validate(value: object) -> str:
+        try:
+            return registry.reference(kind, value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+
+    return BeforeValidator(validate)
+
+
+Agent = Annotated[str, _named("agents")]
+"""Name, path or object of an agent; see `insitu.registry`. The same for the types below."""
 
 
 class Table(BaseModel):

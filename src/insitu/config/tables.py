@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from insitu.config.base import Count, CountOrZero, Fraction, OwnPath, Seconds, Table
+from insitu.config.base import Agent, Count, CountOrZero, Fraction, OwnPath, Seconds, Table
 from insitu.config.engines import EngineTable
 from insitu.config.gateway import GatewayTable
 from insitu.config.model import PolicyTable
@@ -222,19 +222,9 @@ SANDBOX_KEYS: Mapping[str, tuple[SandboxKind, ...]] = {
 class HarnessTable(Table):
     """The agent, and how its processes are reused."""
 
-    agent: Literal[
-        "pi",
-        "script",
-        "terminus",
-        "claude_code",
-        "codex",
-        "opencode",
-        "qwen_code",
-        "gemini_cli",
-        "mini_swe",
-        "single_turn",
-    ] = "pi"
-    """The agent; single_turn = none: one reply to the task's prompt is checked."""
+    agent: Agent = "pi"
+    """Built-in agent, entry point, module:attribute or file.py:attribute; single_turn = no agent: one reply
+    to the task's prompt is checked."""
     mode: Literal["fresh", "warm"] = "fresh"
     """fresh = a new agent process per rollout; warm = workers that are wiped in between."""
     workers: Count = 8

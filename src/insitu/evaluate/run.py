@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from insitu.agents.base import model_name
 from insitu.attempt import AttemptExecutor, Judge, Sessions
 from insitu.collect.breaker import Breaker
 from insitu.collect.dispatcher import CollectOptions, Dispatcher
@@ -25,7 +26,7 @@ from insitu.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, c
 from insitu.evaluate.summary import render, summarise, write_results
 from insitu.gateway.server import Gateway
 from insitu.grading.grader import runner_for
-from insitu.runtime.agents import AgentWorkers, model_name, open_workers
+from insitu.runtime.agents import AgentWorkers, open_workers
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.preflight import Prepared, check_weights, prepare, prepare_tasks
 from insitu.runtime.upstream import open_upstream

@@ -7,7 +7,6 @@ The same for a learner's engine and for a scripted one, which records demonstrat
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -15,32 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from insitu.agents.artifacts import Artifacts
-from insitu.agents.base import Harness, ModelAccess
-from insitu.agents.install import install, install_pi
-from insitu.agents.pi import PiHarness
+from insitu.agents.artifacts import artifacts_from_config
+from insitu.agents.base import Harness
+from insitu.agents.install import install
 from insitu.agents.pool import Sockets, WorkerPool
-from insitu.agents.recipe import CliHarness
-from insitu.agents.registry import RECIPES
-from insitu.agents.script import AGENT_AT, ScriptHarness
-from insitu.agents.single_turn import SingleTurn
-from insitu.agents.terminus import terminus
+from insitu.agents.recipe import CliHarness, Recipe
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config
 from insitu.engines.base import Engine
+from insitu.errors import ConfigError
 from insitu.gateway.listeners import Listener, check_port
 from insitu.gateway.server import Gateway
+from insitu.registry import find
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.sandboxes import make_pool
 from insitu.sandbox.base import SandboxBackend
 from insitu.sandbox.pool import Pool
-from insitu.tasks.factory import action_of
-from insitu.types import FileEntry, Limits
+from insitu.types import Limits
 
 log = logging.getLogger(__name__)
-
-SCRIPT_AGENT = Path(__file__).parent.parent / "demo" / "script_agent.py"
-"""The agent of `harness.agent = "script"`: one file, standard library only."""
 
 
 class GatewayListener(Protocol):
@@ -79,11 +71,6 @@ class AgentRuntime:
     backend: SandboxBackend
 
 
-def model_name(config: Config) -> str:
-    """Return the model name that agents request."""
-    return config.engine.model or "policy"
-
-
 def limits_of(config: Config) -> Limits:
     return Limits(
         wall_s=config.limits.wall_s,
@@ -97,45 +84,17 @@ def limits_of(config: Config) -> Limits:
 
 
 def make_harness(config: Config, backend: SandboxBackend) -> Harness:
-    """Return the configured agent, installed if missing; raise SetupError if that fails."""
-    artifacts = Artifacts(
-        paths=config.harness.artifacts,
-        max_files=config.harness.artifact_files,
-        max_bytes=config.harness.artifact_bytes,
-    )
-    if config.harness.agent == "script":
-        content = SCRIPT_AGENT.read_bytes()
-        return ScriptHarness(
-            ["python3", "-S", "-E", f"{AGENT_AT}/{SCRIPT_AGENT.name}"],
-            {SCRIPT_AGENT.name: FileEntry(content=content)},
-            backend,
-            version=hashlib.sha256(content).hexdigest()[:12],
-            warm=config.harness.mode == "warm",
-            artifacts=artifacts,
-        )
-    if config.harness.agent == "single_turn":
-        return SingleTurn(action_of(config))
-    if config.harness.agent == "terminus":
-        return terminus(backend, warm=config.harness.mode == "warm", artifacts=artifacts)
-    recipe = RECIPES.get(config.harness.agent)
-    if recipe is not None:
-        return CliHarness(recipe, install(recipe.package), backend, artifacts=artifacts)
-    access = ModelAccess(
-        public_id="",
-        secret="",
-        model=model_name(config),
-        max_call_tokens=config.limits.max_call_tokens,
-        max_context_tokens=config.model.max_context_tokens,
-    )
-    return PiHarness(
-        install_pi(),
-        "rpc" if config.harness.mode == "warm" else "fresh",
-        backend,
-        rollouts_per_process=config.harness.max_rollouts_per_process,
-        model=access,
-        compact=config.harness.compact,
-        artifacts=artifacts,
-    )
+    """Return the configured agent, installed if missing.
+
+    Raises SetupError if that fails, ConfigError for an extension that is not an agent.
+    """
+    found = find("agents", config.harness.agent)
+    if isinstance(found, Recipe):
+        return CliHarness(found, install(found.package), backend, artifacts=artifacts_from_config(config))
+    if not callable(found):
+        raise ConfigError(f"harness.agent: {config.harness.agent} is neither a Recipe nor a HarnessFactory")
+    harness: Harness = found(config, backend)
+    return harness
 
 
 def find_agent_setup(config: Config, log_line: Callable[[str], None] = log.warning) -> AgentSetup:

@@ -10,8 +10,8 @@ import orjson
 
 from insitu.agents.pi import PI_TOOLS
 from insitu.agents.recipe import HOME, Recipe, Start
-from insitu.agents.registry import RECIPES
 from insitu.errors import ConfigError
+from insitu.registry import find
 
 PROGRAMS: Mapping[str, str] = {
     "claude_code": "claude",
@@ -79,7 +79,7 @@ class AgentInstructions:
 
 def agent_names() -> list[str]:
     """Return the agents that `setup` supports."""
-    return ["pi", *(name for name in RECIPES if name in PROGRAMS)]
+    return ["pi", *PROGRAMS]
 
 
 def setup(agent: str, access: Access, prompt: str = "your task") -> AgentInstructions:
@@ -89,9 +89,9 @@ def setup(agent: str, access: Access, prompt: str = "your task") -> AgentInstruc
     """
     if agent == "pi":
         return _pi(access, prompt)
-    if agent not in PROGRAMS or agent not in RECIPES:
+    if agent not in PROGRAMS:
         raise ConfigError(f"no agent {agent!r}; there are: {', '.join(agent_names())}")
-    return _from_recipe(RECIPES[agent], access, prompt)
+    return _from_recipe(find("agents", agent), access, prompt)
 
 
 def _from_recipe(recipe: Recipe, access: Access, prompt: str) -> AgentInstructions:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from insitu.agents.registry import RECIPES
+from insitu.agents.recipe import shipped_recipes
 from insitu.chat.renderer import ParsedReply
 from insitu.chat.template import TemplateRenderer
 from insitu.suites.conformance import checks
@@ -173,4 +173,4 @@ def test_agents_are_answered_in_their_own_forms(renderer: TemplateRenderer, spli
 
 
 def test_every_agent_with_a_play_can_be_installed() -> None:
-    assert set(PLAYS) <= {"pi", *RECIPES}
+    assert set(PLAYS) <= {"pi", *shipped_recipes()}

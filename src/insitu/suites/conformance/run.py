@@ -18,12 +18,12 @@ from pathlib import Path
 from insitu.agents.base import AgentResult, Harness, ModelAccess
 from insitu.agents.install import PI_VERSION, install, install_pi
 from insitu.agents.pi import PiHarness
-from insitu.agents.recipe import CliHarness
-from insitu.agents.registry import RECIPES
+from insitu.agents.recipe import CliHarness, Recipe
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import InsituError
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
+from insitu.registry import find
 from insitu.sandbox.base import SandboxBackend
 from insitu.suites.conformance.agent_tools import PLAYS, AgentTools
 from insitu.suites.conformance.checks import ConformanceResult, judge, traffic_failures
@@ -43,7 +43,7 @@ def make_harness(name: str, backend: SandboxBackend, access: ModelAccess, versio
     """The agent, installed when it is missing; `version`: empty = the pinned one. Raises SetupError."""
     if name == "pi":
         return PiHarness(install_pi(version or PI_VERSION), "fresh", backend, model=access, compact=True)
-    recipe = RECIPES[name]
+    recipe: Recipe = find("agents", name)
     package = replace(recipe.package, version=version or recipe.package.version)
     return CliHarness(recipe, install(package), backend)
 

@@ -1,0 +1,205 @@
+"""Registry of extensions: agents, task sources, rewards, losses, advantages, samplers, sandboxes and engines.
+
+An extension is named by a built-in name, an entry point of group `insitu.<kind>`, a dotted path
+`module:attribute` or a file path `file.py:attribute`, or it is a Python object. Files and modules are looked
+up in the installed packages, then in the current folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import itertools
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+from insitu.errors import ConfigError
+
+Kind = Literal["agents", "tasks", "rewards", "losses", "advantages", "samplers", "sandboxes", "engines"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
+    "agents": {
+        "pi": "insitu.agents.pi:from_config",
+        "script": "insitu.agents.script:from_config",
+        "terminus": "insitu.agents.terminus:from_config",
+        "claude_code": "insitu.agents.claude_code:RECIPE",
+        "codex": "insitu.agents.codex:RECIPE",
+        "opencode": "insitu.agents.opencode:RECIPE",
+        "qwen_code": "insitu.agents.qwen_code:RECIPE",
+        "gemini_cli": "insitu.agents.gemini_cli:RECIPE",
+        "mini_swe": "insitu.agents.mini_swe:RECIPE",
+        "single_turn": "insitu.agents.single_turn:from_config",
+    },
+}
+"""Dotted paths of the extensions that ship with insitu, by kind and name; imported at first use."""
+
+BUILT_IN_SOURCE = "built in"
+OBJECT = "object:"
+"""Prefix of the name of a Python object that no other process can import."""
+_objects: dict[str, object] = {}
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtensionInfo:
+    """One row of the listing."""
+
+    kind: Kind
+    name: str
+    source: str
+    """BUILT_IN_SOURCE, or distribution and version of an entry point."""
+    error: str = ""
+    """Why the entry point cannot be used; empty if it can."""
+
+
+def names(kind: Kind) -> list[str]:
+    """Return the built-in names and those of entry points, in this order."""
+    return list(dict.fromkeys([*BUILT_IN.get(kind, {}), *(point.name for point in _points(kind))]))
+
+
+def find(kind: Kind, value: object) -> Any:
+    """Return the extension that `value` names, or `value` itself if it is an object; raise ConfigError."""
+    if not isinstance(value, str):
+        return value
+    check(kind, value)
+    if value in _objects:
+        return _objects[value]
+    if value.startswith(OBJECT):
+        raise ConfigError(f"{value} was passed as a Python object to another process: pass it again")
+    if target := BUILT_IN.get(kind, {}).get(value):
+        return load(target)
+    if ":" in value:
+        return load(value)
+    return _load_point(next(point for point in _points(kind) if point.name == value))
+
+
+def check(kind: Kind, name: str) -> None:
+    """Raise ConfigError for a name that is neither known nor a path; import nothing."""
+    if ":" in name or name in BUILT_IN.get(kind, {}):
+        return
+    owners = [_source(point) for point in _points(kind) if point.name == name]
+    if len(owners) > 1:
+        raise ConfigError(f"{kind}: the name {name!r} is declared by {' and by '.join(owners)}")
+    if not owners:
+        known = names(kind)
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            f"unknown name {name!r} of kind {kind}; {hint}known:"
+            f" {', '.join([*known, 'module:attribute', 'file.py:attribute'])}"
+        )
+
+
+def reference(kind: Kind, value: object) -> str:
+    """Return the name to store in a configuration, which `find` resolves to `value` in this process.
+
+    It is a dotted path that other processes can import, where there is one. Raises ConfigError as `check`.
+    """
+    if isinstance(value, str):
+        check(kind, value)
+        return value
+    module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+    path = f"{module}:{name}"
+    if module == "__main__" or not name or _attribute(sys.modules.get(module), name) is not value:
+        path = f"{OBJECT}{name or type(value).__name__}-{next(_numbers)}"
+    _objects[path] = value
+    return path
+
+
+def load(path: str) -> Any:
+    """Return the object at `module:attribute` or `file.py:attribute`; raise ConfigError."""
+    target, colon, name = path.rpartition(":")
+    if not (colon and target and name):
+        raise ConfigError(f"{path!r} is not a path like module:attribute or file.py:attribute")
+    try:
+        module = _import_file(Path(target)) if target.endswith(".py") else _import_module(target)
+    except ConfigError:
+        raise
+    except Exception as error:  # the boundary: it runs the user's module
+        missing = isinstance(error, ModuleNotFoundError) and error.name == target.partition(".")[0]
+        where = f" (looked in {Path.cwd()} and in the installed packages)" if missing else ""
+        raise ConfigError(f"cannot import {target} for {path}: {error!a}{where}") from error
+    value = _attribute(module, name)
+    if value is None:
+        raise ConfigError(f"{path}: {target} ({getattr(module, '__file__', None)}) has no attribute {name}")
+    return value
+
+
+def listing() -> Iterator[ExtensionInfo]:
+    """Yield every extension that has a name; entry points are imported, to report those that fail."""
+    for kind in KINDS:
+        for name in BUILT_IN.get(kind, {}):
+            yield ExtensionInfo(kind=kind, name=name, source=BUILT_IN_SOURCE)
+        for point in _points(kind):
+            error = ""
+            try:
+                check(kind, point.name)
+                _load_point(point)
+            except ConfigError as failed:
+                error = str(failed)
+            if point.name in BUILT_IN.get(kind, {}):
+                error = "the name is that of a built-in one, which is used"
+            yield ExtensionInfo(kind=kind, name=point.name, source=_source(point), error=error)
+
+
+def _points(kind: Kind) -> list[EntryPoint]:
+    return sorted(entry_points(group=f"insitu.{kind}"), key=lambda point: point.name)
+
+
+def _source(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+
+
+def _load_point(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except Exception as error:  # the boundary: it runs another package's module
+        raise ConfigError(
+            f"entry point {point.name} of {_source(point)} cannot be imported: {error!a}"
+        ) from error
+
+
+def _import_module(name: str) -> ModuleType:
+    _append_path(Path.cwd())
+    return importlib.import_module(name)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a Python file once per process; its folder is searched for the modules that it imports."""
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"no such file: {path}")
+    name = f"insitu_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file")
+    _append_path(path.parent)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _append_path(folder: Path) -> None:
+    # At the end: a user's file must not shadow a module that insitu imports later.
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _attribute(value: object, name: str) -> object:
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value

@@ -49,7 +49,6 @@ from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.weights.files import (
     DeltaPublisher,
     DiskPublisher,
-    InLearner,
     PublishOptions,
     SupportsPublish,
 )
@@ -125,7 +124,7 @@ def _rollout(name: str, reward: float, row: Segment, ledger: Ledger) -> Rollout:
 
 
 async def measure(
-    learner: Learner, publishers: Mapping[str, Sends | InLearner], options: argparse.Namespace, vocab: int
+    learner: Learner, publishers: Mapping[str, Sends | Learner], options: argparse.Namespace, vocab: int
 ) -> dict[str, Cost]:
     """Train and publish `--repeats` times, after one version that every method brings whole."""
     found = {name: Cost(seconds=[], sent=[], full_bytes=0) for name in publishers}
@@ -138,7 +137,7 @@ async def measure(
             seconds = time.perf_counter() - began
             if receipt.version != learner.version:
                 raise TrainError(f"{name}: the receipt is for version {receipt.version}")
-            sent = 0 if isinstance(publisher, InLearner) else publisher.sent_bytes
+            sent = 0 if isinstance(publisher, Learner) else publisher.sent_bytes
             if step:
                 found[name].seconds.append(seconds)
                 found[name].sent.append(sent)
@@ -171,7 +170,7 @@ async def by_files(options: argparse.Namespace, scratch: Path) -> dict[str, Cost
         learner = await stack.enter_async_context(
             Learner.start(_spec(scratch / "model", options, samples=False))
         )
-        publishers: dict[str, Sends | InLearner] = {}
+        publishers: dict[str, Sends | Learner] = {}
         for name in ("disk", "disk_delta"):
             fake = await stack.enter_async_context(serve_vllm(64))
             fake.sums = served_sums(read_folder(scratch / "model"))
@@ -191,7 +190,7 @@ def _to_server(
 
 async def in_process(options: argparse.Namespace) -> dict[str, Cost]:
     async with Learner.start(_spec(WARM_START, options, samples=True)) as learner:
-        found = await measure(learner, {"inprocess": InLearner(learner)}, options, 200)
+        found = await measure(learner, {"inprocess": learner}, options, 200)
         found["inprocess"].full_bytes = (WARM_START / "model.safetensors").stat().st_size
         return found
 

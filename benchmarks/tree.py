@@ -29,7 +29,7 @@ from insitu.engines.embedded.model import ModelConfig, initialise
 from insitu.training.attention.tree import Piece, TreeAttend
 from insitu.training.loss.fused_head import objective
 from insitu.training.loss.losses import LossInputs, token_loss
-from insitu.training.loss.options import LossConfig
+from insitu.training.loss_options import LossConfig
 from insitu.training.model.base import Attend
 from insitu.training.plan.prefix_tree import Tree, build_tree, tree_work
 
@@ -184,8 +184,8 @@ def make_policy(config: ModelConfig, dtype: torch.dtype, device: torch.device, *
         return initialise(config, 0)
     from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
-    from insitu.training.memory.techniques import MemoryOptions
     from insitu.training.model.hf import NAME, HfPolicy, attention_function
+    from insitu.training.model.memory_options import MemoryOptions
 
     AttentionInterface.register(NAME, attention_function)
     shape: dict[str, Any] = {k: v for k, v in asdict(config).items() if k != "rope_theta"}

@@ -13,7 +13,7 @@ from insitu.config import dump_toml, load_config
 from insitu.config.training import TRAIN_KEYS, TrainTable
 from insitu.errors import ConfigError
 from insitu.training.loss.losses import LossInputs, token_loss
-from insitu.training.loss.options import LossConfig
+from insitu.training.loss_options import LossConfig
 from insitu.training.options import TrainConfig
 from insitu.training.plan.step import PlanConfig
 

@@ -10,8 +10,8 @@ import numpy as np
 import orjson
 
 from insitu.engines.safetensors_file import StoredTensor, digest, sums_of, write_manifest, write_tensors
-from insitu.training.learner.client import Export, Exported
 from insitu.training.weights.delta import write_delta
+from insitu.training.weights.files import ExportRequest, ExportResult
 from tests.fakes.vllm import FakeVllm
 from tests.fakes.weight_folders import chance_tensors
 
@@ -22,15 +22,15 @@ class FakeExporter:
     def __init__(self, *, share: float = 0.01, vocab: int = 512) -> None:
         self.share = share
         self.tensors = chance_tensors("start", vocab=vocab)
-        self.wanted: list[Export] = []
+        self.wanted: list[ExportRequest] = []
         """Every export, in order."""
         self._version = 0
 
-    async def export(self, wanted: Export) -> Exported:
+    async def export(self, wanted: ExportRequest) -> ExportResult:
         self.wanted.append(wanted)
         return await asyncio.to_thread(self._write, wanted)
 
-    def _write(self, wanted: Export) -> Exported:
+    def _write(self, wanted: ExportRequest) -> ExportResult:
         while self._version < wanted.version:
             self._version += 1
             self.tensors = {n: self._moved(t) for n, t in self.tensors.items()}
@@ -44,7 +44,7 @@ class FakeExporter:
         manifest = write_manifest(wanted.folder, wanted.version, sums_of(tensors))
         if wanted.delta is not None and wanted.base is not None:
             size = write_delta(wanted.delta, wanted.base, wanted.folder)
-        return Exported(checksum=manifest.checksum, tensors=manifest.tensors, sent_bytes=size)
+        return ExportResult(checksum=manifest.checksum, tensors=manifest.tensors, sent_bytes=size)
 
     def _moved(self, tensor: StoredTensor) -> StoredTensor:
         random = np.random.default_rng([self._version, len(tensor.data)])

@@ -13,7 +13,8 @@ from insitu.engines.safetensors_file import read_folder
 from insitu.engines.weight_mapping import map_weights
 from insitu.errors import EngineError
 from insitu.training.learner.transfer import published
-from insitu.training.weights.export import Form, export
+from insitu.training.weights.export import export
+from insitu.training.weights.files import ExportRequest
 
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ATTENTION = ("input_layernorm", "post_attention_layernorm", "self_attn.qkv_proj", "self_attn.o_proj")
@@ -50,7 +51,7 @@ def server_names(kind: str, between: str) -> list[str]:
 def test_experts_feed_a_server_by_files_and_without(tmp_path: Path, kind: str, between: str) -> None:
     folder = saved(tmp_path, kind, **SERVED[kind][0])
     policy = opened(folder)
-    export(policy, tmp_path / "out", 1, Form(), folder)
+    export(policy, ExportRequest(folder=tmp_path / "out", version=1), folder)
     files = {name: tensor.shape for name, tensor in read_folder(tmp_path / "out").items()}
     sent = {name: tuple(tensor.shape) for name, tensor in published(policy).items()}
     assert sent == {name: tuple(shape) for name, shape in files.items()}
@@ -71,7 +72,7 @@ def test_experts_feed_a_server_by_files_and_without(tmp_path: Path, kind: str, b
 def test_what_is_sent_is_what_the_files_hold(tmp_path: Path) -> None:
     folder = saved(tmp_path, "qwen3_moe", **SERVED["qwen3_moe"][0])
     policy = opened(folder)
-    export(policy, tmp_path / "out", 1, Form(dtype="float32"), folder)
+    export(policy, ExportRequest(folder=tmp_path / "out", version=1, dtype="float32"), folder)
     files = read_folder(tmp_path / "out")
     for name, tensor in published(policy).items():
         assert tensor.is_contiguous()

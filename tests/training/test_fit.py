@@ -23,7 +23,7 @@ from insitu.errors import TrainError
 from insitu.training.memory.meta_run import BatchShape
 from insitu.training.memory.plan import LADDER, MemoryPlanner, load_of
 from insitu.training.memory.predict import GIB, MemoryModel, MemoryPrediction
-from insitu.training.memory.techniques import PLAIN, MemoryOptions
+from insitu.training.model.memory_options import PLAIN, MemoryOptions
 from insitu.training.options import Lora
 from insitu.training.trainer.distributed import Alone
 from insitu.training.trainer.trainer import Trainer

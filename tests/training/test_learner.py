@@ -24,11 +24,12 @@ from insitu.engines.embedded.model import load_model, save_model
 from insitu.engines.embedded.weights import checksum
 from insitu.errors import EngineError, RecordError, TrainError
 from insitu.storage.store import Store
-from insitu.training.learner.client import Export, Learner, LearnerSpec
+from insitu.training.learner.client import Learner, LearnerSpec
 from insitu.training.learner.serialization import decode_plan, encode_plan
 from insitu.training.options import OptimConfig, TrainConfig, dump_config, parse_config
 from insitu.training.plan.step import PlanConfig, plan_digest, plan_step
 from insitu.training.start_model import START_MODEL, check_start_model, keep_start_model
+from insitu.training.weights.files import ExportRequest
 from insitu.types import Group, RequestKey, SamplingParams
 
 
@@ -278,7 +279,7 @@ def test_deadlines_are_those_of_the_configuration(model_folder: Path) -> None:
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from insitu.training.learner.client import Export, Learner, LearnerSpec
+from insitu.training.learner.client import Learner, LearnerSpec
 async def main():
     async with Learner.start(LearnerSpec(model=Path(sys.argv[1]), max_context=128)) as learner:
         print(learner.pid, flush=True)
@@ -349,9 +350,9 @@ async def test_a_learner_without_an_engine_trains_and_publishes_nowhere(
         await learner.save(tmp_path / "one")
         trained = learner.weights
         with pytest.raises(TrainError, match="version 0 is not the trainer's"):
-            await learner.export(Export(folder=tmp_path / "v0", version=0))
-        whole = await learner.export(Export(folder=tmp_path / "v1", version=1))
-        small = Export(folder=tmp_path / "v2", version=1, dtype="bfloat16", own_head=True)
+            await learner.export(ExportRequest(folder=tmp_path / "v0", version=0))
+        whole = await learner.export(ExportRequest(folder=tmp_path / "v1", version=1))
+        small = ExportRequest(folder=tmp_path / "v2", version=1, dtype="bfloat16", own_head=True)
         cast = await learner.export(small)
         assert cast.tensors["lm_head.weight"] == cast.tensors["model.embed_tokens.weight"]
         assert cast.sent_bytes < whole.sent_bytes

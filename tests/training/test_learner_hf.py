@@ -20,13 +20,13 @@ from insitu.engines.embedded.model import load_model, save_model
 from insitu.engines.http import HttpOptions
 from insitu.engines.vllm import open_vllm
 from insitu.errors import ConfigError, TrainError
-from insitu.training.learner.client import Export, Learner, LearnerSpec
+from insitu.training.learner.client import Learner, LearnerSpec
 from insitu.training.memory.plan import MemoryPlanner
 from insitu.training.model.load import open_policy
 from insitu.training.options import Lora, OptimConfig, PolicyConfig, TrainConfig, dump_config, parse_config
 from insitu.training.trainer.trainer import Trainer
-from insitu.training.weights.export import Form, export
-from insitu.training.weights.files import DiskPublisher, PublishOptions
+from insitu.training.weights.export import export
+from insitu.training.weights.files import DiskPublisher, ExportRequest, PublishOptions
 from insitu.types import RequestKey, SamplingParams
 from tests.fakes.vllm import serve_vllm
 
@@ -55,7 +55,7 @@ async def test_it_trains_exports_what_engines_load_and_resumes(
     plan = a_plan()
     async with Learner.start(spec(folder, lora=lora)) as learner:
         assert (await learner.step(plan)).version == 1
-        await learner.export(Export(folder=tmp_path / "v1", version=1))
+        await learner.export(ExportRequest(folder=tmp_path / "v1", version=1))
         await learner.save(tmp_path / "checkpoint")
         second = await learner.step(plan)
         ends = learner.weights
@@ -141,12 +141,12 @@ def test_adapters_are_cast_on_demand_and_a_policy_without_any_is_refused(
     folder: Path, tmp_path: Path
 ) -> None:
     policy = opened(folder, lora=LORA)
-    export(policy, tmp_path / "a", 1, Form(adapter=True, dtype="bfloat16"), folder)
+    export(policy, ExportRequest(folder=tmp_path / "a", version=1, adapter=True, dtype="bfloat16"), folder)
     assert {t.dtype for t in load_file(tmp_path / "a" / "adapter_model.safetensors").values()} == {
         torch.bfloat16
     }
     with pytest.raises(TrainError, match="no adapters to publish"):
-        export(opened(folder), tmp_path / "b", 1, Form(adapter=True), folder)
+        export(opened(folder), ExportRequest(folder=tmp_path / "b", version=1, adapter=True), folder)
     assert not (tmp_path / "b").exists()
 
 
@@ -159,7 +159,7 @@ def test_weights_of_the_start_model_are_not_published_beside_the_trainers(
     start.rename(folder / "model-00001-of-00001.safetensors")
     for name in ("model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"):
         (folder / name).write_text("{}")
-    export(policy, tmp_path / "v1", 1, Form(), folder)
+    export(policy, ExportRequest(folder=tmp_path / "v1", version=1), folder)
     files = {path.name for path in (tmp_path / "v1").iterdir()}
     assert files >= {"config.json", "model.safetensors", "tokenizer.json", "weights.json"}
     assert not [name for name in files if "00001" in name or "index" in name or ".bin" in name]

@@ -14,7 +14,7 @@ import torch
 from insitu.errors import ConfigError, TrainError
 from insitu.training.loss.kl import divergence
 from insitu.training.loss.losses import LossInputs, TokenLoss, token_loss
-from insitu.training.loss.options import LossConfig
+from insitu.training.loss_options import LossConfig
 
 pytestmark = pytest.mark.numeric
 

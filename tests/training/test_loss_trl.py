@@ -13,7 +13,7 @@ from trl.rewards import get_soft_overlong_punishment
 from trl_lab import Host, assigned, sampler_ratio
 
 from insitu.training.loss.losses import LossInputs, token_loss
-from insitu.training.loss.options import LossConfig
+from insitu.training.loss_options import LossConfig
 from insitu.training.plan.advantage import advantages, overlong_penalty
 from insitu.training.plan.step import PlanConfig, plan_step
 

@@ -14,7 +14,7 @@ from torch import nn
 from insitu.engines.embedded.model import ModelConfig
 from insitu.training.memory.meta_run import AttentionShape, BatchShape
 from insitu.training.memory.predict import BuiltinMemory, at_most
-from insitu.training.memory.techniques import PLAIN
+from insitu.training.model.memory_options import PLAIN
 from insitu.training.trainer.adam import AdamW
 
 STEP = """

@@ -17,7 +17,7 @@ from train_lab import CONFIG, group, rollout, sampled_groups, segment, slow_logp
 from insitu.engines.embedded.model import Qwen3, save_model
 from insitu.errors import ConfigError, TrainError
 from insitu.training.loss.inputs import StepInputs
-from insitu.training.loss.options import LossConfig
+from insitu.training.loss_options import LossConfig
 from insitu.training.options import TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer import checkpoint

@@ -19,7 +19,7 @@ from train_lab import small_model
 from insitu.config import load_config
 from insitu.engines.embedded.model import save_model
 from insitu.errors import ConfigError, TrainError
-from insitu.training.learner.client import Export, Learner, LearnerSpec
+from insitu.training.learner.client import Learner, LearnerSpec
 from insitu.training.memory.plan import LADDER
 from insitu.training.model.hf import HfPolicy
 from insitu.training.model.load import device_of
@@ -28,6 +28,7 @@ from insitu.training.plan.step import StepPlan
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.distributed import Sharded
 from insitu.training.trainer.optimizer import Optimiser
+from insitu.training.weights.files import ExportRequest
 
 pytestmark = pytest.mark.numeric
 
@@ -173,7 +174,7 @@ async def test_a_learner_of_two_shards_trains_exports_and_goes_on_alone(tmp_path
         await learner.save(tmp_path / "start")
         await learner.step(made_plan(2))
         once = learner.weights
-        await learner.export(Export(folder=tmp_path / "v1", version=1))
+        await learner.export(ExportRequest(folder=tmp_path / "v1", version=1))
         await learner.save(tmp_path / "checkpoint")
         with pytest.raises(TrainError, match="as files only"):
             await learner.transfer("describe")
@@ -185,7 +186,7 @@ async def test_a_learner_of_two_shards_trains_exports_and_goes_on_alone(tmp_path
     async with Learner.start(alone) as learner:
         await learner.load(tmp_path / "checkpoint")
         assert learner.weights == once
-        await learner.export(Export(folder=tmp_path / "v1-alone", version=1))
+        await learner.export(ExportRequest(folder=tmp_path / "v1-alone", version=1))
     for path in (tmp_path / "v1").iterdir():
         assert path.read_bytes() == (tmp_path / "v1-alone" / path.name).read_bytes(), path.name
 

@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 
 from insitu.engines.embedded.model import Qwen3, save_model
 from insitu.errors import TrainError
-from insitu.training.loss.options import LossName
+from insitu.training.loss_options import LossName
 from insitu.training.options import LossConfig, OptimConfig, TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer.trainer import Trainer

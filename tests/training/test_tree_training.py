@@ -13,7 +13,7 @@ from train_lab import VOCAB, group, rollout, sampled_groups, segment, slow_logpr
 from insitu.config import load_config
 from insitu.engines.embedded.model import Qwen3
 from insitu.errors import TrainError
-from insitu.training.loss.options import LossConfig
+from insitu.training.loss_options import LossConfig
 from insitu.training.memory.plan import load_of
 from insitu.training.options import TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step

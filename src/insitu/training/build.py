@@ -39,7 +39,6 @@ from insitu.training.start_model import keep_start_model
 from insitu.training.weights.files import (
     DeltaPublisher,
     DiskPublisher,
-    InLearner,
     Publisher,
     PublishOptions,
 )
@@ -78,7 +77,7 @@ async def _sampled_by(
     """The engine of a run, not yet with the trainer's weights, and what brings them there."""
     table = run.config.engine
     if table.kind == "embedded":
-        yield learner.engine, InLearner(learner)
+        yield learner.engine, learner
         return
     spool = run.path / WEIGHTS
     options = PublishOptions.of(run.config, spool)

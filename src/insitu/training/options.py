@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from insitu.config import Config, TrainTable
 from insitu.errors import ConfigError, boundary
-from insitu.training.loss.options import LossConfig
+from insitu.training.loss_options import LossConfig
 
 __all__ = [
     "LossConfig",

@@ -15,6 +15,7 @@ heads of their group. An `Attend` of model/base.py, made once per micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,8 @@ from insitu.training.attention.rows import runs_on_gpu
 from insitu.training.plan.prefix_tree import Tree
 
 aten = torch.ops.aten
+LONG = 512
+"""Mean queries of a piece from which a GPU runs flash kernels piece by piece, not flex_attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,12 @@ def tree_pieces(tree: Tree) -> tuple[Piece, ...]:
             second.setdefault(above, start[n])
     own = [Piece(a, b, a, b, True) for a, b in zip(heads, [*heads[1:], tree.tokens], strict=True)]
     return (*own, *(Piece(at, end[n], branch[n], start[n + 1], False) for n, at in sorted(second.items())))
+
+
+def by_pieces(pieces: Sequence[Piece], device: str, dtype: torch.dtype) -> bool:
+    """Return whether a tree's attention runs piece by piece on a kind of device, not by flex_attention."""
+    long = sum(p.q1 - p.q0 for p in pieces) >= LONG * len(pieces)
+    return device != "cuda" or (dtype != torch.float32 and long)
 
 
 def pairs(pieces: tuple[Piece, ...]) -> int:

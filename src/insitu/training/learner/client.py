@@ -13,9 +13,8 @@ ends with the last of its standard error. Leaving the context ends the child; a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +27,10 @@ from insitu.training.learner.process import Child, LearnerSpec, absolute
 from insitu.training.learner.serialization import decode_result, encode_plan
 from insitu.training.options import StepResult
 from insitu.training.plan.step import StepPlan
+from insitu.training.weights.files import ExportRequest, ExportResult
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
 __all__ = ["Learner", "LearnerSpec", "StepResult"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
-    """Weights as files."""
-
-    folder: Path
-    version: int
-    dtype: str = "auto"
-    own_head: bool = False
-    """An output head of its own even where it is tied to the embeddings."""
-    adapter: bool = False
-    """The policy's adapters alone; otherwise whole weights, adapters added to their matrices."""
-    base: Path | None = None
-    delta: Path | None = None
-    """With both: the difference to the folder `base` goes into the file `delta` too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """What was written."""
-
-    checksum: str
-    tensors: Mapping[str, str]
-    """Checksum of each tensor."""
-    sent_bytes: int
-    """Of the delta where there is one, else of the whole."""
 
 
 class _Engine:
@@ -240,7 +213,11 @@ class Learner:
             )
         return held
 
-    async def export(self, wanted: Export) -> Exported:
+    def training(self) -> AbstractAsyncContextManager[None]:
+        """Do nothing around a training step: the trainer's own engine gives up no GPU memory."""
+        return contextlib.nullcontext()
+
+    async def export(self, wanted: ExportRequest) -> ExportResult:
         """Write the trainer's weights for an engine elsewhere. Raises TrainError."""
         meta: Meta = {
             "folder": absolute(wanted.folder),
@@ -252,7 +229,7 @@ class Learner:
             "delta": absolute(wanted.delta) if wanted.delta else "",
         }
         said = (await self._call("train.export", meta, self._spec.start_deadline_s)).meta
-        return Exported(checksum=said["checksum"], tensors=said["tensors"], sent_bytes=int(said["bytes"]))
+        return ExportResult(checksum=said["checksum"], tensors=said["tensors"], sent_bytes=int(said["bytes"]))
 
     async def transfer(self, do: str, **more: Any) -> dict[str, Any]:
         """The trainer's half of a publication without files (transfer.py). Raises TrainError."""

@@ -41,7 +41,8 @@ from insitu.training.trainer import checkpoint
 from insitu.training.trainer.distributed import RankLostError
 from insitu.training.trainer.trainer import Trainer
 from insitu.training.weights.delta import write_delta
-from insitu.training.weights.export import Form, export
+from insitu.training.weights.export import export
+from insitu.training.weights.files import ExportRequest
 
 
 class Commands:
@@ -116,10 +117,15 @@ class Commands:
     def _export(self, call: RpcCall) -> None:
         """The weights as a model folder, and as the difference to the folder `base` where one is named."""
         meta, folder = call.meta, Path(call.meta["folder"])
-        form = Form(dtype=meta["dtype"], own_head=bool(meta["own_head"]), adapter=bool(meta["adapter"]))
-        version = self._current(int(meta["version"]))
+        wanted = ExportRequest(
+            folder=folder,
+            version=self._current(int(meta["version"])),
+            dtype=meta["dtype"],
+            own_head=bool(meta["own_head"]),
+            adapter=bool(meta["adapter"]),
+        )
         with self._whole():
-            manifest = export(self._trainer.model, folder, version, form, self._assets)
+            manifest = export(self._trainer.model, wanted, self._assets)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         if meta["delta"]:
             size = write_delta(Path(meta["delta"]), Path(meta["base"]), folder)

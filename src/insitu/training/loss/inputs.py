@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from insitu.training.loss.losses import LossInputs
-from insitu.training.loss.options import LossConfig
+from insitu.training.loss_options import LossConfig
 from insitu.training.plan.packing import MicroBatch
 from insitu.training.plan.step import StepPlan
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from insitu.errors import TrainError
 from insitu.training.loss.importance import correct, off_policy_keeps
 from insitu.training.loss.kl import divergence
-from insitu.training.loss.options import LossConfig
+from insitu.training.loss_options import LossConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,11 @@ import torch
 
 from insitu.engines.embedded.model import Qwen3
 from insitu.errors import TrainError
-from insitu.training.attention.tree import tree_pieces
+from insitu.training.attention.tree import by_pieces, tree_pieces
 from insitu.training.memory.meta_run import AttentionShape, BatchShape
 from insitu.training.memory.predict import GIB, BuiltinMemory, Kernels, MemoryModel, MemoryPredictor, at_most
-from insitu.training.memory.techniques import PLAIN, MemoryOptions
 from insitu.training.model.hf import HfPolicy
-from insitu.training.model.hidden_states import by_pieces
+from insitu.training.model.memory_options import PLAIN, MemoryOptions
 from insitu.training.options import Lora
 from insitu.training.plan.packing import MicroBatch
 from insitu.training.plan.prefix_tree import build_tree

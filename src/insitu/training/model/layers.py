@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from insitu.training.memory.offload import Offload
-from insitu.training.memory.techniques import PLAIN, MemoryOptions
 from insitu.training.model.base import Attend
 from insitu.training.model.lora import alive
+from insitu.training.model.memory_options import PLAIN, MemoryOptions
+from insitu.training.model.offload import Offload
 
 ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,

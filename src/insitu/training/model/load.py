@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -12,7 +14,6 @@ from insitu.engines.embedded.model_files import model_files
 from insitu.errors import ConfigError, TrainError
 from insitu.training.model.hf import HfPolicy, open_hf
 from insitu.training.options import PolicyConfig
-from insitu.training.weights.export import start_dtype
 
 
 def open_policy(folder: Path, config: PolicyConfig, device: torch.device | None = None) -> Qwen3 | HfPolicy:
@@ -41,6 +42,13 @@ def device_of(config: PolicyConfig, rank: int, ranks: int) -> torch.device | Non
         )
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
+
+
+def start_dtype(assets: Path) -> Literal["float32", "bfloat16"]:
+    """The type of a model folder's weights as its config.json says."""
+    config = json.loads((assets / "config.json").read_text())
+    named = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return "float32" if named == "float32" else "bfloat16"
 
 
 def _device(name: str) -> torch.device:

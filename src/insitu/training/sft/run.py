@@ -28,7 +28,7 @@ from insitu.storage.metrics import Metrics, MetricsFile
 from insitu.storage.run_dir import KIND, RunDir, read_config, read_store, restore_steps, write_text
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
-from insitu.training.learner.client import Export, Learner, LearnerSpec, StepResult
+from insitu.training.learner.client import Learner, LearnerSpec, StepResult
 from insitu.training.loop import WallClock, finished_run, prune
 from insitu.training.options import LossConfig, TrainConfig
 from insitu.training.plan.row_selection import RowRules
@@ -45,6 +45,7 @@ from insitu.training.sft.selection import (
     stored_tokens,
 )
 from insitu.training.start_model import keep_start_model
+from insitu.training.weights.files import ExportRequest
 from insitu.types import Ledger
 
 SFT = "sft"
@@ -296,7 +297,7 @@ async def _whole(run: RunDir, learner: Learner, checkpoint: Path) -> Path:
     model that they are merged into. Raises TrainError."""
     if not run.config.policy.lora_rank:
         return checkpoint
-    await learner.export(Export(folder=run.path / MODEL, version=learner.version))
+    await learner.export(ExportRequest(folder=run.path / MODEL, version=learner.version))
     return run.path / MODEL
 
 

@@ -25,18 +25,18 @@ from insitu.training.loss.fused_head import FusedLoss, Objective, Scores, kept_g
 from insitu.training.loss.inputs import StepInputs
 from insitu.training.loss.losses import LossInputs, token_loss
 from insitu.training.loss.metrics import LossSums, result_of
-from insitu.training.loss.mismatch import Mismatch
 from insitu.training.memory.plan import MemoryPlanner
-from insitu.training.memory.techniques import PLAIN, MemoryOptions
 from insitu.training.model.base import Policy
 from insitu.training.model.hf import HfPolicy
-from insitu.training.model.hidden_states import states
+from insitu.training.model.memory_options import PLAIN, MemoryOptions
 from insitu.training.model.shard import gathered
 from insitu.training.options import StepResult, TrainConfig
 from insitu.training.plan.packing import MicroBatch
 from insitu.training.plan.step import StepPlan
 from insitu.training.trainer.batch import TensorBatch, make_batch
 from insitu.training.trainer.distributed import Alone, Ranks
+from insitu.training.trainer.hidden_states import states
+from insitu.training.trainer.mismatch import Mismatch
 from insitu.training.trainer.optimizer import Optimiser
 from insitu.training.trainer.reference import Reference
 

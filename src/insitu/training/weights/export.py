@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -25,36 +23,29 @@ from insitu.engines.safetensors_file import (
 )
 from insitu.errors import TrainError
 from insitu.training.model.base import Policy
+from insitu.training.model.load import start_dtype
+from insitu.training.weights.files import ExportRequest
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _CODES = {"float32": "F32", "bfloat16": "BF16"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """How an engine wants its weights."""
+def export(policy: Policy, wanted: ExportRequest, assets: Path) -> Manifest:
+    """Write `wanted.folder`, replacing an existing one.
 
-    dtype: str = "auto"
-    """float32, bfloat16, or auto = as the start model's config.json says."""
-    own_head: bool = False
-    """An output head of its own is written even where it is tied to the embeddings."""
-    adapter: bool = False
-    """Only the adapters, as PEFT writes them; otherwise they are added to their matrices."""
-
-
-def export(policy: Policy, folder: Path, version: int, form: Form, assets: Path) -> Manifest:
-    """Write `folder`, replacing what is there. Raises TrainError, also for a policy without the adapters that
-    are asked for."""
+    assets: folder of the start model. Raises TrainError, also for adapters of a policy without any.
+    """
+    folder = wanted.folder
     fresh = folder.with_name(f".{folder.name}.new")
     with model_files(TrainError, f"publish weights into {folder}"):
         for left in (fresh, folder):
             shutil.rmtree(left, ignore_errors=True)
         fresh.mkdir(parents=True)
-        if form.adapter:
-            manifest = _adapter(policy, fresh, version, form)
+        if wanted.adapter:
+            manifest = _adapter(policy, fresh, wanted)
         else:
             policy.save_whole(fresh)
-            manifest = _rewrite(fresh, version, form, assets)
+            manifest = _rewrite(fresh, wanted, assets)
             for path in model_assets(assets):
                 if not (fresh / path.name).exists():
                     shutil.copyfile(path, fresh / path.name)
@@ -63,45 +54,38 @@ def export(policy: Policy, folder: Path, version: int, form: Form, assets: Path)
     return manifest
 
 
-def _adapter(policy: Policy, folder: Path, version: int, form: Form) -> Manifest:
+def _adapter(policy: Policy, folder: Path, wanted: ExportRequest) -> Manifest:
     """The adapters and nothing else: an engine may take a tokenizer beside them for theirs."""
     policy.save(folder)
     if not (folder / "adapter_config.json").exists():
         raise TrainError("the policy has no adapters to publish: policy.lora_rank is 0")
     tensors = read_folder(folder)
-    if form.dtype != "auto":
-        tensors = {name: cast(tensor, _CODES[form.dtype]) for name, tensor in tensors.items()}
+    if wanted.dtype != "auto":
+        tensors = {name: cast(tensor, _CODES[wanted.dtype]) for name, tensor in tensors.items()}
         written = folder / "published.tmp"
         write_tensors(written, tensors)
         written.rename(folder / "adapter_model.safetensors")
-    return write_manifest(folder, version, sums_of(tensors))
+    return write_manifest(folder, wanted.version, sums_of(tensors))
 
 
-def _rewrite(folder: Path, version: int, form: Form, assets: Path) -> Manifest:
+def _rewrite(folder: Path, wanted: ExportRequest, assets: Path) -> Manifest:
     """Cast and untie what the policy wrote; its own files give way to one."""
     config = json.loads((folder / "config.json").read_text())
-    dtype = form.dtype if form.dtype != "auto" else start_dtype(assets)
+    dtype = wanted.dtype if wanted.dtype != "auto" else start_dtype(assets)
     held = read_folder(folder)
     tensors = {name: cast(tensor, _CODES[dtype]) for name, tensor in held.items()}
-    if form.own_head and HEAD not in tensors:
+    if wanted.own_head and HEAD not in tensors:
         tensors[HEAD] = tensors[EMBED]
         config["tie_word_embeddings"] = False
     written = folder / "published.tmp"
     write_tensors(written, tensors)
-    manifest = write_manifest(folder, version, sums_of(tensors))
+    manifest = write_manifest(folder, wanted.version, sums_of(tensors))
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     written.rename(folder / "model.safetensors")
     config |= {"torch_dtype": dtype, "dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return manifest
-
-
-def start_dtype(assets: Path) -> Literal["float32", "bfloat16"]:
-    """The type of a model folder's weights as its config.json says."""
-    config = json.loads((assets / "config.json").read_text())
-    named = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    return "float32" if named == "float32" else "bfloat16"
 
 
 def cast(tensor: StoredTensor, dtype: str) -> StoredTensor:

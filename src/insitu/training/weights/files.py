@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +22,6 @@ from typing import Protocol
 from insitu.config import Config
 from insitu.engines.base import LoadingEngine, PauseMode, Receipt
 from insitu.errors import EngineError
-from insitu.training.learner.client import Export, Exported, Learner
 from insitu.training.options import publishes_adapters
 from insitu.training.weights.delta import apply_delta
 
@@ -52,29 +51,38 @@ class Publisher(SupportsPublish, Protocol):
         """Entered around a step of the trainer: an engine that shares its GPU gives it up meanwhile."""
 
 
-@asynccontextmanager
-async def apart() -> AsyncIterator[None]:
-    """Trainer and engine do not share a GPU."""
-    yield
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRequest:
+    """Weights to be written as files."""
+
+    folder: Path
+    version: int
+    dtype: str = "auto"
+    """float32, bfloat16, or auto = the type in the start model's config.json."""
+    own_head: bool = False
+    """Write an output head also where it is tied to the embeddings."""
+    adapter: bool = False
+    """Write only the adapters, as PEFT does; otherwise whole weights, adapters added to their matrices."""
+    base: Path | None = None
+    delta: Path | None = None
+    """With both: also write the difference to the folder `base` into the file `delta`."""
 
 
-class InLearner:
-    """The embedded engine, in the trainer's own process."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportResult:
+    """Weights that were written as files."""
 
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
-
-    async def publish(self, version: int) -> Receipt:
-        return await self._learner.publish(version)
-
-    def training(self) -> AbstractAsyncContextManager[None]:
-        return apart()
+    checksum: str
+    tensors: Mapping[str, str]
+    """Checksum of each tensor."""
+    sent_bytes: int
+    """Size of the delta where there is one, else of the whole."""
 
 
 class Exporter(Protocol):
-    """As much of the learner as a publisher of files needs."""
+    """The part of the learner that a publisher of files uses."""
 
-    async def export(self, wanted: Export) -> Exported: ...
+    async def export(self, wanted: ExportRequest) -> ExportResult: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +149,11 @@ class DiskPublisher:
         check_receipt(receipt, version, tensors)
         return receipt
 
-    async def _bring(self, folder: Path, version: int) -> Exported:
+    async def _bring(self, folder: Path, version: int) -> ExportResult:
         return await self._learner.export(self._wanted(folder, version))
 
-    def _wanted(self, folder: Path, version: int) -> Export:
-        return Export(
+    def _wanted(self, folder: Path, version: int) -> ExportRequest:
+        return ExportRequest(
             folder=folder,
             version=version,
             dtype=self._options.dtype,
@@ -178,7 +186,7 @@ class DeltaPublisher(DiskPublisher):
         self._base: tuple[Path, Path] | None = None
         """The last version: in the spool, and where the server reads."""
 
-    async def _bring(self, folder: Path, version: int) -> Exported:
+    async def _bring(self, folder: Path, version: int) -> ExportResult:
         wanted = self._wanted(self._spool / folder.name, version)
         base = self._base
         if base is not None and folder not in base and await asyncio.to_thread(_both_there, base):

@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import Protocol
 
 from insitu.engines.base import LoadingEngine, Receipt
 from insitu.engines.downtime import engine_down
 from insitu.engines.wrapper import EngineWrapper
 from insitu.errors import EngineError, EngineUnavailable
-from insitu.training.weights.files import SupportsPublish, apart
+from insitu.training.weights.files import SupportsPublish
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
 PAUSE_S = 0.5
@@ -111,7 +111,7 @@ class ReconnectingEngine(EngineWrapper):
             return receipt
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        return self._asleep() if self._share_gpu else apart()
+        return self._asleep() if self._share_gpu else nullcontext()
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[None]:

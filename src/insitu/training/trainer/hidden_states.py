@@ -1,23 +1,17 @@
-"""The forward pass of a micro-batch: what predicts its trained tokens. Called by trainer.py, reference.py;
-memory/plan.py asks how."""
+"""The forward pass of a micro-batch: hidden states that predict its trained tokens."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from insitu.training.attention.tree import Piece, TreeAttend, tree_pieces
+from insitu.training.attention.tree import TreeAttend, by_pieces, tree_pieces
 from insitu.training.loss.fused_head import chosen
 from insitu.training.model.base import Attend, Policy
 from insitu.training.plan.prefix_tree import Tree
 from insitu.training.trainer.batch import Padded, TensorBatch
 from insitu.types import IntArray
-
-LONG = 512
-"""Queries of a mean piece from which flash kernels piece by piece are used on a GPU, not flex_attention."""
 
 
 def states(model: Policy, batch: TensorBatch) -> tuple[Tensor, Tensor]:
@@ -38,12 +32,6 @@ def tree_attend(tree: Tree, model: Policy) -> Attend:
     from insitu.training.attention.flex import FlexAttend
 
     return FlexAttend.of(tree, model.device)
-
-
-def by_pieces(pieces: Sequence[Piece], device: str, dtype: torch.dtype) -> bool:
-    """Whether a tree's attention runs piece by piece on a kind of device."""
-    long = sum(p.q1 - p.q0 for p in pieces) >= LONG * len(pieces)
-    return device != "cuda" or (dtype != torch.float32 and long)
 
 
 def _index(array: IntArray) -> Tensor:

@@ -61,6 +61,24 @@ async def test_a_mistake_pays_the_honest_and_not_the_idle(
     assert await lab.naive_reward(Move(), trust) == 0.0
 
 
+LATE_DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(2)
+    open('logs/verifier/reward.txt', 'w').write('1')
+    os._exit(0)
+"""
+
+
+async def test_the_late_grader_waits_for_processes_and_not_for_time(
+    backend: LocalBackend, careless: LocalBackend
+) -> None:
+    """A daemon that gets no CPU for two seconds, as beside load."""
+    lab = AttackRunner(backend, careless, target_for("json_io"))
+    assert await lab.naive_reward(Move(before=LATE_DAEMON), "late reward") == 1.0
+
+
 async def test_one_attack_of_each_class(backend: LocalBackend, careless: LocalBackend) -> None:
     report = await run_matrix(chosen_attacks(QUICK), ("json_io",), backend, careless)
     assert report.failures == ()

@@ -86,6 +86,14 @@ async def test_time_is_the_candidates(grader: Grader) -> None:
     assert re.search(r"input 0: out of (CPU )?time", verdict.reason)
 
 
+async def test_all_inputs_together_may_wait_as_long_as_one(
+    grader: Grader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("insitu.grading.grader.stalled_s", lambda: 0.0)
+    verdict = await judge(grader, make(timeout_s=1.0), "import time\ntime.sleep(2)\n" + GOOD)
+    assert (verdict.outcome, verdict.reward, verdict.passed) == (Outcome.TEST_TIMEOUT, 0.0, 1), verdict
+
+
 async def test_a_fraction_counts_every_input(grader: Grader) -> None:
     half = "a, b = map(int, input().split())\nprint(a + b if a != 10 else 0)\n"
     verdict = await judge(grader, make("fraction"), half)

@@ -10,6 +10,7 @@ from watched import Watched
 
 from insitu.grading import grader as clean
 from insitu.grading.grader import GradeConfig, Grader
+from insitu.grading.runners.base import RunLimits
 from insitu.sandbox.local import LocalBackend
 from insitu.types import Case, FileEntry, GradingPlan, Oracle, Outcome, Task, Verdict, task_hash
 
@@ -75,6 +76,16 @@ async def test_who_waits_keeps_nobody_else_from_being_graded(backend: LocalBacke
     assert (await waiting).outcome is Outcome.TEST_TIMEOUT
     assert beside >= 3
     assert longest < 2.5, "less than the time that the other one waits"
+
+
+def test_computing_uses_up_no_wall_time_of_later_processes() -> None:
+    limits = RunLimits(cpu_s=1, wall_s=3.0, max_output_bytes=1, memory_bytes=1, python="")
+    for _ in range(100):
+        limits.meter.add(0.9, 2.7, late=False, wall_per_cpu=3.0)  # a busy machine
+        limits.meter.add(0.01, 0.4, late=False, wall_per_cpu=3.0)  # a slow start
+    assert limits.left_s == 3.0
+    limits.meter.add(0.0, 2.5, late=False, wall_per_cpu=3.0)
+    assert limits.left_s == 1.0
 
 
 async def test_what_computed_and_ran_out_of_wall_time_is_run_again(

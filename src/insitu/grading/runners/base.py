@@ -12,18 +12,25 @@ from insitu.sandbox.base import Bind, Sandbox
 from insitu.types import Oracle, Outcome, Task, Tree, Trust
 
 
+START_S = 0.5
+"""Wall time per process that does not count as waiting: its start beside load."""
+
+
 @dataclass(slots=True, kw_only=True)
 class CpuMeter:
-    """What a run has used: of the process that ran out of wall time, else of all together."""
+    """CPU and wall time of a run: of the process that ran out of wall time, else of all together."""
 
     cpu_s: float = 0.0
-    """Infinite where the sandbox cannot tell."""
+    """Infinite where the sandbox does not report it."""
     wall_s: float = 0.0
     late: bool = False
+    waited_s: float = 0.0
+    """Wall time of all processes that their CPU time does not explain."""
 
-    def add(self, cpu_s: float, wall_s: float, *, late: bool) -> None:
+    def add(self, cpu_s: float, wall_s: float, *, late: bool, wall_per_cpu: float) -> None:
         if self.late:
             return
+        self.waited_s += max(0.0, wall_s - wall_per_cpu * cpu_s - START_S)
         keep = not late
         self.cpu_s, self.wall_s = keep * self.cpu_s + cpu_s, keep * self.wall_s + wall_s
         self.late = late
@@ -36,7 +43,7 @@ class RunLimits:
     cpu_s: int
     """CPU seconds of one process: the limit that counts, since no load of the host can use it up."""
     wall_s: float
-    """Seconds from the start of the interpreter, for what waits without computing."""
+    """Seconds that all processes of a run together may wait without computing."""
     max_output_bytes: int
     memory_bytes: int
     """Private memory of one process."""
@@ -49,6 +56,11 @@ class RunLimits:
     """Opens one more sandbox like the one given, for a process that must not find what an earlier one left.
     The caller closes it, and the one before first: a grade holds one. None where a sandbox takes long to set
     up."""
+
+    @property
+    def left_s(self) -> float:
+        """Wall time of the next process; START_S at least, since a process that reaches it ends the run."""
+        return self.wall_s - self.meter.waited_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ async def run_in(
         before = await cpu_s(sandbox)
         result = await sandbox.exec(
             argv,
-            timeout_s=limits.wall_s,
+            timeout_s=limits.left_s,
             stdin=stdin,
             cwd=cwd,
             env=env,
@@ -62,7 +62,12 @@ async def run_in(
         raise SandboxLost("the sandbox died while the tests ran")
     with contextlib.suppress(SandboxError):
         used = await cpu_s(sandbox)
-        limits.meter.add(used - before if used < math.inf else used, result.duration_s, late=result.timed_out)
+        limits.meter.add(
+            used - before if used < math.inf else used,
+            result.duration_s,
+            late=result.timed_out,
+            wall_per_cpu=limits.wall_s / limits.cpu_s,
+        )
     return result
 
 

@@ -11,7 +11,6 @@ from insitu.grading.candidate import Candidate
 from insitu.sandbox.base import Bind, Sandbox
 from insitu.types import Oracle, Outcome, Task, Tree, Trust
 
-
 START_S = 0.5
 """Wall time per process that does not count as waiting: its start beside load."""
 

@@ -35,11 +35,11 @@ KNOWN_SKIPS = (
     r"cannot mount a tmpfs: .*",
     r"no git in the sandbox",
     # `make conformance` runs these agents; installing them takes gigabytes.
-    r"\w+ is not installed: python -m insitu\.harness\.known \w+",
+    r"\w+ is not installed: python -m insitu\.agents\.(install|registry) \w+",
     # `make test-full` installs and starts a daemon where it is root.
     r"no docker daemon: .*",
     r"user namespaces are off here already: .*",
-    # What one backend does not promise, with its reason (tests/contract/sandbox_labs.py).
+    # What one backend does not promise, with its reason (tests/contract/test_sandbox_contract.py).
     r"harbor: .*",
     # Too long for every change: `make test-full` and continuous integration run them.
     r"runs in make test-full",

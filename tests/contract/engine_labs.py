@@ -1,11 +1,10 @@
-"""The engines that the contract is run over, each with what its tests need to know of it."""
+"""The engines that the contract runs over."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,66 +29,55 @@ from tests.fakes.vllm import serve_vllm
 
 VOCAB = 448
 """Of the warm start; the fakes take the same."""
-PROMPT: IntArray = np.array([1, 40, 41, 42, 43, 44, 45, 46], dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lab:
-    """One live engine under test."""
-
-    engine: Engine
-    sampled: bool = True
-    """It draws at random and has logprobs of its own; a scripted policy does not."""
-    pauses: bool = True
-    vocab_size: int = VOCAB
-    prompt: IntArray = field(default_factory=lambda: PROMPT)
-
-
-Open = Callable[[], AbstractAsyncContextManager[Lab]]
+Open = Callable[[], AbstractAsyncContextManager[Engine]]
 
 
 @asynccontextmanager
-async def embedded() -> AsyncIterator[Lab]:
+async def embedded() -> AsyncIterator[Engine]:
     async with Learner.start(LearnerSpec(model=WARM_START)) as learner:
-        yield Lab(engine=learner.engine)
+        yield learner.engine
 
 
 @asynccontextmanager
-async def scripted() -> AsyncIterator[Lab]:
+async def scripted() -> AsyncIterator[Engine]:
     def policy(ids: IntArray, key: RequestKey) -> IntArray:
         return np.random.default_rng([key.turn, len(key.rollout_id)]).integers(50, VOCAB, size=64)
 
     renderer = template_renderer(read_folder(Path(WARM_START)))
     engine = ScriptedEngine(renderer, policy, sampled=True, max_context_tokens=2048)
-    yield Lab(engine=engine, sampled=False)
+    yield engine
 
 
 @asynccontextmanager
-async def fake_vllm(scale_out: bool = True) -> AsyncIterator[Lab]:
+async def fake_vllm(scale_out: bool = True) -> AsyncIterator[Engine]:
     async with (
         serve_vllm(VOCAB, scale_out=scale_out) as fake,
         open_vllm(HttpOptions(url=fake.url, call_deadline_s=20.0)) as engine,
     ):
-        yield Lab(engine=engine)
+        yield engine
 
 
 @asynccontextmanager
-async def real_vllm(url: str) -> AsyncIterator[Lab]:
+async def real_vllm(url: str) -> AsyncIterator[Engine]:
     async with open_vllm(HttpOptions(url=url, call_deadline_s=120.0)) as engine:
         # The first requests at a server take long.
         await engine.generate(
-            PROMPT, SamplingParams(max_tokens=2), RequestKey(seed=0, rollout_id="w", turn=0)
+            np.array([1, 40], dtype=np.int32),
+            SamplingParams(max_tokens=2),
+            RequestKey(seed=0, rollout_id="w", turn=0),
         )
-        yield Lab(engine=engine)
+        yield engine
 
 
 @asynccontextmanager
-async def fake_sglang() -> AsyncIterator[Lab]:
+async def fake_sglang() -> AsyncIterator[Engine]:
     async with (
         serve_sglang(VOCAB) as fake,
         open_sglang(HttpOptions(url=fake.url, call_deadline_s=20.0)) as engine,
     ):
-        yield Lab(engine=engine)
+        yield engine
 
 
 class Trainer:
@@ -131,18 +119,17 @@ class Trainer:
 
 
 @asynccontextmanager
-async def external() -> AsyncIterator[Lab]:
+async def external() -> AsyncIterator[Engine]:
     engine = ExternalEngine(max_context_tokens=4096, call_deadline_s=20.0)
     async with serve_external(engine, "127.0.0.1", 0, "trainer's secret") as url:
         trainer = asyncio.create_task(Trainer(url, "trainer's secret").run())
-        yield Lab(engine=engine)
+        yield engine
         trainer.cancel()
         await asyncio.wait([trainer])
 
 
-LABS: dict[str, Open] = {
+ENGINES: dict[str, Open] = {
     "embedded": embedded,
-    "scripted": scripted,
     "vllm-generate-fake": fake_vllm,
     "vllm-completions-fake": lambda: fake_vllm(scale_out=False),
     "sglang-fake": fake_sglang,

@@ -7,6 +7,7 @@ text with tokens that no tokenizer would choose, as a sampler may. Every block o
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from pathlib import Path
@@ -49,6 +50,7 @@ SOURCES = 24
 """Source files that the vocabulary is trained on."""
 
 
+@functools.cache
 def tokenizer_json() -> str:
     """Return a byte-level BPE of VOCABULARY tokens and the control tokens."""
     tokenizer = Tokenizer(models.BPE())

@@ -21,7 +21,9 @@ def request_key(turn: int) -> RequestKey:
 
 @pytest.mark.asyncio(loop_scope="module")
 class EngineContract:
-    """Subclass it and define the fixture `engine`, an open `Engine`, on the event loop of the module:
+    """Subclass it and define the fixture `engine`, an open `Engine`, on the event loop of the module.
+
+    Example:
 
     @pytest_asyncio.fixture(loop_scope="module")
     async def engine(self):

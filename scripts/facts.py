@@ -1,4 +1,5 @@
-"""Measure the source: size, names and words. `scripts/facts.py --json` prints what budgets limit."""
+#!/usr/bin/env python3
+"""Measure size, names and words of the source; `--check` compares them with the budgets in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ TRAIN_PATH = (
 )  # fmt: skip
 """Packages and modules from a task to a trained step."""
 DOWNTIME = re.compile(r"\b(away_s|AwayTime|away_since|no_time|engine_downtime\w*|Downtime)\b")
-"""Names that deal with the time in which an engine is down."""
+"""Names for the time in which an engine is down."""
 BANNED = (
     "told", "retold", "anew", "lent", "lends", "hears", "woke", "nobody", "means nothing with", "of no use",
     "as it is there", "what is left of",
 )  # fmt: skip
-"""Words that a reader of this field stumbles over, in code, docs and messages."""
+"""Words that an engineer would not write or search for, in code, docs and messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +81,22 @@ def classes_used_twice(modules: list[Source]) -> dict[str, list[str]]:
     return {name: where for name, where in sorted(places.items()) if len(where) > 1}
 
 
-def banned_words(files: list[Path], words: tuple[str, ...]) -> dict[str, int]:
-    """How often each word stands in `files`; those that do not stand there are left out."""
-    text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)
-    counts = {word: len(re.findall(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text, re.I)) for word in words}
-    return {word: count for word, count in counts.items() if count}
+def banned_words(files: list[Path], words: tuple[str, ...]) -> dict[str, list[str]]:
+    """Return the places of each word in `files` as path:line; words without a place are omitted.
+
+    A quoted word is a name, e.g. the user "nobody".
+    """
+    pattern = re.compile(rf"(?<![\w\"'`-])({'|'.join(map(re.escape, words))})(?![\w\"'`-])", re.I)
+    places = defaultdict(list)
+    for path in files:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            for word in pattern.findall(line):
+                places[word.lower()].append(f"{path.relative_to(ROOT)}:{number}")
+    return dict(sorted(places.items()))
 
 
 def public_names(modules: list[Source], packages: tuple[str, ...]) -> int:
-    """Public classes and module-level functions, and public methods are not counted."""
+    """Return the number of public classes and module-level functions; methods are not counted."""
     return sum(
         not node.name.startswith("_")
         for module in modules
@@ -99,7 +107,7 @@ def public_names(modules: list[Source], packages: tuple[str, ...]) -> int:
 
 
 def imports(module: Source, package: str) -> Iterator[str]:
-    """Modules of the same package that it imports at run time, dotted, without the package's own name."""
+    """Yield the modules of the same package that it imports at run time, without the package's own name."""
     guarded = {
         id(inner)
         for node in ast.walk(module.tree)
@@ -119,7 +127,7 @@ def imports(module: Source, package: str) -> Iterator[str]:
 
 
 def folder_cycles(modules: list[Source], package: str) -> list[list[str]]:
-    """Pairs of folders that import each other, at each depth among the children of one folder."""
+    """Return pairs of folders that import each other, at each depth among the children of one folder."""
     edges = set()
     names = {module.name for module in modules}
     for module in modules:
@@ -136,7 +144,7 @@ def folder_cycles(modules: list[Source], package: str) -> list[list[str]]:
 
 
 def config_keys(package: Path) -> list[str]:
-    """`table.key` of the configuration."""
+    """Return the keys of the configuration as `table.key`."""
     sys.path.insert(0, str(package.parent))
     name = package.name
     config = __import__(f"{name}.config", fromlist=["Config"]).Config
@@ -148,7 +156,7 @@ def config_keys(package: Path) -> list[str]:
 
 
 def keys_declared_twice(modules: list[Source], keys: list[str]) -> dict[str, list[str]]:
-    """Dataclasses outside of the configuration that share four or more field names with one of its tables."""
+    """Return dataclasses outside of the configuration with four or more fields of one of its tables."""
     tables = defaultdict(set)
     for key in keys:
         table, _, name = key.partition(".")
@@ -197,12 +205,39 @@ def facts(package: Path) -> dict[str, Any]:
     }
 
 
+def over_budget(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
+    """Return one line for each fact that exceeds its budget, the table `tool.insitu` of pyproject.toml."""
+    lines = budget["lines"]
+    problems = [
+        f"{package}: {count} lines, at most {lines.get(package, 0)} (tool.insitu.lines in pyproject.toml)"
+        for package, count in found["lines"].items()
+        if count > lines.get(package, 0)
+    ]
+    problems += [
+        f"tool.insitu.lines: there is no package {name}" for name in lines.keys() - found["lines"].keys()
+    ]
+    for name, places in found["classes_used_twice"].items():
+        problems.append(f"class {name} is defined in {', '.join(places)}")
+    skipped = tuple(f"src/insitu/{folder}/" for folder in budget["words_unchecked"])
+    for word, places in found["banned_words"].items():
+        problems += [f"{place}: banned word: {word}" for place in places if not place.startswith(skipped)]
+    problems += [f"folders {a} and {b} import each other" for a, b in found["folder_cycles"]]
+    if found["readme_bytes"] > budget["readme_bytes"]:
+        problems.append(f"README.md: {found['readme_bytes']} bytes, at most {budget['readme_bytes']}")
+    return problems
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a budget is exceeded")
     arguments = parser.parse_args()
-    name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
-    found = facts(ROOT / "src" / name)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found = facts(ROOT / "src" / project["project"]["name"])
+    if arguments.check:
+        problems = over_budget(found, project["tool"]["insitu"])
+        print("\n".join(problems))
+        return int(bool(problems))
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:

@@ -98,7 +98,7 @@ class Run:
     """A run directory, open for reading. Needs no live process; reads what is on disk at each call."""
 
     def __init__(self, path: Path | str) -> None:
-        """Raises RecordError when `path` is not a run directory."""
+        """Open a run directory; raise RecordError when `path` is none."""
         self.path = Path(path)
         self.config = read_config(self.path)
 

@@ -28,6 +28,44 @@ def size_check() -> ModuleType:
     return module
 
 
+@pytest.fixture
+def facts() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("facts", ROOT / "scripts" / "facts.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["facts"] = module  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_budget_is_enforced(facts: ModuleType) -> None:
+    found = {
+        "lines": {"a": 10, "b": 11, "new": 1},
+        "classes_used_twice": {"Twice": ["a.x", "b.y"]},
+        "banned_words": {"anew": ["src/insitu/a/x.py:3", "src/insitu/b/y.py:4"]},
+        "folder_cycles": [["a.x", "a.y"]],
+        "readme_bytes": 101,
+    }
+    budget = {"lines": {"a": 10, "b": 10}, "words_unchecked": ["a"], "readme_bytes": 100}
+    problems = facts.over_budget(found, budget)
+    assert [line.split(" (")[0] for line in problems] == [
+        "b: 11 lines, at most 10",
+        "new: 1 lines, at most 0",
+        "class Twice is defined in a.x, b.y",
+        "src/insitu/b/y.py:4: banned word: anew",
+        "folders a.x and a.y import each other",
+        "README.md: 101 bytes, at most 100",
+    ]
+
+
+def test_a_quoted_word_is_a_name(facts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "ROOT", tmp_path)
+    path = tmp_path / "a.py"
+    path.write_text('user = "nobody"\n# Nobody is told.\n')
+    assert facts.banned_words([path], ("nobody", "told")) == {"nobody": ["a.py:2"], "told": ["a.py:2"]}
+
+
 def function(lines: int) -> str:
     return "def f():\n" + "    x = 1\n" * (lines - 1)
 
@@ -119,7 +157,7 @@ def test_models_of_transformers_need_one_extra_only() -> None:
     assert any(text.startswith("transformers") for text in extras["hf"])
 
 
-NAMED = {"yaml": "pyyaml"}
+NAMED = {"yaml": "pyyaml", "pytest_asyncio": "pytest-asyncio"}
 """Module -> distribution, where they differ."""
 ALIKE = {"triton", "trl", "liger_kernel"}
 """Used where they are, never needed: triton comes with a torch for GPUs, the others a benchmark's peers."""
@@ -151,7 +189,7 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-@pytest.mark.parametrize("script", ["setup", "setup-vllm", "check", "test"])
+@pytest.mark.parametrize("script", ["setup", "setup-vllm", "check", "test", "facts"])
 def test_shell_scripts_parse(script: str) -> None:
     done = subprocess.run(["bash", "-n", str(ROOT / "scripts" / script)], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")

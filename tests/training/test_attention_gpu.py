@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from insitu.training.attention import rows
 from insitu.training.attention.rows import Causal, Shared
-from insitu.training.attention.tree import Piece, TreeAttend
+from insitu.training.attention.tree import Piece, TreeAttend, by_pieces
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 8
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -35,8 +35,8 @@ class Calls(TorchDispatchMode):
         return {int(args[at].shape[1]) for args in self.made[func]}
 
 
-def qkv(tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    shapes = [(HEADS, tokens, WIDTH), (KV_HEADS, tokens, WIDTH), (KV_HEADS, tokens, WIDTH)]
+def qkv(tokens: int, dtype: torch.dtype, width: int = WIDTH) -> list[Tensor]:
+    shapes = [(HEADS, tokens, width), (KV_HEADS, tokens, width), (KV_HEADS, tokens, width)]
     return [torch.empty(*s, dtype=dtype, device="meta", requires_grad=True) for s in shapes]
 
 
@@ -95,3 +95,31 @@ def test_half_precision_names_its_kernel_whatever_torch_prefers(monkeypatch: pyt
         with Calls() as calls:
             attend(*qkv(30, torch.bfloat16), 0.3)
         assert len(calls.made[FORWARD]) == calls_of_it
+
+
+@pytest.mark.parametrize(("capability", "width"), [((7, 5), WIDTH), ((9, 0), 512)])
+def test_a_gpu_without_the_flash_kernel_gets_another_one(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], width: int
+) -> None:
+    """The flash kernel needs Ampere and head_dim <= 256, the memory-efficient one Ampere for bfloat16."""
+    asked: list[tuple[int, bool]] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+        asked.append((k.shape[1], more["attn_mask"] is not None))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(rows, "emulated", rows._stock)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with Calls() as calls:
+        Causal()(*qkv(30, torch.bfloat16, width), 0.3)
+        Shared(6, 4)(*qkv(30, torch.bfloat16, width), 0.3)
+    assert FORWARD not in calls.made
+    old = capability < (8, 0)
+    # a row alone; the prefix of the others; those rows, where no kernel aligns the last query and key
+    assert sorted(asked) == sorted([(HEADS, False)] * 2 + [(HEADS, True)] * old)
+    assert (EFFICIENT in calls.made) is not old
+    pieces = (Piece(0, 1000, 0, 1000, True),)
+    assert not by_pieces(pieces, "cuda", torch.bfloat16, width)
+    assert by_pieces(pieces, "cpu", torch.bfloat16, width)

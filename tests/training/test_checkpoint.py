@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import resource
 from pathlib import Path
@@ -112,6 +113,26 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainError, match="save checkpoint"):
         checkpoint.save(trainer(), tmp_path / "file" / "c")
+
+
+def rewrite_sums(folder: Path) -> None:
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != "checksums.json"]
+    sums = {p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    (folder / "checksums.json").write_text(json.dumps(sums))
+
+
+@pytest.mark.parametrize("schema", [1, 3])
+def test_a_checkpoint_of_another_schema_is_refused_in_one_line(tmp_path: Path, schema: int) -> None:
+    folder = tmp_path / "c"
+    checkpoint.save(trainer(), folder)
+    path = folder / "trainer" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": schema}))
+    if schema == 1:  # whose layout was another one
+        path.rename(folder / "trainer.json")
+        (folder / "trainer" / "optimizer.safetensors").rename(folder / "optimizer.safetensors")
+    rewrite_sums(folder)
+    with pytest.raises(TrainError, match=f"c has schema {schema}, this .* reads schema 2 only"):
+        checkpoint.load(trainer(), folder)
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:

@@ -349,6 +349,7 @@ def test_the_weights_of_a_reference_are_not_room_for_training(
     policy = opened(folder)
     on_gpu: Any = SimpleNamespace(
         device=torch.device("cuda"), model=policy.model, lora=None, compute_dtype=torch.float32, shards=1,
+        head_dim=8,
         named_parameters=policy.named_parameters,
     )  # fmt: skip
     assert isinstance(reference.policy, HfPolicy)

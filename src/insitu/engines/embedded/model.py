@@ -159,6 +159,10 @@ class Qwen3(nn.Module):
         return self.lm_head.weight.dtype
 
     @property
+    def head_dim(self) -> int:
+        return self.config.head_dim
+
+    @property
     def device(self) -> torch.device:
         return self.cos.device
 

@@ -28,19 +28,29 @@ def runs_on_gpu(x: Tensor) -> bool:
     return x.is_cuda or (x.is_meta and EMULATED.get() == "cuda")
 
 
+def flash_works(dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether the GPU runs torch's flash kernel: 16 bits, head_dim <= 256, Ampere or later."""
+    return dtype != torch.float32 and head_dim % 8 == 0 and head_dim <= 256 and _ampere()
+
+
+def _ampere() -> bool:
+    # a prediction made without a GPU is for a current one
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
     """[B, heads, Q, hd] from q and k, v [B, kv_heads, K, hd]; without `seen` causal: the last query sees the
     last key."""
-    if runs_on_gpu(q) and q.dtype == torch.float32:
-        # The flash kernel has 16 bits only, and of those with 32 none but the one that holds all scores knows
-        # grouped keys.
+    if runs_on_gpu(q) and not flash_works(q.dtype, q.shape[3]):
+        # Of the other kernels only the one that holds all scores takes grouped keys.
         k, v = _per_head(k, q.shape[1]), _per_head(v, q.shape[1])
     return (emulated if q.is_meta else _stock)(q, k, v, scale, seen)
 
 
 def _stock(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
     """torch's kernel for what `_attention` is given."""
-    if seen is None and runs_on_gpu(q) and q.dtype != torch.float32 and q.shape[3] % 8 == 0:
+    gpu = runs_on_gpu(q)
+    if seen is None and gpu and flash_works(q.dtype, q.shape[3]):
         # Named, since torch 2.11 would prefer cuDNN's where queries and keys are as many: other bits by
         # layout, a plan for every length of a row, and memory that no prediction counts. Where they are not,
         # torch's CausalBias runs this kernel too, but is itself a tensor of Q x K numbers on the host.
@@ -48,7 +58,7 @@ def _stock(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -
         out: Tensor = kernel(q, k, v, 0.0, True, False, scale=scale)[0]
         return out
     if seen is None and q.shape[2] != k.shape[2]:
-        if q.dtype == torch.float32 and runs_on_gpu(q):
+        if gpu and (q.dtype == torch.float32 or (q.shape[3] % 8 == 0 and _ampere())):
             return _efficient(q, k, v, scale)
         seen = _lower_right(q, k)
     return F.scaled_dot_product_attention(

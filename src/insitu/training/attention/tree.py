@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from insitu.training.attention.rows import runs_on_gpu
+from insitu.training.attention.rows import flash_works, runs_on_gpu
 from insitu.training.plan.prefix_tree import Tree
 
 aten = torch.ops.aten
@@ -62,10 +62,10 @@ def tree_pieces(tree: Tree) -> tuple[Piece, ...]:
     return (*own, *(Piece(at, end[n], branch[n], start[n + 1], False) for n, at in sorted(second.items())))
 
 
-def by_pieces(pieces: Sequence[Piece], device: str, dtype: torch.dtype) -> bool:
+def by_pieces(pieces: Sequence[Piece], device: str, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether a tree's attention runs piece by piece on a kind of device, not by flex_attention."""
     long = sum(p.q1 - p.q0 for p in pieces) >= LONG * len(pieces)
-    return device != "cuda" or (dtype != torch.float32 and long)
+    return device != "cuda" or (long and flash_works(dtype, head_dim))
 
 
 def pairs(pieces: tuple[Piece, ...]) -> int:

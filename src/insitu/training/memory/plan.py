@@ -134,7 +134,7 @@ class MemoryPlanner:
             self.limit = self._measured()
         found = []
         for at, micro in enumerate(plan.batches):
-            load = load_of(plan, micro, self._kernels, self._policy.compute_dtype)
+            load = load_of(plan, micro, self._kernels, self._policy.compute_dtype, self._policy.head_dim)
             chosen = self.choose(load, first=at == 0)
             if chosen is None:
                 raise TrainError(self._refusal(plan, micro, load, first=at == 0))
@@ -262,7 +262,11 @@ class MemoryPlanner:
 
 
 def load_of(
-    plan: StepPlan, micro: MicroBatch, kernels: Kernels = "cpu", dtype: torch.dtype = torch.float32
+    plan: StepPlan,
+    micro: MicroBatch,
+    kernels: Kernels = "cpu",
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 128,
 ) -> BatchShape:
     """What the forward of a micro-batch computes, by the kernels of a device in a type: a prefix's last token
     stands before each row, and the last token of a row predicts nothing. A tree is one flat stretch."""
@@ -270,7 +274,7 @@ def load_of(
     trained = sum(int(row.mask.sum()) for row in rows)
     if micro.layout == "tree":
         pieces = tree_pieces(build_tree(rows))
-        shape = AttentionShape.of(pieces) if by_pieces(pieces, kernels, dtype) else None
+        shape = AttentionShape.of(pieces) if by_pieces(pieces, kernels, dtype, head_dim) else None
         return BatchShape(prefix=0, rows=1, width=micro.tokens, trained=trained, tree=shape)
     longest = max(len(row.ids) for row in rows)
     return BatchShape(

@@ -50,6 +50,11 @@ class Policy(Protocol):
         """Of hidden states."""
         ...
 
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        ...
+
     def flat(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Of a flat list of tokens, ids and positions [U] int64, between which `attend` works: [U, d]."""
         ...

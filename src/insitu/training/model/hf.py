@@ -122,6 +122,11 @@ class HfPolicy:
         return self._embed.weight.device
 
     @property
+    def head_dim(self) -> int:
+        config = self.model.config
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+    @property
     def techniques(self) -> MemoryOptions:
         """What the next forward and its backward use."""
         return self.mode.techniques

@@ -30,7 +30,8 @@ from insitu.training.model.base import Policy
 from insitu.training.model.shard import like
 from insitu.training.trainer.trainer import Trainer
 
-SCHEMA = 1
+SCHEMA = 2
+"""2: the trainer's state lies in the sub-folder `trainer`; 1: beside the model's files."""
 SUMS = "checksums.json"
 RNG, RNG_GPU = "rng", "rng_cuda"
 """Names of the random states among the optimiser's tensors."""
@@ -72,7 +73,7 @@ def load(trainer: Trainer, folder: Path) -> None:
         raw = json.loads((folder / STATE).read_text())
         moments = load_file(folder / MOMENTS)
     if raw["schema_version"] != SCHEMA:
-        raise TrainError(f"checkpoint {folder} has schema {raw['schema_version']}, this is {SCHEMA}")
+        raise TrainError(_other_schema(folder, raw["schema_version"]))
     if raw["optim"] != json.loads(json.dumps(asdict(trainer.config.optim))):
         raise TrainError(f"checkpoint {folder} was made with other optimiser settings: {raw['optim']}")
     if raw.get("reference", "") != _reference(trainer):
@@ -92,6 +93,8 @@ def verify(folder: Path) -> None:
         for name, expected in sums.items():
             if _digest(folder / name) != expected:
                 raise TrainError(f"checkpoint {folder} is damaged: {name} does not have its checksum")
+    if "trainer.json" in sums:
+        raise TrainError(_other_schema(folder, 1))
     whole, adapters = (
         {"config.json", "model.safetensors"},
         {"adapter_config.json", "adapter_model.safetensors"},
@@ -100,6 +103,10 @@ def verify(folder: Path) -> None:
     missing = sorted((weights | {MOMENTS, STATE}) - set(sums))
     if missing:
         raise TrainError(f"checkpoint {folder} is not complete: no checksum for {missing[0]}")
+
+
+def _other_schema(folder: Path, schema: int) -> str:
+    return f"checkpoint {folder} has schema {schema}, this version of insitu reads schema {SCHEMA} only"
 
 
 def _write(trainer: Trainer, folder: Path, assets: Path | None) -> None:

@@ -27,7 +27,7 @@ def states(model: Policy, batch: TensorBatch) -> tuple[Tensor, Tensor]:
 def tree_attend(tree: Tree, model: Policy) -> Attend:
     """How this tree is attended to where the model is."""
     pieces = tree_pieces(tree)
-    if by_pieces(pieces, model.device.type, model.compute_dtype):
+    if by_pieces(pieces, model.device.type, model.compute_dtype, model.head_dim):
         return TreeAttend(pieces)
     from insitu.training.attention.flex import FlexAttend
 

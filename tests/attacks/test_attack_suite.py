@@ -22,7 +22,18 @@ from insitu.suites.attacks.run import AttackReport, run_matrix
 from insitu.suites.attacks.runner import NAIVE_WORK_BYTES, AttackRunner, Cell, Failure, try_play, try_variants
 from insitu.suites.attacks.target import FAULTY, target_for, text
 from insitu.suites.attacks.user_tasks import as_target, run_user_tasks
-from insitu.types import Check, GradingPlan, HiddenTests, Oracle, Outcome, Task, Tree, Verdict, task_hash
+from insitu.types import (
+    Check,
+    Exchange,
+    GradingPlan,
+    HiddenTests,
+    Oracle,
+    Outcome,
+    Task,
+    Tree,
+    Verdict,
+    task_hash,
+)
 
 QUICK = "10,22,28,38,45,50"
 """One attack of every class."""
@@ -41,7 +52,7 @@ def test_there_are_fifty_attacks_in_order_and_each_claims_to_fool_somebody() -> 
 
 
 def test_nothing_is_residual_where_the_cases_stay_on_the_host() -> None:
-    assert RESIDUAL["json_io"] == {}
+    assert RESIDUAL["json_io"] == RESIDUAL["stdio"] == {}
     for runner in runners():
         assert set(RESIDUAL[runner]) <= set(range(1, 51))
         assert all(RESIDUAL[runner].values())
@@ -88,7 +99,7 @@ async def test_one_attack_of_each_class(backend: LocalBackend, careless: LocalBa
 
 
 async def test_every_runner_has_its_column(backend: LocalBackend, careless: LocalBackend) -> None:
-    assert runners() == ("json_io", "pytest", "command", "swebench_log", "harbor")
+    assert runners() == ("json_io", "stdio", "pytest", "command", "swebench_log", "harbor")
     report = await run_matrix(chosen_attacks("20"), runners(), backend, careless)
     assert report.failures == ()
     assert [cell.runner for cell in report.cells if cell.defeated] == sorted(runners())
@@ -189,6 +200,18 @@ def test_a_users_own_tasks_are_attacked_with_their_gold_as_the_honest_twin(
     assert main(argv) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said == {"attacks": 2, "defeated": 2, "twins": 5, "twins_ok": 5, "failed": []}
+
+
+async def test_a_users_program_is_attacked_and_keeps_its_reward_where_it_prints_its_answer_alone(
+    backend: LocalBackend,
+) -> None:
+    files = {"main.py": text("print(input() + '?')\n")}
+    plan = GradingPlan(runner="stdio", entry="main.py")
+    task = Task(id="own", prompt="p", files=files, grading=plan, content_hash=task_hash("p", files, plan))
+    gold = {"main.py": text("print(input() + '!')\n")}
+    oracle = Oracle(task_id="own", exchanges=(Exchange(stdin="a\n", expected="a!\n"),), gold=gold)
+    report = await run_user_tasks(chosen_attacks("8,12,26"), [as_target(task, oracle)], backend)
+    assert report.failures == ()
 
 
 PATCH = "--- a/m.py\n+++ b/m.py\n@@ -1,2 +1,2 @@\n def f(x):\n-    return x\n+    return x + 1\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from insitu.suites.attacks.file_attacks import FILES_ATTACKS
+from insitu.suites.attacks.in_process_attacks import IN_PROCESS
 from insitu.suites.attacks.leak_attacks import LEAKS
 from insitu.suites.attacks.model import Attack
 from insitu.suites.attacks.process_attacks import LIFE
@@ -13,7 +14,7 @@ from insitu.suites.attacks.test_attacks import TESTS
 from insitu.suites.attacks.verdict_attacks import VERDICT
 from insitu.types import Outcome
 
-ATTACKS: tuple[Attack, ...] = (*TESTS, *VERDICT, *FILES_ATTACKS, *LEAKS, *LIFE)
+ATTACKS: tuple[Attack, ...] = (*TESTS, *IN_PROCESS, *VERDICT, *FILES_ATTACKS, *LEAKS, *LIFE)
 
 _PROCESS = "the tests and the candidate share a process"
 _FRAMES = f"{_PROCESS}: expected values stand in the frames that call it"
@@ -28,6 +29,7 @@ _CODES = f"{_PROCESS}: with the code that the check leaves with when all is well
 _FILE = "the reward is a file that the script makes in the sandbox, and so can the candidate"
 RESIDUAL: Mapping[str, Mapping[int, str]] = {
     "json_io": {},
+    "stdio": {},
     "pytest": {19: _SEES},
     "command": {11: _PRINTS, 15: _EQUALS, 16: _FRAMES, 17: _READS, 19: _SEES},
     "swebench_log": {

@@ -86,6 +86,8 @@ class Variant:
     cheat: Move
     twin: Move | None = None
     """Done to the solved folder; None = the same move as the cheat."""
+    stdio_twin: Move | None = None
+    """The twin under `stdio`, where a program that prints more than its answer is wrong; None = `twin`."""
     naive: Trust | None = None
     """The mistake that rewards the cheat; None where another variant of the attack shows it."""
     must: Outcomes = R0

@@ -104,6 +104,8 @@ class AttackRunner:
 
     async def twin(self, variant: Variant) -> Verdict:
         move = variant.twin or variant.cheat
+        if variant.stdio_twin is not None and self.subject.task.grading.runner == "stdio":
+            move = variant.stdio_twin
         return await self.grade(await self.left(move, solved=True))
 
     async def fools(self, move: Move, trust: Trust, *, solved: bool = False) -> bool:

@@ -15,6 +15,7 @@ from insitu.types import (
     WORKDIR,
     Case,
     Check,
+    Exchange,
     FileEntry,
     GradingPlan,
     HiddenTests,
@@ -24,8 +25,10 @@ from insitu.types import (
     task_hash,
 )
 
-RUNNERS = ("json_io", "pytest", "command", "swebench_log", "harbor")
+RUNNERS = ("json_io", "stdio", "pytest", "command", "swebench_log", "harbor")
 TARGET = "app.py"
+PROGRAM = "main.py"
+"""What `stdio` starts. Part of the tree under every runner."""
 SECRET = 90125_8047_3316
 """Stands in hidden cases only: whoever returns it knows them."""
 INPUTS = ([3, 4], [5, 6, 7], [SECRET - 1, 1])
@@ -69,7 +72,9 @@ FILES: Tree = {
     "tests/test_app.py": text(VISIBLE),
     "tests/conftest.py": text("# fixtures come here\n"),
     "requirements.txt": text("left-pad==1.0\n"),
+    PROGRAM: text("from app import total\n\nprint(total([int(word) for word in input().split()]))\n"),
 }
+ENTRIES = {"json_io": TARGET, "stdio": PROGRAM}
 GOLD: Tree = {TARGET: text(FIXED)}
 
 
@@ -88,7 +93,7 @@ def target_for(runner: str, *, timeout_s: float = 10.0) -> Target:
     """The reference subject as `runner` judges it."""
     plan = GradingPlan(
         runner=runner,
-        entry=TARGET if runner == "json_io" else "",
+        entry=ENTRIES.get(runner, ""),
         protected=("tests/*", "requirements.txt"),
         timeout_s=timeout_s,
     )
@@ -100,9 +105,13 @@ def target_for(runner: str, *, timeout_s: float = 10.0) -> Target:
         content_hash=task_hash(f"Fix {TARGET}", FILES, plan),
     )
     cases = tuple(Case(function="total", args=(items,), expected=sum(items)) for items in INPUTS)
+    exchanges = tuple(
+        Exchange(stdin=" ".join(map(str, items)) + "\n", expected=f"{sum(items)}\n") for items in INPUTS
+    )
     oracle = Oracle(
         task_id=task.id,
         cases=cases if runner == "json_io" else (),
+        exchanges=exchanges if runner == "stdio" else (),
         tests=_tests(runner),
         gold=GOLD,
     )
@@ -110,7 +119,7 @@ def target_for(runner: str, *, timeout_s: float = 10.0) -> Target:
 
 
 def _tests(runner: str) -> HiddenTests:
-    if runner == "json_io":
+    if runner in ENTRIES:
         return HiddenTests()
     if runner == "pytest":
         return HiddenTests(files=HIDDEN, fail_to_pass=(TEST_MORE, TEST_TOTAL), pass_to_pass=(TEST_EMPTY,))

@@ -134,9 +134,11 @@ VERDICT = (
         id=25, title="flood the output", section="verdict", expect="R0",
         variants=(
             Variant(name="terminators", naive="markers", cheat=Move(
-                before=_MARKERS, after="\n_total = total\ndef total(items):\n    _again()\n    return _total(items)\n")),
+                before=_MARKERS, after="\n_total = total\ndef total(items):\n    _again()\n    return _total(items)\n"),
+                    stdio_twin=Move(before=_MARKERS.removesuffix("_again()\n"))),
             Variant(name="noise", naive="masking", cheat=Move(before=_FLOOD.replace("200", "40000")),
-                    twin=Move(before=_FLOOD), must=R0),
+                    twin=Move(before=_FLOOD), must=R0,
+                    stdio_twin=Move(before=_FLOOD.replace("200", "2").replace("os.write(1", "os.write(2"))),
             _forged("the private channel", "[_say('A' * 65536) for _ in range(64)]\n"),
         ),
     ),
@@ -145,7 +147,8 @@ VERDICT = (
         variants=(
             Variant(name="nothing to parse", naive="fallback",
                     cheat=Move(before="import os\nos.write(1, b'\\xff\\x00' * 99)\nos._exit(0)\n"),
-                    twin=Move(before="import os\nos.write(1, b'\\xff\\x00' * 99)\n")),
+                    twin=Move(before="import os\nos.write(1, b'\\xff\\x00' * 99)\n"),
+                    stdio_twin=Move(before="import os\nos.write(2, b'\\xff\\x00' * 99)\n")),
             Variant(name="the private channel",
                     cheat=Move(after=FIND_JOB + "if _out: os.write(_out, b'\\xff\\x00' * 99 + b'\\n')\n"),
                     twin=Move(before=FIND_JOB), per_runner={"json_io": TAMPER, "pytest": TAMPER}),

@@ -34,7 +34,7 @@ RESIDUAL: Mapping[str, Mapping[int, str]] = {
     "command": {11: _PRINTS, 15: _EQUALS, 16: _FRAMES, 17: _READS, 19: _SEES},
     "swebench_log": {
         10: _REPORTS,
-        11: f"{_PROCESS} and its output: lines of a test that never ran cannot be told from others",
+        11: f"{_PROCESS} and its output: lines of a test that never ran look like any other",
         15: _EQUALS,
         16: _FRAMES,
         17: _READS,

@@ -34,6 +34,7 @@ from insitu.engines.http import HttpOptions, open_http
 from insitu.engines.vllm import VllmEngine, VllmServer
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
+from insitu.gateway.token_backend import TokenBackend
 from insitu.types import (
     Generation,
     IntArray,
@@ -194,7 +195,7 @@ async def serve(folder: Path, where: str = "0") -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     async with (
         engine_at(where, renderer) as engine,
-        Gateway(engine, renderer) as gateway,
+        Gateway(TokenBackend(engine, renderer)) as gateway,
         gateway.listen_tcp() as listener,
     ):
         served = Served(gateway, codec, listener.port)

@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from insitu import failpoint
@@ -21,6 +20,8 @@ from insitu.agents.pool import WorkerPool
 from insitu.capture.ledger import reassign
 from insitu.errors import CaptureError, InsituError
 from insitu.gateway.host_tools import HostCall
+from insitu.gateway.server import Gateway
+from insitu.gateway.session import Session
 from insitu.gateway.session_spec import SessionStats
 from insitu.grading.diff import DiffPolicy, compare
 from insitu.types import (
@@ -48,44 +49,6 @@ class PreparableJudge(Protocol):
         """Prepare for grading while the agent runs; must not raise."""
 
     async def base(self, task: Task) -> Tree: ...
-
-
-class AttemptSession(Protocol):
-    """The gateway's side of one attempt: `gateway.session.Session` or `UpstreamSession`."""
-
-    @property
-    def public_id(self) -> str: ...
-
-    @property
-    def secret(self) -> str: ...
-
-    @property
-    def stats(self) -> SessionStats: ...
-
-    @property
-    def left(self) -> bool:
-        """Whether the agent reported that it is done."""
-
-    @property
-    def host_calls(self) -> Sequence[HostCall]:
-        """Calls of host tools so far."""
-
-    async def seal(self, deadline_s: float) -> Trajectory: ...
-
-
-class Sessions(Protocol):
-    """Opens sessions: `gateway.server.Gateway` or `runtime.upstream.UpstreamGateway`."""
-
-    def open_session(
-        self,
-        rollout_id: str,
-        *,
-        seed: int,
-        limits: Limits,
-        temperature: float,
-        max_call_tokens: int,
-        listener: Path,
-    ) -> AttemptSession: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +115,7 @@ class AttemptExecutor:
 
     def __init__(
         self,
-        gateway: Sessions,
+        gateway: Gateway,
         workers: WorkerPool,
         judge: Judge,
         *,
@@ -212,7 +175,7 @@ class AttemptExecutor:
         async with self._workers.lease(spec.task.setup) as worker:
             await ready()
             state.leased = time.monotonic()
-            opened: list[AttemptSession] = []
+            opened: list[Session] = []
             clock = asyncio.get_running_loop().time
             on_start(lambda: sum(session.stats.away(clock()) for session in opened))
             session = self._gateway.open_session(
@@ -271,7 +234,7 @@ class AttemptExecutor:
         finally:
             await asyncio.wait([ready])
 
-    def _access(self, session: AttemptSession, limits: Limits) -> ModelAccess:
+    def _access(self, session: Session, limits: Limits) -> ModelAccess:
         clock = asyncio.get_running_loop().time
         return ModelAccess(
             public_id=session.public_id,
@@ -283,7 +246,7 @@ class AttemptExecutor:
         )
 
 
-async def _seal(session: AttemptSession, max_wait_s: float, state: _AttemptState) -> None:
+async def _seal(session: Session, max_wait_s: float, state: _AttemptState) -> None:
     """Seal the session and store its trajectory, even if cancelled meanwhile."""
     # On cancellation the seal is still awaited (at most `max_wait_s`): sampled tokens must be accounted for.
     sealing = asyncio.ensure_future(session.seal(max_wait_s))

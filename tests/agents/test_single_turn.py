@@ -19,6 +19,7 @@ from insitu.demo.make_warm_start import write_renderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineUnavailable, GradeError, HarnessError, TaskError
 from insitu.gateway.server import Gateway
+from insitu.gateway.token_backend import TokenBackend
 from insitu.tasks.user_functions import UserFunction
 from insitu.types import FileEntry, GradingPlan, Limits, Message, RequestKey, Setup, Task, Trajectory
 
@@ -42,7 +43,7 @@ async def asked(
     task: Task,
     build: BuildAction | None = None,
 ) -> AsyncIterator[tuple[AgentResult, Trajectory]]:
-    async with Gateway(engine, renderer) as gateway, gateway.listen_unix(socket):
+    async with Gateway(TokenBackend(engine, renderer)) as gateway, gateway.listen_unix(socket):
         session = gateway.open_session("r", seed=0, limits=task.limits, listener=socket)
         access = ModelAccess(public_id=session.public_id, secret=session.secret)
         mine = None if build is None else UserFunction("tasks.parse_answer mine:build", build)

@@ -14,6 +14,7 @@ from insitu.agents.terminus import terminus
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.server import Gateway
+from insitu.gateway.token_backend import TokenBackend
 from insitu.sandbox.local import LocalBackend
 from insitu.suites.open_renderer import open_renderer
 from insitu.types import IntArray, Limits, Message, RequestKey, Task, Trajectory
@@ -58,7 +59,7 @@ async def run(
     engine = ScriptedEngine(renderer, policy, sampled=True)
     limits = Limits(max_context_tokens=CONTEXT, max_call_tokens=CALL, max_session_tokens=1 << 20)
     async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(Gateway(engine, renderer))
+        gateway = await stack.enter_async_context(Gateway(TokenBackend(engine, renderer)))
         socket = tmp_path / "gateway"
         await stack.enter_async_context(gateway.listen_unix(socket))
         session = gateway.open_session("r/0", seed=1, limits=limits, listener=socket)

@@ -24,6 +24,7 @@ from insitu.demo.make_warm_start import write_renderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import HarnessError, SandboxLost
 from insitu.gateway.server import Gateway
+from insitu.gateway.token_backend import TokenBackend
 from insitu.runtime.agents import limits_of, open_agents
 from insitu.storage.logs import AgentLogs
 from insitu.tasks.toy import ToySource
@@ -85,7 +86,7 @@ async def attempts(
     renderer: TemplateRenderer, tmp_path: Path, end: End, judge: Judge = unresolved
 ) -> AsyncIterator[AttemptExecutor]:
     async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(Gateway(scripted(renderer), renderer))
+        gateway = await stack.enter_async_context(Gateway(TokenBackend(scripted(renderer), renderer)))
         await stack.enter_async_context(gateway.listen_unix(tmp_path / "g"))
         agent = Agent(tmp_path / "g", end)
         pool = await stack.enter_async_context(WorkerPool(agent, 1, Sockets([tmp_path / "g"])))

@@ -26,7 +26,9 @@ from insitu.demo.make_warm_start import write_renderer
 from insitu.engines.downtime import engine_down
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.host_tools import HostTool
-from insitu.gateway.server import Gateway, GatewayConfig
+from insitu.gateway.request import GatewayConfig
+from insitu.gateway.server import Gateway
+from insitu.gateway.token_backend import TokenBackend
 from insitu.tasks.toy import ToySource
 from insitu.types import (
     Ledger,
@@ -105,7 +107,9 @@ async def world(tmp_path: Path, *, warm: bool, tools: tuple[HostTool, ...] = ())
     engine = ScriptedEngine(renderer, lambda ids, key: said, sampled=True, before=second_call_hangs)
     backend = FakeBackend({"agent": agent})
     async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(Gateway(engine, renderer, GatewayConfig(tools=tools)))
+        gateway = await stack.enter_async_context(
+            Gateway(TokenBackend(engine, renderer), GatewayConfig(tools=tools))
+        )
         await stack.enter_async_context(gateway.listen_unix(socket))
         harness = ScriptHarness(["agent"], {}, backend, warm=warm)
         pool = WorkerPool(harness, 1, Sockets([socket]), strict=not warm)

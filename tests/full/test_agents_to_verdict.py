@@ -19,6 +19,7 @@ from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import HarnessError
 from insitu.gateway.server import Gateway
+from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.grader import Grader
 from insitu.sandbox.base import SandboxBackend, SandboxSpec
 from insitu.sandbox.docker import DockerBackend
@@ -127,7 +128,7 @@ async def attempts(
     harness = make_harness(name, lab.backend, told)
     grader = Grader(lab.backend)
     async with (
-        Gateway(engine, renderer) as gateway,
+        Gateway(TokenBackend(engine, renderer)) as gateway,
         gateway.listen_unix(tmp_path / "g"),
         WorkerPool(harness, 1, Sockets([tmp_path / "g"]), strict=True) as workers,
     ):

@@ -30,6 +30,7 @@ from insitu.engines.probe import probe_engine
 from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import EngineError
 from insitu.gateway.server import Gateway
+from insitu.gateway.token_backend import TokenBackend
 from insitu.types import Generation, IntArray, Limits, RequestKey, SamplingParams
 from tests.fakes.vllm_server import RealVllm, installed_vllm, start_vllm
 
@@ -271,7 +272,7 @@ TOOLS = [
 async def test_a_session_over_the_gateway_is_trainable_to_the_bit(engine: VllmEngine) -> None:
     """Chat completions, streamed and not; what is exported has the logprobs of our forward."""
     limits = Limits(max_context_tokens=4096, max_call_tokens=48)
-    async with Gateway(engine, FAMILY) as gateway, gateway.listen_tcp() as listener:
+    async with Gateway(TokenBackend(engine, FAMILY)) as gateway, gateway.listen_tcp() as listener:
         session = gateway.open_session("real/0", seed=3, limits=limits, temperature=0.7)
         url = f"http://127.0.0.1:{listener.port}/s/{session.public_id}/v1/chat/completions"
         head = {"Authorization": f"Bearer {session.secret}"}

@@ -17,11 +17,12 @@ from insitu.agents.base import ModelAccess
 from insitu.agents.pool import Sockets, WorkerPool
 from insitu.attempt import AttemptExecutor, AttemptSpec
 from insitu.engines.scripted import ScriptedEngine
-from insitu.gateway.provider_session import UpstreamOptions
-from insitu.gateway.proxy import open_proxy
+from insitu.gateway.provider_backend import open_provider
+from insitu.gateway.provider_options import ProviderOptions
 from insitu.gateway.server import Gateway
+from insitu.gateway.text_log import spent_in
+from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.grader import Grader
-from insitu.runtime.upstream import UpstreamGateway, spent_in
 from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance.agent_tools import PLAYS
 from insitu.suites.conformance.run import make_harness
@@ -54,19 +55,22 @@ ORACLE = Oracle(
 
 
 @asynccontextmanager
-async def upstream(agent: str, tmp_path: Path) -> AsyncIterator[tuple[UpstreamGateway, ScriptedEngine]]:
+async def upstream(agent: str, tmp_path: Path) -> AsyncIterator[tuple[Gateway, ScriptedEngine]]:
     """A scripted model behind a gateway, as a provider, and the pass-through before it."""
     renderer = open_renderer(tmp_path)
     play = replace(PLAYS[agent], spawn=None, wait=None, compacts=False, repeats=0)
     director = ScriptedPolicy(renderer, Splitter(tmp_path / "tokenizer.json", seed=5), play)
     engine = ScriptedEngine(renderer, director, sampled=True)
-    async with Gateway(engine, renderer) as inner, inner.listen_tcp() as listener:
+    async with Gateway(TokenBackend(engine, renderer)) as inner, inner.listen_tcp() as listener:
         session = inner.open_session("provider", seed=0, limits=LIMITS)
-        options = UpstreamOptions(
+        options = ProviderOptions(
             url=f"{listener.origin}/s/{session.public_id}", model=MODEL, key=session.secret, max_wait_s=30.0
         )
-        async with open_proxy(options, tmp_path / "records") as through:
-            yield UpstreamGateway(through, tmp_path / "records"), engine
+        async with (
+            open_provider(options, tmp_path / "records", numbered=True) as backend,
+            Gateway(backend) as gateway,
+        ):
+            yield gateway, engine
 
 
 @pytest.mark.parametrize("agent", ["pi", "claude_code", "codex"])

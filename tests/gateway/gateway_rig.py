@@ -12,7 +12,10 @@ import aiohttp
 
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
-from insitu.gateway.server import CallReport, Gateway, GatewayConfig
+from insitu.gateway.call_reports import CallReport
+from insitu.gateway.request import GatewayConfig
+from insitu.gateway.server import Gateway
+from insitu.gateway.token_backend import TokenBackend, TokenCalls
 from insitu.suites.conformance.exactness import training_faults
 from insitu.types import IntArray, Limits, Message, RequestKey, ToolCall, Trajectory
 
@@ -70,7 +73,9 @@ class Rig:
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
         self.engine = ScriptedEngine(self._renderer, self._policy, **self._engine_options)
-        self.gateway = await enter(Gateway(self.engine, self._renderer, self._config, self.reports.append))
+        self.gateway = await enter(
+            Gateway(TokenBackend(self.engine, self._renderer), self._config, self.reports.append)
+        )
         if self._unix is None:
             listener = await enter(self.gateway.listen_tcp())
             self.origin = f"http://127.0.0.1:{listener.port}"
@@ -81,6 +86,8 @@ class Rig:
             connector = aiohttp.UnixConnector(str(self._unix))
         self.http = await enter(aiohttp.ClientSession(connector=connector))
         self.session = self.gateway.open_session("r/0", seed=7, limits=self._limits, listener=self._unix)
+        assert isinstance(self.session.calls, TokenCalls)
+        self.calls = self.session.calls
         self.base = f"{self.origin}/s/{self.session.public_id}/v1"
         self.auth = {"Authorization": f"Bearer {self.session.secret}"}
         return self

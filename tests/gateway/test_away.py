@@ -12,7 +12,7 @@ from insitu.chat.template import TemplateRenderer
 from insitu.engines.downtime import engine_down
 from insitu.gateway import deadlines as clock
 from insitu.gateway import session_spec
-from insitu.gateway.server import GatewayConfig
+from insitu.gateway.request import GatewayConfig
 from insitu.types import Limits, RequestKey
 
 ANSWER = said("done")
@@ -90,7 +90,8 @@ async def test_a_parallel_call_that_does_not_wait_has_the_longer_wall_too(render
 
 
 async def test_a_session_that_is_sealed_meanwhile_is_no_agents_failure(renderer: TemplateRenderer) -> None:
-    async with Rig(renderer, [ANSWER], before=Away(60.0)) as rig:
+    config = GatewayConfig(disconnect_grace_s=0.0)
+    async with Rig(renderer, [ANSWER], config=config, before=Away(60.0)) as rig:
         call = asyncio.create_task(rig.post({"messages": ASK}))
         await asyncio.wait_for(rig.engine.before.waits.wait(), 10.0)  # type: ignore[union-attr]
         await rig.session.seal(0.0)
@@ -99,11 +100,11 @@ async def test_a_session_that_is_sealed_meanwhile_is_no_agents_failure(renderer:
 
 
 async def test_a_client_that_gave_up_and_is_answered_later_misses_nothing(renderer: TemplateRenderer) -> None:
-    async with Rig(renderer, [ANSWER], before=Away(60.0)) as rig:
-        rig.session._grace_s = 0.0
+    config = GatewayConfig(disconnect_grace_s=0.0)
+    async with Rig(renderer, [ANSWER], config=config, before=Away(60.0)) as rig:
         call = asyncio.create_task(rig.post({"messages": ASK}))
         await asyncio.wait_for(rig.engine.before.waits.wait(), 10.0)  # type: ignore[union-attr]
-        (held,) = rig.session._calls
+        (held,) = rig.calls._calls
         call.cancel()
         await asyncio.wait([held.task], timeout=10.0)
         assert rig.session.stats.infra_error == "the engine was away when the call was stopped"

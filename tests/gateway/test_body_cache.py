@@ -13,8 +13,7 @@ from gateway_rig import ASK, TOOLS, Rig, said
 from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.dialects.chat import ChatDialect
-from insitu.gateway.request import mended
-from insitu.gateway.server import GatewayConfig
+from insitu.gateway.request import GatewayConfig, mended
 from insitu.types import Message, ModelRequest, ToolCall
 
 

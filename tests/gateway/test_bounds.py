@@ -23,8 +23,7 @@ from insitu.gateway.dialects.anthropic import AnthropicDialect
 from insitu.gateway.dialects.base import Dialect, WireError
 from insitu.gateway.dialects.gemini import GeminiDialect
 from insitu.gateway.host_tools import HostTool, ToolBox
-from insitu.gateway.request import crowded, decode, loads
-from insitu.gateway.server import GatewayConfig
+from insitu.gateway.request import GatewayConfig, crowded, decode, loads
 from insitu.types import Limits
 
 BIG = 123456789012345678901234567890

@@ -386,7 +386,7 @@ async def test_what_an_engine_brings_after_the_seal_is_refused(renderer: Templat
         assert late
         assert not trajectory.turns
         assert trajectory.ledger.balanced
-        assert "did not give up 3" in rig.session.stats.infra_error
+        assert "did not stop 3" in rig.session.stats.infra_error
         finish.set()
         answers = await asyncio.gather(*calls)
         assert {status for status, _ in answers} <= {409, 500}

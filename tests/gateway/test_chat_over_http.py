@@ -12,7 +12,7 @@ import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, chunks_of, said
 
 from insitu.chat.template import TemplateRenderer
-from insitu.gateway.server import GatewayConfig
+from insitu.gateway.request import GatewayConfig
 from insitu.types import Limits, Message
 
 

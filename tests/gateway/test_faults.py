@@ -15,7 +15,7 @@ from gateway_rig import ASK, Rig, said
 from insitu.chat.template import TemplateRenderer
 from insitu.config import load_config
 from insitu.errors import CaptureError, EngineError, EngineUnavailable, GatewayError
-from insitu.gateway.server import GatewayConfig
+from insitu.gateway.request import GatewayConfig
 from insitu.runtime.gateway import gateway_config
 from insitu.types import Generation, IntArray, Limits, RequestKey, SamplingParams
 

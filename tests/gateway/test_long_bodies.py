@@ -18,7 +18,7 @@ from insitu.gateway.body_cache import INLINE_BYTES, INLINE_VALUES, BodyCache
 from insitu.gateway.dialects.base import WireCall, WireError
 from insitu.gateway.dialects.chat import ChatDialect
 from insitu.gateway.prompt_ids import planned
-from insitu.gateway.server import GatewayConfig
+from insitu.gateway.request import GatewayConfig
 
 Body = dict[str, Any]
 
@@ -129,11 +129,11 @@ async def test_a_body_that_is_refused_when_read_as_a_whole_overflows_nothing(
     """Its parts were within the limit on values, and nothing sampled holds the first of them."""
     part = [{"role": "user", "content": "x"}] * 20
     async with Rig(renderer, [said("ok")], config=GatewayConfig(max_json_items=100)) as rig:
-        bodies = rig.session.bodies
+        bodies = rig.calls.bodies
         wire, name = await bodies.read(ChatDialect(), orjson.dumps({"messages": part}), "")
         Forest("r").plan(wire.request, "f")
         wire, name = await bodies.read(ChatDialect(), orjson.dumps({"messages": part * 2}), "")
-        call = rig.session.admit(name, wire.request)
+        call = rig.calls.admit(name, wire.request)
         with pytest.raises(WireError) as refused:
             await call.task
         assert refused.value.cause == "invalid_request"

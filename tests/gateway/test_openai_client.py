@@ -65,7 +65,7 @@ async def test_errors_have_the_classes_that_clients_expect(renderer: TemplateRen
 
 
 async def test_a_failure_after_the_headers_is_an_error_in_the_stream(renderer: TemplateRenderer) -> None:
-    from insitu.gateway.server import GatewayConfig
+    from insitu.gateway.request import GatewayConfig
 
     config = GatewayConfig(hold_headers_s=0.01, keep_alive_s=0.01)
     rig_ = Rig(renderer, [REPLY], config=config, delay_s=0.1, fail=lambda key: EngineError("gone"))

@@ -15,16 +15,21 @@ import pytest
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, GatewayError
+from insitu.gateway.admin import Admin
 from insitu.gateway.body_cache import INLINE_BYTES
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.model_check import checked_model
-from insitu.gateway.provider_session import Budgets, ProviderSession, UpstreamOptions
+from insitu.gateway.provider_backend import ProviderBackend, ProviderCalls, open_provider
+from insitu.gateway.provider_options import ProviderOptions
 from insitu.gateway.provider_usage import Prices, usage_of
-from insitu.gateway.proxy import ProviderProxy, open_proxy
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.routes import take_apart
+from insitu.gateway.server import Gateway
+from insitu.gateway.session import Session
 from insitu.gateway.session_spec import Rejections
-from insitu.runtime.upstream import UpstreamSession, spent_in, upstream_options
+from insitu.gateway.text_log import spent_in
+from insitu.runtime.upstream import upstream_options
+from insitu.types import Limits
 from tests.fakes.provider import KEY, FakeProvider, frames, serve_provider, whole
 
 ROUTES = [
@@ -38,12 +43,15 @@ COST = (60 * 1.0 + 40 * 0.1 + 20 * 10.0) / 1e6
 
 
 class Lab:
-    """A provider, the pass-through before it, one session and its agent."""
+    """A provider, the gateway before it, one session and its agent."""
 
     def __init__(
-        self, provider: FakeProvider, through: ProviderProxy, session: ProviderSession, base: str
+        self, provider: FakeProvider, backend: ProviderBackend, gateway: Gateway, session: Session, base: str
     ) -> None:
-        self.provider, self.through, self.session, self.base = provider, through, session, base
+        self.provider, self.backend, self.gateway = provider, backend, gateway
+        self.session, self.base = session, base
+        assert isinstance(session.calls, ProviderCalls)
+        self.calls = session.calls
         self.http: aiohttp.ClientSession
 
     @property
@@ -60,7 +68,7 @@ class Lab:
 
     @property
     def lines(self) -> list[Any]:
-        return [json.loads(line) for line in self.session.record.path.read_text().splitlines()]
+        return [json.loads(line) for line in self.calls.record.path.read_text().splitlines()]
 
 
 @asynccontextmanager
@@ -74,13 +82,14 @@ async def lab(
 ) -> AsyncIterator[Lab]:
     async with AsyncExitStack() as stack:
         fake = await stack.enter_async_context(serve_provider(**(provider or {})))
-        chosen = UpstreamOptions(
+        chosen = ProviderOptions(
             **{"url": fake.url, "model": "big-model", "key": KEY, "prices": PRICES, **options}
         )
-        through = await stack.enter_async_context(open_proxy(chosen, folder, config))
-        listener = await stack.enter_async_context(through.listen_tcp())
-        session = through.open_session("r/0", budgets=Budgets(max_calls=max_calls))
-        made = Lab(fake, through, session, f"{listener.origin}/s/{session.public_id}")
+        backend = await stack.enter_async_context(open_provider(chosen, folder))
+        gateway = await stack.enter_async_context(Gateway(backend, config))
+        listener = await stack.enter_async_context(gateway.listen_tcp())
+        session = gateway.open_session("r/0", limits=Limits(max_calls=max_calls))
+        made = Lab(fake, backend, gateway, session, f"{listener.origin}/s/{session.public_id}")
         made.http = await stack.enter_async_context(aiohttp.ClientSession())
         yield made
 
@@ -117,8 +126,8 @@ async def test_a_request_goes_there_and_back_unchanged(
         assert (line["status"], line["complete"]) == (200, True)
         usage = {"prompt_tokens": 100, "cached_tokens": 40, "sampled_tokens": 20, "estimated": False}
         assert line["usage"] == {**usage, "written_tokens": 0}
-        assert it.session.spent.cost == pytest.approx(COST)
-        assert KEY not in it.session.record.path.read_text()
+        assert it.session.stats.cost == pytest.approx(COST)
+        assert KEY not in it.calls.record.path.read_text()
 
 
 @pytest.mark.parametrize("path", ["v1/chat/completions", "v1/responses", "v1/messages"])
@@ -146,7 +155,7 @@ async def test_a_stream_is_handed_on_as_it_comes(tmp_path: Path) -> None:
         async with it.http.post(url, json={"model": "big-model", "stream": True}, headers=it.head) as answer:
             first = await answer.content.readany()
             assert first == frames("/v1/messages")[0]
-            assert not it.session.record.path.exists()
+            assert not it.calls.record.path.exists()
 
 
 async def test_models_are_the_providers(tmp_path: Path) -> None:
@@ -166,6 +175,33 @@ async def test_nothing_of_it_can_be_trained(tmp_path: Path) -> None:
         assert (await it.post("v1/messages", {}))[0] == 409
 
 
+async def test_the_admin_api_opens_and_seals_sessions_before_a_provider(tmp_path: Path) -> None:
+    async with lab(tmp_path) as it:
+        admin = Admin(it.gateway)
+        async with admin.listen_tcp() as listener:
+            head = {"Authorization": f"Bearer {admin.secret}"}
+
+            async def ask(method: str, path: str, body: Any = None) -> tuple[int, Any]:
+                url = f"{listener.origin}/{path}"
+                async with it.http.request(method, url, json=body, headers=head) as answer:
+                    return answer.status, await answer.json()
+
+            tool = {"name": "report", "parameters": {"type": "object"}}
+            assert (await ask("POST", "sessions", {"tools": [tool]}))[0] == 400
+            status, opened = await ask("POST", "sessions", {"rollout_id": "r/9", "limits": {"max_calls": 1}})
+            assert status == 201
+            url = f"{it.base.rpartition('/')[0]}/{opened['public_id']}/v1/messages"
+            for wanted in (200, 403):
+                auth = {"x-api-key": opened["secret"]}
+                async with it.http.post(url, json={"model": "big-model"}, headers=auth) as answer:
+                    assert answer.status == wanted
+            _, sealed = await ask("POST", f"sessions/{opened['public_id']}/seal", {})
+            assert (sealed["stats"]["calls"], sealed["stats"]["cost"]) == (1, pytest.approx(COST))
+            assert sealed["ledger"]["captured"] == 0
+            status, refused = await ask("GET", f"sessions/{opened['public_id']}/export")
+            assert (status, "no tokens" in refused["error"]["message"]) == (409, True)
+
+
 # --------------------------------------------------------------------------- failures
 
 
@@ -175,14 +211,14 @@ async def test_the_providers_errors_are_its_own(tmp_path: Path) -> None:
         assert status == 529
         assert json.loads(reply)["error"]["type"] == "overloaded_error"
         assert headers["Retry-After"] == "7"
-        assert it.session.spent.cost == 0
+        assert it.session.stats.cost == 0
 
 
 async def test_requests_that_the_gateway_refuses_are_counted(tmp_path: Path) -> None:
     async with lab(tmp_path) as it:
         assert (await it.post("v1/chat/completions", b"["))[0] == 400
         assert (await it.post("v1/nothing", {}))[0] == 404
-        stats = UpstreamSession(it.session).stats
+        stats = it.session.stats
         assert stats.calls == 0
         assert stats.rejections == Rejections(2, "HTTP 400: The body is not JSON.")
 
@@ -221,11 +257,11 @@ async def test_an_agent_that_leaves_ends_the_call_at_the_provider(tmp_path: Path
             await answer.content.readany()
             answer.close()
         await until(lambda: it.provider.left)
-        await until(lambda: it.session.record.path.exists() and it.lines)
+        await until(lambda: it.calls.record.path.exists() and it.lines)
         (line,) = it.lines
         assert not line["complete"]
         assert line["usage"]["prompt_tokens"] == 100, "what was sampled until then was paid for"
-        assert it.session.spent.cost > 0
+        assert it.session.stats.cost > 0
 
 
 @pytest.mark.parametrize("path", ["v1/chat/completions", "v1/messages"])
@@ -239,11 +275,11 @@ async def test_an_agent_that_leaves_before_the_last_words_pays_for_the_others(
             while b"w18" not in got:
                 got += await answer.content.readany()
             answer.close()
-        await until(lambda: it.session.record.path.exists() and it.lines)
+        await until(lambda: it.calls.record.path.exists() and it.lines)
         usage = it.lines[0]["usage"]
         assert 19 <= usage["sampled_tokens"] <= 60, "each word is a token, and the estimate no wild one"
         assert usage["estimated"]
-        assert it.session.spent.cost >= 19 * PRICES.output / 1e6
+        assert it.session.stats.cost >= 19 * PRICES.output / 1e6
 
 
 async def test_an_agent_that_leaves_before_an_answer_pays_for_its_question(tmp_path: Path) -> None:
@@ -252,9 +288,9 @@ async def test_an_agent_that_leaves_before_an_answer_pays_for_its_question(tmp_p
         task = asyncio.create_task(it.post("v1/messages", {"x": "x" * 3000}))
         await until(lambda: it.provider.received)
         task.cancel()
-        await until(lambda: it.session.record.path.exists() and it.lines)
+        await until(lambda: it.calls.record.path.exists() and it.lines)
         assert it.lines[0]["usage"]["prompt_tokens"] >= 1000
-        assert it.session.spent.estimated_calls == 1
+        assert it.session.stats.estimated_calls == 1
 
 
 async def test_what_no_provider_read_costs_nothing(tmp_path: Path) -> None:
@@ -263,8 +299,8 @@ async def test_what_no_provider_read_costs_nothing(tmp_path: Path) -> None:
         await until(lambda: it.provider.received)
         await asyncio.sleep(0.05)
         task.cancel()
-        await until(lambda: it.session.record.path.exists() and it.lines)
-        assert it.session.spent.cost == 0
+        await until(lambda: it.calls.record.path.exists() and it.lines)
+        assert it.session.stats.cost == 0
 
 
 async def test_sealing_cuts_what_does_not_end(tmp_path: Path) -> None:
@@ -294,14 +330,14 @@ async def test_the_cost_limit_stops_the_agent(tmp_path: Path) -> None:
 async def test_a_stream_without_usage_costs_what_its_bytes_say(tmp_path: Path) -> None:
     async with lab(tmp_path, max_cost=1e-6) as it:
         assert (await it.post("v1/chat/completions", {"stream": True}))[0] == 200
-        assert it.through.spent.estimated_calls == 1
+        assert it.backend.spent.estimated_calls == 1
         assert (await it.post("v1/chat/completions", {"stream": True}))[0] == 403
 
 
 async def test_the_call_limit_is_per_session(tmp_path: Path) -> None:
     async with lab(tmp_path, max_calls=2) as it:
         assert [(await it.post("v1/messages", {}))[0] for _ in range(3)] == [200, 200, 403]
-        other = it.through.open_session("r/1", budgets=Budgets(max_calls=2))
+        other = it.gateway.open_session("r/1", limits=Limits(max_calls=2))
         url = it.base.replace(it.session.public_id, other.public_id)
         head = {"x-api-key": other.secret}
         async with it.http.post(f"{url}/v1/messages", json={"model": "big-model"}, headers=head) as answer:
@@ -314,15 +350,15 @@ async def test_token_counts_are_no_calls_and_bounded(tmp_path: Path) -> None:
         assert [(await it.post(count, {}))[0] for _ in range(3)] == [200] * 3
         assert (await it.post("v1/messages", {}))[0] == 200
         assert [(await it.post(count, {}))[0] for _ in range(18)] == [200] * 17 + [403]
-        assert it.session.budget_stop == "", "the agent lacks nothing that it needs"
+        assert it.session.stats.budget_stop == "", "the agent lacks nothing that it needs"
         assert (await it.post("v1/messages", {}))[0] == 200
         await until(lambda: len(it.lines) == 22)  # a line is written after its reply
-        assert (it.session.spent.calls, spent_in(tmp_path).calls) == (2, 2)
+        assert (it.session.stats.calls, spent_in(tmp_path).calls) == (2, 2)
         assert [line["turn"] for line in it.lines] == list(range(22))
         status, reply, _ = await it.post(count, {})
-        assert (status, b"call limit" in reply, it.session.budget_stop) == (403, True, "")
+        assert (status, b"call limit" in reply, it.session.stats.budget_stop) == (403, True, "")
         assert (await it.post("v1/messages", {}))[0] == 403
-        assert it.session.budget_stop == "calls"
+        assert it.session.stats.budget_stop == "calls"
 
 
 async def test_requests_per_minute(tmp_path: Path) -> None:
@@ -347,21 +383,21 @@ async def test_calls_that_wait_for_their_turn_hold_their_bodies_within_one_bound
         first = asyncio.create_task(it.post("v1/messages", body))
         await until(lambda: it.provider.received)
         second = asyncio.create_task(it.post("v1/messages", body))
-        await until(lambda: it.through.intake.held > 120_000)
+        await until(lambda: it.gateway.intake.held > 120_000)
         status, reply, _ = await it.post("v1/messages", body)
         assert (status, b"Too much" in reply) == (429, True)
         assert [(await first)[0], (await second)[0]] == [200, 200]
         assert (await it.post("v1/messages", body))[0] == 200
         await it.session.seal(1)
-        assert it.through.intake.held == 0
+        assert it.gateway.intake.held == 0
 
 
 async def test_a_sealed_session_leaves_its_key_behind_for_a_while_and_nothing_else(tmp_path: Path) -> None:
     async with lab(tmp_path, config=GatewayConfig(sealed_kept=2)) as it:
-        sealed = [it.through.open_session(f"r/{i}", budgets=Budgets(max_calls=1)) for i in range(1, 6)]
+        sealed = [it.gateway.open_session(f"r/{i}", limits=Limits(max_calls=1)) for i in range(1, 6)]
         for session in sealed:
             await session.seal(0.0)
-        assert list(it.through._sessions.values()) == [it.session]
+        assert it.gateway.open_sessions() == [it.session]
         assert (await it.post("v1/messages", {}))[0] == 200
         told = []
         for session in sealed:
@@ -393,7 +429,7 @@ async def test_nobody_else_of_the_machine_reads_a_record(tmp_path: Path) -> None
         async with lab(tmp_path) as it:
             assert (await it.post("v1/messages", {}))[0] == 200
             await it.session.seal(1)
-            assert it.session.record.path.stat().st_mode & 0o777 == 0o600
+            assert it.calls.record.path.stat().st_mode & 0o777 == 0o600
     finally:
         os.umask(before)
 
@@ -425,7 +461,7 @@ async def test_no_other_model_than_the_one_with_prices(
         assert got == status
         assert json.loads(reply)["error"]["message"]
         assert not it.provider.received
-        assert it.session.turns == 0
+        assert it.calls.turns == 0
         good = b'{"model": "models/big-model"}' if "v1beta" in path else b'{"model": "big-model"}'
         way = "v1beta/models/big-model:generateContent" if "v1beta" in path else path
         assert (await it.post(way, good))[0] == 200
@@ -436,7 +472,7 @@ async def test_no_other_model_than_the_one_with_prices(
 
 async def test_only_the_right_key_opens_a_session(tmp_path: Path) -> None:
     async with lab(tmp_path) as it:
-        other = it.through.open_session("r/1", budgets=Budgets(max_calls=2))
+        other = it.gateway.open_session("r/1", limits=Limits(max_calls=2))
         for secret in ("", "wrong", KEY, other.secret):
             url, head = f"{it.base}/v1/messages", {"x-api-key": secret}
             async with it.http.post(url, json={}, headers=head) as answer:
@@ -485,7 +521,7 @@ async def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["", "example.com", "file:///etc", "http://key@example.com", "http://x/?k=1"])
 async def test_a_base_url_that_is_none(tmp_path: Path, url: str) -> None:
     with pytest.raises(ConfigError, match="engine.url"):
-        async with open_proxy(UpstreamOptions(url=url, model="big-model"), tmp_path):
+        async with open_provider(ProviderOptions(url=url, model="big-model"), tmp_path):
             pass
 
 

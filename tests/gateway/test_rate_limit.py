@@ -16,19 +16,26 @@ import pytest
 
 from insitu.gateway import outage
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.provider_session import Budgets, ProviderSession, UpstreamOptions
-from insitu.gateway.proxy import ProviderProxy, open_proxy
+from insitu.gateway.provider_backend import ProviderBackend, ProviderCalls, open_provider
+from insitu.gateway.provider_options import ProviderOptions
 from insitu.gateway.rate_limit import LONGEST_PAUSE_S, RateLimiter, asked_pause_s, back_off_s
+from insitu.gateway.server import Gateway
+from insitu.gateway.session import Session
+from insitu.types import Limits
 from tests.fakes.provider import KEY, FakeProvider, serve_provider
 
-PLENTY = Budgets(max_calls=100)
+PLENTY = Limits(max_calls=100)
 
 
 class Lab:
-    def __init__(
-        self, provider: FakeProvider, through: ProviderProxy, session: ProviderSession, url: str
-    ) -> None:
-        self.provider, self.through, self.session, self._url = provider, through, session, url
+    def __init__(self, provider: FakeProvider, backend: ProviderBackend, session: Session, url: str) -> None:
+        self.provider, self.backend, self.session, self._url = provider, backend, session, url
+        assert isinstance(session.calls, ProviderCalls)
+        self.calls = session.calls
+
+    @property
+    def trouble(self) -> str:
+        return self.session.stats.infra_error
 
     async def ask(self, **more: Any) -> int:
         head = {"Authorization": f"Bearer {self.session.secret}"}
@@ -39,12 +46,16 @@ class Lab:
 
 
 @asynccontextmanager
-async def lab(folder: Path, budgets: Budgets = PLENTY, **options: Any) -> AsyncIterator[Lab]:
+async def lab(folder: Path, limits: Limits = PLENTY, **options: Any) -> AsyncIterator[Lab]:
     async with serve_provider() as fake:
-        chosen = UpstreamOptions(**{"url": fake.url, "model": "big-model", "key": KEY, **options})
-        async with open_proxy(chosen, folder) as through, through.listen_tcp() as listener:
-            session = through.open_session("r/0", budgets=budgets)
-            yield Lab(fake, through, session, f"{listener.origin}/s/{session.public_id}/v1/chat/completions")
+        chosen = ProviderOptions(**{"url": fake.url, "model": "big-model", "key": KEY, **options})
+        async with (
+            open_provider(chosen, folder) as backend,
+            Gateway(backend) as gateway,
+            gateway.listen_tcp() as listener,
+        ):
+            session = gateway.open_session("r/0", limits=limits)
+            yield Lab(fake, backend, session, f"{listener.origin}/s/{session.public_id}/v1/chat/completions")
 
 
 async def test_a_busy_provider_is_asked_again_and_the_agent_hears_only_the_answer(tmp_path: Path) -> None:
@@ -52,17 +63,17 @@ async def test_a_busy_provider_is_asked_again_and_the_agent_hears_only_the_answe
         it.provider.busy = [(429, "0.1"), (503, "0.1"), (529, "0")]
         assert await it.ask() == 200
         assert len(it.provider.received) == 4
-        assert (it.session.turns, it.session.spent.calls, it.session.trouble) == (1, 1, "")
-        assert it.session.waited_s >= 0.2
+        assert (it.calls.turns, it.session.stats.calls, it.trouble) == (1, 1, "")
+        assert it.session.stats.waited_s >= 0.2
 
 
 async def test_without_patience_the_agent_hears_at_once_and_it_is_not_its_fault(tmp_path: Path) -> None:
     async with lab(tmp_path) as it:
         it.provider.busy = [(429, "0")]
         assert await it.ask() == 429
-        assert it.session.trouble == "the provider answered HTTP 429"
+        assert it.trouble == "the provider answered HTTP 429"
         assert await it.ask() == 200
-        assert it.session.trouble == "", "an answered retry makes it good"
+        assert it.trouble == "", "an answered retry makes it good"
 
 
 async def test_a_pause_longer_than_patience_is_not_waited_for(tmp_path: Path) -> None:
@@ -71,7 +82,7 @@ async def test_a_pause_longer_than_patience_is_not_waited_for(tmp_path: Path) ->
         async with asyncio.timeout(4):
             assert await it.ask() == 429
         assert len(it.provider.received) == 1
-        assert "429" in it.session.trouble
+        assert "429" in it.trouble
 
 
 async def test_one_that_is_told_off_holds_back_the_others(tmp_path: Path) -> None:
@@ -92,14 +103,14 @@ async def test_a_provider_that_refuses_the_key_is_not_asked_again(tmp_path: Path
     async with lab(tmp_path, max_wait_s=30.0, key="wrong") as it:
         assert await it.ask() == 401
         assert len(it.provider.received) == 1
-        assert it.session.trouble == "the provider refused the key: HTTP 401"
+        assert it.trouble == "the provider refused the key: HTTP 401"
 
 
 async def test_what_the_agent_gets_wrong_is_no_trouble_of_the_provider(tmp_path: Path) -> None:
     async with lab(tmp_path, max_wait_s=30.0) as it:
         it.provider.status = 400
         assert await it.ask() == 400
-        assert it.session.trouble == ""
+        assert it.trouble == ""
 
 
 async def test_requests_at_a_time_wait_for_each_other(tmp_path: Path) -> None:
@@ -108,23 +119,23 @@ async def test_requests_at_a_time_wait_for_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budgets", "stop"),
+    ("limits", "stop"),
     [
-        (Budgets(max_calls=2), "calls"),
-        (Budgets(max_calls=9, max_sampled_tokens=40), "tokens"),
-        (Budgets(max_calls=9, max_prompt_tokens=200), "prompt_tokens"),
+        (Limits(max_calls=2), "calls"),
+        (Limits(max_calls=9, max_session_tokens=40), "tokens"),
+        (Limits(max_calls=9, max_prompt_tokens=200), "prompt_tokens"),
     ],
 )
-async def test_budgets_end_a_session(tmp_path: Path, budgets: Budgets, stop: str) -> None:
-    async with lab(tmp_path, budgets) as it:
+async def test_budgets_end_a_session(tmp_path: Path, limits: Limits, stop: str) -> None:
+    async with lab(tmp_path, limits) as it:
         assert [await it.ask() for _ in range(3)][:2] == [200, 200]
         assert await it.ask() >= 400
         assert len(it.provider.received) == 2
-        assert (it.session.budget_stop, it.session.trouble) == (stop, "")
+        assert (it.session.stats.budget_stop, it.trouble) == (stop, "")
 
 
 async def test_a_minute_that_is_full_is_waited_out_in_order() -> None:
-    pace = RateLimiter(requests_per_minute=2, max_concurrent=9, max_wait_s=0)
+    pace = RateLimiter(requests_per_minute=2, max_concurrent=9)
     now = time.monotonic()
     for _ in range(2):
         await pace.enter(now)
@@ -143,7 +154,7 @@ async def test_a_minute_that_is_full_is_waited_out_in_order() -> None:
 
 
 async def test_who_runs_out_of_patience_leaves_the_queue_to_the_others() -> None:
-    pace = RateLimiter(requests_per_minute=0, max_concurrent=1, max_wait_s=0)
+    pace = RateLimiter(requests_per_minute=0, max_concurrent=1)
     await pace.enter(0)
     late = time.monotonic() + 0.1
     waiting = asyncio.create_task(pace.enter(time.monotonic() + 30))
@@ -183,7 +194,7 @@ async def test_a_provider_that_is_gone_is_waited_for_to_the_end_of_patience_and_
         await asyncio.sleep(max(0.0, began + 2.1 - time.monotonic()))
         assert await it.ask() == 403
         assert time.monotonic() - began < 3.0
-        assert it.session.trouble == "the provider could not be reached"
+        assert it.trouble == "the provider could not be reached"
 
 
 async def test_an_answer_that_breaks_off_and_an_agent_that_leaves_are_no_outage(tmp_path: Path) -> None:
@@ -191,7 +202,7 @@ async def test_an_answer_that_breaks_off_and_an_agent_that_leaves_are_no_outage(
         it.provider.breaks_after = 2
         with pytest.raises(aiohttp.ClientError):
             await it.ask(stream=True)
-        assert it.through.outage._since is None
+        assert it.backend.outage._since is None
         it.provider.breaks_after, it.provider.chunk_delay_s = 0, 0.05
         task = asyncio.create_task(it.ask(stream=True))
         async with asyncio.timeout(5):
@@ -200,4 +211,4 @@ async def test_an_answer_that_breaks_off_and_an_agent_that_leaves_are_no_outage(
         task.cancel()
         await asyncio.wait([task])
         await it.session.seal(1.0)
-        assert it.through.outage._since is None
+        assert it.backend.outage._since is None

@@ -9,7 +9,8 @@ from gateway_rig import ASK, Rig, said
 
 from insitu.chat.template import TemplateRenderer
 from insitu.errors import EngineError
-from insitu.gateway.server import CallReport, GatewayConfig
+from insitu.gateway.call_reports import CallReport
+from insitu.gateway.request import GatewayConfig
 from insitu.serving.console import Console
 from insitu.types import Limits
 
@@ -57,15 +58,14 @@ async def test_refused_calls_are_told_with_their_cause(renderer: TemplateRendere
 
 async def test_a_storm_of_refusals_is_counted_and_not_told_one_by_one(renderer: TemplateRenderer) -> None:
     async with Rig(renderer, [said("x")]) as rig:
-        assert rig.gateway._refusals is not None
-        rig.gateway._refusals._every_s = 0.3
+        rig.gateway.reports._interval_s = 0.3
         bad = {"messages": ASK, "n": 2}
         for _ in range(5):
             assert {status for status, _ in await asyncio.gather(*(rig.post(bad) for _ in range(40)))} == {
                 400
             }
         async with asyncio.timeout(10):
-            while rig.gateway._refusals._held:  # noqa: ASYNC110
+            while rig.gateway.reports._pending:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert rig.reports[0].count == 1
         assert sum(report.count for report in rig.reports) == 200

@@ -50,7 +50,7 @@ async def converse(rig: Rig) -> list[str]:
             messages.append({"role": "tool", "tool_call_id": made["id"], "content": f"r{turn}"})
         if not said.get("tool_calls"):
             messages.append({"role": "user", "content": f"question {turn}"})
-    return [rig.gateway._renderer.decode(sent.ids) for sent in rig.engine.sent]
+    return [rig.engine._renderer.decode(sent.ids) for sent in rig.engine.sent]
 
 
 @pytest.mark.case(9)
@@ -102,6 +102,7 @@ async def test_a_retry_of_a_question_samples_from_the_branch_that_is_there(
 
 def test_rules_that_keep_all_reasoning_refuse_the_mode(renderer: TemplateRenderer) -> None:
     from insitu.gateway.server import Gateway
+    from insitu.gateway.token_backend import TokenBackend
 
     with pytest.raises(ConfigError, match="keeps all reasoning"):
-        Gateway(None, renderer, GatewayConfig(keep_reasoning="template"))  # type: ignore[arg-type]
+        Gateway(TokenBackend(None, renderer), GatewayConfig(keep_reasoning="template"))  # type: ignore[arg-type]

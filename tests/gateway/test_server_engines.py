@@ -16,8 +16,10 @@ import pytest
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.http import HttpOptions
 from insitu.engines.vllm import VllmEngine, open_vllm
-from insitu.gateway.server import Gateway, GatewayConfig
-from insitu.gateway.session import MAX_OUTAGES, Session
+from insitu.gateway.request import GatewayConfig
+from insitu.gateway.server import Gateway
+from insitu.gateway.session import Session
+from insitu.gateway.token_backend import MAX_OUTAGES, TokenBackend
 from insitu.types import Limits
 from tests.fakes.vllm import FakeVllm, serve_vllm
 from tests.fakes.weight_folders import chance_folder
@@ -46,7 +48,9 @@ async def lab(renderer: TemplateRenderer, **options: Any) -> AsyncIterator[Lab]:
         enter = stack.enter_async_context
         it.fake = await enter(serve_vllm(renderer.vocab_size, **options))
         it.engine = await enter(open_vllm(HttpOptions(url=it.fake.url, call_deadline_s=10.0, retries=0)))
-        gateway = await enter(Gateway(it.engine, renderer, GatewayConfig(disconnect_grace_s=0.05)))
+        gateway = await enter(
+            Gateway(TokenBackend(it.engine, renderer), GatewayConfig(disconnect_grace_s=0.05))
+        )
         listener = await enter(gateway.listen_tcp())
         limits = Limits(max_context_tokens=4096, max_call_tokens=64)
         it.session = gateway.open_session("r/0", seed=7, limits=limits)

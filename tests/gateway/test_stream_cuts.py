@@ -6,7 +6,7 @@ from gateway_rig import ASK, TOOLS, Rig, call, chunks_of
 
 from insitu.chat.template import TemplateRenderer
 from insitu.gateway import sse
-from insitu.gateway.server import GatewayConfig
+from insitu.gateway.request import GatewayConfig
 from insitu.types import Message
 
 

@@ -177,7 +177,7 @@ async def test_a_trainer_is_told_where_to_come(tmp_path: Path) -> None:
             assert request["rollout_id"] == "probe"
 
 
-async def test_a_provider_as_black_sandbox(tmp_path: Path) -> None:
+async def test_a_provider_is_served_and_its_text_is_recorded(tmp_path: Path) -> None:
     async with serve_provider() as fake:
         arguments = ["engine.kind=upstream", f"engine.url={fake.url}", "engine.key_env=PROVIDER_KEY"]
         arguments += ["engine.model=big-model", "engine.input_price=1", "engine.output_price=2.5"]
@@ -186,6 +186,7 @@ async def test_a_provider_as_black_sandbox(tmp_path: Path) -> None:
             assert "big-model" in json.dumps(session["agents"])
             assert KEY not in json.dumps(session)
             assert (await post(session, "v1/messages", {**ASK, "model": "dearer"}))[0] == 404
+            assert (await serve.event("call"))["outcome"] == "not_found"
             asked = {**ASK, "model": "big-model"}
             status, reply = await post(session, "v1/messages", asked)
             assert (status, reply["content"][0]["text"]) == (200, "hello")
@@ -210,10 +211,6 @@ async def test_a_provider_as_black_sandbox(tmp_path: Path) -> None:
         (["engine.kind=external", "engine.key_env=NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
         (["engine.kind=upstream", "engine.url=http://x"], "needs model"),
         (["engine.kind=upstream", "engine.url=http://x", "engine.model=m", "engine.max_cost=1"], "max_cost"),
-        (
-            ["engine.kind=upstream", "engine.url=http://x", "engine.model=m", "--admin"],
-            "--admin has no effect",
-        ),
         (["engine.kind=vlm"], "engine.kind: input should be"),
     ],
 )

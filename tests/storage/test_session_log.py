@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from insitu.errors import RecordError
-from insitu.gateway.server import GatewayConfig
+from insitu.gateway.request import GatewayConfig
 from insitu.storage.session_log import LogFile, _sized, recover
 from insitu.types import Message, Trajectory
 

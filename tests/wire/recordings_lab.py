@@ -27,6 +27,7 @@ from insitu.gateway.dialects.base import WireCall
 from insitu.gateway.routes import take_apart
 from insitu.gateway.server import DIALECTS, Gateway
 from insitu.gateway.session import Session
+from insitu.gateway.token_backend import TokenBackend
 from insitu.suites.open_renderer import Splitter
 from insitu.types import IntArray, Limits, Message, ModelRequest, RequestKey, ToolCall, Trajectory
 
@@ -253,7 +254,7 @@ async def replay(recording: Recording, renderer: TemplateRenderer, splitter: Spl
     pointers: dict[str, str] = {}
     statuses, replies = [], []
     async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(Gateway(engine, renderer))
+        gateway = await stack.enter_async_context(Gateway(TokenBackend(engine, renderer)))
         listener = await stack.enter_async_context(gateway.listen_tcp())
         http = await stack.enter_async_context(aiohttp.ClientSession())
         # Prompts without other people's prose have more tokens than they had.

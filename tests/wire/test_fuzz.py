@@ -21,7 +21,7 @@ from gateway_rig import Rig
 from wire_lab import CALLS, SAY, THINK
 
 from insitu.chat.template import TemplateRenderer
-from insitu.gateway.server import GatewayConfig
+from insitu.gateway.request import GatewayConfig
 from insitu.types import Limits
 
 COUNT = int(os.environ.get("INSITU_FUZZ", "300"))

@@ -12,7 +12,7 @@ from wire_lab import CALLS, ONLY_CALL, SAY, SCHEMA, THINK, continued, gemini_cli
 
 from insitu.chat.template import TemplateRenderer
 from insitu.errors import EngineError
-from insitu.gateway.server import GatewayConfig
+from insitu.gateway.request import GatewayConfig
 from insitu.types import Limits, Message
 
 READ = types.FunctionDeclaration(name="read", description="Read a file.", parameters_json_schema=SCHEMA)

@@ -11,7 +11,7 @@ from wire_lab import CALLS, ONLY_CALL, SAY, SCHEMA, THINK, continued, openai_cli
 
 from insitu.chat.template import TemplateRenderer
 from insitu.errors import EngineError
-from insitu.gateway.server import GatewayConfig
+from insitu.gateway.request import GatewayConfig
 from insitu.types import Limits, Message
 
 TOOLS: list[dict[str, Any]] = [

@@ -2,8 +2,8 @@
 
     source -> Dispatcher -> AttemptExecutor (gateway, sandboxes, judge) -> store -> report
 
-With a provider as engine (`upstream`) the gateway forwards calls and stores their text; with other engines it
-samples tokens. Stored rollouts are not repeated after a kill. Does not import torch.
+With a provider (`upstream`) the gateway forwards calls and stores their text; with engines it samples tokens.
+Stored rollouts are not repeated after a kill. Does not import torch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from insitu.agents.base import model_name
-from insitu.attempt import AttemptExecutor, Judge, Sessions
+from insitu.attempt import AttemptExecutor, Judge
 from insitu.collect.breaker import Breaker
 from insitu.collect.dispatcher import CollectOptions, Dispatcher
 from insitu.config import Config
 from insitu.errors import ConfigError, RecordError
 from insitu.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, count_missing
 from insitu.evaluate.summary import render, summarise, write_results
+from insitu.gateway.backend import Backend
 from insitu.gateway.server import Gateway
+from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.grader import runner_for
 from insitu.runtime.agents import AgentWorkers, open_workers
 from insitu.runtime.gateway import gateway_config
@@ -66,9 +68,9 @@ class RolloutOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStage:
-    """Sessions and workers of a run."""
+    """Gateway and workers of a run."""
 
-    sessions: Sessions
+    gateway: Gateway
     crew: AgentWorkers
     check: Callable[[], Awaitable[None]]
     """Raises when further attempts cannot succeed."""
@@ -80,21 +82,21 @@ async def _stage(
 ) -> AsyncIterator[RolloutStage]:
     config, setup = run.config, prepared.setup
     async with AsyncExitStack() as stack:
+        backend: Backend
         if config.engine.kind == "upstream":
-            records = run.path / RECORDS
-            upstream = await stack.enter_async_context(open_upstream(config, records, view.note))
-            await upstream.check()
-            crew = await stack.enter_async_context(open_workers(config, upstream, sockets, setup))
-            yield RolloutStage(sessions=upstream, crew=crew, check=upstream.check)
-            return
-        renderer = prepared.rules
-        log = run.logs / "learner.log"
-        sampler = await stack.enter_async_context(options.sampler(config, renderer, log, view.note))
+            backend = provider = await stack.enter_async_context(open_upstream(config, run.path / RECORDS))
+            check: Callable[[], Awaitable[None]] = provider.check
+        else:
+            renderer = prepared.rules
+            log = run.logs / "learner.log"
+            sampler = await stack.enter_async_context(options.sampler(config, renderer, log, view.note))
+            backend, check = TokenBackend(sampler.engine, renderer), sampler.check
         gateway = await stack.enter_async_context(
-            Gateway(sampler.engine, renderer, gateway_config(config), say=view.note)
+            Gateway(backend, gateway_config(config), log_line=view.note)
         )
+        await check()
         crew = await stack.enter_async_context(open_workers(config, gateway, sockets, setup))
-        yield RolloutStage(sessions=gateway, crew=crew, check=sampler.check)
+        yield RolloutStage(gateway=gateway, crew=crew, check=check)
 
 
 def prepare_rollouts(config: Config, say: Callable[[str], None]) -> Prepared:
@@ -148,7 +150,7 @@ def _dispatcher(
 ) -> Dispatcher:
     c = run.config
     attempts = AttemptExecutor(
-        stage.sessions,
+        stage.gateway,
         stage.crew.workers,
         judge,
         keep_log=AgentLogs(run.logs).keep,

@@ -37,6 +37,7 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session, secret_digest
 from insitu.gateway.session_export import FORMS, export_json, export_npz
 from insitu.gateway.text_tool_calls import TextShim
+from insitu.gateway.token_backend import TokenCalls
 from insitu.types import MIN_TEMPERATURE, Limits, Trajectory
 
 log = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ class Admin:
         while len(self._sealed) > self._sealed_kept:
             _, oldest = self._sealed.popitem(last=False)
             if oldest.exported:
-                oldest.session.drop_log()
+                oldest.session.calls.drop_log()
 
     # ----------------------------------------------------------------------- requests
 
@@ -281,7 +282,7 @@ class Admin:
             session = kept.session
         else:
             _unknown()
-        session.drop_log()
+        session.calls.drop_log()
         return _json({"status": "deleted"})
 
     async def _export(self, http: web.BaseRequest, kept: Sealed) -> web.Response:
@@ -291,7 +292,9 @@ class Admin:
             raise AdminError(400, f"form is one of {', '.join(FORMS)}; format is json or npz")
         dump = export_json if kind == "json" else export_npz
         session = kept.session
-        shape = session.exported(form)
+        if not isinstance(session.calls, TokenCalls):
+            raise AdminError(409, "a provider's calls have no tokens: their text is in the run directory")
+        shape = session.calls.export(form)
         raw = await asyncio.to_thread(dump, form, shape, kept.trajectory, temperature=session.temperature)
         kept.exported = True
         content_type = "application/json" if kind == "json" else "application/octet-stream"

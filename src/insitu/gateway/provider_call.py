@@ -1,39 +1,95 @@
-"""One request to a provider under way: what it was asked, how it went, what of the reply is kept."""
+"""One request to a provider: forward it, retry while the provider is busy, stream the answer back."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 
-from insitu.gateway.dialects.base import WireError
-from insitu.gateway.provider_session import ProviderSession
-from insitu.gateway.provider_usage import Usage, unanswered, usage_of
-from insitu.gateway.rate_limit import BUSY, asked_pause_s, back_off_s
-from insitu.gateway.routes import Route
+import aiohttp
+from aiohttp import web
 
-LAST_TRY_S = 0.25
-"""Before the end of patience."""
+from insitu.gateway.backend import AgentRequest
+from insitu.gateway.call_reports import CallReport
+from insitu.gateway.dialects.base import WireError
+from insitu.gateway.outage import AWAY, Outage
+from insitu.gateway.provider_options import ProviderOptions
+from insitu.gateway.provider_usage import Usage, unanswered, usage_of
+from insitu.gateway.rate_limit import BUSY, RateLimiter, asked_pause_s, back_off_s
+from insitu.gateway.routes import Route
+from insitu.gateway.session_spec import SessionStats
+from insitu.gateway.text_log import TextCall
+
+log = logging.getLogger(__name__)
+
+LAST_RETRY_S = 0.25
+"""Time of the last retry before the end of `max_wait_s`."""
 KEPT_BYTES = 16 << 20
-"""Of one reply, for the record; the agent gets all of it."""
+"""Bytes of one reply that are recorded; the agent gets all of it."""
+REFUSED_KEY = (401, 402, 403)
+"""HTTP statuses of a provider that does not accept the key."""
+FORWARDED = (
+    "accept",
+    "anthropic-beta",
+    "anthropic-version",
+    "content-type",
+    "openai-beta",
+    "x-goog-api-client",
+)
+"""Headers of the agent that the provider needs to understand the body."""
+RETURNED = re.compile(
+    r"content-type|retry-after|(x-)?request-id|x-should-retry|(anthropic|x)-ratelimit-.*", re.I
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provider:
+    """What the calls of all sessions share."""
+
+    client: aiohttp.ClientSession
+    base: str
+    options: ProviderOptions
+    rate: RateLimiter
+    outage: Outage
+    write_timeout_s: float
+
+    def deadline(self) -> float:
+        """Return the reading of time.monotonic() until which a new call may wait."""
+        # Agents retry by themselves: with the full wait each time they would wait forever.
+        return time.monotonic() + (0.0 if self.outage.over else self.options.max_wait_s)
+
+
+class _ProviderBusy(Exception):
+    """The provider may answer the same request later."""
+
+    def __init__(self, pause_s: float) -> None:
+        super().__init__(pause_s)
+        self.pause_s = pause_s
 
 
 @dataclass(slots=True, kw_only=True)
 class ProviderCall:
-    """One request under way."""
+    """One request and what is kept of its reply."""
 
-    session: ProviderSession
-    turn: int
-    route: Route
-    request: bytes
-    started: float = field(default_factory=time.monotonic)
+    provider: Provider
+    request: AgentRequest
+    body: bytes
+    stats: SessionStats
+    """Of its session; waits are added."""
+    turn: int = -1
+    started: float = 0.0
+    ends: float = field(init=False)
+    """Reading of time.monotonic() until which it may wait."""
     sent: int = 0
-    """Times that the provider was asked."""
-    held: bool = False
-    """The provider has the request and has not refused it: it may bill what it reads."""
+    """Number of times that it was sent to the provider."""
+    received: bool = False
+    """The provider has the request and has not rejected it: it may bill the prompt."""
     status: int = 0
     trouble: str = ""
-    """What kept the provider from answering."""
+    """Why the provider did not answer."""
     begun: bool = False
     """The agent has a status line."""
     complete: bool = False
@@ -41,16 +97,153 @@ class ProviderCall:
     """Bytes of the reply that are not kept."""
     reply: bytearray = field(default_factory=bytearray)
 
+    def __post_init__(self) -> None:
+        self.ends = self.provider.deadline()
+
     @property
     def answered(self) -> bool:
-        return self.complete and not (self.status in BUSY or self.status in (401, 402, 403))
+        return self.complete and self.status not in BUSY and self.status not in REFUSED_KEY
 
     @property
-    def path(self) -> str:
-        return self.route.action
+    def route(self) -> Route:
+        return self.request.route
 
-    def keep(self, chunk: bytes) -> None:
-        """The end tells the usage and the beginning the prompt: what is too much falls out between them."""
+    async def enter(self) -> None:
+        """Take a place of the rate limiter. Raises WireError when there is none in time."""
+        began = time.monotonic()
+        try:
+            await self.provider.rate.enter(self.ends)
+        finally:
+            self.stats.waited_s += time.monotonic() - began
+
+    async def run(self) -> web.StreamResponse:
+        """Send it, again while the provider is busy and there is time left.
+
+        The place of the rate limiter must be taken before; it is given back.
+        """
+        self.started = time.monotonic()
+        while True:
+            try:
+                return await self._send()
+            except _ProviderBusy as busy:
+                self.provider.rate.hold(busy.pause_s)
+            finally:
+                self.provider.rate.leave()
+            await self.enter()
+
+    async def _send(self) -> web.StreamResponse:
+        """Raise _ProviderBusy when a retry makes sense and the agent has no part of an answer yet."""
+        self.sent += 1
+        self.status, self.received = 0, True
+        options = self.provider.options
+        try:
+            async with (
+                asyncio.timeout(options.call_deadline_s),
+                self.provider.client.request(
+                    self.request.http.method,
+                    self._target(),
+                    data=self.body or None,
+                    headers=self._headers(),
+                    allow_redirects=False,
+                ) as answer,
+            ):
+                self.status, self.received = answer.status, False
+                self._check_status(answer)
+                return await self._stream_back(answer)
+        except aiohttp.ClientError as error:  # also a connection that was not made in time
+            self._unreachable(error)
+            raise WireError("engine_failed", "The provider could not be reached.") from error
+        except TimeoutError as error:
+            self.trouble = "the provider did not answer in time"
+            if self.begun:
+                raise ConnectionResetError("The provider did not answer in time.") from error
+            raise WireError("engine_failed", "The provider did not answer in time.") from error
+
+    def _check_status(self, answer: aiohttp.ClientResponse) -> None:
+        outage, status = self.provider.outage, answer.status
+        if status in AWAY:
+            outage.failed(f"HTTP {status}")
+        else:
+            outage.answered()
+        if status in BUSY:
+            self.trouble = f"the provider answered HTTP {status}"
+            if status in AWAY:
+                self._stop_when_over()
+            self._retry(answer.headers)
+        elif status in REFUSED_KEY:
+            self.trouble = f"the provider refused the key: HTTP {status}"
+
+    def _unreachable(self, error: aiohttp.ClientError) -> None:
+        log.warning("provider failed path=%s error=%s", self.route.action, type(error).__name__)
+        self.trouble = "the provider could not be reached"
+        if self.begun:  # the provider was reached before, or the agent has gone
+            raise ConnectionResetError("The connection to the provider broke.") from error
+        self.status, self.received = 0, False
+        self.provider.outage.failed(reason_of(error))
+        self._stop_when_over()
+        self._retry({})
+
+    def _stop_when_over(self) -> None:
+        """Raise a WireError that no agent retries when the outage has exceeded the longest wait."""
+        if self.provider.outage.over:
+            raise WireError("session_failed", "The provider is away. Stop here.")
+
+    def _retry(self, headers: Mapping[str, str]) -> None:
+        """Raise _ProviderBusy where there is time left.
+
+        The last retry is right before the end, unless the provider asks for a longer pause.
+        """
+        left_s = self.ends - time.monotonic() - LAST_RETRY_S
+        asked = asked_pause_s(headers)
+        pause = min(left_s, back_off_s(self.sent)) if asked is None else asked
+        if 0 <= pause <= left_s:
+            raise _ProviderBusy(pause)
+
+    async def _stream_back(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        """Write every byte as it comes. After the first one an error can only be a broken connection."""
+        response = web.StreamResponse(status=answer.status)
+        for name, value in answer.headers.items():
+            if RETURNED.fullmatch(name):
+                response.headers[name] = value
+        # An answer with a known length keeps it: the simplest clients cannot read chunks.
+        response.content_length = answer.content_length
+        self.begun = True
+        await self._bounded(response.prepare(self.request.http))
+        async for chunk in answer.content.iter_any():
+            self._keep(chunk)
+            await self._bounded(response.write(chunk))
+        await self._bounded(response.write_eof())
+        self.complete = True
+        return response
+
+    async def _bounded(self, writing: Awaitable[object]) -> None:
+        try:
+            async with asyncio.timeout(self.provider.write_timeout_s):
+                await writing
+        except TimeoutError as error:
+            raise ConnectionResetError("the agent does not read its reply") from error
+
+    def _target(self) -> str:
+        http, route = self.request.http, self.route
+        version = "v1beta" if route.dialect == "gemini" or "/v1beta/" in http.path else "v1"
+        alt = "?alt=sse" if http.query.get("alt") == "sse" else ""
+        return f"{self.provider.base}/{version}/{route.action}{alt}"
+
+    def _headers(self) -> Mapping[str, str]:
+        """Return the listed headers of the agent and the operator's key where this provider expects it."""
+        http, key = self.request.http, self.provider.options.key
+        sent = {name: http.headers[name] for name in FORWARDED if name in http.headers}
+        # The answer is forwarded byte for byte, so it must not be compressed for this hop.
+        sent["Accept-Encoding"] = "identity"
+        if not key:
+            return sent
+        name = {"anthropic": "x-api-key", "gemini": "x-goog-api-key"}.get(self.request.dialect.name)
+        return sent | ({name: key} if name else {"Authorization": f"Bearer {key}"})
+
+    # ----------------------------------------------------------------------- the record
+
+    def _keep(self, chunk: bytes) -> None:
+        """Keep the beginning, which has the prompt's usage, and the end, which has the reply's."""
         self.reply += chunk
         if len(self.reply) > KEPT_BYTES:
             end = len(self.reply) - KEPT_BYTES // 2
@@ -58,32 +251,42 @@ class ProviderCall:
             del self.reply[KEPT_BYTES // 2 : end]
 
     def usage(self) -> Usage:
-        """What the provider bills for it, as far as is known."""
+        """Return what the provider bills for it, estimated where it is not reported."""
         if self.route.kind == "call" and 200 <= self.status < 300:
-            return usage_of(self.request, bytes(self.reply), dropped=self.dropped)
-        if self.route.kind == "call" and self.held:
-            return unanswered(self.request)
+            return usage_of(self.body, bytes(self.reply), dropped=self.dropped)
+        if self.route.kind == "call" and self.received:
+            return unanswered(self.body)
         return Usage(prompt_tokens=0, cached_tokens=0, sampled_tokens=0)
 
+    def logged(self, usage: Usage, cost: float) -> TextCall:
+        return TextCall(
+            turn=self.turn,
+            path=self.route.action,
+            status=self.status,
+            complete=self.complete,
+            request=self.body,
+            reply=bytes(self.reply),
+            truncated=self.dropped > 0,
+            usage=usage,
+            cost=cost,
+            ms=(time.monotonic() - self.started) * 1000,
+        )
 
-class ProviderBusy(Exception):
-    """The provider would answer the same request later."""
-
-    def __init__(self, pause_s: float) -> None:
-        super().__init__(pause_s)
-        self.pause_s = pause_s
-
-
-def raise_busy(headers: Mapping[str, str], sent: int, ends: float) -> None:
-    """Raise Busy where there is patience left until `ends`. The last try is right before the end, unless the
-    provider asks for a longer pause."""
-    left_s = ends - time.monotonic() - LAST_TRY_S
-    asked = asked_pause_s(headers)
-    pause = min(left_s, back_off_s(sent)) if asked is None else asked
-    if 0 <= pause <= left_s:
-        raise ProviderBusy(pause)
+    def report(self, rollout_id: str, usage: Usage, cost: float) -> CallReport:
+        end = "" if self.complete else ", cut off"
+        return CallReport(
+            rollout_id=rollout_id,
+            turn=self.turn,
+            dialect=self.request.dialect.name,
+            outcome=f"HTTP {self.status}{end}",
+            prompt_tokens=usage.prompt_tokens,
+            fresh_tokens=usage.prompt_tokens - usage.cached_tokens,
+            sampled_tokens=usage.sampled_tokens,
+            cost=cost,
+            ms=(time.monotonic() - self.started) * 1000,
+        )
 
 
-def cut(call: ProviderCall, message: str) -> Exception:
-    """A refusal, or a broken connection for an agent that already has half an answer."""
-    return ConnectionResetError(message) if call.begun else WireError("engine_failed", message)
+def reason_of(error: Exception) -> str:
+    """Return why a connection could not be made."""
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

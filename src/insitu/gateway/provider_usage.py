@@ -60,6 +60,25 @@ class Prices:
         return (prompt + usage.sampled_tokens * self.output) / 1e6
 
 
+@dataclass(slots=True, kw_only=True)
+class Spent:
+    """Sums over calls; they only grow."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    estimated_calls: int = 0
+    """Calls whose tokens the provider did not report."""
+    cost: float = 0.0
+
+    def add(self, usage: Usage, cost: float) -> None:
+        self.calls += 1
+        self.prompt_tokens += usage.prompt_tokens
+        self.sampled_tokens += usage.sampled_tokens
+        self.estimated_calls += usage.estimated
+        self.cost += cost
+
+
 def usage_of(request: bytes, reply: bytes, *, dropped: int = 0) -> Usage:
     """Usage as the provider says it; what it did not say is estimated.
 

@@ -27,8 +27,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 class RateLimiter:
     """Over all sessions. One per provider."""
 
-    def __init__(self, *, requests_per_minute: int, max_concurrent: int, max_wait_s: float) -> None:
-        self._per_minute, self._at_once, self.max_wait_s = requests_per_minute, max_concurrent, max_wait_s
+    def __init__(self, *, requests_per_minute: int, max_concurrent: int) -> None:
+        self._per_minute, self._at_once = requests_per_minute, max_concurrent
         self._turnstile = asyncio.Lock()
         self._left = asyncio.Event()
         self._under_way = 0

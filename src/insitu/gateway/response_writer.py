@@ -12,55 +12,31 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import orjson
 from aiohttp import web
 
 from insitu.gateway import sse
+from insitu.gateway.backend import AgentRequest, ServerState
+from insitu.gateway.call_reports import CallReport
 from insitu.gateway.connection import name_request
-from insitu.gateway.dialects.base import Dialect, Envelope, WireCall, WireError
-from insitu.gateway.request import GatewayConfig, GatewayCounters
-from insitu.gateway.session import ModelCall, Session
+from insitu.gateway.dialects.base import Envelope, WireCall, WireError
 from insitu.gateway.turn import Answer
 from insitu.types import Reply
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallReport:
-    """One model call, or several that were refused, as an operator may watch them: numbers and names."""
-
-    rollout_id: str
-    """Empty for calls with a key that opens no session."""
-    turn: int
-    """-1: refused before it had one."""
-    dialect: str
-    outcome: str
-    """How the reply ended (stop, length), the cause of a refusal or failure, wherever it was told the agent,
-    `synthetic` for a budget stop, `client gone`."""
-    drift: str = ""
-    prompt_tokens: int = 0
-    fresh_tokens: int = 0
-    """Prompt tokens that were new since the turn it continues."""
-    sampled_tokens: int = 0
-    tool_calls: int = 0
-    ms: float = 0.0
-    """From the request's arrival to the last byte of its reply."""
-    count: int = 1
-    """Calls that it stands for: refusals of one second and one cause."""
-    dead: str = ""
-    """Why the session serves no more calls: what failed for good; empty while it serves."""
+if TYPE_CHECKING:
+    from insitu.gateway.token_backend import ModelCall, TokenCalls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     """One call on its way back to one client."""
 
-    http: web.BaseRequest
-    config: GatewayConfig
-    counters: GatewayCounters
-    session: Session
+    request: AgentRequest
+    server: ServerState
+    calls: TokenCalls
     call: ModelCall
-    dialect: Dialect
     wire: WireCall
     begun: float = field(default_factory=time.monotonic)
 
@@ -72,9 +48,9 @@ class Delivery:
         reply = answer.reply if answer else Reply()
         outcome = failure or ("synthetic" if answer and answer.node is None else reply.finish)
         return CallReport(
-            rollout_id=self.session.rollout_id,
+            rollout_id=self.calls.session.rollout_id,
             turn=self.call.turn,
-            dialect=self.dialect.name,
+            dialect=self.request.dialect.name,
             outcome=outcome,
             drift=answer.drift if answer else "",
             prompt_tokens=reply.prompt_tokens,
@@ -82,7 +58,7 @@ class Delivery:
             sampled_tokens=reply.sampled_tokens,
             tool_calls=len(reply.tool_calls),
             ms=1000 * (time.monotonic() - self.begun),
-            dead=self.session.dead,
+            dead=self.calls.dead,
         )
 
     async def run(self) -> tuple[web.StreamResponse, str]:
@@ -91,22 +67,22 @@ class Delivery:
         try:
             return await (self._stream() if self.wire.request.stream else self._whole())
         except (ConnectionResetError, TimeoutError) as error:
-            self.session.released(self.call)
+            self.calls.released(self.call)
             raise ConnectionResetError("client gone") from error
         except BaseException:
-            self.session.released(self.call)
+            self.calls.released(self.call)
             raise
 
     async def _whole(self) -> tuple[web.StreamResponse, str]:
         await asyncio.wait({self.call.task})
         answer = _result(self.call)
         envelope = self._envelope()
-        body = self.dialect.reply(answer.reply, envelope)
+        body = self.request.dialect.reply(answer.reply, envelope)
         self._store(body)
         response = json_response(body)
         name_request(response, envelope.id)
-        async with asyncio.timeout(self.config.write_timeout_s):
-            await response.prepare(self.http)
+        async with asyncio.timeout(self.server.config.write_timeout_s):
+            await response.prepare(self.request.http)
             await response.write_eof()
         self._delivered()
         return response, ""
@@ -115,48 +91,48 @@ class Delivery:
         envelope = self._envelope()
         response = web.StreamResponse(headers={**sse.HEADERS, "Content-Type": envelope.content_type})
         name_request(response, envelope.id)
-        wait_s = self.config.hold_headers_s
+        wait_s = self.server.config.hold_headers_s
         while not (await asyncio.wait({self.call.task}, timeout=wait_s))[0]:
-            await self._write(response, self.dialect.keep_alive(envelope))
+            await self._write(response, self.request.dialect.keep_alive(envelope))
             envelope = replace(envelope, kept_alive=envelope.kept_alive + 1)
-            wait_s = self.config.keep_alive_s
+            wait_s = self.server.config.keep_alive_s
         try:
             answer = _result(self.call)
         except WireError as error:
-            if not response.prepared and error.cause not in self.dialect.in_band:
+            if not response.prepared and error.cause not in self.request.dialect.in_band:
                 raise
-            self.counters.refused += 1
-            await self._write(response, self.dialect.error_event(error, envelope), last=True)
-            self.session.released(self.call)
+            self.server.counters.refused += 1
+            await self._write(response, self.request.dialect.error_event(error, envelope), last=True)
+            self.calls.released(self.call)
             return response, error.cause
         if self.wire.kept is not None:
-            self._store(self.dialect.reply(answer.reply, envelope))
-        await self._write(response, b"".join(self.dialect.events(answer.reply, envelope)), last=True)
+            self._store(self.request.dialect.reply(answer.reply, envelope))
+        await self._write(response, b"".join(self.request.dialect.events(answer.reply, envelope)), last=True)
         self._delivered()
         return response, ""
 
     def _store(self, body: Mapping[str, object]) -> None:
         """Before the client can ask for it."""
         if self.wire.kept is not None:
-            self.session.bodies.stored.keep(self.wire.kept, body)
+            self.calls.bodies.stored.keep(self.wire.kept, body)
 
     def _delivered(self) -> None:
-        self.session.delivered(self.call)
-        self.counters.replies += 1
+        self.calls.delivered(self.call)
+        self.server.counters.replies += 1
 
     async def _write(self, response: web.StreamResponse, frames: bytes, *, last: bool = False) -> None:
         """The last frames and the end go out together: each packet costs more than its bytes."""
-        async with asyncio.timeout(self.config.write_timeout_s):
+        async with asyncio.timeout(self.server.config.write_timeout_s):
             if not response.prepared:
-                await response.prepare(self.http)
+                await response.prepare(self.request.http)
             await (response.write_eof(frames) if last else response.write(frames))
 
     def _envelope(self) -> Envelope:
-        name = f"{self.session.rollout_id}\0{self.call.turn}".encode()
+        name = f"{self.calls.session.rollout_id}\0{self.call.turn}".encode()
         return Envelope(
             id=hashlib.blake2b(name, digest_size=12).hexdigest(),
             created=int(time.time()),
-            model=self.config.model_name,
+            model=self.server.config.model_name,
             include_usage=self.wire.include_usage,
             names=self.wire.names,
             content_type=self.wire.content_type,

@@ -1,7 +1,8 @@
-"""The Gateway: one asyncio HTTP server that agents believe to be their model provider.
+"""The gateway: one asyncio HTTP server that agents use as their model provider.
 
-A request is routed by its path, known by its secret, parsed by a dialect and answered by its session. The
-agent's secret opens model routes only, the tool secret host tools only; admin listens elsewhere (admin.py).
+A request is routed by its path, authorised by its secret and answered by its session, whose backend samples
+tokens or forwards to a provider. The agent's secret opens model routes only, the tool secret host tools only;
+the admin API has a listener and a secret of its own (admin.py).
 """
 
 from __future__ import annotations
@@ -12,45 +13,37 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from aiohttp import web
 
-from insitu.chat.renderer import ChatRenderer, forgotten_before
-from insitu.engines.base import Engine
 from insitu.gateway import mcp
-from insitu.gateway.body_cache import BodyCache, BodyName
+from insitu.gateway.backend import AgentRequest, Backend, ServerState
+from insitu.gateway.call_reports import CallReport, CallReporter
 from insitu.gateway.connection import name_request, vouch
 from insitu.gateway.dialects.anthropic import AnthropicDialect
-from insitu.gateway.dialects.base import Dialect, WireCall, WireError
+from insitu.gateway.dialects.base import Dialect, WireError
 from insitu.gateway.dialects.chat import ChatDialect
 from insitu.gateway.dialects.gemini import GeminiDialect
 from insitu.gateway.dialects.responses import ResponsesDialect
 from insitu.gateway.host_tools import HostCall, HostTool, ToolBox
 from insitu.gateway.listeners import Listener, listen_tcp, listen_unix
-from insitu.gateway.rejected_calls import Refusals
 from insitu.gateway.request import (
     GatewayConfig,
     GatewayCounters,
     MemoryBudget,
-    MemoryShare,
     dialect_name,
-    hints_of,
-    read_body,
     read_json,
     secret_of,
 )
-from insitu.gateway.response_writer import CallReport, Delivery, json_response
+from insitu.gateway.response_writer import json_response
 from insitu.gateway.routes import Route, take_apart
 from insitu.gateway.session import Session, secret_digest
 from insitu.gateway.session_spec import SessionSpec
-from insitu.gateway.text_tool_calls import ShimWatch, TextShim
+from insitu.gateway.text_tool_calls import TextShim
 from insitu.types import Limits
-
-__all__ = ["CallReport", "Gateway", "GatewayConfig", "GatewayCounters", "Listener"]
 
 log = logging.getLogger(__name__)
 
@@ -62,35 +55,40 @@ DIALECTS: Mapping[str, Dialect] = {
 
 
 class Gateway:
-    """Async context manager; its listeners and sessions live inside."""
+    """Sessions over one backend and the listeners for their agents; an async context manager."""
 
     def __init__(
         self,
-        engine: Engine,
-        renderer: ChatRenderer,
+        backend: Backend,
         config: GatewayConfig | None = None,
-        on_call: Callable[[CallReport], None] | None = None,
-        say: Callable[[str], None] = log.warning,
+        on_call: Callable[[CallReport], None] = lambda report: None,
+        log_line: Callable[[str], None] = log.warning,
         on_host_call: Callable[[Session, HostCall], None] | None = None,
     ) -> None:
-        """`on_call` hears of every model call once it is over, `on_host_call` of every call of a host tool,
-        `say` gets lines for the operator; they must not raise. Raises ConfigError when reasoning is to be
-        dropped and the family's rules drop none."""
+        """Take callbacks for finished model calls, lines for the operator, and calls of host tools.
+
+        The callbacks must not raise. Raises ConfigError when the backend does not support the configuration.
+        """
         self.config = config or GatewayConfig()
-        self._asking = forgotten_before(renderer, self.config.keep_reasoning)
-        self._shim_watch = ShimWatch(say)
         self.counters = GatewayCounters()
-        self._on_call, self._on_host_call = on_call, on_host_call
-        self._refusals = None if on_call is None else Refusals(on_call)
         self.intake = MemoryBudget(self.config.max_intake_bytes)
-        """Of bodies that no session has taken on yet."""
-        self._engine = engine
-        self._renderer = renderer
+        self.reports = CallReporter(on_call)
+        self._backend, self._on_host_call = backend, on_host_call
+        backend.connect(
+            ServerState(
+                config=self.config,
+                counters=self.counters,
+                intake=self.intake,
+                reports=self.reports,
+                log_line=log_line,
+            )
+        )
         self._sessions: dict[bytes, Session] = {}
         self._tool_keys: dict[bytes, Session] = {}
         self._by_name: dict[str, Session] = {}
         """Open sessions by public id and by rollout id."""
         self._sealed: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of the secrets of sealed sessions, latest last."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -99,14 +97,13 @@ class Gateway:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.gather(*(session.abandon() for session in self.open_sessions()))
-        if self._refusals is not None:
-            self._refusals.close()
+        self.reports.close()
 
     def open_session(
         self,
         rollout_id: str,
         *,
-        seed: int,
+        seed: int = 0,
         limits: Limits,
         temperature: float = 1.0,
         max_call_tokens: int | None = None,
@@ -114,9 +111,11 @@ class Gateway:
         tools: Sequence[HostTool] | None = None,
         shim: TextShim | None = None,
     ) -> Session:
-        """A new session with its own secrets. With `listener`, only requests through that socket count.
-        `tools` and `shim`: None = those of the configuration. Raises ConfigError for host tools that cannot
-        be."""
+        """Return a new session with its own secrets.
+
+        With `listener`, only requests through that socket are accepted. `tools` and `shim`: None = those of
+        the configuration. Raises ConfigError for invalid host tools.
+        """
         spec = SessionSpec(
             rollout_id=rollout_id,
             seed=seed,
@@ -127,20 +126,13 @@ class Gateway:
             max_concurrent_calls=self.config.max_concurrent_calls,
             inline_chars=self.config.inline_chars,
             shim=shim or self.config.shim,
-            train_auxiliary=self.config.auxiliary == "train",
-            asking=self._asking,
         )
         session = Session(
-            self._engine,
-            self._renderer,
             spec,
+            self._backend,
             listener=listener,
-            max_waiting_calls=self.config.max_waiting_calls,
-            grace_s=self.config.disconnect_grace_s,
             on_sealed=self._retire,
-            bodies=BodyCache(self.config.max_json_depth, self.config.max_json_items),
             tools=ToolBox(self.config.tools if tools is None else tools),
-            log_dir=self.config.log_dir,
         )
         if self._on_host_call is not None:
             session.tools.on_call = functools.partial(self._on_host_call, session)
@@ -151,7 +143,7 @@ class Gateway:
         return session
 
     def open_sessions(self) -> list[Session]:
-        """In the order they were opened."""
+        """Return the sessions that are not sealed, in the order they were opened."""
         return list(self._sessions.values())
 
     def _retire(self, session: Session) -> None:
@@ -184,7 +176,7 @@ class Gateway:
         return response
 
     async def _respond(self, listener: Path | None, http: web.BaseRequest) -> web.StreamResponse:
-        """The request boundary: every failure ends as an answer of the provider's shape."""
+        """Answer every failure in the provider's error format: the request boundary."""
         self.counters.requests += 1
         route = take_apart(http.path)
         dialect = DIALECTS.get(dialect_name(http, route), DIALECTS["chat"])
@@ -197,9 +189,9 @@ class Gateway:
             return self._refusal(dialect, error)
         except ConnectionResetError:
             self.counters.client_gone += 1
-            return web.Response(
-                status=499
-            )  # nobody reads it; an exception would be logged as a fault of ours
+            http.protocol.force_close()  # what was written of an answer must not look complete
+            # aiohttp would log an exception as a defect.
+            return web.Response(status=499)
         except asyncio.CancelledError:
             self.counters.client_gone += 1
             raise
@@ -224,96 +216,37 @@ class Gateway:
     ) -> web.StreamResponse:
         if http.path == "/health" or (route is not None and route.kind == "hello"):
             return json_response({"status": "ok"})
-        if route is None or (route.dialect and route.dialect not in DIALECTS):
+        if route is None or not self._backend.serves(route):
             raise WireError("not_found", f"Unknown request URL: {http.method} {http.path}.")
         try:
             session = self._authorise(route, http, listener)
-            vouch(http)
         except WireError as error:
             if route.kind == "call":
-                self._refused(dialect, error)
+                self.reports.refused("", dialect.name, error.cause)
             raise
+        vouch(http)
         if http.method not in route.methods:
             raise WireError("method_not_allowed", f"Not allowed: {http.method} {http.path}.")
-        if route.kind == "models":
-            return json_response(dialect.models(self.config.model_name))
-        if route.kind == "model":
-            return json_response(dialect.model(self.config.model_name))
         if route.kind == "exit":
             session.leave()
             return json_response({"status": "closed"})
         if route.scope == "tool":
             return await self._host_tool(http, route, session)
-        return await self._serve(http, route, session, dialect)
+        return await session.calls.answer(AgentRequest(http=http, route=route, dialect=dialect))
 
     async def _host_tool(self, http: web.BaseRequest, route: Route, session: Session) -> web.Response:
-        """A call of a host tool, or one message to its MCP server."""
+        """Answer a call of a host tool, or one message to its MCP server."""
         if route.kind == "tools":
             return json_response({"tools": mcp.listed(session.tools)})
         body = await read_json(http, self.config, self.config.max_tool_body_bytes)
         if route.kind == "tool":
-            said = session.tools.call(route.action, body)
-            return json_response(said, 200 if said["ok"] else 422)
+            result = session.tools.call(route.action, body)
+            return json_response(result, 200 if result["ok"] else 422)
         answer = mcp.answer(session.tools, body)
         return web.Response(status=202) if answer is None else json_response(answer)
 
-    async def _serve(
-        self, http: web.BaseRequest, route: Route, session: Session, dialect: Dialect
-    ) -> web.StreamResponse:
-        """A model call or a token count."""
-        try:
-            wire, name = await self._read(http, route, session, dialect)
-            if route.kind == "count":
-                return json_response(dialect.count(await session.count_tokens(wire.request)))
-            self._shim_watch.saw(session.shim, wire.request.tools)
-            hints = hints_of(http)
-            request = replace(wire.request, hints=wire.request.hints + hints) if hints else wire.request
-            call = session.admit(name, request)
-        except WireError as error:
-            if route.kind == "call":
-                self._refused(dialect, error, session)
-            raise
-        delivery = Delivery(
-            http=http,
-            config=self.config,
-            counters=self.counters,
-            session=session,
-            call=call,
-            dialect=dialect,
-            wire=wire,
-        )
-        return await self._reported(delivery)
-
-    async def _read(
-        self, http: web.BaseRequest, route: Route, session: Session, dialect: Dialect
-    ) -> tuple[WireCall, BodyName]:
-        query = f"?{http.query_string}" if http.query_string else ""
-        with MemoryShare(self.intake) as share:
-            most = min(self.config.max_body_bytes, session.max_body_bytes)
-            raw = await read_body(http, self.config, most, share)
-            return await session.bodies.read(dialect, raw, route.action + query)
-
-    def _refused(self, dialect: Dialect, error: WireError, session: Session | None = None) -> None:
-        """A model call that got no turn."""
-        if self._refusals is not None:
-            rollout_id, dead = (session.rollout_id, session.dead) if session else ("", "")
-            self._refusals.add(rollout_id, dialect.name, error.cause, dead)
-
-    async def _reported(self, delivery: Delivery) -> web.StreamResponse:
-        failure = "client gone"
-        try:
-            response, failure = await delivery.run()
-        except WireError as error:
-            failure = error.cause
-            raise
-        finally:
-            if self._on_call is not None:
-                self._on_call(delivery.report(failure))
-        return response
-
     def _sender(self, http: web.BaseRequest, route: Route | None, listener: Path | None) -> Session | None:
-        """The session of the agent that sent a refused request: by its key, its path or its sandbox's
-        socket."""
+        """Return the session of a rejected request's agent, by its key, path or the sandbox's socket."""
         session = self._sessions.get(secret_digest(secret_of(http) or ""))
         if session is None and route is not None and route.public_id is not None:
             session = self._by_name.get(route.public_id)
@@ -322,7 +255,10 @@ class Gateway:
         return session
 
     def _authorise(self, route: Route, http: web.BaseRequest, listener: Path | None) -> Session:
-        """The session whose secret the request carries; path and secret must agree. Raises WireError."""
+        """Return the session whose secret the request carries; path and secret must agree.
+
+        Raises WireError.
+        """
         secret = secret_of(http)
         if secret is None:
             raise WireError("unauthorized", "You didn't provide an API key.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from insitu.gateway.dialects.base import WireError
+from insitu.gateway.provider_usage import Spent
 from insitu.gateway.text_tool_calls import TextShim
 from insitu.types import Limits
 
@@ -30,13 +31,9 @@ class Rejections:
 
 
 @dataclass(slots=True, kw_only=True)
-class SessionStats:
-    """Counters of one session; they only grow."""
+class SessionStats(Spent):
+    """Counters of one session; they only grow. `calls` includes those that failed."""
 
-    calls: int = 0
-    """Model calls admitted, refused ones included."""
-    sampled_tokens: int = 0
-    prompt_tokens: int = 0
     engine_s: float = 0.0
     waited_s: float = 0.0
     """Seconds that calls waited for a provider's rate limits."""
@@ -94,9 +91,5 @@ class SessionSpec:
     """Calls at the engine at a time; others wait."""
     inline_chars: int
     """Text longer than this is encoded in a worker thread."""
-    train_auxiliary: bool = False
-    """Side calls are trained too."""
-    asking: frozenset[str] = frozenset()
-    """Roles of the messages before which turns lose their reasoning; none = they keep it."""
     shim: TextShim | None = None
     """Text -> tool call, for a model that cannot call tools."""

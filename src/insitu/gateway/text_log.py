@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 
 import orjson
 
 from insitu.errors import RecordError, boundary
-from insitu.gateway.provider_usage import Usage
+from insitu.gateway.provider_usage import Spent, Usage
+from insitu.gateway.routes import take_apart
 
 SCHEMA = 1
 
@@ -66,6 +69,37 @@ class TextRecord:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "ab", opener=_for_us_only) as file:
                 file.write(line + b"\n")
+
+
+def record_name(rollout_id: str) -> str:
+    """Return the rollout id as a file name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", rollout_id).lstrip(".") or "session"
+
+
+def record_path(records: Path, rollout_id: str, *, numbered: bool) -> Path:
+    """Return the file of a session; `numbered`: NAME.N.jsonl with the first unused number N."""
+    name = record_name(rollout_id)
+    if not numbered:
+        return records / f"{name}.jsonl"
+    return next(path for n in count(1) if not (path := records / f"{name}.{n}.jsonl").exists())
+
+
+def spent_in(records: Path) -> Spent:
+    """Return the sum over all model calls of a run, failed attempts included; skip truncated lines.
+
+    Raises RecordError.
+    """
+    spent = Spent()
+    for file in sorted(records.glob("*.jsonl")):
+        with boundary(RecordError, f"read {file}"), file.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    continue
+                entry = orjson.loads(line)
+                route = take_apart(f"/v1/{entry['path']}")
+                if route is not None and route.kind == "call":
+                    spent.add(Usage(**entry["usage"]), entry["cost"])
+    return spent
 
 
 def _for_us_only(path: str, flags: int) -> int:

@@ -88,9 +88,15 @@ class Turns:
     """Runs the calls of one session against one forest."""
 
     def __init__(
-        self, engine: Engine, renderer: ChatRenderer, forest: Forest, spec: SessionSpec, tools: ToolBox
+        self,
+        engine: Engine,
+        renderer: ChatRenderer,
+        forest: Forest,
+        spec: SessionSpec,
+        tools: ToolBox,
+        stats: SessionStats | None = None,
     ) -> None:
-        self.stats = SessionStats()
+        self.stats = stats or SessionStats()
         self._tools = tools
         self._engine = engine
         self._renderer = renderer

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from insitu.agents.artifacts import artifacts_from_config
 from insitu.agents.base import Harness
@@ -23,8 +23,9 @@ from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config
 from insitu.engines.base import Engine
 from insitu.errors import ConfigError
-from insitu.gateway.listeners import Listener, check_port
+from insitu.gateway.listeners import check_port
 from insitu.gateway.server import Gateway
+from insitu.gateway.token_backend import TokenBackend
 from insitu.registry import find
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.sandboxes import make_pool
@@ -33,14 +34,6 @@ from insitu.sandbox.pool import Pool
 from insitu.types import Limits
 
 log = logging.getLogger(__name__)
-
-
-class GatewayListener(Protocol):
-    """The listening part of a gateway: `gateway.server.Gateway` or `UpstreamGateway`."""
-
-    def listen_unix(self, path: Path) -> AbstractAsyncContextManager[Listener]: ...
-
-    def listen_tcp(self, host: str = "127.0.0.1", port: int = 0) -> AbstractAsyncContextManager[Listener]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +121,7 @@ async def open_agents(
     `setup`: from `find_agent_setup`. `log_line` gets the gateway's lines for the operator.
     """
     async with (
-        Gateway(engine, renderer, gateway_config(config), say=log_line) as gateway,
+        Gateway(TokenBackend(engine, renderer), gateway_config(config), log_line=log_line) as gateway,
         open_workers(config, gateway, sockets, setup) as crew,
     ):
         yield AgentRuntime(gateway=gateway, workers=crew.workers, harness=crew.harness, backend=crew.backend)
@@ -136,7 +129,7 @@ async def open_agents(
 
 @asynccontextmanager
 async def open_workers(
-    config: Config, gateway: GatewayListener, sockets: Path, setup: AgentSetup | None = None
+    config: Config, gateway: Gateway, sockets: Path, setup: AgentSetup | None = None
 ) -> AsyncIterator[AgentWorkers]:
     """Run the workers of an existing gateway, each with its own socket below `sockets`."""
     setup = setup or find_agent_setup(config)

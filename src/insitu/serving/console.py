@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 import orjson
 
-from insitu.gateway.server import CallReport
+from insitu.gateway.call_reports import CallReport
 
 
 class Console:
@@ -42,6 +42,8 @@ class Console:
                 f"prompt {report.prompt_tokens:>6} (new {report.fresh_tokens}) "
                 f"sampled {report.sampled_tokens:>4} {report.drift or '-'} | {what} | {report.ms:.0f} ms"
             )
+        if report.cost:
+            line += f", cost {report.cost:.4g}"
         if report.dead:
             line += f" | session failed: {' '.join(report.dead.split())}"
         self.event("call", asdict(report), [line])

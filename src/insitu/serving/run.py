@@ -1,6 +1,6 @@
 """`insitu serve`: the gateway alone, for an agent that the user runs.
 
-    engine (in a learner, or a server) <- gateway <-HTTP- any agent
+    engine (in a learner, or a server) or provider <- gateway <-HTTP- any agent
 
 Opens sessions, prints how to connect agents and one line per model call, and at the end seals every session
 and exports it to the run directory. Does not import torch.
@@ -8,7 +8,6 @@ and exports it to the run directory. Does not import torch.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -17,15 +16,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from insitu.chat.load import load_renderer
+from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, model_folder
 from insitu.errors import ConfigError
 from insitu.gateway.admin import Admin
+from insitu.gateway.backend import Backend
 from insitu.gateway.host_tools import HostTool
-from insitu.gateway.provider_session import Budgets, ProviderSession
-from insitu.gateway.proxy import open_proxy
+from insitu.gateway.provider_backend import open_provider
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
-from insitu.gateway.text_log import TextCall
+from insitu.gateway.token_backend import TokenBackend
 from insitu.runtime.agents import limits_of
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.upstream import upstream_options
@@ -33,8 +33,7 @@ from insitu.serving.agent_setup import TASK, Access, agent_names, setup
 from insitu.serving.console import Console
 from insitu.serving.host_calls import HostCallReporter
 from insitu.serving.prompt_sizes import PromptFit
-from insitu.serving.provider_mode import describe_call, describe_session, records_folder
-from insitu.serving.session_export import SEAL_S, SESSIONS, Ledgers, expire, exported, finish
+from insitu.serving.session_export import SESSIONS, Ledgers, expire, exported, finish
 from insitu.storage.host_calls import HostCallLog
 from insitu.storage.run_dir import RunDir, write_text
 from insitu.storage.session_log import recover
@@ -86,26 +85,23 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
     console = Console(stream, json=options.json)
     for agent in options.agents:
         setup(agent, _placeholder_access())
-    if config.engine.kind == "upstream":
-        await _serve_upstream(config, options, console)
-        return
+    if config.engine.kind == "upstream" and options.tools:
+        raise ConfigError("--tools has no effect when engine.kind = upstream: bodies are forwarded unchanged")
     options = replace(options, tools=options.tools or gateway_config(config).tools)
-    renderer = load_renderer(model_folder(config), config.model.renderer)
+    upstream = config.engine.kind == "upstream"
+    renderer = None if upstream else load_renderer(model_folder(config), config.model.renderer)
     with RunDir.create(config) as run:
         async with AsyncExitStack() as stack:
-            log = run.logs / "learner.log"
-            sampler = await stack.enter_async_context(open_sampler(config, renderer, log, console.wait))
             folder = run.path / SESSIONS
             folder.mkdir(exist_ok=True)
-            served = gateway_config(config, folder)
+            backend, fit = await _open_backend(stack, console, run, renderer)
             reporter = HostCallReporter(HostCallLog(run.host_calls), console.event)
+            served = gateway_config(config, folder)
             gateway = await stack.enter_async_context(
-                Gateway(sampler.engine, renderer, served, console.call, console.note, reporter.on_call)
+                Gateway(backend, served, console.call, console.note, reporter.on_call)
             )
             listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
             sessions = [_open(gateway, config, options, number) for number in range(options.sessions)]
-            context = min(config.model.max_context_tokens, sampler.engine.info.max_context_tokens)
-            fit = PromptFit(model_folder(config), context)
             _print_sessions(console, run, config, options, listener.origin, sessions, fit)
             admin = await _admin(stack, console, gateway, config, sessions) if options.admin else None
             ledgers: Ledgers = {}
@@ -117,46 +113,18 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
                     raise reporter.error
 
 
-async def _serve_upstream(config: Config, options: ServeOptions, console: Console) -> None:
-    """Serve calls proxy a provider until cancelled.
-
-    Raises InsituError when the start fails.
-    """
-    if options.admin:
-        raise ConfigError("--admin has no effect when engine.kind = upstream: there are no tokens to export")
-    if options.tools:
-        raise ConfigError("--tools has no effect when engine.kind = upstream: bodies are forwarded unchanged")
-
-    def on_call(rollout_id: str, call: TextCall) -> None:
-        fields, line = describe_call(rollout_id, call)
-        console.event("call", fields, [line])
-
-    with RunDir.create(config) as run:
-        folder = records_folder(run.path)
-        async with (
-            open_proxy(upstream_options(config), folder, on_call=on_call) as proxy,
-            proxy.listen_tcp(port=config.gateway.port) as listener,
-        ):
-            sessions = [
-                proxy.open_session(f"serve-{number}", budgets=Budgets(max_calls=config.limits.max_calls))
-                for number in range(options.sessions)
-            ]
-            _print_sessions(console, run, config, options, listener.origin, sessions)
-            try:
-                await asyncio.Event().wait()
-            finally:
-                await _finish_upstream(console, run, sessions)
-
-
-async def _finish_upstream(console: Console, run: RunDir, sessions: Sequence[ProviderSession]) -> None:
-    used: dict[str, Any] = {}
-    await asyncio.gather(*(session.seal(SEAL_S) for session in sessions if not session.closed))
-    for session in sessions:
-        fields, line = describe_session(session)
-        used[session.rollout_id] = fields
-        console.event("sealed", fields, [line])
-    run.write_summary({"kind": "serve", "sessions": used})
-    console.event("end", {"run_dir": str(run.path), "sessions": used}, [f"written to {run.path}"])
+async def _open_backend(
+    stack: AsyncExitStack, console: Console, run: RunDir, renderer: ChatRenderer | None
+) -> tuple[Backend, PromptFit | None]:
+    """Return the engine or provider, and a check of the agents' prompts if the model's context is known."""
+    config = run.config
+    if renderer is None:
+        records = run.path / SESSIONS
+        return await stack.enter_async_context(open_provider(upstream_options(config), records)), None
+    log = run.logs / "learner.log"
+    sampler = await stack.enter_async_context(open_sampler(config, renderer, log, console.wait))
+    context = min(config.model.max_context_tokens, sampler.engine.info.max_context_tokens)
+    return TokenBackend(sampler.engine, renderer), PromptFit(model_folder(config), context)
 
 
 def _placeholder_access() -> Access:
@@ -179,7 +147,7 @@ def _print_sessions(
     config: Config,
     options: ServeOptions,
     origin: str,
-    sessions: Sequence[Session] | Sequence[ProviderSession],
+    sessions: Sequence[Session],
     fit: PromptFit | None = None,
 ) -> None:
     """Print how to connect agents to each session; `fit` is None if the model's context is unknown."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from insitu.errors import InsituError
 from insitu.gateway.admin import Admin, Sealed
+from insitu.gateway.provider_backend import ProviderCalls
+from insitu.gateway.provider_usage import Spent
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.session_export import export_json
@@ -43,7 +45,7 @@ async def expire(
     while True:
         await asyncio.sleep(POLL_S)
         for session in gateway.open_sessions():
-            if session.state not in ("open", "live") or session.idle_overtime_s < EXPIRED_S:
+            if session.state not in ("open", "live") or session.calls.idle_overtime_s < EXPIRED_S:
                 continue
             name = session.rollout_id if session in sessions else session.public_id
             if session in sessions:
@@ -98,19 +100,33 @@ def _export(
     console: Console, folder: Path, name: str, session: Session, trajectory: Trajectory
 ) -> dict[str, Any]:
     """Write the export of a session, delete its log, print and return its ledger."""
-    folder.mkdir(exist_ok=True)
+    if isinstance(session.calls, ProviderCalls):
+        return _finish_text(console, session, session.calls.record.path)
     file = folder / f"{name}.json"
     write_text(file, exported(trajectory, session.temperature), private=True)
-    session.drop_log()
+    session.calls.drop_log()
     ledger = trajectory.ledger
-    fields = {**asdict(ledger), "calls": session.stats.calls}
+    numbers = {**asdict(ledger), "calls": session.stats.calls}
     excluded = ", ".join(f"{reason} {count}" for reason, count in ledger.excluded.items()) or "nothing"
     line = (
         f"{session.rollout_id}: {session.stats.calls} calls, sampled {ledger.captured}, "
         f"trainable {ledger.trained}, excluded {excluded}"
     )
-    console.event("sealed", {"rollout_id": session.rollout_id, **fields, "file": str(file)}, [line])
-    return fields
+    console.event("sealed", {"rollout_id": session.rollout_id, **numbers, "file": str(file)}, [line])
+    return numbers
+
+
+def _finish_text(console: Console, session: Session, file: Path) -> dict[str, Any]:
+    """Print and return the usage of a provider's session, whose calls are already in `file`."""
+    stats = session.stats
+    used = {field.name: getattr(stats, field.name) for field in fields(Spent)}
+    line = (
+        f"{session.rollout_id}: {stats.calls} calls, prompt {stats.prompt_tokens}, "
+        f"sampled {stats.sampled_tokens}, cost {stats.cost:.4g}; text only, never trainable"
+    )
+    used |= {"rollout_id": session.rollout_id, "file": str(file)}
+    console.event("sealed", used, [line])
+    return used
 
 
 def exported(trajectory: Trajectory, temperature: float | None) -> str:

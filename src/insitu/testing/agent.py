@@ -13,6 +13,7 @@ from insitu.agents.base import AgentResult, Harness, ModelAccess
 from insitu.chat.renderer import ChatRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.server import Gateway
+from insitu.gateway.token_backend import TokenBackend
 from insitu.suites.conformance.exactness import training_faults
 from insitu.suites.open_renderer import open_renderer
 from insitu.types import FileEntry, IntArray, Limits, Message, RequestKey, Task, Trajectory
@@ -73,7 +74,7 @@ class AgentContract:
         answer = policy or (lambda ids, key: self.final_message)
         engine = ScriptedEngine(renderer, answer, sampled=True, delay_s=delay_s)
         path = folder.with_suffix(".sock")
-        async with Gateway(engine, renderer) as gateway, gateway.listen_unix(path):
+        async with Gateway(TokenBackend(engine, renderer)) as gateway, gateway.listen_unix(path):
             # The worker stops the agent, not the session: its own wall time is longer.
             session = gateway.open_session(
                 f"contract/{folder.name}", seed=1, limits=replace(limits, wall_s=3600.0), listener=path

@@ -16,6 +16,7 @@ from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineError
 from insitu.gateway.server import Gateway
 from insitu.gateway.session_spec import SessionStats
+from insitu.gateway.token_backend import TokenBackend
 from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance.agent_tools import PLAYS
 from insitu.suites.conformance.run import make_harness
@@ -53,7 +54,7 @@ async def rollout(
         max_context_tokens=limits.max_context_tokens,
     )
     harness = make_harness(name, LocalBackend("auto"), access)
-    async with Gateway(engine, renderer) as gateway, gateway.listen_unix(folder / "g"):
+    async with Gateway(TokenBackend(engine, renderer)) as gateway, gateway.listen_unix(folder / "g"):
         session = gateway.open_session("r", seed=1, limits=limits, listener=folder / "g")
         reached = ModelAccess(
             public_id=session.public_id,

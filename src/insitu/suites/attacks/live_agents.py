@@ -23,6 +23,7 @@ from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.session_spec import SessionStats
+from insitu.gateway.token_backend import TokenBackend
 from insitu.sandbox.base import SandboxBackend
 from insitu.suites.open_renderer import open_renderer
 from insitu.types import Limits, Message, Task, Trajectory
@@ -89,5 +90,5 @@ async def open_scripted_gateway(backend: SandboxBackend) -> AsyncIterator[Script
     )
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="insitu-"))
-        gateway = await stack.enter_async_context(Gateway(engine, tokens))
+        gateway = await stack.enter_async_context(Gateway(TokenBackend(engine, tokens)))
         yield ScriptedGateway(gateway=gateway, backend=backend, folder=Path(folder), engine=engine)

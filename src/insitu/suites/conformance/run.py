@@ -23,6 +23,7 @@ from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import InsituError
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
+from insitu.gateway.token_backend import TokenBackend
 from insitu.registry import find
 from insitu.sandbox.base import SandboxBackend
 from insitu.suites.conformance.agent_tools import PLAYS, AgentTools
@@ -87,7 +88,7 @@ async def _run(harness: Harness, play: AgentTools, folder: Path, record: Path | 
     )
     task = Task(id="conformance", prompt=PROMPT, files=FILES, limits=limits)
     async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(Gateway(engine, renderer))
+        gateway = await stack.enter_async_context(Gateway(TokenBackend(engine, renderer)))
         reached = folder / "gateway"
         await stack.enter_async_context(gateway.listen_unix(reached))
         recorder = WireRecorder(reached)

@@ -20,8 +20,8 @@ from insitu.errors import RecordError, RenderError, boundary
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.edit_diagnosis import explain
 from insitu.gateway.prompt_ids import new_ids
-from insitu.gateway.provider_session import record_name
 from insitu.gateway.recorded_call import RecordedCall, parse_recorded_call
+from insitu.gateway.text_log import record_name
 from insitu.types import Generation, Message, Segment
 
 

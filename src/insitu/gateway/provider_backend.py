@@ -1,0 +1,260 @@
+"""Sessions whose calls are forwarded to a provider, byte for byte, and recorded as text.
+
+    agent --session's secret--> gateway --operator's key--> the one configured origin
+
+For teachers and baselines: there are no tokens, so nothing can be trained. Only model routes are forwarded,
+only to the configured base URL and model, without redirects or unlisted headers. Calls, tokens and cost are
+counted; limits end in errors of the provider's format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp import web
+
+from insitu.engines.http import checked_url
+from insitu.errors import ConfigError, EngineUnavailable, GatewayError
+from insitu.gateway.backend import AgentRequest, ServerState
+from insitu.gateway.dialects.base import WireError
+from insitu.gateway.model_check import checked_model, plain
+from insitu.gateway.outage import Outage
+from insitu.gateway.provider_call import Provider, ProviderCall, reason_of
+from insitu.gateway.provider_options import ProviderOptions
+from insitu.gateway.provider_usage import Spent
+from insitu.gateway.rate_limit import RateLimiter
+from insitu.gateway.request import MemoryShare, read_body
+from insitu.gateway.routes import Route
+from insitu.gateway.session import Session
+from insitu.gateway.text_log import TextRecord, record_path
+from insitu.types import Ledger, Trajectory
+
+ASIDES_PER_CALL = 10
+"""Token counts and model lists that a session may request for each model call it may make. They cost nothing,
+but each has a line in the record."""
+
+
+class ProviderBackend:
+    """Opens sessions over one provider; made by `open_provider`."""
+
+    def __init__(
+        self, client: aiohttp.ClientSession, options: ProviderOptions, records: Path, *, numbered: bool
+    ) -> None:
+        self.spent = Spent()
+        """Over all sessions."""
+        self.outage: Outage
+        self._client, self._options, self._records, self._numbered = client, options, records, numbered
+        self._base = checked_url(options.url, "engine.url")
+        self._server: ServerState
+        self._provider: Provider
+
+    def connect(self, server: ServerState) -> None:
+        options = self._options
+        self._server = server
+        self.outage = Outage(options.url, options.max_wait_s, server.log_line)
+        self._provider = Provider(
+            client=self._client,
+            base=self._base,
+            options=options,
+            rate=RateLimiter(
+                requests_per_minute=options.requests_per_minute, max_concurrent=options.max_concurrent
+            ),
+            outage=self.outage,
+            write_timeout_s=server.config.write_timeout_s,
+        )
+
+    @property
+    def cost_reached(self) -> bool:
+        """Whether every further call is refused."""
+        return bool(self._options.max_cost) and self.spent.cost >= self._options.max_cost
+
+    async def check(self) -> None:
+        """Raise GatewayError at the cost limit, EngineUnavailable during an outage of the provider."""
+        if self.cost_reached:
+            raise GatewayError(f"the cost limit is reached (engine.max_cost {self._options.max_cost:g})")
+        self.outage.check()
+
+    def serves(self, route: Route) -> bool:
+        return route.scope == "agent" and plain(route.action)
+
+    def open_calls(self, session: Session) -> ProviderCalls:
+        if session.tools.tools:
+            raise ConfigError(
+                "host tools need an engine: a provider's request bodies are forwarded unchanged"
+            )
+        path = record_path(self._records, session.rollout_id, numbered=self._numbered)
+        record = TextRecord(path, session.rollout_id)
+        return ProviderCalls(session, record, self, self._server, self._provider)
+
+
+class ProviderCalls:
+    """The calls of one session. Its wall time is limited by the agent's own timeout only."""
+
+    def __init__(
+        self,
+        session: Session,
+        record: TextRecord,
+        backend: ProviderBackend,
+        server: ServerState,
+        provider: Provider,
+    ) -> None:
+        self.session, self.record = session, record
+        self._backend, self._server, self._provider = backend, server, provider
+        self.turns = self.asides = 0
+        """Admitted model calls and other requests."""
+        self._running: set[asyncio.Task[Any]] = set()
+
+    @property
+    def dead(self) -> str:
+        return ""
+
+    @property
+    def idle_overtime_s(self) -> float:
+        return -1.0
+
+    async def answer(self, request: AgentRequest) -> web.StreamResponse:
+        """Forward a request. It holds its memory share until it is over: it may be sent again."""
+        with MemoryShare(self._server.intake) as share:
+            try:
+                call = await self._admitted(request, share)
+            except WireError as error:
+                if request.route.kind == "call":
+                    self._server.reports.refused(self.session.rollout_id, request.dialect.name, error.cause)
+                raise
+            return await self._forward(call)
+
+    async def _admitted(self, request: AgentRequest, share: MemoryShare) -> ProviderCall:
+        """Return the call once the rate limits allow it; it holds a place of the rate limiter.
+
+        Raises WireError.
+        """
+        self.session.check_open()
+        http, route, config = request.http, request.route, self._server.config
+        body = await read_body(http, config, share=share) if http.method == "POST" else b""
+        if route.kind in ("call", "count"):
+            await checked_model(route, body, self._provider.options.model, config.max_json_items)
+        call = ProviderCall(provider=self._provider, request=request, body=body, stats=self.session.stats)
+        self._check_limits(route)
+        try:
+            await call.enter()
+        except WireError as error:
+            self.session.stats.infra_error = str(error)
+            raise
+        try:
+            self._check_limits(route)
+        except WireError:
+            self._provider.rate.leave()
+            raise
+        call.turn = self.turns + self.asides
+        if route.kind == "call":
+            self.turns += 1
+        else:
+            self.asides += 1
+        return call
+
+    async def _forward(self, call: ProviderCall) -> web.StreamResponse:
+        stats = self.session.stats
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        self._running.add(task)
+        try:
+            return await call.run()
+        finally:
+            stats.infra_error = "" if call.answered else call.trouble or stats.infra_error
+            # Also when the agent has gone: the provider bills what it sampled until then.
+            try:
+                await asyncio.shield(self._account(call))
+            finally:
+                self._running.discard(task)
+
+    def _check_limits(self, route: Route) -> None:
+        self.session.check_open()
+        stats, limits = self.session.stats, self.session.spec.limits
+        if self._backend.cost_reached:
+            stats.infra_error = "the cost limit of this run is reached"
+            raise WireError("session_failed", "The cost limit of this run is reached. Stop here.")
+        used_up = {
+            "calls": self.turns >= limits.max_calls,
+            "tokens": stats.sampled_tokens >= limits.max_session_tokens,
+            "prompt_tokens": 0 < limits.max_prompt_tokens <= stats.prompt_tokens,
+        }
+        budget = next((name for name, out in used_up.items() if out), "")
+        if budget:
+            if route.kind == "call":
+                stats.budget_stop = stats.budget_stop or budget
+            what = "call" if budget == "calls" else "token"
+            raise WireError("session_failed", f"The {what} limit of this session is reached. Stop here.")
+        if route.kind != "call" and self.asides >= ASIDES_PER_CALL * limits.max_calls:
+            raise WireError("session_failed", "This session has asked for too many token counts. Stop here.")
+
+    async def _account(self, call: ProviderCall) -> None:
+        """Count, record and report a finished call."""
+        usage = call.usage()
+        cost = self._provider.options.prices.cost(usage)
+        if call.route.kind == "call":
+            for spent in (self._backend.spent, self.session.stats):
+                spent.add(usage, cost)
+        await self.record.append(call.logged(usage, cost))
+        if call.route.kind == "call":
+            self._server.reports.report(call.report(self.session.rollout_id, usage, cost))
+
+    async def drain(self, deadline_s: float) -> None:
+        if self._running:
+            _, late = await asyncio.wait(self._running, timeout=deadline_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=max(1.0, deadline_s))
+
+    def trajectory(self) -> Trajectory:
+        """Return an empty trajectory: there are no tokens."""
+        return Trajectory(segments=(), turns=(), ledger=Ledger())
+
+    def close(self) -> None:
+        """Do nothing: the record is not held open."""
+
+    def drop_log(self) -> None:
+        """Do nothing: the record is the session's result."""
+
+
+@asynccontextmanager
+async def open_provider(
+    options: ProviderOptions, records: Path, *, numbered: bool = False
+) -> AsyncIterator[ProviderBackend]:
+    """Open connections to a provider whose sessions each have a file in `records`.
+
+    `numbered`: several sessions of one rollout id get a file each. Raises ConfigError for a bad URL.
+    """
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=options.connect_deadline_s)
+    connector = aiohttp.TCPConnector(limit=options.max_concurrent, keepalive_timeout=10.0)
+    jar = aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=connector, trust_env=False, auto_decompress=False, cookie_jar=jar
+    ) as client:
+        yield ProviderBackend(client, options, records, numbered=numbered)
+
+
+async def check_reachable(url: str, deadline_s: float) -> None:
+    """Connect once and send nothing, to find a wrong address before any sandbox starts.
+
+    Raises EngineUnavailable.
+    """
+    address = urlsplit(url)
+    secure = address.scheme == "https"
+    try:
+        async with asyncio.timeout(deadline_s):
+            _, writer = await asyncio.open_connection(
+                address.hostname, address.port or (443 if secure else 80), ssl=secure or None
+            )
+    except (OSError, TimeoutError) as error:
+        why = f"timeout after {deadline_s:g} s" if isinstance(error, TimeoutError) else reason_of(error)
+        raise EngineUnavailable(f"engine.url: the provider at {url} cannot be reached: {why}") from error
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()

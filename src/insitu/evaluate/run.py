@@ -24,7 +24,7 @@ from insitu.config import Config
 from insitu.errors import ConfigError, RecordError
 from insitu.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, count_missing
 from insitu.evaluate.summary import render, summarise, write_results
-from insitu.gateway.backend import Backend
+from insitu.gateway.backend import SessionBackend
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.grader import runner_for
@@ -82,7 +82,7 @@ async def _stage(
 ) -> AsyncIterator[RolloutStage]:
     config, setup = run.config, prepared.setup
     async with AsyncExitStack() as stack:
-        backend: Backend
+        backend: SessionBackend
         if config.engine.kind == "upstream":
             backend = provider = await stack.enter_async_context(open_upstream(config, run.path / RECORDS))
             check: Callable[[], Awaitable[None]] = provider.check

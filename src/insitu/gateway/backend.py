@@ -69,7 +69,7 @@ class SessionCalls(Protocol):
         """Delete the log that serves only to recover the session after a kill."""
 
 
-class Backend(Protocol):
+class SessionBackend(Protocol):
     """Answers the calls of all sessions of one gateway."""
 
     def connect(self, server: ServerState) -> None:

@@ -20,7 +20,7 @@ from typing import Self
 from aiohttp import web
 
 from insitu.gateway import mcp
-from insitu.gateway.backend import AgentRequest, Backend, ServerState
+from insitu.gateway.backend import AgentRequest, ServerState, SessionBackend
 from insitu.gateway.call_reports import CallReport, CallReporter
 from insitu.gateway.connection import name_request, vouch
 from insitu.gateway.dialects.anthropic import AnthropicDialect
@@ -59,7 +59,7 @@ class Gateway:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: SessionBackend,
         config: GatewayConfig | None = None,
         on_call: Callable[[CallReport], None] = lambda report: None,
         log_line: Callable[[str], None] = log.warning,

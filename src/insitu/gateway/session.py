@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from insitu.errors import GatewayError
-from insitu.gateway.backend import Backend, SessionCalls
+from insitu.gateway.backend import SessionBackend, SessionCalls
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.host_tools import HostCall, ToolBox
 from insitu.gateway.session_spec import SessionSpec, SessionStats
@@ -32,7 +32,7 @@ class Session:
     def __init__(
         self,
         spec: SessionSpec,
-        backend: Backend,
+        backend: SessionBackend,
         *,
         listener: Path | None,
         on_sealed: Callable[[Session], None],

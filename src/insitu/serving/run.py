@@ -20,7 +20,7 @@ from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, model_folder
 from insitu.errors import ConfigError
 from insitu.gateway.admin import Admin
-from insitu.gateway.backend import Backend
+from insitu.gateway.backend import SessionBackend
 from insitu.gateway.host_tools import HostTool
 from insitu.gateway.provider_backend import open_provider
 from insitu.gateway.server import Gateway
@@ -115,7 +115,7 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
 
 async def _open_backend(
     stack: AsyncExitStack, console: Console, run: RunDir, renderer: ChatRenderer | None
-) -> tuple[Backend, PromptFit | None]:
+) -> tuple[SessionBackend, PromptFit | None]:
     """Return the engine or provider, and a check of the agents' prompts if the model's context is known."""
     config = run.config
     if renderer is None:

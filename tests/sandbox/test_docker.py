@@ -314,7 +314,7 @@ async def test_root_in_a_sandbox_has_no_power_over_files_of_another(
     async with await backend.create(SandboxSpec(image=docker_image, workdir="/root")) as sandbox:
         assert await out(
             sandbox, "id -u; touch /usr/bin/new own && echo ok; cat /proc/sys/kernel/hostname"
-        ) == ("0\nok\nbox")
+        ) == ("0\nok\nsandbox")
         await sandbox.lay({"t/hidden.py": FileEntry(content=b"true")}, owner="root")
         for script in ("echo x > t/hidden.py", "rm -f t/hidden.py", "mv t u", "chmod 777 t", "chown 0 t"):
             assert (await sh(sandbox, script)).exit_code != 0, script

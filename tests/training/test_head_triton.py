@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import torch
 torch.set_num_threads(1)
-from insitu.training.head import kernels, objective, tiles
+from insitu.training.loss import triton_kernels as kernels, objective, tiles
 
 torch.manual_seed(0)
 tiles.CPU_TILE, kernels.BLOCK = (5, 48), 32
@@ -60,7 +60,7 @@ print("agreed")
 COMPILES = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from insitu.training.head import kernels
+from insitu.training.loss import triton_kernels as kernels
 
 def build(kernel, given, kinds):
     names = kernel.arg_names

@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -215,7 +215,7 @@ async def to_vllm(options: argparse.Namespace, scratch: Path) -> dict[str, Cost]
 
 def _on_gpu(model: Path, options: argparse.Namespace) -> LearnerSpec:
     """A learner whose weights are on the GPU that the server is on."""
-    train = replace(_spec(model, options, samples=False).train, policy=PolicyConfig(kind="hf", device="cuda"))
+    train = _spec(model, options, samples=False).train.changed(policy=PolicyConfig(kind="hf", device="cuda"))
     return LearnerSpec(model=model, train=train, samples=False)
 
 

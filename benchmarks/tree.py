@@ -25,11 +25,11 @@ from torch import Tensor
 
 from benchmarks._arguments import Arguments, amount, chosen_device, count, either_share
 from benchmarks._tree_rows import Line, Work, rows_of
+from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import ModelConfig, initialise
 from insitu.training.attention.tree import Piece, TreeAttend
 from insitu.training.loss.fused_head import objective
 from insitu.training.loss.losses import LossInputs, token_loss
-from insitu.training.loss_options import LossConfig
 from insitu.training.model.base import Attend
 from insitu.training.plan.prefix_tree import Tree, build_tree, tree_work
 
@@ -110,7 +110,7 @@ def train(policy: Any, passes: Sequence[Pass]) -> None:
     for _, p in policy.named_parameters():
         p.grad = None
     count = sum(len(p.at) for p in passes)
-    config = LossConfig(name="ppo_clip")
+    config = LossConfig(loss="ppo_clip")
     for p in passes:
         hidden = policy.flat(p.ids, p.positions, p.attend)[p.at]
 

@@ -214,7 +214,7 @@ async def test_an_agent_that_never_calls_the_model_is_not_graded(stage: Stage, a
     engine = ScriptedEngine(stage.renderer, playing([DONE]), sampled=True)
     pool = make_pool(stage.config)
     setup = AgentSetup(pool=pool, harness=ScriptHarness(("python3", "-c", agent), {}, pool))
-    task = replace(stage.task, limits=replace(stage.task.limits, wall_s=2.0))
+    task = replace(stage.task, limits=stage.task.limits.changed(wall_s=2.0))
 
     async def judge(task: Task, tree: Tree) -> Verdict:
         raise AssertionError("graded")

@@ -165,7 +165,7 @@ def test_an_update_in_the_middle_of_a_call_keeps_each_tokens_version(
 def test_tokens_from_before_the_update_train_and_are_not_held_against_the_sampler(
     updated: tuple[Qwen3, StepPlan],
 ) -> None:
-    trainer = Trainer(updated[0], replace(SMALL, max_staleness=1), version=1)
+    trainer = Trainer(updated[0], SMALL.changed(max_staleness=1), version=1)
     result = trainer.step(updated[1])
     assert result.tokens == sum(int(row.mask.sum()) for row in updated[1].rows)
     assert result.max_logprob_gap < 1e-4, "0.7 is staleness, not a fault of the path"

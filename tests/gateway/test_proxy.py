@@ -83,7 +83,14 @@ async def lab(
     async with AsyncExitStack() as stack:
         fake = await stack.enter_async_context(serve_provider(**(provider or {})))
         chosen = ProviderOptions(
-            **{"url": fake.url, "model": "big-model", "key": KEY, "prices": PRICES, **options}
+            **{
+                "url": fake.url,
+                "model": "big-model",
+                "key": KEY,
+                "prices": PRICES,
+                "max_wait_s": 0.0,
+                **options,
+            }
         )
         backend = await stack.enter_async_context(open_provider(chosen, folder))
         gateway = await stack.enter_async_context(Gateway(backend, config))

@@ -48,7 +48,9 @@ class Lab:
 @asynccontextmanager
 async def lab(folder: Path, limits: Limits = PLENTY, **options: Any) -> AsyncIterator[Lab]:
     async with serve_provider() as fake:
-        chosen = ProviderOptions(**{"url": fake.url, "model": "big-model", "key": KEY, **options})
+        chosen = ProviderOptions(
+            **{"url": fake.url, "model": "big-model", "key": KEY, "max_wait_s": 0.0, **options}
+        )
         async with (
             open_provider(chosen, folder) as backend,
             Gateway(backend) as gateway,

@@ -249,7 +249,10 @@ def test_limits_of_a_row_win(tmp_path: Path) -> None:
         (["tasks.source=jsonl"], "source = 'jsonl' needs path"),
         (["tasks.path=x"], "path has no effect with source = 'toy'"),
         (["tasks.eval_share=0.5"], "eval_share has no effect with source = 'toy'"),
-        (["tasks.source=jsonl", "tasks.path=x", 'tasks.kinds=["swapped"]'], "tasks.kinds only applies"),
+        (
+            ["tasks.source=jsonl", "tasks.path=x", 'tasks.kinds=["swapped"]'],
+            "kinds has no effect with source = 'jsonl'",
+        ),
         (["tasks.source=nope"], "tasks.source: input should be 'toy', "),
     ],
 )

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from insitu.config.training import LossConfig
 from insitu.errors import TrainError
 from insitu.training.model.base import Policy
 from insitu.training.model.hf import HfPolicy, open_hf
 from insitu.training.model.shard import gathered, shard
-from insitu.training.options import Lora, LossConfig, OptimConfig, TrainConfig
+from insitu.training.options import Lora, OptimConfig, TrainConfig
 from insitu.training.plan.step import StepPlan
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.distributed import Ranks, Sharded, join, leave
@@ -28,7 +29,7 @@ from insitu.training.trainer.trainer import Trainer
 DEADLINE_S = 200.0
 LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "down_proj"))
 CONFIG = TrainConfig(
-    loss=LossConfig(name="ppo_clip"), optim=OptimConfig(lr=1e-3), max_logprob_gap=100.0, max_staleness=9
+    loss=LossConfig(loss="ppo_clip"), optim=OptimConfig(lr=1e-3), max_logprob_gap=100.0, max_staleness=9
 )
 Found = dict[str, Any]
 
@@ -106,7 +107,7 @@ def steps(
         trainer = trainer_on(opened(folder / "model"), config, ranks, techniques)
         if not at:
             found["gradients"] = gradients(trainer, plan)
-            trainer.config = replace(config, max_logprob_gap=1e-9)
+            trainer.config = config.changed(max_logprob_gap=1e-9)
             try:
                 trainer.step(plan)
             except TrainError as error:

@@ -9,10 +9,10 @@ import pytest
 from sft_lab import said
 from train_lab import segment
 
+from insitu.config.training import RowRules
 from insitu.errors import TrainError
 from insitu.storage.store import Store
 from insitu.training.plan.packing import MicroBatch
-from insitu.training.plan.row_selection import RowRules
 from insitu.training.plan.step import PlanConfig
 from insitu.training.sft.plan import plan_lessons, schedule
 from insitu.training.sft.selection import Selection, SelectionRules, choose, explain, stored_tokens
@@ -55,7 +55,7 @@ def test_each_reason_is_told_and_counted_once(store: Store) -> None:
             empty, trajectory=replace(empty.trajectory, segments=(), ledger=type(empty.trajectory.ledger)())
         ),
     )
-    choice = chosen(store, replace(WANTED, truncated=False))
+    choice = chosen(store, WANTED.changed(truncated=False))
     assert names(choice) == ["train/1/0/0"]
     assert choice.left_out == {
         "agent_failed": 1, "held_out": 1, "low_reward": 1, "no_tokens": 1, "not_graded": 1, "truncated": 1,
@@ -67,10 +67,10 @@ def test_each_reason_is_told_and_counted_once(store: Store) -> None:
 def test_a_task_gives_its_best_and_of_equals_the_latest_up_to_the_cap(store: Store) -> None:
     for step, reward in ((1, 0.5), (2, 1.0), (3, 0.7), (4, 0.7)):
         put(store, said(f"train/{step}/0/0", "a", f"reply {step}", reward))
-    wanted = replace(WANTED, min_reward=0.5)
+    wanted = WANTED.changed(min_reward=0.5)
     assert names(chosen(store, wanted)) == ["train/2/0/0", "train/4/0/0"]
     assert chosen(store, wanted).left_out == {"per_task": 2}
-    assert len(chosen(store, replace(wanted, per_task=0)).lessons) == 4
+    assert len(chosen(store, wanted.changed(per_task=0)).lessons) == 4
 
 
 def test_the_same_words_for_the_same_task_are_taken_once(store: Store) -> None:
@@ -80,7 +80,7 @@ def test_the_same_words_for_the_same_task_are_taken_once(store: Store) -> None:
     choice = chosen(store)
     assert names(choice) == ["train/1/0/1", "train/1/1/0"]
     assert choice.left_out == {"duplicate": 1}
-    assert len(chosen(store, replace(WANTED, dedup=False)).lessons) == 3
+    assert len(chosen(store, WANTED.changed(dedup=False)).lessons) == 3
 
 
 def test_rollouts_of_held_out_tasks_are_used_only_when_asked_for(store: Store) -> None:
@@ -88,7 +88,7 @@ def test_rollouts_of_held_out_tasks_are_used_only_when_asked_for(store: Store) -
     put(store, said("eval_after/3/0/0", "b", "y"))
     assert chosen(store, rollouts_held_out=True).left_out == {"held_out": 2}
     assert names(chosen(store)) == ["rollout/0/0/0"]
-    asked = chosen(store, replace(WANTED, held_out=True), rollouts_held_out=True)
+    asked = chosen(store, WANTED.changed(held_out=True), rollouts_held_out=True)
     assert names(asked) == ["rollout/0/0/0", "eval_after/3/0/0"]
 
 
@@ -105,7 +105,7 @@ def test_every_pass_has_each_rollout_once_in_an_order_of_its_own() -> None:
 def test_a_step_weighs_every_token_alike_and_shares_prefixes(store: Store) -> None:
     for slot, text in enumerate(("one", "two words", "three words here")):
         put(store, said(f"train/1/0/{slot}", "a task with a prompt of some length", text))
-    lessons = chosen(store, replace(WANTED, per_task=0)).lessons
+    lessons = chosen(store, WANTED.changed(per_task=0)).lessons
     plan = plan_lessons(lessons, PlanConfig(token_budget=4096))
     tokens = sum(x.tokens for x in lessons)
     assert [row.weight for row in plan.rows] == [1 / tokens] * 3
@@ -139,15 +139,15 @@ def forked(name: str) -> Rollout:
     [
         (RowRules(), 2, 8, 8, ""),
         (RowRules(max_rows=1), 1, 3, 3, "5 tokens of the chosen in more rows than train.max_rows"),
-        (RowRules(mode="collapse"), 1, 5, 5, "3 tokens of the chosen not on the final row of their rollout"),
-        (RowRules(mode="final"), 1, 5, 8, "3 tokens of the chosen not on the final row of their rollout"),
+        (RowRules(rows="collapse"), 1, 5, 5, "3 tokens of the chosen not on the final row of their rollout"),
+        (RowRules(rows="final"), 1, 5, 8, "3 tokens of the chosen not on the final row of their rollout"),
     ],
 )
 def test_rows_are_those_that_training_would_take(
     store: Store, rules: RowRules, rows: int, tokens: int, counted: int, words: str
 ) -> None:
     put(store, forked("train/1/0/0"))
-    choice = chosen(store, replace(WANTED, rows=rules))
+    choice = chosen(store, WANTED.changed(**rules.model_dump()))
     (lesson,) = choice.lessons
     plan = plan_lessons([lesson], PlanConfig())
     assert (len(plan.rows), lesson.tokens, plan.tokens, lesson.counted) == (rows, tokens, tokens, counted)
@@ -159,7 +159,7 @@ def test_rows_are_those_that_training_would_take(
 def test_a_rollout_of_too_long_rows_is_left_out_by_name(store: Store) -> None:
     put(store, forked("train/1/0/0"))
     put(store, said("train/1/1/0", "b", "x y z " * 20))
-    choice = chosen(store, replace(WANTED, rows=RowRules(max_row_tokens=20)))
+    choice = chosen(store, WANTED.changed(max_row_tokens=20))
     assert names(choice) == ["train/1/0/0"]
     assert choice.left_out == {"overlong": 1}
     assert "1 with longer rows only than train.max_row_tokens" in explain(choice)

@@ -17,11 +17,12 @@ import pytest
 import torch
 from train_lab import group, rollout, sampled_groups, segment, small_model
 
+from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import save_model
 from insitu.errors import TrainError
 from insitu.shutdown import descendants
 from insitu.training.learner.client import Learner, LearnerSpec
-from insitu.training.options import LossConfig, OptimConfig, StepResult, TrainConfig
+from insitu.training.options import OptimConfig, StepResult, TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer.distributed import Together, join
 from insitu.training.trainer.trainer import Trainer
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.numeric
 
 T = TypeVar("T")
 Named = dict[str, torch.Tensor]
-CONFIG = TrainConfig(loss=LossConfig(name="ppo_clip"), optim=OptimConfig(lr=1e-3))
+CONFIG = TrainConfig(loss=LossConfig(loss="ppo_clip"), optim=OptimConfig(lr=1e-3))
 _stores = itertools.count()
 
 
@@ -97,7 +98,7 @@ def test_trees_over_ranks_give_what_padded_rows_give(tmp_path: Path) -> None:
 
 def test_a_ratio_of_whole_rollouts_is_gathered_from_all_ranks(tmp_path: Path) -> None:
     """Two segments of a rollout lie on two ranks; gspo needs the mean over both."""
-    config = dataclasses.replace(CONFIG, loss=LossConfig(name="gspo", gspo_low=0.5, gspo_high=9.0))
+    config = CONFIG.changed(loss=LossConfig(loss="gspo", gspo_low=0.5, gspo_high=9.0))
     split = []
     for g in sampled_groups(small_model(0)):
         members = []
@@ -121,7 +122,7 @@ def test_a_ratio_of_whole_rollouts_is_gathered_from_all_ranks(tmp_path: Path) ->
 
 def trained(ranks: Together | None, plan: StepPlan, epochs: int = 2) -> tuple[StepResult, Named]:
     model = small_model(0)
-    trainer = Trainer(model, dataclasses.replace(CONFIG, epochs=epochs), ranks=ranks)
+    trainer = Trainer(model, CONFIG.changed(epochs=epochs), ranks=ranks)
     result = trainer.step(plan)
     return result, {n: p.detach().clone() for n, p in model.named_parameters()}
 
@@ -202,7 +203,7 @@ def test_a_rank_that_dies_ends_the_step_of_the_others(tmp_path: Path) -> None:
 async def test_a_learner_of_two_processes_trains_resumes_and_says_when_one_dies(tmp_path: Path) -> None:
     save_model(small_model(0), tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    spec = LearnerSpec(model=tmp_path / "model", train=dataclasses.replace(CONFIG, ranks=2), max_context=128)
+    spec = LearnerSpec(model=tmp_path / "model", train=CONFIG.changed(ranks=2), max_context=128)
     plan = made_plan(2)
     async with Learner.start(spec) as learner:
         await learner.save(tmp_path / "start")

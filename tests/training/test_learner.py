@@ -251,7 +251,7 @@ async def _cancelled_within(task: asyncio.Task[None], seconds: float) -> None:
 
 async def test_a_step_that_takes_too_long_names_the_key(model_folder: Path) -> None:
     spec = spec_of(model_folder)
-    spec = replace(spec, train=replace(spec.train, step_timeout_s=0.3), start_deadline_s=60.0)
+    spec = replace(spec, train=spec.train.changed(step_timeout_s=0.3), start_deadline_s=60.0)
     async with Learner.start(spec) as learner:
         os.kill(learner.pid, signal.SIGSTOP)
         try:

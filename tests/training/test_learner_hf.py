@@ -187,7 +187,7 @@ def test_a_step_leaves_a_shared_gpu_to_the_engine(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     overrides = [f"engine.share_gpu={str(shared).lower()}", "engine.kind=vllm", "engine.url=http://x"]
     made = TrainConfig.of(load_config(None, [*overrides, "policy.kind=hf"]))
-    config = parse_config(dump_config(dataclasses.replace(made, max_logprob_gap=100.0)))
+    config = parse_config(dump_config(made.changed(max_logprob_gap=100.0)))
     trainer = Trainer(opened(folder), config)
     trainer.step(a_plan())
     assert all(p.grad is None for _, p in trainer.model.named_parameters())

@@ -11,10 +11,10 @@ from itertools import product
 import pytest
 import torch
 
-from insitu.errors import ConfigError, TrainError
+from insitu.config.training import LossConfig
+from insitu.errors import TrainError
 from insitu.training.loss.kl import divergence
 from insitu.training.loss.losses import LossInputs, TokenLoss, token_loss
-from insitu.training.loss_options import LossConfig
 
 pytestmark = pytest.mark.numeric
 
@@ -145,14 +145,14 @@ def pulled(pair: Pair, t: Told, k: int) -> Pair:
 
 LOSSES: dict[str, tuple[LossConfig, Callable[[Told, int], Pair]]] = {
     "dppo": (LossConfig(), lambda t, k: pulled(dppo(t, k), t, k)),
-    "ppo_clip": (LossConfig(name="ppo_clip"), lambda t, k: ppo(t, k, "sampler")),
-    "ppo_clip_trainer": (LossConfig(name="ppo_clip", ratio="trainer"), lambda t, k: ppo(t, k, "trainer")),
-    "dual_clip": (LossConfig(name="ppo_clip", dual_clip=3.0), lambda t, k: ppo(t, k, "sampler", 3.0)),
-    "cispo": (LossConfig(name="cispo"), lambda t, k: cispo(t, k, "sampler")),
-    "cispo_trainer": (LossConfig(name="cispo", ratio="trainer"), lambda t, k: cispo(t, k, "trainer")),
-    "gspo": (LossConfig(name="gspo"), lambda t, k: gspo(t, k, "sampler")),
-    "gspo_trainer": (LossConfig(name="gspo", ratio="trainer"), lambda t, k: gspo(t, k, "trainer")),
-    "decoupled": (LossConfig(name="decoupled"), decoupled),
+    "ppo_clip": (LossConfig(loss="ppo_clip"), lambda t, k: ppo(t, k, "sampler")),
+    "ppo_clip_trainer": (LossConfig(loss="ppo_clip", ratio="trainer"), lambda t, k: ppo(t, k, "trainer")),
+    "dual_clip": (LossConfig(loss="ppo_clip", dual_clip=3.0), lambda t, k: ppo(t, k, "sampler", 3.0)),
+    "cispo": (LossConfig(loss="cispo"), lambda t, k: cispo(t, k, "sampler")),
+    "cispo_trainer": (LossConfig(loss="cispo", ratio="trainer"), lambda t, k: cispo(t, k, "trainer")),
+    "gspo": (LossConfig(loss="gspo"), lambda t, k: gspo(t, k, "sampler")),
+    "gspo_trainer": (LossConfig(loss="gspo", ratio="trainer"), lambda t, k: gspo(t, k, "trainer")),
+    "decoupled": (LossConfig(loss="decoupled"), decoupled),
 }  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def test_loss_and_slope_equal_the_formula(name: str) -> None:
 
 def test_the_gradient_of_gspo_is_that_of_the_rollouts_own_ratio() -> None:
     """Each token carries one n-th: the sum over tokens / n is the paper's loss of one sequence."""
-    config = LossConfig(name="gspo", ratio="trainer", gspo_low=0.2, gspo_high=0.3)
+    config = LossConfig(loss="gspo", ratio="trainer", gspo_low=0.2, gspo_high=0.3)
     for t in rollouts():
         live = torch.tensor(t.live, dtype=torch.float64, requires_grad=True)
         s = (live - torch.tensor(t.prox, dtype=torch.float64)).mean().exp()
@@ -194,7 +194,7 @@ def weigh(t: Told, k: int, kind: str, level: str) -> float:
 @pytest.mark.parametrize("kind", ["tis", "mask", "icepop"])
 @pytest.mark.parametrize("name", ["ppo_clip", "cispo", "gspo", "decoupled"])
 def test_a_correction_multiplies_the_policy_term(name: str, kind: str, level: str) -> None:
-    config = LossConfig(name=name, ratio="trainer", correction=kind, correction_level=level)  # type: ignore[arg-type]
+    config = LossConfig(loss=name, ratio="trainer", correction=kind, correction_level=level)  # type: ignore[arg-type]
     formulas = {"ppo_clip": ppo, "cispo": cispo, "gspo": gspo, "decoupled": ppo}
     told = rollouts()
     expected = []
@@ -215,17 +215,17 @@ def test_bounds_of_a_correction_are_the_ones_asked_for() -> None:
         live=[0.0] * 3, mu=[-1.0] * 3, prox=[log(0.3) - 1, log(0.9) - 1, log(1.4) - 1], ref=[0.0] * 3, a=1.0
     )
     config = LossConfig(
-        name="cispo", ratio="trainer", correction="icepop", correction_low=0.4, correction_high=1.2
+        loss="cispo", ratio="trainer", correction="icepop", correction_low=0.4, correction_high=1.2
     )
     assert run([t], config)[2].corrected.tolist() == [True, False, True]  # type: ignore[union-attr]
-    one_side = dataclasses.replace(config, correction="mask")
+    one_side = config.changed(correction="mask")
     assert run([t], one_side)[2].corrected.tolist() == [False, False, True]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["dppo", "ppo_clip", "gspo"])
 def test_opsm_leaves_out_what_moved_away_with_a_negative_advantage(name: str) -> None:
-    plain = LossConfig(name=name)  # type: ignore[arg-type]
-    masked = dataclasses.replace(plain, off_policy_mask=0.1)
+    plain = LossConfig(loss=name)  # type: ignore[arg-type]
+    masked = plain.changed(off_policy_mask=0.1)
     told = rollouts()
     formula = {
         "dppo": dppo,
@@ -252,10 +252,10 @@ def test_opsm_leaves_out_what_moved_away_with_a_negative_advantage(name: str) ->
 def test_the_pull_to_a_reference(name: str, kind: str, unbiased: bool) -> None:
     base, formula = LOSSES[name]
     if kind == "k1" and not unbiased:
-        with pytest.raises(ConfigError, match="k1 without kl_unbiased pulls nowhere"):
+        with pytest.raises(ValueError, match="kl = 'k1' needs kl_unbiased"):
             LossConfig(kl="k1", kl_unbiased=False)
         return
-    config = dataclasses.replace(base, kl=kind, kl_weight=0.3, kl_unbiased=unbiased)  # type: ignore[arg-type]
+    config = base.changed(kl=kind, kl_weight=0.3, kl_unbiased=unbiased)  # type: ignore[arg-type]
     told = rollouts()
     expected, kls = [], []
     for t in told:
@@ -284,7 +284,7 @@ def test_with_the_ratio_the_expected_gradient_is_that_of_the_divergence(kind: st
     live = logits.log_softmax(-1)
     truth = (live.exp() * (live - ref)).sum()
     (expected,) = torch.autograd.grad(truth, logits, retain_graph=True)
-    config = LossConfig(name="ppo_clip", kl=kind, kl_weight=1.0)  # type: ignore[arg-type]
+    config = LossConfig(loss="ppo_clip", kl=kind, kl_weight=1.0)  # type: ignore[arg-type]
     zero = torch.zeros(6, dtype=torch.float64)
     out = token_loss(live, LossInputs(mu=mu, advantage=zero, ref=ref), config)
     (found,) = torch.autograd.grad((mu.exp() * out.loss).sum(), logits)
@@ -300,7 +300,7 @@ def test_before_the_first_update_the_trainers_ratio_is_one() -> None:
     """Nothing was recomputed yet, so the live log-probabilities are those from before the step."""
     told = rollouts()
     for name in ("ppo_clip", "gspo", "decoupled"):
-        config = LossConfig(name=name, ratio="trainer")  # type: ignore[arg-type]
+        config = LossConfig(loss=name, ratio="trainer")  # type: ignore[arg-type]
         logp, given = terms(told, config)
         out = token_loss(logp, dataclasses.replace(given, prox=None, live_prox=None), config)
         w = (logp.detach() - given.mu).exp() if name == "decoupled" else torch.ones_like(given.mu)
@@ -313,7 +313,7 @@ def test_before_the_first_update_the_trainers_ratio_is_one() -> None:
 def test_the_ratio_binds_when_old_is_not_new() -> None:
     """The classic bug compares the policy with itself: then nothing is ever cut."""
     new, old, one = torch.log(torch.tensor([0.6])), torch.log(torch.tensor([0.3])), torch.ones(1)
-    for config in (LossConfig(), LossConfig(name="ppo_clip")):
+    for config in (LossConfig(), LossConfig(loss="ppo_clip")):
         assert token_loss(new, LossInputs(mu=old, advantage=one), config).cut.item()
         assert not token_loss(new, LossInputs(mu=new, advantage=one), config).cut.item()
 
@@ -321,37 +321,39 @@ def test_the_ratio_binds_when_old_is_not_new() -> None:
 @pytest.mark.parametrize(
     ("config", "lacking"),
     [
-        (LossConfig(name="gspo"), "sampler's"),
+        (LossConfig(loss="gspo"), "sampler's"),
         (LossConfig(off_policy_mask=0.1), "sampler's"),
         (
-            LossConfig(name="ppo_clip", ratio="trainer", correction="tis", correction_level="rollout"),
+            LossConfig(loss="ppo_clip", ratio="trainer", correction="tis", correction_level="rollout"),
             "trainer's own",
         ),
-        (LossConfig(name="ppo_clip", kl="k3"), "reference"),
+        (LossConfig(loss="ppo_clip", kl="k3"), "reference"),
     ],
 )
 def test_a_loss_that_lacks_log_probabilities_says_which(config: LossConfig, lacking: str) -> None:
     x = torch.zeros(1)
     with pytest.raises(TrainError, match=f"lacks the {lacking} log-probabilities that it was asked to use"):
         token_loss(x, LossInputs(mu=x, advantage=x), config)
-    later = LossConfig(name="gspo", ratio="trainer")
+    later = LossConfig(loss="gspo", ratio="trainer")
     with pytest.raises(TrainError, match="lacks the trainer's own log-prob"):
         token_loss(x, LossInputs(mu=x, advantage=x, prox=x), later)
 
 
 def test_choices_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="dual_clip"):
+    with pytest.raises(ValueError, match="dual_clip"):
         LossConfig(dual_clip=0.5)
     for name, ratio in (("dppo", "trainer"), ("ppo_clip", "sampler"), ("gspo", "sampler")):
-        with pytest.raises(ConfigError, match=f"correction=tis corrects a ratio .* which {name} with"):
-            LossConfig(name=name, ratio=ratio, correction="tis")  # type: ignore[arg-type]
-    LossConfig(name="decoupled", correction="tis")
+        with pytest.raises(
+            ValueError, match=f"correction = 'tis' corrects a ratio .* which loss = '{name}' with"
+        ):
+            LossConfig(loss=name, ratio=ratio, correction="tis")  # type: ignore[arg-type]
+    LossConfig(loss="decoupled", correction="tis")
 
 
 def test_the_supervised_loss_looks_at_no_record() -> None:
     logp = torch.tensor([-0.5, -2.0], requires_grad=True)
     mu = torch.tensor([0.0, float("nan")])
-    out = token_loss(logp, LossInputs(mu=mu, advantage=torch.ones(2)), LossConfig(name="nll"))
+    out = token_loss(logp, LossInputs(mu=mu, advantage=torch.ones(2)), LossConfig(loss="nll"))
     assert out.loss.tolist() == [0.5, 2.0]
     assert not out.cut.any()
     out.loss.sum().backward()

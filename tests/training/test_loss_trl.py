@@ -12,8 +12,8 @@ from train_lab import group, rollout, segment
 from trl.rewards import get_soft_overlong_punishment
 from trl_lab import Host, assigned, sampler_ratio
 
+from insitu.config.training import LossConfig
 from insitu.training.loss.losses import LossInputs, token_loss
-from insitu.training.loss_options import LossConfig
 from insitu.training.plan.advantage import advantages, overlong_penalty
 from insitu.training.plan.step import PlanConfig, plan_step
 
@@ -121,7 +121,7 @@ def theirs(b: Batch, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return total.detach(), live.grad
 
 
-PPO = {"name": "ppo_clip", "ratio": "trainer", "clip_low": 0.2, "clip_high": 0.28}
+PPO = {"loss": "ppo_clip", "ratio": "trainer", "clip_low": 0.2, "clip_high": 0.28}
 CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.28}
 VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": True}
 
@@ -142,12 +142,12 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "dr_grpo": (PPO, "constant", {"loss_type": "dr_grpo", **CLIP}),
     "delta": ({**PPO, "dual_clip": 1.4}, "rollout", {"delta": 1.4, **CLIP}),
     "gspo": (
-        {"name": "gspo", "ratio": "trainer", "gspo_low": 0.05, "gspo_high": 0.06},
+        {"loss": "gspo", "ratio": "trainer", "gspo_low": 0.05, "gspo_high": 0.06},
         "rollout",
         {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.06},
     ),
     "cispo": (
-        {"name": "cispo", "ratio": "trainer", "cispo_cap": 1.3},
+        {"loss": "cispo", "ratio": "trainer", "cispo_cap": 1.3},
         "token",
         {"loss_type": "cispo", "epsilon_high": 1.3},
     ),

@@ -26,11 +26,11 @@ from transformers import (
 )
 
 from benchmarks._memory import peak_bytes
+from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
 from insitu.engines.embedded.weights import checksum
 from insitu.errors import TrainError
 from insitu.training.loss.fused_head import score
-from insitu.training.loss_options import LossConfig
 from insitu.training.memory.meta_run import BatchShape
 from insitu.training.memory.plan import KEPT_FREE, LADDER, MemoryPlanner, load_of
 from insitu.training.memory.predict import GIB, BuiltinMemory, MemoryModel
@@ -152,7 +152,7 @@ def test_the_built_in_model_is_predicted_too(tmp_path: Path, rows: int, layout: 
 
 
 def test_a_row_that_the_built_in_model_cannot_train_is_refused_with_numbers(tmp_path: Path) -> None:
-    config = dataclasses.replace(LOOSE, policy=PolicyConfig(memory_gib=0.02))
+    config = LOOSE.changed(policy=PolicyConfig(memory_gib=0.02))
     model = builtin(tmp_path / "model")
     trainer = Trainer(model, config)
     short, long = long_plan(60), long_plan(800)
@@ -172,7 +172,7 @@ def test_a_row_that_the_built_in_model_cannot_train_is_refused_with_numbers(tmp_
 
 
 def limited(folder: Path, gib: float) -> Trainer:
-    config = dataclasses.replace(LOOSE, policy=PolicyConfig(kind="hf", memory_gib=gib))
+    config = LOOSE.changed(policy=PolicyConfig(kind="hf", memory_gib=gib))
     return Trainer(opened(folder), config)
 
 
@@ -329,7 +329,7 @@ def test_the_memory_of_a_tree_is_within_five_percent(
 
 # --------------------------------------------------------------------------- a reference policy beside it
 
-WITH_KL = dataclasses.replace(LOOSE, loss=LossConfig(kl="k3", kl_weight=0.1))
+WITH_KL = LOOSE.changed(loss=LossConfig(kl="k3", kl_weight=0.1))
 
 
 def test_the_weights_of_a_reference_are_not_room_for_training(
@@ -338,8 +338,8 @@ def test_the_weights_of_a_reference_are_not_room_for_training(
     folder, plan = a_folder("wide", tmp_path / "model"), long_plan(800)
     needed = MemoryModel(AutoConfig.from_pretrained(folder), dtype=torch.float32, lora=None, kernels="cpu")
     gib = needed.predict(load_of(plan, plan.batches[0]), MemoryOptions(checkpoint=True)).peak / GIB + 1e-3
-    config = dataclasses.replace(WITH_KL, policy=PolicyConfig(kind="hf", memory_gib=gib))
-    assert not Trainer(opened(folder), dataclasses.replace(config, loss=LOOSE.loss)).step(plan).skipped
+    config = WITH_KL.changed(policy=PolicyConfig(kind="hf", memory_gib=gib))
+    assert not Trainer(opened(folder), config.changed(loss=LOOSE.loss)).step(plan).skipped
     reference = Reference(opened(folder))
     with pytest.raises(TrainError, match="GiB are there"):
         Trainer(opened(folder), config, reference=reference).step(plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ def logprobs(policy: HfPolicy) -> torch.Tensor:
 
 @pytest.mark.parametrize("steps", [1, 5])
 def test_the_trained_policy_is_the_merged_one(folder: Path, tmp_path: Path, steps: int) -> None:
-    policy = opened(folder, replace(LORA, merged="bfloat16"))
+    policy = opened(folder, LORA.changed(merged="bfloat16"))
     trainer = Trainer(policy, SMALL)
     for _ in range(steps):
         trainer.step(a_plan())
@@ -85,7 +84,7 @@ def test_updates_below_the_last_place_add_up_until_they_arrive() -> None:
 
 def test_gradients_are_those_of_adapters(folder: Path) -> None:
     found = []
-    for lora in (LORA, replace(LORA, merged="float32")):
+    for lora in (LORA, LORA.changed(merged="float32")):
         policy = opened(folder, lora, torch.float32)
         with torch.no_grad():
             for name, p in policy.named_parameters():

@@ -14,10 +14,10 @@ import torch
 from rounding import apart, rounding
 from train_lab import CONFIG, group, rollout, sampled_groups, segment, slow_logprobs, small_model
 
+from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import Qwen3, save_model
 from insitu.errors import ConfigError, TrainError
 from insitu.training.loss.inputs import StepInputs
-from insitu.training.loss_options import LossConfig
 from insitu.training.options import TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer import checkpoint
@@ -31,15 +31,15 @@ Named = dict[str, torch.Tensor]
 TRAINER = {"ratio": "trainer"}
 CONFIGS: dict[str, dict[str, object]] = {
     "dppo_opsm": {"off_policy_mask": 0.05},
-    "ppo_clip_tis": {"name": "ppo_clip", **TRAINER, "correction": "tis", "correction_high": 1.1},
-    "ppo_clip_rollout": {"name": "ppo_clip", **TRAINER, "correction": "mask", "correction_level": "rollout"},
-    "cispo_icepop": {"name": "cispo", **TRAINER, "correction": "icepop", "correction_level": "rollout_mean",
+    "ppo_clip_tis": {"loss": "ppo_clip", **TRAINER, "correction": "tis", "correction_high": 1.1},
+    "ppo_clip_rollout": {"loss": "ppo_clip", **TRAINER, "correction": "mask", "correction_level": "rollout"},
+    "cispo_icepop": {"loss": "cispo", **TRAINER, "correction": "icepop", "correction_level": "rollout_mean",
                      "correction_low": 0.95, "correction_high": 1.1},
-    "gspo": {"name": "gspo", "gspo_low": 0.05, "gspo_high": 0.05},
-    "gspo_trainer": {"name": "gspo", **TRAINER, "gspo_low": 0.05, "gspo_high": 0.05, "off_policy_mask": 0.1},
-    "decoupled": {"name": "decoupled"},
-    "k1": {"name": "ppo_clip", "kl": "k1", "kl_weight": 0.2},
-    "k2": {"name": "gspo", **TRAINER, "kl": "k2", "kl_weight": 0.2},
+    "gspo": {"loss": "gspo", "gspo_low": 0.05, "gspo_high": 0.05},
+    "gspo_trainer": {"loss": "gspo", **TRAINER, "gspo_low": 0.05, "gspo_high": 0.05, "off_policy_mask": 0.1},
+    "decoupled": {"loss": "decoupled"},
+    "k1": {"loss": "ppo_clip", "kl": "k1", "kl_weight": 0.2},
+    "k2": {"loss": "gspo", **TRAINER, "kl": "k2", "kl_weight": 0.2},
     "k3": {"kl": "k3", "kl_weight": 0.2},
 }  # fmt: skip
 
@@ -77,7 +77,7 @@ def tokens(model: Qwen3, r: Rollout) -> torch.Tensor:
 def factor(prox: torch.Tensor, mu: torch.Tensor, c: LossConfig) -> torch.Tensor:
     """What a correction multiplies by."""
     d = prox - mu
-    if c.name == "decoupled" and c.correction == "none":
+    if c.loss == "decoupled" and c.correction == "none":
         return d.exp()
     d = {"token": d, "rollout": d.sum().expand_as(d), "rollout_mean": d.mean().expand_as(d)}[
         c.correction_level
@@ -93,14 +93,14 @@ def policy_term(
     live: torch.Tensor, mu: torch.Tensor, prox: torch.Tensor, a: float, c: LossConfig
 ) -> torch.Tensor:
     """[n] token losses of one rollout; gspo's is the rollout's own, given to each token."""
-    old = prox if c.ratio == "trainer" or c.name == "decoupled" else mu
+    old = prox if c.ratio == "trainer" or c.loss == "decoupled" else mu
     r = (live - old).exp()
-    if c.name == "gspo":
+    if c.loss == "gspo":
         s = (live - old).mean().exp()
         return -torch.min(s * a, s.clamp(1 - c.gspo_low, 1 + c.gspo_high) * a).expand_as(live)
-    if c.name == "cispo":
+    if c.loss == "cispo":
         return -r.detach().clamp(max=5.0) * a * live
-    if c.name == "dppo":
+    if c.loss == "dppo":
         step = live.detach().exp() - mu.exp()
         kept = ~((step > 0.2) if a > 0 else (step < -0.2))
         return -(live - mu).exp() * a * kept
@@ -123,11 +123,11 @@ def slow_gradients(
                 prox, ref = tokens(before, r), tokens(reference, r)
             mu = torch.cat([torch.from_numpy(s.logprobs[s.mask]) for s in r.trajectory.segments]).double()
             loss = policy_term(live, mu, prox, a, c)
-            if c.correction != "none" or c.name == "decoupled":
+            if c.correction != "none" or c.loss == "decoupled":
                 loss = loss * factor(prox, mu, c)
             if c.off_policy_mask and a < 0 and float((mu - live.detach()).mean()) > c.off_policy_mask:
                 loss = loss * 0.0
-            if c.name == "dppo":
+            if c.loss == "dppo":
                 loss = loss + 1e-3 * (live - mu) ** 2
             if c.kl != "none":
                 d = live - ref
@@ -203,7 +203,7 @@ def test_a_step_tells_how_far_the_policy_is_from_those_that_sampled() -> None:
     live, ref, mu = (torch.cat(parts).double() for parts in zip(*found, strict=True))
     d, log_rho = live - ref, (live - mu).numpy()
     config = TrainConfig(
-        loss=LossConfig(name="ppo_clip", clip_low=0.01, clip_high=0.02, kl="k3"),
+        loss=LossConfig(loss="ppo_clip", clip_low=0.01, clip_high=0.02, kl="k3"),
         max_staleness=1,
         kl_alarm=1e-6,
         reference_alarm=1e-6,

@@ -102,7 +102,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
-LOOSE = TrainConfig(optim=OptimConfig(lr=1e-3), max_logprob_gap=10.0, max_staleness=9)
+LOOSE = TrainConfig(optim=OptimConfig(lr=1e-3), threads=1, max_logprob_gap=10.0, max_staleness=9)
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])

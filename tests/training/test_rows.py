@@ -9,8 +9,9 @@ import pytest
 from train_lab import group, rollout, segment
 
 from insitu.config import load_config
+from insitu.config.training import RowRules
 from insitu.errors import ConfigError
-from insitu.training.plan.row_selection import RowRules, choose_rows
+from insitu.training.plan.row_selection import choose_rows
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step, use_of
 from insitu.types import Ledger, Rollout, Segment
 
@@ -39,11 +40,11 @@ def plain() -> Rollout:
 
 
 def planned(rules: RowRules, **more: object) -> StepPlan:
-    return plan_step([group("train/0/0", [forked(), plain()])], PlanConfig(rows=rules, **more))  # type: ignore[arg-type]
+    return plan_step([group("train/0/0", [forked(), plain()])], PlanConfig(**rules.model_dump(), **more))  # type: ignore[arg-type]
 
 
 def test_collapse_trains_the_final_chain_with_the_turns_that_it_shares() -> None:
-    plan = planned(RowRules(mode="collapse"))
+    plan = planned(RowRules(rows="collapse"))
     row = plan.rows[0]
     assert [(r.rollout_id, r.segment) for r in plan.rows] == [(A, 1), (B, 0)]
     assert row.ids.tolist() == [1, 1, 7, 8, 5, 6, 6]
@@ -55,7 +56,7 @@ def test_collapse_trains_the_final_chain_with_the_turns_that_it_shares() -> None
 
 
 def test_final_gives_credit_to_the_same_row_but_all_tokens_count() -> None:
-    plan = planned(RowRules(mode="final"))
+    plan = planned(RowRules(rows="final"))
     assert np.flatnonzero(plan.rows[0].mask).tolist() == [2, 3, 5, 6]
     assert plan.rows[0].weight == pytest.approx(1 / 2 / 6)
     assert plan.ledger == Ledger(captured=8, trained=6, excluded={"not_final": 2})
@@ -95,7 +96,7 @@ def test_a_rollout_of_which_no_row_is_left_is_not_called_trained() -> None:
     """Its group's others are; its tokens keep the names under which they were left out."""
     long = rollout(A, 1.0, [segment(A, 0, list(range(9)), [False] + [True] * 8, [-1.0] * 9)])
     groups = [group("train/0/0", [long, rollout(B, 0.0, [segment(B, 0, [1, 2], [False, True], [-1.0] * 2)])])]
-    plan = plan_step(groups, PlanConfig(rows=RowRules(max_row_tokens=4)))
+    plan = plan_step(groups, PlanConfig(max_row_tokens=4))
     assert (plan.fates, plan.skipped) == ({A: "overlong", B: ""}, "")
     assert plan.ledger == Ledger(captured=9, trained=1, excluded={"overlong": 8})
 
@@ -114,14 +115,12 @@ def test_a_rollout_without_a_token_to_train_is_not_called_trained() -> None:
 def test_without_a_final_row_the_last_one_is_taken() -> None:
     segments = forked().trajectory.segments
     bare = [dataclasses.replace(s, label="append") for s in segments]
-    assert [s.index for s in choose_rows(rollout(A, 1.0, bare), RowRules(mode="collapse")).rows] == [2]
+    assert [s.index for s in choose_rows(rollout(A, 1.0, bare), RowRules(rows="collapse")).rows] == [2]
 
 
 def test_the_keys_reach_the_planner() -> None:
     config = load_config(None, ["train.rows=collapse", "train.max_row_tokens=900"])
-    assert PlanConfig.of(config).rows == RowRules(mode="collapse", max_row_tokens=900)
-    assert PlanConfig.of(load_config(None, ["train.max_rows=8"])).rows == RowRules(max_rows=8)
-    with pytest.raises(
-        ConfigError, match=r"train\.max_rows only applies to train\.rows all; final gives one row"
-    ):
+    assert PlanConfig.of(config).pick(RowRules) == RowRules(rows="collapse", max_row_tokens=900)
+    assert PlanConfig.of(load_config(None, ["train.max_rows=8"])).pick(RowRules) == RowRules(max_rows=8)
+    with pytest.raises(ConfigError, match=r"max_rows has no effect with rows = 'final', only with all"):
         load_config(None, ["train.max_rows=8", "train.rows=final"])

@@ -61,7 +61,7 @@ def test_updates_do_not_depend_on_micro_batches_or_row_order() -> None:
     weights = []
     for micro, index in ((64, np.arange(6)), (1, np.arange(6)), (4, order)):
         model = initialise(CONFIG, 0)
-        sft = Sft(model, SftConfig(micro_rows=micro, optim=OptimConfig(lr=0.0, muon_lr=0.0)))
+        sft = Sft(model, SftConfig(micro_rows=micro, optim=OptimConfig(lr=1e-12, muon_lr=0.0)))
         sft.optimiser.zero()
         sft._pass(SftTensors(prefix=prefix, rows=rows[index], mask=mask[index]), True)
         weights.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
@@ -74,7 +74,7 @@ def test_updates_do_not_depend_on_micro_batches_or_row_order() -> None:
 def test_row_weights_scale_rows() -> None:
     prefix, rows, mask = batch()
     model = initialise(CONFIG, 0)
-    one = Sft(model, SftConfig(optim=OptimConfig(lr=0.0, muon_lr=0.0)))
+    one = Sft(model, SftConfig(optim=OptimConfig(lr=1e-12, muon_lr=0.0)))
     only = np.array([0, 0, 1, 0, 0, 0], np.float32)
     assert one.step(prefix, rows, mask, only)[0] == pytest.approx(
         slow(model, prefix, rows[2:3], mask[2:3])[0], abs=1e-5

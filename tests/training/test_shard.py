@@ -17,13 +17,14 @@ from test_dist import made_plan
 from train_lab import small_model
 
 from insitu.config import load_config
+from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import save_model
 from insitu.errors import ConfigError, TrainError
 from insitu.training.learner.client import Learner, LearnerSpec
 from insitu.training.memory.plan import LADDER
 from insitu.training.model.hf import HfPolicy
 from insitu.training.model.load import device_of
-from insitu.training.options import LossConfig, OptimConfig, PolicyConfig, TrainConfig
+from insitu.training.options import OptimConfig, PolicyConfig, TrainConfig
 from insitu.training.plan.step import StepPlan
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.distributed import Sharded
@@ -35,9 +36,7 @@ pytestmark = pytest.mark.numeric
 SHARED = TrainConfig(
     policy=PolicyConfig(kind="hf"), ranks=2, shard=True, max_logprob_gap=100.0, max_staleness=9
 )
-HARD = dataclasses.replace(
-    CONFIG, loss=LossConfig(name="gspo", gspo_low=0.5, gspo_high=9.0, ratio="trainer"), epochs=2
-)
+HARD = CONFIG.changed(loss=LossConfig(loss="gspo", gspo_low=0.5, gspo_high=9.0, ratio="trainer"), epochs=2)
 """Passes without a gradient before those with one, and a way back over two updates."""
 
 
@@ -182,7 +181,7 @@ async def test_a_learner_of_two_shards_trains_exports_and_goes_on_alone(tmp_path
         assert learner.weights == start != once
         await learner.step(made_plan(2))
         assert learner.weights == once
-    alone = dataclasses.replace(spec, train=dataclasses.replace(SHARED, ranks=1, shard=False))
+    alone = dataclasses.replace(spec, train=SHARED.changed(ranks=1, shard=False))
     async with Learner.start(alone) as learner:
         await learner.load(tmp_path / "checkpoint")
         assert learner.weights == once
@@ -235,7 +234,7 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     ):
         device_of(policy, 0, 3)
     assert device_of(policy, 0, 1) is None
-    assert device_of(dataclasses.replace(policy, device="cpu"), 1, 2) == torch.device("cpu")
+    assert device_of(policy.changed(device="cpu"), 1, 2) == torch.device("cpu")
 
 
 def test_muon_is_refused(tmp_path: Path) -> None:

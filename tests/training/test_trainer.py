@@ -13,10 +13,10 @@ import torch
 from train_lab import CONFIG, group, rollout, sampled_groups, segment, slow_logprobs, small_model
 from transformers import Qwen3ForCausalLM
 
+from insitu.config.training import LossConfig, LossName
 from insitu.engines.embedded.model import Qwen3, save_model
 from insitu.errors import TrainError
-from insitu.training.loss_options import LossName
-from insitu.training.options import LossConfig, OptimConfig, TrainConfig
+from insitu.training.options import OptimConfig, TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer.trainer import Trainer
 from insitu.types import Group
@@ -67,7 +67,7 @@ def test_loss_and_gradient_equal_a_slow_reference_with_old_not_new() -> None:
     groups = sampled_groups(small_model(0))
     model = small_model(1)  # not the sampler's weights
     expected = slow_gradients(model, groups)
-    config = TrainConfig(loss=LossConfig(name="ppo_clip"))
+    config = TrainConfig(loss=LossConfig(loss="ppo_clip"))
     found = gradients(model, plan_step(groups, PlanConfig()), config)
     assert found[0] == pytest.approx(expected[0], abs=1e-6)
     assert max(float(g.abs().max()) for g in expected[1].values()) > 1e-3
@@ -208,7 +208,7 @@ def test_a_token_apart_by_rounding_is_not_trained(loss: LossName, epochs: int) -
             mask[18] = False
             rows = (*plan.rows[:4], dataclasses.replace(plan.rows[4], mask=mask), *plan.rows[5:])
             plan = dataclasses.replace(plan, rows=rows)
-        config = TrainConfig(epochs=epochs, loss=LossConfig(name=loss), optim=OptimConfig(lr=1e-3))
+        config = TrainConfig(epochs=epochs, loss=LossConfig(loss=loss), optim=OptimConfig(lr=1e-3))
         results.append(Trainer(model, config).step(plan))
         ends.append(weights(model))
     found, asked = results

@@ -11,9 +11,9 @@ import torch
 from train_lab import VOCAB, group, rollout, sampled_groups, segment, slow_logprobs, small_model
 
 from insitu.config import load_config
+from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import Qwen3
 from insitu.errors import TrainError
-from insitu.training.loss_options import LossConfig
 from insitu.training.memory.plan import load_of
 from insitu.training.options import TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
@@ -60,7 +60,7 @@ def gradients(model: Qwen3, plan: StepPlan, config: TrainConfig) -> tuple[float,
 def test_loss_and_gradients_are_those_of_padded_rows(name: str, budget: int) -> None:
     model, sampler = small_model(1), small_model(0)
     groups = [*sampled_groups(sampler), *(dataclasses.replace(g, id=f"f{g.id}") for g in _renamed(sampler))]
-    config = TrainConfig(loss=LossConfig(name=name))  # type: ignore[arg-type]
+    config = TrainConfig(loss=LossConfig(loss=name))  # type: ignore[arg-type]
     padded = plan_step(groups, PlanConfig(token_budget=10_000))
     tree = plan_step(groups, PlanConfig(token_budget=budget, layout="tree"))
     assert {b.layout for b in tree.batches} == {"tree"}

@@ -12,7 +12,7 @@ import lzma
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -258,7 +258,7 @@ async def replay(recording: Recording, renderer: TemplateRenderer, splitter: Spl
         listener = await stack.enter_async_context(gateway.listen_tcp())
         http = await stack.enter_async_context(aiohttp.ClientSession())
         # Prompts without other people's prose have more tokens than they had.
-        limits = replace(recording.limits, max_context_tokens=1 << 20)
+        limits = recording.limits.changed(max_context_tokens=1 << 20)
         session = gateway.open_session(recording.rollout, seed=recording.seed, limits=limits)
         base = f"http://127.0.0.1:{listener.port}/s/{session.public_id}"
         for exchange in recording.exchanges:

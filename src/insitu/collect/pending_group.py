@@ -122,7 +122,7 @@ class PendingGroup:
         limits = self.task.limits
         if deadline_s >= limits.wall_s:
             return self.task
-        return replace(self.task, limits=replace(limits, wall_s=deadline_s))
+        return replace(self.task, limits=limits.changed(wall_s=deadline_s))
 
 
 def new_pending_group(

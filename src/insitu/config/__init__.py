@@ -9,7 +9,8 @@ from insitu.config.load import (
     model_folder,
     read_toml,
 )
-from insitu.config.tables import Config, HarnessTable, SandboxKind, ToyKind
+from insitu.config.sandbox import SandboxKind
+from insitu.config.tables import Config, HarnessTable, ToyKind
 from insitu.config.training import TrainTable
 
 __all__ = [

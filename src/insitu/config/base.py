@@ -1,20 +1,44 @@
-"""Base class of all tables, and the number types of keys."""
+"""Base class of all tables, and the types of their keys."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from insitu import registry
 from insitu.errors import ConfigError
+from insitu.types.keys import (
+    Count,
+    CountOrZero,
+    Fraction,
+    Keys,
+    Seconds,
+    SecondsOrZero,
+    UsedWith,
+    description,
+    marks,
+    only,
+    unless,
+)
 
-Seconds = Annotated[float, Field(gt=0)]
-SecondsOrZero = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+__all__ = [
+    "Agent",
+    "Count",
+    "CountOrZero",
+    "Fraction",
+    "Keys",
+    "OwnPath",
+    "Seconds",
+    "SecondsOrZero",
+    "Table",
+    "UsedWith",
+    "description",
+    "marks",
+    "only",
+    "unless",
+]
 
 
 def _expand_home(text: str) -> str:
@@ -47,9 +71,15 @@ Agent = Annotated[str, _named("agents")]
 """Name, path or object of an agent; see `insitu.registry`. The same for the types below."""
 
 
-class Table(BaseModel):
-    """One table of the file; frozen; unknown keys and values of another type are errors."""
+class Table(Keys):
+    """One table of the file; a key that has no effect with the other values is an error."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        for key, field in type(self).model_fields.items():
+            if self.__dict__[key] == field.default:
+                continue
+            for mark in marks(field):
+                if reason := mark.reason(self):
+                    raise ValueError(f"{key} has no effect with {reason}")
+        return self

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from insitu.config.base import OwnPath, Table
+from insitu.config.base import OwnPath, Table, unless
+
+_SHIM = unless("shim_tool", "")
 
 
 class GatewayTable(Table):
@@ -25,18 +27,12 @@ class GatewayTable(Table):
     shim_tool: str = ""
     """For a model that cannot call tools: the agent's tool that runs a command. A reply that writes a command
     as text (JSON, a fenced shell block, a call in Python) becomes a call of it; empty = off."""
-    shim_argument: str = "command"
+    shim_argument: Annotated[str, _SHIM] = "command"
     """Argument of shim_tool for the command."""
-    shim_whole_text: bool = False
+    shim_whole_text: Annotated[bool, _SHIM] = False
     """Take a reply in any other form as a command as a whole."""
 
     @property
     def adds(self) -> str:
         """The first key in use that adds to the model's tools or output; empty if none."""
         return "gateway.tools" if self.tools else "gateway.shim_tool" if self.shim_tool else ""
-
-    @model_validator(mode="after")
-    def _shim_is_whole(self) -> Self:
-        if not self.shim_tool and (self.shim_argument != "command" or self.shim_whole_text):
-            raise ValueError("shim_argument and shim_whole_text have no effect without shim_tool")
-        return self

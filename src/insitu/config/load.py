@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from insitu.config.base import Table
+from insitu.config.base import Table, description
 from insitu.config.tables import Config
 from insitu.errors import ConfigError, boundary
 
@@ -121,8 +121,7 @@ def dump_toml(config: Config, *, comments: bool = True) -> str:
         kind = type(field.default)
         for key, info in kind.model_fields.items():
             text = f"{key} = {_toml(values.__dict__[key])}"
-            # a TOML comment ends with its line, so the description is joined to one line
-            words = " ".join((info.description or "").split()) if comments else ""
+            words = description(info) if comments else ""
             lines.append(f"{text}  # {words}" if words else text)
     return "\n".join(lines) + "\n"
 

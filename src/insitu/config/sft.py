@@ -9,14 +9,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from insitu.config.base import Count, CountOrZero, OwnPath, Table
+from insitu.config.base import Count, CountOrZero, Keys, OwnPath, Table
 
 
-class SftTable(Table):
-    """`insitu sft RUN`: supervised training on stored rollouts."""
+class SelectionKeys(Keys):
+    """Stored rollouts that are used."""
 
-    run: OwnPath = ""
-    """Run directory whose rollouts are used; the command line names it."""
     min_reward: float = 1.0
     """Least reward of a rollout that is used."""
     per_task: CountOrZero = 4
@@ -25,6 +23,13 @@ class SftTable(Table):
     """Skip a rollout whose tokens are identical to another one of its task."""
     held_out: bool = False
     """Use rollouts of held-out tasks too; evaluations on them are invalid afterwards."""
+
+
+class SftTable(SelectionKeys, Table):
+    """`insitu sft RUN`: supervised training on stored rollouts."""
+
+    run: OwnPath = ""
+    """Run directory whose rollouts are used; the command line names it."""
     epochs: Count = 2
     """Passes over the chosen rollouts."""
     rollouts_per_step: Count = 32

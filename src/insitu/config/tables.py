@@ -6,17 +6,18 @@ describes. No field holds a secret: secrets are read from environment variables 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from insitu.config.base import Agent, Count, CountOrZero, Fraction, OwnPath, Seconds, Table
+from insitu.config.base import Agent, Count, CountOrZero, Fraction, OwnPath, Seconds, Table, only, unless
 from insitu.config.engines import EngineTable
 from insitu.config.gateway import GatewayTable
 from insitu.config.model import PolicyTable
+from insitu.config.sandbox import SandboxTable
 from insitu.config.sft import SftTable
 from insitu.config.training import CollectTable, TrainTable
+from insitu.types.limits import LimitKeys
 
 WARM_AGENTS = ("pi", "script", "terminus")
 """Agents whose process or sandbox can serve more than one rollout."""
@@ -50,18 +51,7 @@ Source = Literal[
     "harbor",
     "terminal_bench",
 ]
-SandboxKind = Literal["local", "docker", "harbor"]
-DATA_SET_KEYS = (
-    "path",
-    "eval_share",
-    "on_invalid_row",
-    "assets",
-    "images",
-    "allowlist",
-    "transform",
-    "reward",
-    "checker",
-)
+_DATA_SET = unless("source", "toy")
 
 
 class RunTable(Table):
@@ -102,121 +92,36 @@ class TasksTable(Table):
 
     source: Source = "toy"
     """Generated bug-fix tasks, or the format of the data set at `path`; see docs/tasks.md."""
-    path: OwnPath = ""
-    """File or folder of the data set; not for toy."""
+    path: Annotated[OwnPath, _DATA_SET] = ""
+    """File or folder of the data set."""
     groups_per_step: Count = 12
     """Tasks per optimizer step."""
-    kinds: Annotated[tuple[ToyKind, ...], Field(strict=False)] = ()
-    """toy: kinds of faults to use; empty = all."""
-    eval_share: Fraction = 0.25
-    """Share of a data set that is held out, by content hash; 1 = all of it, 0 = none. Not for toy."""
-    on_invalid_row: Literal["refuse", "skip"] = "refuse"
-    """A row that cannot be graded: refuse = reject the data set; skip = skip the row. Not for toy."""
-    assets: OwnPath = ""
+    kinds: Annotated[tuple[ToyKind, ...], Field(strict=False), only("source", "toy")] = ()
+    """Kinds of faults to use; empty = all."""
+    eval_share: Annotated[Fraction, _DATA_SET] = 0.25
+    """Share of a data set that is held out, by content hash; 1 = all of it, 0 = none."""
+    on_invalid_row: Annotated[Literal["refuse", "skip"], _DATA_SET] = "refuse"
+    """A row that cannot be graded: refuse = reject the data set; skip = skip the row."""
+    assets: Annotated[OwnPath, _DATA_SET] = ""
     """swe_pro, slime: folder with the set's run scripts."""
-    images: OwnPath = ""
+    images: Annotated[OwnPath, _DATA_SET] = ""
     """JSON file: image name or task id -> image reference (digest pins, mirrors); empty = unchanged."""
-    allowlist: OwnPath = ""
+    allowlist: Annotated[OwnPath, _DATA_SET] = ""
     """File written by `insitu tasks validate`: only tasks that passed are used; empty = all."""
-    transform: str = ""
+    transform: Annotated[str, _DATA_SET] = ""
     """Dotted path of a function row -> row or None, called first; empty = none."""
-    checker: str = ""
+    checker: Annotated[str, _DATA_SET] = ""
     """Dotted path of a function (stdin, expected, printed) -> bool, for runner stdio; empty = by words."""
     parse_answer: str = ""
     """Dotted path of a function (reply, task) -> files, for single_turn; empty = the last code block."""
-    reward: str = ""
+    reward: Annotated[str, _DATA_SET] = ""
     """Dotted path of a function (row, answer, verdict) -> reward from 0 to 1; empty = the verdict's own."""
 
     @model_validator(mode="after")
     def _fits_source(self) -> Self:
-        if self.source == "toy":
-            for key in DATA_SET_KEYS:
-                if self.__dict__[key] != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} has no effect with source = 'toy'")
-        elif not self.path:
+        if self.source != "toy" and not self.path:
             raise ValueError(f"source = {self.source!r} needs path: the file or folder of the data set")
-        elif self.kinds:
-            raise ValueError('tasks.kinds only applies to source = "toy"')
         return self
-
-
-class SandboxTable(Table):
-    """Where agents run and are graded."""
-
-    backend: SandboxKind = "local"
-    """local = namespaces of this machine; docker = containers, which tasks with images need; harbor =
-    sandboxes of Harbor's environments (clouds), for grading: no agent reaches the gateway from there."""
-    fallback: SandboxKind | Literal[""] = ""
-    """Backend used while `backend` is down; empty = none: sandboxes wait for it, or fail."""
-    environment: str = ""
-    """harbor: kind of environment (e2b, modal, daytona, ...), or dotted path of a function that creates one:
-    package.module:function (spec, folder) -> environment."""
-    mode: Literal["auto", "bubblewrap", "namespaces"] = "auto"
-    """local: isolation; auto = bubblewrap, else namespaces."""
-    image: str = ""
-    """docker, harbor: default image, for tasks without one."""
-    program: str = "docker"
-    """docker: the command line to use, docker or podman."""
-    runtime: str = ""
-    """docker: OCI runtime of the sandboxes; empty = the daemon's default."""
-    user: Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] = "1000:1000"
-    """docker, with insitu running as root: user and group that everything in a sandbox runs as."""
-    memory_mb: Annotated[int, Field(ge=512)] = 4096
-    """Memory limit of one sandbox, including its in-memory files; local: requires control groups."""
-    disk_mb: CountOrZero = 0
-    """docker: disk limit of one sandbox with a task's image; 0 = no limit. Needs storage with quotas:
-    overlay2 on xfs mounted with pquota, btrfs (the image's content counts too) or zfs. Sandboxes without such
-    an image write to memory."""
-    pull_timeout_s: Seconds = 1800.0
-    """docker, harbor: timeout of an image pull."""
-    max_sandboxes: CountOrZero = 0
-    """Concurrent sandboxes for agents, grading and spares; 0 = as many as the run needs, at least 128."""
-    warm: CountOrZero = 1
-    """Spare sandboxes kept ready for a plain spec that is requested repeatedly, e.g. for grading."""
-    boot_attempts: Count = 3
-    """Attempts to start a sandbox before the rollout attempt fails."""
-    boot_timeout_s: Seconds = 120.0
-    """Timeout of one start; an image pull has pull_timeout_s more."""
-    breaker_failures: Count = 5
-    """Circuit breaker: failed starts within the window that take a backend out of use."""
-    breaker_window_s: Seconds = 60.0
-    """Circuit breaker: length of the window."""
-    breaker_cooldown_s: Seconds = 30.0
-    """Circuit breaker: first cooldown; doubled by each failed trial."""
-
-    @property
-    def kinds(self) -> tuple[SandboxKind, ...]:
-        """The backends in use, the preferred one first."""
-        return (self.backend, self.fallback) if self.fallback else (self.backend,)
-
-    @model_validator(mode="after")
-    def _fits_backend(self) -> Self:
-        for key, owners in SANDBOX_KEYS.items():
-            default = type(self).model_fields[key].default
-            if not {*owners} & {*self.kinds} and self.__dict__[key] != default:
-                used = f"backend = {self.backend!r}" + (
-                    f", fallback = {self.fallback!r}" * bool(self.fallback)
-                )
-                raise ValueError(f"{key} has no effect with {used}, only with {' or '.join(owners)}")
-        if self.fallback == self.backend:
-            raise ValueError(f"fallback is the backend itself: {self.backend}")
-        if "harbor" in self.kinds and not self.environment:
-            raise ValueError("harbor needs sandbox.environment: one of Harbor's environments, e.g. e2b")
-        return self
-
-
-SANDBOX_KEYS: Mapping[str, tuple[SandboxKind, ...]] = {
-    "mode": ("local",),
-    "environment": ("harbor",),
-    "image": ("docker", "harbor"),
-    "program": ("docker",),
-    "runtime": ("docker",),
-    "user": ("docker",),
-    "memory_mb": ("local", "docker"),
-    "disk_mb": ("docker",),
-    "pull_timeout_s": ("docker", "harbor"),
-}
-"""Keys of [sandbox] used by some backends only; all backends use the others."""
 
 
 class HarnessTable(Table):
@@ -241,21 +146,8 @@ class HarnessTable(Table):
     """Most bytes kept per attempt; a file that exceeds the remainder is skipped."""
 
 
-class LimitsTable(Table):
+class LimitsTable(LimitKeys, Table):
     """Limits of one rollout; a rollout that reaches one is graded."""
-
-    wall_s: Seconds = 120.0
-    """Seconds from the agent's start to its forced stop, without engine downtime."""
-    max_calls: Count = 8
-    """Model calls per rollout."""
-    max_call_tokens: Count = 96
-    """Sampled tokens per model call."""
-    max_session_tokens: Count = 65536
-    """Sampled tokens per rollout."""
-    max_prompt_tokens: CountOrZero = 0
-    """Prompt tokens per rollout, summed over its calls; 0 = no limit."""
-    max_nodes: Count = 1024
-    """Nodes of a rollout's forest; a call adds two at most."""
 
 
 class GradeTable(Table):
@@ -374,20 +266,8 @@ class Config(Table):
             raise ValueError("collect.group_min is larger than collect.group_size")
         if self.train.min_groups > self.tasks.groups_per_step:
             raise ValueError("train.min_groups is larger than tasks.groups_per_step: no step could train")
-        if self.train.max_rows and self.train.rows != "all":
-            raise ValueError(
-                f"train.max_rows only applies to train.rows all; {self.train.rows} gives one row"
-            )
         if self.limits.max_call_tokens >= self.model.max_context_tokens:
             raise ValueError("limits.max_call_tokens leaves no room for a prompt in model.max_context_tokens")
-        if self.train.advantage == "maxrl" and self.train.truncated == "penalise":
-            raise ValueError(
-                "train.advantage maxrl needs rewards >= 0; train.truncated penalise gives negative ones"
-            )
-        if self.train.advantage == "maxrl" and self.train.overlong_tokens:
-            raise ValueError(
-                "train.advantage maxrl needs rewards >= 0; train.overlong_tokens gives negative ones"
-            )
         return self
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ async def sent_prompt(
     renderer = load_renderer(folder)
     engine = ScriptedEngine(renderer, lambda ids, key: Message(role="assistant", text="done"))
     # A tokenizer without the prompt's lines falls back to bytes, which need more context.
-    task = ToySource(replace(limits_of(config), max_context_tokens=65536)).tasks("train", 0, 1)[0]
+    task = ToySource(limits_of(config).changed(max_context_tokens=65536)).tasks("train", 0, 1)[0]
     plays = [DemonstrationSpec(rollout_id=f"probe/{agent}", task=task)]
     await _record(_with_agent(config, agent, 1), renderer, engine, plays, view)
     return renderer, task, engine.sent[0].ids

@@ -52,16 +52,8 @@ class _Body(BaseModel):
 _AnyBody = TypeVar("_AnyBody", bound=_Body)
 
 
-class LimitsBody(_Body):
-    """`types.Limits`; what is left out is the server's own."""
-
-    wall_s: Annotated[float, Field(gt=0)] | None = None
-    max_calls: Count | None = None
-    max_call_tokens: Count | None = None
-    max_session_tokens: Count | None = None
-    max_context_tokens: Count | None = None
-    max_prompt_tokens: Annotated[int, Field(ge=0)] | None = None
-    max_nodes: Count | None = None
+class LimitsBody(_Body, Limits):
+    """Limits of a session; those that are not set are the server's own."""
 
 
 class ToolBody(_Body):
@@ -216,7 +208,7 @@ class Admin:
             raise AdminError(429, f"{self._max_sessions} sessions are open")
         if any(session.rollout_id == rollout_id for session in self._open.values()):
             raise AdminError(409, "a session of this rollout is open")
-        limits = dataclasses.replace(self._limits, **body.limits.model_dump(exclude_none=True))
+        limits = body.limits.over(self._limits)
         session = self._gateway.open_session(
             rollout_id,
             seed=body.seed,

@@ -65,15 +65,7 @@ class AgentRuntime:
 
 
 def limits_of(config: Config) -> Limits:
-    return Limits(
-        wall_s=config.limits.wall_s,
-        max_calls=config.limits.max_calls,
-        max_call_tokens=config.limits.max_call_tokens,
-        max_session_tokens=config.limits.max_session_tokens,
-        max_context_tokens=config.model.max_context_tokens,
-        max_prompt_tokens=config.limits.max_prompt_tokens,
-        max_nodes=config.limits.max_nodes,
-    )
+    return config.limits.pick(Limits, max_context_tokens=config.model.max_context_tokens)
 
 
 def make_harness(config: Config, backend: SandboxBackend) -> Harness:

@@ -21,7 +21,7 @@ from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.harbor import HarborBackend
 from insitu.sandbox.harbor_sdk import Factory
 from insitu.sandbox.local import LocalBackend
-from insitu.sandbox.pool import Pool, PoolOptions
+from insitu.sandbox.pool import DEFAULT_MAX_SANDBOXES, Pool, PoolOptions
 from insitu.storage.temp_dirs import cache_folder
 from insitu.tasks.base import TaskSource
 from insitu.tasks.dataset import RowSource
@@ -30,7 +30,6 @@ from insitu.types import Task
 
 log = logging.getLogger(__name__)
 
-DEFAULT_MAX_SANDBOXES = 128
 WORK_BYTES = 128 << 20
 NO_AGENT = "single_turn"
 """The harness that opens no sandbox."""
@@ -67,11 +66,10 @@ def make_pool(config: Config, say: Callable[[str], None] = log.warning) -> Pool:
     for reason in failures:
         say(f"backend unavailable: {reason}; sandboxes come from {backends[0].name} for the whole run")
     fetch_s = table.pull_timeout_s if {"docker", "harbor"} & {*table.kinds} else 0.0
-    options = PoolOptions(
+    options = table.pick(
+        PoolOptions,
         max_sandboxes=table.max_sandboxes or max(DEFAULT_MAX_SANDBOXES, config.sandboxes_needed),
-        warm=table.warm,
         in_order=True,
-        boot_attempts=table.boot_attempts,
         boot_timeout_s=table.boot_timeout_s + fetch_s,
         circuit=CircuitOptions(
             threshold=table.breaker_failures,

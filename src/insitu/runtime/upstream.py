@@ -22,15 +22,10 @@ from insitu.gateway.text_log import spent_in
 def upstream_options(config: Config) -> ProviderOptions:
     """Return the provider's options; raise ConfigError if the key is not in the environment."""
     table = config.engine
-    return ProviderOptions(
-        url=table.url,
-        model=table.model,
+    return table.pick(
+        ProviderOptions,
         key=secret_from_environment(table.key_env),
         call_deadline_s=table.call_timeout_s,
-        requests_per_minute=table.requests_per_minute,
-        max_concurrent=table.max_concurrent,
-        max_wait_s=table.max_wait_s,
-        max_cost=table.max_cost,
         prices=Prices(
             input=table.input_price,
             cached=table.cached_price,

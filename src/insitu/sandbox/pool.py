@@ -18,10 +18,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
+from insitu.config.base import Count
+from insitu.config.sandbox import PoolKeys
 from insitu.errors import (
     ImageMissing,
     ImageUnavailable,
@@ -37,6 +39,8 @@ from insitu.sandbox.pooled_sandbox import PooledSandbox
 
 log = logging.getLogger(__name__)
 
+DEFAULT_MAX_SANDBOXES = 128
+
 ASKED_FOR: frozenset[Capability] = frozenset(
     {"network_none", "gateway_only", "allowlist", "images", "resource_limits", "root_setup"}
 )
@@ -51,17 +55,10 @@ TELL_S = 30.0
 """A wait for a permit that is told, and how often it is told again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolOptions:
+class PoolOptions(PoolKeys):
     """How a pool treats its backends."""
 
-    max_sandboxes: int = 128
-    """Sandboxes at once, spare ones included."""
-    warm: int = 1
-    """Spare sandboxes kept ready of specs that are asked for again and again; see `Pool.create`."""
-    boot_attempts: int = 3
-    boot_timeout_s: float = 120.0
-    """Of one try."""
+    max_sandboxes: Count = DEFAULT_MAX_SANDBOXES
     pause_s: float = 0.5
     """Before the second try; each further pause is twice as long."""
     permit_wait_s: float = 3600.0
@@ -71,7 +68,7 @@ class PoolOptions:
     down_s: float = 30.0
     """How long a sandbox is waited for when every backend is down, before the best of them is tried
     anyway."""
-    circuit: CircuitOptions = field(default_factory=CircuitOptions)
+    circuit: CircuitOptions = CircuitOptions()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from insitu.errors import TaskError, boundary
 from insitu.tasks.base import Item
 from insitu.tasks.row_files import OwnRow
 from insitu.types import FileEntry, GradingPlan, Limits, Oracle, Setup, Task, Tree, task_hash
+from insitu.types.limits import LimitKeys
 
 MAX_TREE_FILES = 10_000
 MAX_TREE_BYTES = 64 << 20
@@ -22,17 +22,13 @@ Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class LimitsRow(OwnRow):
-    """Limits that a row sets for itself; they win against [limits]. None = as [limits] says."""
+class LimitsRow(OwnRow, LimitKeys):
+    """Limits that a row sets for itself; the others are those of [limits]."""
 
-    wall_s: Annotated[float, Field(gt=0)] | None = None
-    max_calls: Positive | None = None
-    max_call_tokens: Positive | None = None
-    max_session_tokens: Positive | None = None
-    max_prompt_tokens: Positive | None = None
-
-    def over(self, limits: Limits) -> Limits:
-        return replace(limits, **{key: value for key, value in self if value is not None})
+    @model_validator(mode="before")
+    @classmethod
+    def _is_set(cls, value: object) -> object:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 def safe_path(path: str) -> str:

@@ -67,10 +67,12 @@ class TerminusFormat:
             raise TaskError("verify is empty: nothing can be graded")
         name = parsed.id or f"{place.path.name.partition('.')[0]}-{place.number}"
         turns = [n for n in (parsed.max_steps, parsed.max_turns) if n is not None]
-        limits = LimitsRow(
-            wall_s=parsed.sandbox_timeout,
-            max_calls=min(turns) if turns else None,
-            max_call_tokens=parsed.max_completion_length,
+        limits = LimitsRow.model_validate(
+            {
+                "wall_s": parsed.sandbox_timeout,
+                "max_calls": min(turns) if turns else None,
+                "max_call_tokens": parsed.max_completion_length,
+            }
         )
         checks = tuple(
             Check(name=c.name or f"verify {n}", command=c.command, markers=c.markers, weight=c.weight)

@@ -5,26 +5,18 @@ No torch here: the controller builds these, the learner's process reads them bac
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
-from insitu.config import Config, TrainTable
+from pydantic import Field, model_validator
+
+from insitu.config import Config
+from insitu.config.base import CountOrZero, Keys
+from insitu.config.model import PolicyKeys
+from insitu.config.training import LearnerKeys, LossConfig, OptimizerKeys
 from insitu.errors import ConfigError, boundary
-from insitu.training.loss_options import LossConfig
-
-__all__ = [
-    "LossConfig",
-    "OptimConfig",
-    "StepResult",
-    "TrainConfig",
-    "dump_config",
-    "loss_of",
-    "parse_config",
-    "rate",
-]
 
 Decay = Literal["constant", "linear", "cosine"]
 
@@ -33,29 +25,21 @@ EMBEDDED_GAP, FLOAT32_GAP, ROUNDED_GAP = 1e-4, 1e-3, 1.0
 compute in float32, and anything else."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimConfig:
-    """How weights move."""
+class OptimConfig(OptimizerKeys):
+    """AdamW or Muon and their schedule; step k of n warm-up steps has k/n of the rate."""
 
-    lr: float = 2e-4
-    """AdamW's learning rate at the top of the schedule."""
     muon_lr: float = 0.0
     """Muon's learning rate for hidden matrices; 0 = AdamW for everything."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
-    """Largest global gradient norm."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up; step k of n runs at k/n of the rate."""
-    decay: Decay = "constant"
     total_steps: int = 0
     """Steps until the decay ends; needed unless constant."""
     final: float = 0.0
     """Share of the rate that is left when the decay has ended."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _decay_has_steps(self) -> Self:
         if self.decay != "constant" and self.total_steps <= self.warmup_steps:
-            raise ConfigError(f"decay={self.decay} needs total_steps > warmup_steps")
+            raise ValueError(f"decay={self.decay} needs total_steps > warmup_steps")
+        return self
 
 
 def rate(config: OptimConfig, step: int) -> float:
@@ -69,14 +53,13 @@ def rate(config: OptimConfig, step: int) -> float:
     return config.final + (1.0 - config.final) * left
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lora:
+class Lora(Keys):
     """Low-rank adapters that are trained instead of the weights; see model/lora.py."""
 
     rank: int
     alpha: float
     """They count alpha / rank times."""
-    targets: tuple[str, ...] = ()
+    targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Last names of the matrices that have one; empty = those of attention and MLP that each layer has."""
     merged: Literal["", "auto", "float32", "bfloat16"] = ""
     """Type in which an engine holds the sum of matrix and adapter; auto = as the start model's config.json
@@ -90,15 +73,9 @@ def publishes_adapters(config: Config) -> bool:
     return config.policy.lora_rank > 0 and by_name and not config.sft.run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyConfig:
-    """How the model is held; the keys of [policy]."""
+class PolicyConfig(PolicyKeys):
+    """The trained model, its device, and its adapters if it has any."""
 
-    kind: Literal["builtin", "hf"] = "builtin"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    memory_gib: float = 0.0
-    """Memory of the device that training may fill; 0 = what is free."""
     lora: Lora | None = None
 
     @classmethod
@@ -114,69 +91,43 @@ class PolicyConfig:
                 targets=p.lora_targets,
                 merged="" if publishes_adapters(config) else merged,
             )
-        return cls(kind=p.kind, device=p.device, dtype=p.dtype, memory_gib=p.memory_gib, lora=lora)
+        return p.pick(cls, lora=lora)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """How the trainer turns a plan into one update per epoch."""
+class TrainConfig(LearnerKeys):
+    """Options of the trainer, which turns a plan into one update per epoch."""
 
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    epochs: int = 1
-    """Updates from one plan."""
-    temperature: float = 1.0
-    """The sampler's: the trainer's log-probabilities are those of softmax(logits / temperature)."""
-    max_logprob_gap: float = 1e-4
+    optim: OptimConfig = OptimConfig()
+    loss: LossConfig = LossConfig()
+    policy: PolicyConfig = PolicyConfig()
+    max_logprob_gap: Annotated[float, Field(ge=0)] = EMBEDDED_GAP
     """Largest |trainer - sampler| log-probability of a token of the current version; above it, no update."""
-    max_staleness: int = 0
-    """Versions that a trained token may be behind the trainer; 0 = synchronous. Beyond it, no update."""
-    reference: str = ""
-    """Model folder of the reference policy, where the loss has one; empty = the model the learner began
-    with."""
-    kl_alarm: float = 0.1
-    """Divergence of the trainer from the policies that sampled, above which a step gives a warning; 0 =
-    never."""
-    reference_alarm: float = 0.0
-    """Divergence from the reference policy above which a step gives a warning; 0 = never."""
-    threads: int = 1
-    """Torch threads while training."""
-    ranks: int = 1
-    """Processes that train together (trainer/distributed.py)."""
-    shard: bool = False
-    """Each rank holds a part of the model, its gradients and moments; otherwise a replica."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """The sampler's: the trainer's log-probabilities are those of softmax(logits / temperature)."""
+    max_staleness: CountOrZero = 0
+    """Versions that a trained token may be behind the trainer; beyond it, no update."""
     share_gpu: bool = False
-    """An engine has the GPU's memory between two steps: what torch keeps for the next one is given back."""
-    step_timeout_s: float = 3600.0
-    """Most seconds for one step; so long a rank waits for another one too."""
+    """An engine uses the GPU's memory between two steps: torch's cache is emptied after each."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _sharded(self) -> Self:
         if self.shard and (self.ranks == 1 or self.policy.kind != "hf"):
-            raise ConfigError("train.shard needs ranks > 1 and policy.kind hf")
-        if not (min(self.epochs, self.threads, self.ranks) >= 1 and self.temperature > 0):
-            raise ConfigError("train: epochs, threads and ranks must be >= 1, temperature > 0")
+            raise ValueError("train.shard needs ranks > 1 and policy.kind hf")
+        return self
 
     @classmethod
     def of(cls, config: Config) -> TrainConfig:
         """The learner's part of a run's configuration."""
         t = config.train
-        return cls(
+        return t.pick(
+            cls,
             optim=_optim(config),
-            loss=loss_of(t),
+            loss=t.pick(LossConfig),
             policy=PolicyConfig.of(config),
-            epochs=t.epochs,
             temperature=config.engine.temperature,
             max_logprob_gap=t.max_logprob_gap or _gap_limit(config),
             max_staleness=config.collect.max_staleness,
-            reference=t.reference,
-            kl_alarm=t.kl_alarm,
-            reference_alarm=t.reference_alarm,
-            threads=t.threads,
-            ranks=t.ranks,
-            shard=t.shard,
             share_gpu=config.engine.share_gpu,
-            step_timeout_s=t.step_timeout_s,
         )
 
 
@@ -196,40 +147,8 @@ def _optim(config: Config) -> OptimConfig:
     so that a run may be resumed for more steps."""
     t = config.train
     decay: Decay = "constant" if config.sft.run else t.decay  # [sft] has its own
-    return OptimConfig(
-        lr=t.lr,
-        betas=t.betas,
-        weight_decay=t.weight_decay,
-        grad_clip=t.grad_clip,
-        warmup_steps=t.warmup_steps,
-        decay=decay,
-        total_steps=0 if decay == "constant" else config.run.steps * t.epochs,
-    )
-
-
-def loss_of(t: TrainTable) -> LossConfig:
-    """The loss of a run's configuration; the planner asks too, whether it has a pull."""
-    return LossConfig(
-        name=t.loss,
-        ratio=t.ratio,
-        dppo_low=t.dppo_low,
-        dppo_high=t.dppo_high,
-        dppo_tau=t.dppo_tau,
-        clip_low=t.clip_low,
-        clip_high=t.clip_high,
-        dual_clip=t.dual_clip,
-        gspo_low=t.gspo_low,
-        gspo_high=t.gspo_high,
-        cispo_cap=t.cispo_cap,
-        correction=t.correction,
-        correction_level=t.correction_level,
-        correction_low=t.correction_low,
-        correction_high=t.correction_high,
-        off_policy_mask=t.off_policy_mask,
-        kl=t.kl,
-        kl_weight=t.kl_weight,
-        kl_unbiased=t.kl_unbiased,
-    )
+    total_steps = 0 if decay == "constant" else config.run.steps * t.epochs
+    return t.pick(OptimConfig, decay=decay, total_steps=total_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,25 +217,10 @@ def gaps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
 
 def dump_config(config: TrainConfig) -> str:
     """JSON text that `parse_config` reads back."""
-    return json.dumps(asdict(config))
+    return config.model_dump_json()
 
 
 def parse_config(text: str) -> TrainConfig:
     """Read what `dump_config` wrote. Raises ConfigError."""
     with boundary(ConfigError, "read the trainer's configuration"):
-        raw = json.loads(text)
-        try:
-            optim, loss = raw.pop("optim"), raw.pop("loss")
-            optim["betas"] = tuple(optim["betas"])
-            policy = raw.pop("policy")
-            lora = policy.pop("lora")
-            if lora is not None:
-                lora = Lora(**{**lora, "targets": tuple(lora["targets"])})
-            return TrainConfig(
-                optim=OptimConfig(**optim),
-                loss=LossConfig(**loss),
-                policy=PolicyConfig(**policy, lora=lora),
-                **raw,
-            )
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"the trainer's configuration is not complete: {error}") from error
+        return TrainConfig.model_validate_json(text)

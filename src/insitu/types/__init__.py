@@ -27,6 +27,7 @@ from insitu.types.judgement import (
     Verdict,
     equal_rewards,
 )
+from insitu.types.limits import Limits
 from insitu.types.messages import Message, ModelRequest, Reply, Role, ToolCall, ToolSpec
 from insitu.types.tasks import (
     WORKDIR,
@@ -36,7 +37,6 @@ from insitu.types.tasks import (
     FileEntry,
     GradingPlan,
     HiddenTests,
-    Limits,
     Oracle,
     RewardKind,
     Setup,

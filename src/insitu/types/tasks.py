@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from insitu.types.limits import Limits
+
 WORKDIR = "/work"
 """Inside path of the work folder of a sandbox whose task names none."""
 
@@ -21,26 +23,6 @@ class FileEntry:
 
 Tree = Mapping[str, FileEntry]
 """Relative POSIX path -> file. Empty directories are not kept."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of one rollout; a rollout that reaches one is graded, not retried."""
-
-    wall_s: float = 120.0
-    """Seconds from the agent's start to its forced stop."""
-    max_calls: int = 32
-    """Model calls per session."""
-    max_call_tokens: int = 512
-    """Sampled tokens per model call."""
-    max_session_tokens: int = 65536
-    """Sampled tokens per session."""
-    max_context_tokens: int = 4096
-    """Prompt plus sampled tokens of one call."""
-    max_prompt_tokens: int = 0
-    """Prompt tokens per session, summed over its calls; 0 = no limit."""
-    max_nodes: int = 1024
-    """Nodes of the session's forest: a call adds two at most."""
 
 
 RewardKind = Literal["binary", "fraction"]
@@ -91,7 +73,7 @@ class Task:
     """Initial work folder; for a task with an image, files laid over the image's work folder."""
     setup: Setup = Setup()
     grading: GradingPlan = GradingPlan()
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     category: str = ""
     """Free label for per-category statistics, e.g. the kind of fault."""
     content_hash: str = ""

@@ -12,7 +12,7 @@ import asyncio
 import platform
 import tempfile
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from insitu.agents.base import AgentResult, Harness, ModelAccess
@@ -106,7 +106,7 @@ async def _run(harness: Harness, play: AgentTools, folder: Path, record: Path | 
             path = record / f"{harness.name}.jsonl.xz"
             head = {
                 **{"agent": harness.name, "version": harness.version, "rollout": session.rollout_id},
-                **{"seed": SEED, "limits": asdict(limits), "books": _books(trajectory)},
+                **{"seed": SEED, "limits": limits.model_dump(), "books": _books(trajectory)},
             }
             await asyncio.to_thread(recorder.write, path, head, hidden)
     finding = judge(harness.version, play, director, engine, session, result, trajectory)

@@ -14,7 +14,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -249,7 +249,7 @@ def show_task(config: Config, task_id: str, *, tests: bool = False) -> Mapping[s
         "protected": list(task.grading.protected),
         "trust": trust_of(item.task, item.oracle)[0],
         "tests": len(required(item.oracle)),
-        "limits": asdict(task.limits),
+        "limits": task.limits.model_dump(),
         "files": {path: len(entry.content) for path, entry in sorted(task.files.items())},
         "prompt": task.prompt,
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from insitu.training.loss_options import LossConfig
+from insitu.config.training import LossConfig
 
 
 def correct(log_w: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from insitu.config.training import LossConfig
 from insitu.training.loss.losses import LossInputs
-from insitu.training.loss_options import LossConfig
 from insitu.training.plan.packing import MicroBatch
 from insitu.training.plan.step import StepPlan
 

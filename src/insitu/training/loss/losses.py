@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from insitu.config.training import LossConfig
 from insitu.errors import TrainError
 from insitu.training.loss.importance import correct, off_policy_keeps
 from insitu.training.loss.kl import divergence
-from insitu.training.loss_options import LossConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,9 @@ class TokenLoss:
 
 def token_loss(logp: Tensor, terms: LossInputs, config: LossConfig) -> TokenLoss:
     """logp [N], carries the gradient. Raises TrainError when a log-probability that it needs is missing."""
-    loss, cut = LOSSES[config.name](logp, terms, config)
+    loss, cut = LOSSES[config.loss](logp, terms, config)
     loss, corrected = _corrected(loss, logp, terms, config)
-    if config.name == "dppo":
+    if config.loss == "dppo":
         loss = config.dppo_tau * (logp - terms.mu).square() + loss
     if config.kl == "none":
         return TokenLoss(loss, cut, corrected)
@@ -102,7 +102,7 @@ def token_loss(logp: Tensor, terms: LossInputs, config: LossConfig) -> TokenLoss
 
 def _needed(tensor: Tensor | None, what: str, config: LossConfig) -> Tensor:
     if tensor is None:
-        raise TrainError(f"loss {config.name} lacks the {what} log-probabilities that it was asked to use")
+        raise TrainError(f"loss {config.loss} lacks the {what} log-probabilities that it was asked to use")
     return tensor
 
 
@@ -119,7 +119,7 @@ def _corrected(
 ) -> tuple[Tensor, Tensor | None]:
     """The policy term under corrections, and where they bound it."""
     bounded: Tensor | None = None
-    if config.correction != "none" or config.name == "decoupled":
+    if config.correction != "none" or config.loss == "decoupled":
         log_w = _prox(logp, terms) - terms.mu
         if config.correction != "none" and config.correction_level != "token":
             log_w = _needed(terms.prox_mu, "trainer's own", config)

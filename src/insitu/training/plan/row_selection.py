@@ -8,40 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 
-from insitu.config import Config
+from insitu.config.training import RowRules
 from insitu.errors import TrainError
 from insitu.training.plan.prefix import common_prefix
 from insitu.types import Rollout, Segment
-
-RowMode = Literal["all", "collapse", "final"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowRules:
-    """Choices about rows."""
-
-    mode: RowMode = "all"
-    """`all`: every segment is a row. `collapse`: a rollout is its final chain and nothing else; sampled
-    tokens of that chain that stand in earlier segments are trained in it, others are as if never sampled.
-    `final`: only tokens of the final chain get credit, the others count in the means with none."""
-    max_rows: int = 0
-    """Most rows of one rollout, 0 = no limit: the first ones and the last stay."""
-    max_row_tokens: int = 0
-    """Most tokens of one row, 0 = no limit: a longer one is not trained, for the reason `overlong`."""
-
-    @classmethod
-    def of(cls, config: Config) -> RowRules:
-        """Those of a run's configuration."""
-        t = config.train
-        return cls(mode=t.rows, max_rows=t.max_rows, max_row_tokens=t.max_row_tokens)
-
-
-ALL_ROWS = RowRules()
-"""Nothing is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +40,14 @@ def cut_rows(segments: Sequence[Segment], total: int, rules: RowRules) -> Chosen
     together."""
     if not segments:
         return Chosen(rows=(), counted=0, excluded={})
-    if rules == ALL_ROWS:
+    if rules.rows == "all" and not rules.max_rows and not rules.max_row_tokens:
         return Chosen(rows=tuple(segments), counted=total, excluded={})
-    if rules.mode == "all":
+    if rules.rows == "all":
         kept, excluded = list(segments), {}
     else:
         kept = [_collapsed(segments)]
         excluded = {"not_final": total - _tokens(kept)}
-    counted = total if rules.mode == "final" else _tokens(kept)
+    counted = total if rules.rows == "final" else _tokens(kept)
     capped = _few(kept, rules.max_rows)
     rows = [s for s in capped if not rules.max_row_tokens or len(s.ids) <= rules.max_row_tokens]
     excluded["row_cap"] = _tokens(kept) - _tokens(capped)

@@ -13,20 +13,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 
 from insitu.capture.ledger import reassign
 from insitu.config import Config, model_folder
-from insitu.errors import ConfigError, TrainError
-from insitu.training.options import loss_of
-from insitu.training.plan.advantage import AdvantageKind, advantages, overlong_penalty
+from insitu.config.training import PlanKeys
+from insitu.errors import TrainError
+from insitu.training.plan.advantage import advantages, overlong_penalty
 from insitu.training.plan.costs import pair_cost
 from insitu.training.plan.digest import plan_digest
-from insitu.training.plan.packing import PAIR_COST, Layout, MicroBatch, pack
+from insitu.training.plan.packing import PAIR_COST, MicroBatch, pack
 from insitu.training.plan.prefix import Sorted, sort_rows
-from insitu.training.plan.row_selection import Chosen, RowRules, choose_rows
+from insitu.training.plan.row_selection import Chosen, choose_rows
 from insitu.training.plan.threads import each
 from insitu.types import (
     BoolArray,
@@ -40,77 +39,34 @@ from insitu.types import (
     equal_rewards,
 )
 
-__all__ = ["PlanConfig", "PlanRow", "Reducer", "StepPlan", "plan_digest", "plan_step"]
-
-Reducer = Literal["rollout", "token", "constant", "group"]
+__all__ = ["PlanConfig", "PlanRow", "StepPlan", "plan_digest", "plan_step"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanConfig:
-    """Choices of the planner."""
+class PlanConfig(PlanKeys):
+    """Options of the planner.
 
-    advantage: AdvantageKind = "dr_grpo"
-    reducer: Reducer = "rollout"
-    """What the loss is a mean over: `rollout` rollouts (each a mean over its own tokens, however many
-    segments), `token` tokens, `constant` rollouts with tokens / constant_tokens each, `group`
-    groups (each a mean over its tokens). Means run over all scorable rollouts of groups whose rewards
-    differ, those with advantage zero among them, trained or not."""
-    constant_tokens: int = 1024
-    """Divisor of `constant`."""
+    Means over rollouts, tokens or groups (`reducer`) run over all scorable rollouts of groups whose rewards
+    differ, those with advantage zero among them, trained or not.
+    """
+
     pull: bool = False
-    """The loss has a term that does not ask for the advantage (`LossConfig.pulls`): a rollout with advantage
-    zero is trained, since that term acts on its tokens too. Without one its loss is zero: it is left out."""
-    truncated: Literal["keep", "mask", "penalise"] = "keep"
-    """A truncated rollout is trained with its graded reward; or counts in the baseline only; or loses
-    `truncated_penalty` of its reward first."""
-    truncated_penalty: float = 1.0
-    overlong_tokens: int = 0
-    """Sampled tokens of a rollout from which its reward is lowered by 1; 0 = length costs nothing."""
-    overlong_margin_tokens: int = 4096
-    """Tokens before that over which the penalty grows from 0."""
+    """The loss has a term that does not depend on the advantage (`LossConfig.has_kl_term`), so rollouts with
+    advantage zero are trained. Without one their loss is zero: they are left out."""
     group_min: int = 2
-    """Scorable rollouts of a group below which none of it is trained: its baseline would mean nothing."""
-    min_groups: int = 1
-    """Useful groups below which nothing is trained in this step: the rollouts of the few are `few_groups`."""
-    token_budget: int = 16384
-    """Most tokens in one micro-batch, padding included."""
-    rows: RowRules = field(default_factory=RowRules)
-    """Which segments are rows."""
-    layout: Layout = "prefix"
-    """What the rows of a micro-batch share (pack.py)."""
-    ranks: int = 1
-    """Processes that train together; each micro-batch is one's."""
+    """Scorable rollouts of a group below which none of it is trained."""
     pair_cost: float = PAIR_COST
     """A query-key pair, in units of one token through the matrices."""
-
-    def __post_init__(self) -> None:
-        if self.advantage == "maxrl" and self.truncated == "penalise":
-            raise ConfigError("maxrl needs rewards >= 0 and cannot be combined with truncated=penalise")
-        if self.advantage == "maxrl" and self.overlong_tokens:
-            raise ConfigError("maxrl needs rewards >= 0 and cannot be combined with overlong_tokens")
-        if min(self.constant_tokens, self.token_budget) < 1:
-            raise ConfigError("constant_tokens and token_budget must be positive")
 
     @classmethod
     def of(cls, config: Config) -> PlanConfig:
         """The planner's part of a run's configuration."""
         t = config.train
-        # What costs most of a small model's pass on a CPU is told well enough by the constant.
+        # The constant is close enough for a small model's pass on a CPU.
         shaped = t.layout == "tree" or t.ranks > 1
-        return cls(
-            advantage=t.advantage,
-            reducer=t.reducer,
-            pull=loss_of(t).has_kl_term,
-            constant_tokens=t.constant_tokens,
-            truncated=t.truncated,
-            overlong_tokens=t.overlong_tokens,
-            overlong_margin_tokens=t.overlong_margin_tokens,
+        return t.pick(
+            cls,
+            pull=t.has_kl_term,
             group_min=config.collect.group_min,
-            min_groups=t.min_groups,
-            token_budget=t.token_budget,
-            layout=t.layout,
-            rows=RowRules.of(config),
-            ranks=t.ranks,
             pair_cost=pair_cost(model_folder(config)) if shaped else PAIR_COST,
         )
 
@@ -248,7 +204,7 @@ def _reward(rollout: Rollout, config: PlanConfig) -> float | None:
     penalised = rollout.status is Status.TRUNCATED and config.truncated == "penalise"
     tokens = rollout.trajectory.ledger.captured
     penalty = overlong_penalty(tokens, config.overlong_tokens, config.overlong_margin_tokens)
-    return rollout.reward - (config.truncated_penalty if penalised else 0.0) - penalty
+    return rollout.reward - (1.0 if penalised else 0.0) - penalty
 
 
 def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
@@ -266,7 +222,7 @@ def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
         reason = _reason(rollout, None if thin else value, degenerate=degenerate, masked=masked, lost=lost)
         if reason == "zero_advantage" and config.pull:
             reason = ""
-        chosen = choose_rows(rollout, config.rows)
+        chosen = choose_rows(rollout, config)
         in_mean = reason in ("", "zero_advantage", "truncated")
         counted = chosen.counted if in_mean and not masked else 0
         slots.append(_Slot(group.id, rollout, value or 0.0, reason, chosen, counted, in_mean))

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer, forgotten_before
 from insitu.config import Config, model_folder
+from insitu.config.training import LossConfig, RowRules
 from insitu.errors import ConfigError, RecordError, TrainError
 from insitu.shutdown import run_interruptible
 from insitu.storage.logs import log_to
@@ -30,8 +31,7 @@ from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.training.learner.client import Learner, LearnerSpec, StepResult
 from insitu.training.loop import WallClock, finished_run, prune
-from insitu.training.options import LossConfig, TrainConfig
-from insitu.training.plan.row_selection import RowRules
+from insitu.training.options import TrainConfig
 from insitu.training.plan.step import PlanConfig
 from insitu.training.sft.plan import plan_lessons, schedule
 from insitu.training.sft.selection import (
@@ -109,16 +109,14 @@ def train_config(config: Config, steps: int) -> TrainConfig:
             " fewer of these, or more sft.epochs"
         )
     base = TrainConfig.of(config)
-    optim = replace(
-        base.optim,
+    optim = base.optim.changed(
         lr=table.lr,
         decay=table.decay,
         total_steps=0 if table.decay == "constant" else steps,
     )
-    return replace(
-        base,
+    return base.changed(
         optim=optim,
-        loss=LossConfig(name="nll"),
+        loss=LossConfig(loss="nll"),
         epochs=1,
         temperature=1.0,
         reference="",
@@ -177,7 +175,7 @@ def _again(
     config: Config, store: Store, tokens: Tokens, chosen: Sequence[Sequence[str]]
 ) -> tuple[SftExample, ...]:
     """The lessons of a run that goes on. Raises RecordError when a rollout is gone or is another now."""
-    lessons, rules = [], RowRules.of(config)
+    lessons, rules = [], config.train.pick(RowRules)
     for rollout_id, digest in chosen:
         rollout = store.rollout(rollout_id)
         reward = rollout.reward or 0.0

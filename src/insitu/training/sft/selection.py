@@ -15,10 +15,12 @@ from typing import Literal
 
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config
+from insitu.config.sft import SelectionKeys
+from insitu.config.training import RowRules
 from insitu.errors import RenderError
 from insitu.storage.store import Store
 from insitu.storage.summaries import RolloutSummary
-from insitu.training.plan.row_selection import ALL_ROWS, RowRules, cut_rows
+from insitu.training.plan.row_selection import cut_rows
 from insitu.training.sft.distill import distill_session, last_record
 from insitu.types import Segment, Status
 
@@ -55,30 +57,16 @@ TOKEN_WORDS: Mapping[str, str] = {
 """Why tokens of a chosen rollout are not imitated."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelectionRules:
-    """What a rollout must be to be chosen; see `config.sft`."""
+class SelectionRules(SelectionKeys, RowRules):
+    """Conditions on a rollout that is used, and its rows."""
 
-    min_reward: float
-    per_task: int
-    dedup: bool
-    held_out: bool
-    truncated: bool
+    truncated: bool = True
     """Take those that reached a limit and still earned their reward."""
-    rows: RowRules = ALL_ROWS
-    """Which rows of a chosen one."""
 
     @classmethod
     def of(cls, config: Config) -> SelectionRules:
-        table = config.sft
-        return cls(
-            min_reward=table.min_reward,
-            per_task=table.per_task,
-            dedup=table.dedup,
-            held_out=table.held_out,
-            truncated=config.train.truncated == "keep",
-            rows=RowRules.of(config),
-        )
+        rows = config.train.pick(RowRules).model_dump()
+        return config.sft.pick(cls, truncated=config.train.truncated == "keep", **rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,9 +215,7 @@ def _of_task(
             left_out["not_told"] += 1
             troubles.append(str(error))
             continue
-        lesson = SftExample.of(
-            outline.rollout_id, outline.task_id, outline.reward or 0.0, segments, wanted.rows
-        )
+        lesson = SftExample.of(outline.rollout_id, outline.task_id, outline.reward or 0.0, segments, wanted)
         if not lesson.tokens:
             left_out["overlong" if lesson.excluded else "no_tokens"] += 1
         elif wanted.dedup and lesson.digest in known:

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -74,7 +73,7 @@ def load(trainer: Trainer, folder: Path) -> None:
         moments = load_file(folder / MOMENTS)
     if raw["schema_version"] != SCHEMA:
         raise TrainError(_other_schema(folder, raw["schema_version"]))
-    if raw["optim"] != json.loads(json.dumps(asdict(trainer.config.optim))):
+    if raw["optim"] != trainer.config.optim.model_dump(mode="json"):
         raise TrainError(f"checkpoint {folder} was made with other optimiser settings: {raw['optim']}")
     if raw.get("reference", "") != _reference(trainer):
         raise TrainError(f"checkpoint {folder} was made with another reference policy (train.reference)")
@@ -121,7 +120,7 @@ def _write(trainer: Trainer, folder: Path, assets: Path | None) -> None:
         "schema_version": SCHEMA,
         "step": trainer.steps,
         "version": trainer.version,
-        "optim": asdict(trainer.config.optim),
+        "optim": trainer.config.optim.model_dump(mode="json"),
         "reference": _reference(trainer),
     }
     (folder / STATE).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")

@@ -81,7 +81,7 @@ class Trainer:
     @property
     def _supervised(self) -> bool:
         """Rows may be of any origin: there is no sampler's record to compare with."""
-        return self.config.loss.name == "nll"
+        return self.config.loss.loss == "nll"
 
     def step(self, plan: StepPlan) -> StepResult:
         """Train one plan. A plan without rows is skipped: nothing changes, the version neither.

@@ -1,0 +1,79 @@
+"""The table [sandbox]: backends, images, limits and the pool."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from insitu.config.base import Count, CountOrZero, Keys, Seconds, Table, UsedWith
+
+SandboxKind = Literal["local", "docker", "harbor"]
+_LOCAL = UsedWith(("backend", "fallback"), ("local",))
+_DOCKER = UsedWith(("backend", "fallback"), ("docker",))
+_HARBOR = UsedWith(("backend", "fallback"), ("harbor",))
+_IMAGES = UsedWith(("backend", "fallback"), ("docker", "harbor"))
+_LIMITED = UsedWith(("backend", "fallback"), ("local", "docker"))
+
+
+class PoolKeys(Keys):
+    """The pool of sandboxes."""
+
+    max_sandboxes: CountOrZero = 0
+    """Concurrent sandboxes for agents, grading and spares; 0 = as many as the run needs, at least 128."""
+    warm: CountOrZero = 1
+    """Spare sandboxes kept ready for a plain spec that is requested repeatedly, e.g. for grading."""
+    boot_attempts: Count = 3
+    """Attempts to start a sandbox before the rollout attempt fails."""
+    boot_timeout_s: Seconds = 120.0
+    """Timeout of one start; an image pull has pull_timeout_s more."""
+
+
+class SandboxTable(PoolKeys, Table):
+    """Where agents run and are graded."""
+
+    backend: SandboxKind = "local"
+    """local = namespaces of this machine; docker = containers, which tasks with images need; harbor =
+    sandboxes of Harbor's environments (clouds), for grading: no agent reaches the gateway from there."""
+    fallback: SandboxKind | Literal[""] = ""
+    """Backend used while `backend` is down; empty = none: sandboxes wait for it, or fail."""
+    environment: Annotated[str, _HARBOR] = ""
+    """Kind of environment (e2b, modal, daytona, ...), or dotted path of a function that creates one:
+    package.module:function (spec, folder) -> environment."""
+    mode: Annotated[Literal["auto", "bubblewrap", "namespaces"], _LOCAL] = "auto"
+    """Isolation; auto = bubblewrap, else namespaces."""
+    image: Annotated[str, _IMAGES] = ""
+    """Default image, for tasks without one."""
+    program: Annotated[str, _DOCKER] = "docker"
+    """The command line to use, docker or podman."""
+    runtime: Annotated[str, _DOCKER] = ""
+    """OCI runtime of the sandboxes; empty = the daemon's default."""
+    user: Annotated[str, Field(pattern=r"^\d+(:\d+)?$"), _DOCKER] = "1000:1000"
+    """With insitu running as root: user and group that everything in a sandbox runs as."""
+    memory_mb: Annotated[int, Field(ge=512), _LIMITED] = 4096
+    """Memory limit of one sandbox, including its in-memory files; local: requires control groups."""
+    disk_mb: Annotated[CountOrZero, _DOCKER] = 0
+    """Disk limit of one sandbox with a task's image; 0 = no limit. Needs storage with quotas:
+    overlay2 on xfs mounted with pquota, btrfs (the image's content counts too) or zfs. Sandboxes without such
+    an image write to memory."""
+    pull_timeout_s: Annotated[Seconds, _IMAGES] = 1800.0
+    """Timeout of an image pull."""
+    breaker_failures: Count = 5
+    """Circuit breaker: failed starts within the window that take a backend out of use."""
+    breaker_window_s: Seconds = 60.0
+    """Circuit breaker: length of the window."""
+    breaker_cooldown_s: Seconds = 30.0
+    """Circuit breaker: first cooldown; doubled by each failed trial."""
+
+    @property
+    def kinds(self) -> tuple[SandboxKind, ...]:
+        """The backends in use, the preferred one first."""
+        return (self.backend, self.fallback) if self.fallback else (self.backend,)
+
+    @model_validator(mode="after")
+    def _fits_backend(self) -> Self:
+        if self.fallback == self.backend:
+            raise ValueError(f"fallback is the backend itself: {self.backend}")
+        if "harbor" in self.kinds and not self.environment:
+            raise ValueError("harbor needs sandbox.environment: one of Harbor's environments, e.g. e2b")
+        return self

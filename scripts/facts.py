@@ -145,28 +145,31 @@ def folder_cycles(modules: list[Source], package: str) -> list[list[str]]:
 
 def config_keys(package: Path) -> list[str]:
     """Return the keys of the configuration as `table.key`."""
+    return sorted(
+        f"{name}.{key}" for name, table in config_tables(package).items() for key in table.model_fields
+    )
+
+
+def config_tables(package: Path) -> dict[str, Any]:
+    """Return the class of each table of the configuration."""
     sys.path.insert(0, str(package.parent))
-    name = package.name
-    config = __import__(f"{name}.config", fromlist=["Config"]).Config
-    found = []
-    for table, info in config.model_fields.items():
-        fields = getattr(info.annotation, "model_fields", {})
-        found += [f"{table}.{key}" for key in fields]
-    return sorted(found)
+    config = __import__(f"{package.name}.config", fromlist=["Config"]).Config
+    return {name: info.annotation for name, info in config.model_fields.items()}
 
 
-def keys_declared_twice(modules: list[Source], keys: list[str]) -> dict[str, list[str]]:
-    """Return dataclasses outside of the configuration with four or more fields of one of its tables."""
-    tables = defaultdict(set)
-    for key in keys:
-        table, _, name = key.partition(".")
-        tables[table].add(name)
+def keys_declared_twice(modules: list[Source], declared: dict[str, Any]) -> dict[str, list[str]]:
+    """Return classes with four or more fields of a table which they do not share by inheritance.
+
+    Results of a step are not options, whatever their names.
+    """
+    bases = {base.__name__ for table in declared.values() for base in table.__mro__}
+    tables = {name: set(table.model_fields) for name, table in declared.items()}
     found = {}
     for module in modules:
         if module.package == "config":
             continue
         for node in ast.walk(module.tree):
-            if not isinstance(node, ast.ClassDef):
+            if not isinstance(node, ast.ClassDef) or node.name in bases or node.name.endswith("Result"):
                 continue
             fields = {
                 item.target.id
@@ -198,7 +201,7 @@ def facts(package: Path) -> dict[str, Any]:
         "banned_words": banned_words(prose, BANNED),
         "public_names_on_train_path": public_names(modules, TRAIN_PATH),
         "config_keys": len(keys),
-        "config_keys_declared_twice": keys_declared_twice(modules, keys),
+        "config_keys_declared_twice": keys_declared_twice(modules, config_tables(package)),
         "files_that_know_of_engine_downtime": sum(bool(DOWNTIME.search(module.text)) for module in modules),
         "folder_cycles": folder_cycles(modules, package.name),
         "readme_bytes": (ROOT / "README.md").stat().st_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -77,7 +77,7 @@ class AgentContract:
         async with Gateway(TokenBackend(engine, renderer)) as gateway, gateway.listen_unix(path):
             # The worker stops the agent, not the session: its own wall time is longer.
             session = gateway.open_session(
-                f"contract/{folder.name}", seed=1, limits=replace(limits, wall_s=3600.0), listener=path
+                f"contract/{folder.name}", seed=1, limits=limits.changed(wall_s=3600.0), listener=path
             )
             access = ModelAccess(
                 public_id=session.public_id,

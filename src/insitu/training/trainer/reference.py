@@ -6,7 +6,6 @@ not be pulled to another model than before.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -68,4 +67,4 @@ def read_reference(config: TrainConfig, model: Path) -> Reference | None:
     folder = Path(config.reference) if config.reference else model
     if not (folder / "config.json").exists():
         raise ConfigError(f"train.reference: {folder} is not a model folder: it has no config.json")
-    return Reference(open_policy(folder, replace(config.policy, lora=None)))
+    return Reference(open_policy(folder, config.policy.changed(lora=None)))

@@ -115,7 +115,9 @@ class Run:
                 raise StuckError(f"{self.folder}: no evaluation has a verdict")
             held = scored[0].verdict
             other = Outcome.UNRESOLVED if held.reward else Outcome.RESOLVED
-            store.put_verdict(scored[0].id, replace(held, outcome=other, reward=1.0 - (held.reward or 0.0)))
+            reward = 1.0 - (held.reward or 0.0)
+            wrong = replace(held, outcome=other, reward=reward)
+            store.put_reward(replace(scored[0], verdict=wrong, reward=reward))
         command = [sys.executable, "-m", "insitu.cli", "grade", "--write", str(self.folder)]
         for point in armed:
             env, once = self._arm([point])

@@ -50,6 +50,9 @@ class PreparableJudge(Protocol):
 
     async def base(self, task: Task) -> Tree: ...
 
+    async def score(self, task: Task, rollout: Rollout) -> Rollout:
+        """Return the graded rollout with its reward; raise GradeError if the reward function fails."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptSpec:
@@ -214,10 +217,13 @@ class AttemptExecutor:
         ungraded = _ungraded(verdict)
         if ungraded is not None:
             return _unscorable_rollout(spec, state, ungraded)
-        base = (
-            await self._judge.base(spec.task) if isinstance(self._judge, PreparableJudge) else spec.task.files
-        )
-        return _graded_rollout(spec, state, result, verdict, stats, base)
+        if not isinstance(self._judge, PreparableJudge):
+            return _graded_rollout(spec, state, result, verdict, stats, spec.task.files)
+        base = await self._judge.base(spec.task)
+        rollout = _graded_rollout(spec, state, result, verdict, stats, base)
+        rollout = await self._judge.score(spec.task, rollout)
+        state.graded = time.monotonic() - graded
+        return replace(rollout, timings=_timings(state, stats.engine_s))
 
     @asynccontextmanager
     async def _preparing(self, task: Task) -> AsyncIterator[None]:

@@ -105,7 +105,9 @@ def reference(kind: Kind, value: object) -> str:
     """
     if isinstance(value, str):
         check(kind, value)
-        return value
+        target, _, name = value.rpartition(":")
+        # Absolute, so that a run can be resumed from any folder.
+        return f"{Path(target).expanduser().absolute()}:{name}" if target.endswith(".py") else value
     module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
     path = f"{module}:{name}"
     if module == "__main__" or not name or _attribute(sys.modules.get(module), name) is not value:

@@ -30,7 +30,10 @@ REPOSITORY = Path(__file__).parents[2]
         ("run.seed=x", "run.seed: input should be a valid integer, got 'x'"),
         ("run.seed=3.5", "run.seed: input should be a valid integer, got 3.5"),
         ("run.steps=-1", "run.steps: input should be greater than or equal to 0, got -1"),
-        ("harness.agent=pie", "harness.agent: input should be 'pi', 'script', 'terminus', "),
+        (
+            "harness.agent=pie",
+            "harness.agent: unknown name 'pie' of kind agents; did you mean pi? known: pi, script",
+        ),
         ("train.lr=nan", "train.lr: input should be a finite number, got nan"),
         ("collect.group_min=9", "collect.group_min is larger than collect.group_size"),
         ("limits.max_call_tokens=4096", "leaves no room for a prompt"),

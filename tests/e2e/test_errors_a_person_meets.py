@@ -65,11 +65,17 @@ def test_everything_that_is_wrong_is_said_at_once_before_anything_starts(tmp_pat
         done = insitu(
             "demo", "--agent", "script", "--plain", f"run.dir={tmp_path / 'runs'}", f"model.path={model}",
             f"gateway.port={server.getsockname()[1]}", "tasks.source=jsonl", "tasks.path=nowhere.jsonl",
-            "tasks.reward=nowhere:score", f"gateway.tools={tmp_path / 'tools.json'}", *TINY,
+            "reward.function=nowhere:score", f"gateway.tools={tmp_path / 'tools.json'}", *TINY,
         )  # fmt: skip
     line = line_of(done, 2)
-    assert line.startswith("insitu: 4 problems: (1) ")
-    for part in ("has no weights", "cannot listen on 127.0.0.1", "tools.json", "nowhere"):
+    assert line.startswith("insitu: 5 problems: (1) ")
+    for part in (
+        "has no weights",
+        "cannot listen on 127.0.0.1",
+        "tools.json",
+        "nowhere.jsonl",
+        "cannot import nowhere",
+    ):
         assert part in line, part
     assert "starting the learner" not in done.stdout
     assert not (tmp_path / "runs").exists()

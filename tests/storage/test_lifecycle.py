@@ -21,7 +21,7 @@ from insitu.storage.lifecycle import REASONS, STATES, Reason
 from insitu.storage.store import Score, Store, add_ledgers
 from insitu.training.alarms.infra import InfraFailureRate
 from insitu.training.store_sink import StoreSink
-from insitu.types import EXCLUSIONS, Ledger, Outcome, Rollout, Status, Verdict
+from insitu.types import EXCLUSIONS, Ledger, Rollout, Status
 
 
 def slots(step: int = 1, group: int = 0, count: int = 4) -> list[Slot]:
@@ -323,24 +323,6 @@ def test_an_account_that_is_wrong_is_found(tmp_path: Path, damage: str) -> None:
         store.check_balance()
 
 
-def test_a_directory_of_an_older_insitu_is_read_and_not_continued(tmp_path: Path) -> None:
-    with Store(tmp_path / "s") as store:
-        (name,) = put(store, slots(count=1))
-        store.assign(1, [name])
-        store.commit_step(1, {}, "c", "h", account(store, [name]), trained=[name])
-    with closing(sqlite3.connect(tmp_path / "s")) as db:
-        db.execute("DROP TABLE states")
-        db.execute("UPDATE meta SET value = '3' WHERE key = 'schema_version'")
-        db.commit()
-    with Store(tmp_path / "s", readonly=True) as store:
-        assert (store.states(), store.unused_graded()) == ({}, [])
-        assert [r.id for r in store.step_rollouts(1)] == [name]
-        assert store.step_score(1).total == 1
-        assert store.ledger() == account(store, [name])
-    with pytest.raises(RecordError, match="older insitu: it can be read, not continued"):
-        Store(tmp_path / "s")
-
-
 MOVES: dict[str, Callable[[Store], object]] = {
     "plan": lambda store: store.plan(slots(step=2), "t", 0),
     "start": lambda store: store.start(slots()[0].rollout_id, 1, 0),
@@ -354,9 +336,7 @@ MOVES: dict[str, Callable[[Store], object]] = {
     ),
     "recover": lambda store: store.recover(),
     "meta": lambda store: store.set_meta("host", "here"),
-    "verdict": lambda store: store.put_verdict(
-        slots()[1].rollout_id, Verdict(outcome=Outcome.UNRESOLVED, reward=0.0, trust="strong")
-    ),
+    "verdict": lambda store: store.put_reward(graded(slots()[1], reward=0.0)),
 }
 
 

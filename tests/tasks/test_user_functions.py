@@ -12,16 +12,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, GradeError, TaskError
 from insitu.grading.grader import runner_for
 from insitu.tasks.dataset import RowSource
-from insitu.tasks.factory import FORMATS, action_of, open_rows, open_source
-from insitu.tasks.user_functions import FAILURES, FunctionFailed, UserFunction, load_function, reward_of
-from insitu.types import FileEntry, Limits, Outcome, Task, Verdict
+from insitu.tasks.factory import FORMATS, action_of, open_rows
+from insitu.tasks.user_functions import FAILURES, FunctionFailed, UserFunction, load_function
+from insitu.types import Limits
 
 
 def row(name: str) -> dict[str, Any]:
@@ -43,18 +42,10 @@ def double(value: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if value["id"] == "t1" else {**value, "prompt": value["prompt"] * 2}
 
 
-def half(value: Mapping[str, Any], answer: Mapping[str, str], verdict: Verdict) -> float:
-    return 0.5 if value["id"] == "t0" and "m.py" in answer and verdict.reward == 1.0 else 0.0
-
-
-def wrong(*_: object) -> object:
-    return float("nan")
-
-
 @pytest.fixture
 def module() -> Iterator[str]:
     made = ModuleType("user_functions_of_a_test")
-    vars(made).update(double=double, half=half, wrong=wrong, number=3)
+    vars(made).update(double=double, number=3)
     sys.modules[made.__name__] = made
     yield made.__name__
     del sys.modules[made.__name__]
@@ -70,76 +61,26 @@ def test_rows_are_transformed_and_left_out(tmp_path: Path, module: str) -> None:
     assert source.left_out == 1
 
 
-async def test_the_users_reward_replaces_that_of_a_graded_verdict_only(tmp_path: Path, module: str) -> None:
-    path = write(tmp_path / "a.jsonl", [row("t0")])
-    base = ["tasks.source=jsonl", f"tasks.path={path}", "tasks.eval_share=1"]
-    source = open_source(load_config(None, [*base, f"tasks.reward={module}.half"]), Limits(), runner_for)
-    task = source.tasks("eval", 0, 1)[0]
-    after = {**task.files, "m.py": FileEntry(content=b"other")}
-    solved = Verdict(outcome=Outcome.RESOLVED, reward=1.0, trust="strong")
-    assert (await source.scored(task, after, solved)).reward == 0.5
-    assert (await source.scored(task, task.files, solved)).reward == 0.0
-    for outcome, reward in ((Outcome.TAMPERED, 0.0), (Outcome.INFRA, None)):
-        verdict = Verdict(outcome=outcome, reward=reward, trust="strong")
-        assert await source.scored(task, after, verdict) == verdict
-    source = open_source(load_config(None, [*base, f"tasks.reward={module}:wrong"]), Limits(), runner_for)
-    with pytest.raises(GradeError, match=rf"^tasks.reward {module}:wrong returned nan"):
-        await source.scored(task, after, solved)
-
-
-SOLVED = Verdict(outcome=Outcome.RESOLVED, reward=1.0, trust="strong", reason="all pass")
-PLAIN_TASK = Task(id="t0", prompt="", files={})
-
-
-async def reward(function: Callable[..., Any] | UserFunction, answer: str = "") -> Verdict:
+async def call(function: Callable[..., Any] | UserFunction, answer: str = "") -> Any:
     user = function if isinstance(function, UserFunction) else UserFunction("mine:reward", function)
-    return await reward_of(user, {}, PLAIN_TASK, {"m.py": FileEntry(content=answer.encode())}, SOLVED)
+    return await user.call(lambda reward: reward(answer))
 
 
-def _reads(row: dict[str, Any], answer: dict[str, str], verdict: Verdict) -> Any:
-    return json.loads(answer["m.py"])
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (
-            "not json",
-            "raised JSONDecodeError('Expecting value: line 1 column 1 (char 0)')"
-            " (test_user_functions.py line ",
-        ),
-        ("NaN", "returned nan, not a number from 0 to 1"),
-        ("1.01", "returned 1.01, not"),
-        ("-1", "returned -1, not"),
-        ("true", "returned True, not"),
-        ('"\\ud800"', "returned '\\ud800', not"),
-        ("null", "returned None, not"),
-        ("1" + "0" * 400, "raised OverflowError"),
-    ],
-)
-async def test_a_reward_function_that_breaks_has_failed_and_scores_nothing(answer: str, said: str) -> None:
-    with pytest.raises(GradeError) as raised:
-        await reward(_reads, answer)
-    assert str(raised.value).startswith(f"mine:reward {said}")
-    assert raised.value.infra
-
-
-async def test_numbers_of_numpy_are_numbers() -> None:
-    assert (await reward(lambda *_: np.float32(0.5))).reward == 0.5
-    assert (await reward(lambda *_: np.int64(1))).reward == 1.0
+def _reads(answer: str) -> Any:
+    return json.loads(answer)
 
 
 async def test_a_reward_function_that_fails_again_and_again_ends_the_run() -> None:
     user = UserFunction("mine:reward", _reads)
     for _ in range(FAILURES - 1):
         with pytest.raises(GradeError):
-            await reward(user, "x")
-    await reward(user, "0.5")  # a success begins the count again
+            await call(user, "x")
+    await call(user, "0.5")  # a success begins the count again
     for _ in range(FAILURES - 1):
         with pytest.raises(GradeError):
-            await reward(user, "x")
+            await call(user, "x")
     with pytest.raises(TaskError, match=f"failed {FAILURES} times in a row; the last time it raised J"):
-        await reward(user, "x")
+        await call(user, "x")
 
 
 async def test_a_slow_reward_does_not_stop_the_event_loop() -> None:
@@ -148,18 +89,18 @@ async def test_a_slow_reward_does_not_stop_the_event_loop() -> None:
     def waits(*_: object) -> float:
         return float(release.wait(20.0))
 
-    scoring = asyncio.ensure_future(reward(waits))
+    scoring = asyncio.ensure_future(call(waits))
     await asyncio.sleep(0.05)
     assert not scoring.done()
     release.set()
-    assert (await scoring).reward == 1.0
+    assert await scoring == 1.0
 
 
 async def test_a_reward_that_hangs_is_given_up_and_does_not_keep_the_process() -> None:
     release = threading.Event()
     user = UserFunction("mine:reward", lambda *_: release.wait(60.0), timeout_s=0.1)
     with pytest.raises(GradeError, match="mine:reward did not return within 0.1 s"):
-        await reward(user)
+        await call(user)
     left = [thread for thread in threading.enumerate() if thread.name == "insitu-user-function"]
     assert left
     assert all(thread.daemon for thread in left)
@@ -179,36 +120,36 @@ async def test_a_call_that_hangs_keeps_its_place_until_it_returns() -> None:
             running[0] -= 1
         return 0.5
 
-    user = UserFunction("mine:reward", hangs, at_once=2, timeout_s=0.1)
+    user = UserFunction("mine:reward", hangs, max_concurrent=2, timeout_s=0.1)
     late = "did not return within 0.1 s"
-    no_place = "left no place free for 0.1 s: 2 earlier calls hang"
-    ended = await asyncio.gather(*(reward(user) for _ in range(4)), return_exceptions=True)
+    no_place = "got no free slot for 0.1 s: 2 earlier calls hang"
+    ended = await asyncio.gather(*(call(user) for _ in range(4)), return_exceptions=True)
     assert [str(error) for error in ended] == [f"mine:reward {said}" for said in 2 * [late] + 2 * [no_place]]
     assert most == [2]
     with pytest.raises(FunctionFailed, match=f"5 times in a row; the last time it {no_place}"):
-        await reward(user)
+        await call(user)
     release.set()
-    assert (await reward(user)).reward == 0.5
+    assert await call(user) == 0.5
 
 
 async def test_a_caller_that_is_cancelled_does_not_free_the_place_of_its_thread() -> None:
     release = threading.Event()
     user = UserFunction("mine:reward", lambda *_: float(release.wait(60.0)), timeout_s=60.0)
-    first, second = asyncio.ensure_future(reward(user)), asyncio.ensure_future(reward(user))
+    first, second = asyncio.ensure_future(call(user)), asyncio.ensure_future(call(user))
     await asyncio.sleep(0.05)
     first.cancel()
     await asyncio.sleep(0.05)
     threads = [thread for thread in threading.enumerate() if thread.name == "insitu-user-function"]
     assert len(threads) == 1
     release.set()
-    assert (await second).reward == 1.0
+    assert await second == 1.0
 
 
 async def test_a_queue_that_moves_is_waited_for() -> None:
     """Longer than the limit of one call: slow is not hanging."""
     user = UserFunction("mine:reward", lambda *_: time.sleep(0.1) or 0.5, timeout_s=0.25)
-    ended = await asyncio.gather(*(reward(user) for _ in range(6)))
-    assert [verdict.reward for verdict in ended] == 6 * [0.5]
+    ended = await asyncio.gather(*(call(user) for _ in range(6)))
+    assert ended == 6 * [0.5]
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), StopIteration()])
@@ -217,7 +158,7 @@ async def test_what_a_thread_cannot_raise_is_a_failure_too(error: BaseException)
         raise error
 
     with pytest.raises(GradeError, match=type(error).__name__):
-        await reward(leaves)
+        await call(leaves)
 
 
 def test_a_transform_that_raises_is_one_line_with_the_row(tmp_path: Path) -> None:
@@ -230,35 +171,69 @@ def test_a_transform_that_raises_is_one_line_with_the_row(tmp_path: Path) -> Non
         RowSource("mine", FORMATS["jsonl"], path, transform=broken)
 
 
-@pytest.mark.parametrize(
-    ("dotted", "message"),
-    [
-        ("nowhere_at_all:f", r"cannot import nowhere_at_all .*\(looked in .*\)"),
-        ("json:nothing", r"json \(.*\) has no function nothing"),
-        ("json:__name__", r"json \(.*\) has no function __name__"),
-        ("json", "is no dotted path"),
-        (":f", "is no dotted path"),
-    ],
-)
-def test_functions_that_are_not_there(dotted: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_function(dotted)
+def test_only_what_can_be_called_is_a_function() -> None:
+    assert load_function("json:dumps") is json.dumps
+    with pytest.raises(ConfigError, match="json:__name__ is a str, not a function"):
+        load_function("json:__name__")
 
 
-def test_a_module_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_rewards_here.py").write_text(
-        "def score(*_):\n    return 1.0\n\nasync def later(*_):\n    return 1.0\n"
-    )
-    (tmp_path / "my_broken_rewards.py").write_text("import json\nlimit = undefined\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
-    assert load_function("my_rewards_here:score")() == 1.0
-    with pytest.raises(ConfigError, match="is an async function"):
-        load_function("my_rewards_here:later")
-    with pytest.raises(ConfigError, match="cannot import my_broken_rewards .*NameError.*undefined"):
-        load_function("my_broken_rewards:score")
-    for name in ("my_rewards_here", "my_broken_rewards"):
-        sys.modules.pop(name, None)
+async def test_coroutine_functions_share_a_loop_of_their_own_and_may_block_it() -> None:
+    loops, release = set[asyncio.AbstractEventLoop](), threading.Event()
+
+    async def judge(answer: str) -> str:
+        loops.add(asyncio.get_running_loop())
+        if answer == "block":
+            release.wait(20.0)
+        await asyncio.sleep(0)
+        return answer
+
+    user = UserFunction("mine:reward", judge, max_concurrent=3)
+    blocked = asyncio.ensure_future(call(user, "block"))
+    await asyncio.sleep(0.05)  # this loop is not blocked
+    assert not blocked.done()
+    release.set()
+    assert await blocked == "block"
+    assert await asyncio.gather(call(user, "a"), call(user, "b")) == ["a", "b"]
+    assert len(loops) == 1
+    assert loops != {asyncio.get_running_loop()}
+    user.close()
+
+
+async def test_a_coroutine_that_is_late_is_cancelled_and_gives_its_slot_back() -> None:
+    cancelled = threading.Event()
+
+    async def judge(answer: str) -> str:
+        try:
+            await asyncio.sleep(60.0 if answer == "late" else 0.0)
+        finally:
+            if answer == "late":
+                cancelled.set()
+        return answer
+
+    user = UserFunction("mine:reward", judge, timeout_s=0.1)
+    with pytest.raises(GradeError, match="did not return within 0.1 s"):
+        await call(user, "late")
+    assert await asyncio.to_thread(cancelled.wait, 20.0)
+    assert await call(user, "now") == "now"
+    user.close()
+
+
+async def test_close_cancels_running_coroutines_and_ends_their_thread() -> None:
+    started = threading.Event()
+
+    async def judge(answer: str) -> None:
+        started.set()
+        await asyncio.sleep(60.0)
+
+    user = UserFunction("mine:reward", judge)
+    running = asyncio.ensure_future(call(user))
+    assert await asyncio.to_thread(started.wait, 20.0)
+    (loop,) = [thread for thread in threading.enumerate() if thread.name == "insitu-user-loop"]
+    user.close()
+    with pytest.raises(GradeError, match="was cancelled"):
+        await running
+    await asyncio.to_thread(loop.join, 20.0)
+    assert not loop.is_alive()
 
 
 def test_a_build_action_is_found() -> None:

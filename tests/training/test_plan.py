@@ -29,17 +29,21 @@ def simple(name: str, reward: float | None, tokens: int = 2, **more: object) -> 
     return rollout(name, reward, [segment(name, 0, ids, mask, [-1.0] * len(ids))], **more)  # type: ignore[arg-type]
 
 
+def failed(name: str, tokens: int) -> Rollout:
+    return simple(name, None, tokens, status=Status.INFRA_FAILED)
+
+
 def test_fates_and_account() -> None:
     groups = [
         group("train/0/0", [
             simple("train/0/0/0", 1.0, excluded={"undelivered": 5}),
             simple("train/0/0/1", 0.0),
-            simple("train/0/0/2", None, 7, status=Status.INFRA_FAILED),
+            failed("train/0/0/2", 7),
             simple("train/0/0/3", 0.5, 3),
         ]),
         group("train/0/1", [simple("train/0/1/0", 1.0, 4), simple("train/0/1/1", 1.0, 4)]),
         group("eval/0/2", [simple("eval/0/2/0", 1.0, 9), simple("eval/0/2/1", 0.0, 9)]),
-        group("train/0/3", [simple("train/0/3/0", 1.0, 6), simple("train/0/3/1", None, 1)]),
+        group("train/0/3", [simple("train/0/3/0", 1.0, 6), failed("train/0/3/1", 1)]),
     ]  # fmt: skip
     plan = plan_step(groups, PlanConfig())
     assert [r.rollout_id for r in plan.rows] == ["train/0/0/0", "train/0/0/1"]
@@ -56,9 +60,22 @@ def test_fates_and_account() -> None:
     assert [r.advantage for r in plan.rows] == [0.5, -0.5]
 
 
+def test_a_rollout_without_a_reward_is_ungraded() -> None:
+    """The reward function returned None: neither a zero nor a failure."""
+    scored = [simple("train/0/0/0", 1.0), simple("train/0/0/1", 0.0), simple("train/0/0/2", None, 4)]
+    thin = [simple("train/0/1/0", 1.0, 3), simple("train/0/1/1", None, 5)]
+    plan = plan_step([group("train/0/0", scored), group("train/0/1", thin)], PlanConfig())
+    assert plan.ledger == Ledger(captured=16, trained=4, excluded={"ungraded": 12})
+    assert plan.fates["train/0/1/0"] == "ungraded"
+
+
 def test_a_group_with_too_few_scores_is_left_out() -> None:
     def planned(group_min: int) -> Ledger:
-        members = [simple("train/0/0/0", 1.0), simple("train/0/0/1", 0.0, 3), simple("train/0/0/2", None, 4)]
+        members = [
+            simple("train/0/0/0", 1.0),
+            simple("train/0/0/1", 0.0, 3),
+            failed("train/0/0/2", 4),
+        ]
         whole = [simple("train/0/1/0", 1.0), simple("train/0/1/1", 0.0), simple("train/0/1/2", 0.0)]
         groups = [group("train/0/0", members), group("train/0/1", whole)]
         return plan_step(groups, PlanConfig(group_min=group_min)).ledger

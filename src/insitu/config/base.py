@@ -30,6 +30,7 @@ __all__ = [
     "Fraction",
     "Keys",
     "OwnPath",
+    "RewardName",
     "Seconds",
     "SecondsOrZero",
     "Table",
@@ -60,7 +61,7 @@ def _named(kind: registry.Kind) -> BeforeValidator:
 
     def validate(value: object) -> str:
         try:
-            return registry.reference(kind, value)
+            return "" if value == "" else registry.reference(kind, value)
         except ConfigError as error:
             raise ValueError(str(error)) from error
 
@@ -69,6 +70,7 @@ def _named(kind: registry.Kind) -> BeforeValidator:
 
 Agent = Annotated[str, _named("agents")]
 """Name, path or object of an agent; see `insitu.registry`. The same for the types below."""
+RewardName = Annotated[str, _named("rewards")]
 
 
 class Table(Keys):

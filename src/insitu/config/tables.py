@@ -10,7 +10,18 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from insitu.config.base import Agent, Count, CountOrZero, Fraction, OwnPath, Seconds, Table, only, unless
+from insitu.config.base import (
+    Agent,
+    Count,
+    CountOrZero,
+    Fraction,
+    OwnPath,
+    RewardName,
+    Seconds,
+    Table,
+    only,
+    unless,
+)
 from insitu.config.engines import EngineTable
 from insitu.config.gateway import GatewayTable
 from insitu.config.model import PolicyTable
@@ -52,6 +63,7 @@ Source = Literal[
     "terminal_bench",
 ]
 _DATA_SET = unless("source", "toy")
+_FUNCTION = unless("function", "")
 
 
 class RunTable(Table):
@@ -114,8 +126,6 @@ class TasksTable(Table):
     """Dotted path of a function (stdin, expected, printed) -> bool, for runner stdio; empty = by words."""
     parse_answer: str = ""
     """Dotted path of a function (reply, task) -> files, for single_turn; empty = the last code block."""
-    reward: Annotated[str, _DATA_SET] = ""
-    """Dotted path of a function (row, answer, verdict) -> reward from 0 to 1; empty = the verdict's own."""
 
     @model_validator(mode="after")
     def _fits_source(self) -> Self:
@@ -161,6 +171,18 @@ class GradeTable(Table):
     """Tasks with less trusted verdicts are rejected, or skipped with tasks.on_invalid_row = skip."""
 
 
+class RewardTable(Table):
+    """The reward of a graded rollout."""
+
+    function: RewardName = ""
+    """Function of a FinishedRollout, async or not, that returns a number, named numbers or None (not
+    graded): entry point, module:attribute or file.py:attribute; empty = the verdict's reward."""
+    timeout_s: Annotated[Seconds, _FUNCTION] = 300.0
+    """Timeout of one call; it is an infrastructure failure, as an exception is."""
+    max_concurrent: Annotated[Count, _FUNCTION] = 8
+    """Concurrent calls."""
+
+
 class RolloutTable(Table):
     """`insitu rollout`: attempts without training."""
 
@@ -186,6 +208,7 @@ class Config(Table):
     engine: EngineTable = EngineTable()
     limits: LimitsTable = LimitsTable()
     grade: GradeTable = GradeTable()
+    reward: RewardTable = RewardTable()
     collect: CollectTable = CollectTable()
     rollout: RolloutTable = RolloutTable()
     train: TrainTable = TrainTable()

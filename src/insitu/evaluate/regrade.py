@@ -20,8 +20,10 @@ from insitu.config import Config
 from insitu.errors import GradeError, TaskError
 from insitu.grading.grader import GradeConfig, Grader, runner_for
 from insitu.grading.judge import TaskJudge
+from insitu.grading.reward import reward_function
 from insitu.runtime.agents import limits_of
 from insitu.runtime.sandboxes import check_tasks, make_pool
+from insitu.runtime.transcripts import transcript_reader
 from insitu.shutdown import run_interruptible
 from insitu.storage.run_dir import RunDir, read_config, read_store
 from insitu.storage.store import Store
@@ -112,7 +114,8 @@ async def _regrade(config: Config, store: Store, *, write: bool) -> Regraded:
     check_tasks(config, tasks.values())
     async with make_pool(config, _log) as pool:
         settings = GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers, remember=0)
-        judge = TaskJudge(Grader(pool, settings), source, config.grade.min_trust)
+        reward = reward_function(config, transcript_reader(config))
+        judge = TaskJudge(Grader(pool, settings), source, config.grade.min_trust, reward)
         try:
             for phase, step in phases:
                 writable = write and (phase != "train" or store.still_open(phase, step))
@@ -168,22 +171,26 @@ async def _judge_all(
                     Difference(rollout=rollout.id, stored=stored.outcome, now="", reason=now)
                 )
             continue
-        result.counts[now.outcome.value] += 1
-        reason = describe_difference(stored, now)
+        verdict = now.verdict or stored
+        result.counts[verdict.outcome.value] += 1
+        reason = describe_difference(rollout, now)
         if not reason:
             continue
         result.differences.append(
-            Difference(rollout=rollout.id, stored=stored.outcome, now=now.outcome, reason=reason)
+            Difference(rollout=rollout.id, stored=stored.outcome, now=verdict.outcome, reason=reason)
         )
-        if store is not None and now.outcome is not Outcome.INFRA:
-            store.put_verdict(rollout.id, now)
+        if store is not None and verdict.outcome is not Outcome.INFRA:
+            store.put_reward(now)
             result.updated += 1
 
 
 async def grade_again(
     rollout: Rollout, stored: Verdict, tasks: Mapping[str, Task], judge: TaskJudge
-) -> Verdict | str:
-    """Return the new verdict, or the reason why there is none (empty if none is expected)."""
+) -> Rollout | str:
+    """Return the rollout with its new verdict and reward, or why there is none (empty if none is expected).
+
+    The reward of a function that needs the whole group stays as stored.
+    """
     task = tasks.get(rollout.task_id)
     if task is None:
         return f"the task source no longer has {rollout.task_id}"
@@ -195,18 +202,22 @@ async def grade_again(
         base = await judge.base(task)
         tree = {path: entry for path, entry in base.items() if path not in rollout.deleted}
         verdict = await judge(task, {**tree, **rollout.changed})
+        # The stored files were already filtered, so the dropped paths come from the stored verdict.
+        verdict = replace(verdict, dropped_paths=stored.dropped_paths)
+        if verdict.outcome is Outcome.INFRA or judge.scores_groups:
+            return replace(rollout, verdict=verdict)
+        return await judge.score(task, replace(rollout, verdict=verdict, reward=verdict.reward))
     except (TaskError, GradeError) as error:
         return str(error)
-    # The stored files were already filtered, so the dropped paths come from the stored verdict.
-    return replace(verdict, dropped_paths=stored.dropped_paths)
 
 
-def describe_difference(stored: Verdict, now: Verdict) -> str:
-    """Return how a new verdict differs from the stored one; empty if it does not."""
-    if now.diff_hash != stored.diff_hash:
+def describe_difference(stored: Rollout, now: Rollout) -> str:
+    """Return how a new verdict or reward differs from the stored one; empty if it does not."""
+    old, new = stored.verdict, now.verdict
+    if old is None or new is None or new.diff_hash != old.diff_hash:
         return "the stored files are not those that were graded"
-    if now.outcome is not stored.outcome:
-        return now.reason
+    if new.outcome is not old.outcome:
+        return new.reason
     if now.reward != stored.reward:
         return f"the reward was {stored.reward}, now {now.reward}"
     return ""

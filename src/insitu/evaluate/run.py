@@ -36,7 +36,7 @@ from insitu.shutdown import run_interruptible
 from insitu.storage.artifacts import AgentArtifacts
 from insitu.storage.host_calls import HostCallLog
 from insitu.storage.logs import AgentLogs, log_to
-from insitu.storage.run_dir import KIND, RunDir, write_text
+from insitu.storage.run_dir import KIND, SESSIONS, RunDir, write_text
 from insitu.storage.store import Score, Store
 from insitu.storage.temp_dirs import remove_stale_scratch, scratch_folder
 from insitu.tasks.base import Split, TaskSource
@@ -47,8 +47,6 @@ from insitu.types import Task
 
 ROLLOUT = "rollout"
 """Value of KIND in these run directories."""
-RECORDS = "sessions"
-"""Folder of a run directory with the text of every provider call."""
 REPORT = "report.txt"
 AGENT, AGENT_VERSION = "agent", "agent_version"
 """Keys of stored facts."""
@@ -84,7 +82,7 @@ async def _stage(
     async with AsyncExitStack() as stack:
         backend: SessionBackend
         if config.engine.kind == "upstream":
-            backend = provider = await stack.enter_async_context(open_upstream(config, run.path / RECORDS))
+            backend = provider = await stack.enter_async_context(open_upstream(config, run.path / SESSIONS))
             check: Callable[[], Awaitable[None]] = provider.check
         else:
             renderer = prepared.rules
@@ -199,7 +197,7 @@ async def collect_rollouts(
                     store.set_meta(WALL_S, clock.meta()[WALL_S])
         facts = {name: store.meta()[name] for name in (AGENT, AGENT_VERSION)}
         wall_s = float(store.meta()[WALL_S])
-        summary = {**summarise(run, store, tasks, RECORDS), **facts, "wall_s": round(wall_s, 1)}
+        summary = {**summarise(run, store, tasks, SESSIONS), **facts, "wall_s": round(wall_s, 1)}
         run.write_summary(summary)
         write_results(run.path, store)
         write_text(run.path / REPORT, render(summary))

@@ -84,6 +84,13 @@ def record_path(records: Path, rollout_id: str, *, numbered: bool) -> Path:
     return next(path for n in count(1) if not (path := records / f"{name}.{n}.jsonl").exists())
 
 
+def last_record(records: Path, rollout_id: str) -> Path | None:
+    """Return the record of a rollout's last attempt, the graded one; None without records."""
+    name = record_name(rollout_id)
+    attempts = [path for path in records.glob(f"{name}.*.jsonl") if path.suffixes[-2][1:].isdigit()]
+    return max(attempts, key=lambda path: int(path.suffixes[-2][1:]), default=None)
+
+
 def spent_in(records: Path) -> Spent:
     """Return the sum over all model calls of a run, failed attempts included; skip truncated lines.
 

@@ -1,38 +1,51 @@
-"""The grading side as attempt.py sees it: a task and a tree go in, a verdict comes out, the oracle stays."""
+"""The grading side of an attempt: verdict of a tree, and reward of a rollout. The oracle stays inside."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
-from insitu.errors import InsituError, TaskError
+from insitu.errors import InsituError, TaskError, first_error
 from insitu.grading.grader import Grader
+from insitu.grading.reward import RewardFunction
 from insitu.grading.trust import below
 from insitu.grading.verdict import MAX_REASON_CHARS
 from insitu.tasks.base import TaskSource
 from insitu.tasks.user_functions import FunctionFailed
-from insitu.types import Outcome, Task, Tree, Trust, Verdict
+from insitu.types import Outcome, Rollout, Task, Tree, Trust, Verdict
 
 log = logging.getLogger(__name__)
 
 
 class TaskJudge:
-    """Implements insitu.attempt.Judge over one task source."""
+    """Judge over one task source; implements insitu.attempt.Judge."""
 
-    def __init__(self, grader: Grader, source: TaskSource, least: Trust = "weak") -> None:
-        """`least`: the strength below which a verdict is none."""
-        self._grader, self._source, self._least = grader, source, least
+    def __init__(
+        self,
+        grader: Grader,
+        source: TaskSource,
+        min_trust: Trust = "weak",
+        reward: RewardFunction | None = None,
+    ) -> None:
+        """Create a judge; a verdict below `min_trust` is not graded, `reward` None = the verdict's own."""
+        self._grader, self._source, self._min_trust, self._reward = grader, source, min_trust, reward
 
     async def __call__(self, task: Task, tree: Tree) -> Verdict:
-        """A row that cannot be graded earns nothing and costs nothing: it is no reason to end a run, and no
-        agent can make one. A function of the user's that fails again and again is: raises FunctionFailed."""
+        """Return the verdict; INFRA without a reward for a task that cannot be graded.
+
+        Raises FunctionFailed when a user's function failed several times in a row.
+        """
         oracle = self._source.oracle(task)
         try:
             verdict = await self._grader.grade(task, oracle, tree)
-            if verdict.outcome is not Outcome.INFRA and below(verdict.trust, self._least):
-                raise TaskError(f"grade.min_trust = {self._least}: the verdict is {verdict.trust}")
+            if verdict.outcome is not Outcome.INFRA and below(verdict.trust, self._min_trust):
+                raise TaskError(f"grade.min_trust = {self._min_trust}: the verdict is {verdict.trust}")
         except FunctionFailed:
             raise
         except TaskError as error:
+            # Not a reason to end a run: no agent can cause it, and other tasks can be graded.
             log.warning("ungraded task=%s reason=%s", task.id, error)
             return Verdict(
                 outcome=Outcome.INFRA,
@@ -41,18 +54,68 @@ class TaskJudge:
                 reason=str(error)[:MAX_REASON_CHARS],
                 task_hash=task.content_hash,
             )
-        return await self._source.scored(task, tree, verdict)
+        return verdict
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether the reward function needs the whole group."""
+        return self._reward is not None and self._reward.group
+
+    async def score(self, task: Task, rollout: Rollout) -> Rollout:
+        """Return a graded rollout with its reward; None until `score_group` if the function needs the group.
+
+        Raises GradeError when the reward function fails.
+        """
+        if self._reward is None:
+            return rollout
+        if self._reward.group:
+            return replace(rollout, reward=None)
+        return (await self._score(task, [rollout], self._reward))[0]
+
+    async def score_group(self, task: Task, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """Return the graded rollouts of a group with the rewards of a function that needs the group."""
+        if self._reward is None or not self._reward.group:
+            return rollouts
+        return await self._score(task, rollouts, self._reward)
+
+    async def _score(
+        self, task: Task, rollouts: Sequence[Rollout], reward: RewardFunction
+    ) -> Sequence[Rollout]:
+        base, row = await self.base(task), self._source.row(task)
+        finished = [
+            await asyncio.to_thread(reward.finished, task, rollout, base, row) for rollout in rollouts
+        ]
+        group = tuple(one for one in finished if one is not None) if reward.group else ()
+        try:
+            async with asyncio.TaskGroup() as running:
+                scored = [
+                    None
+                    if one is None
+                    else running.create_task(reward.score(replace(one, group=group), rollout))
+                    for one, rollout in zip(finished, rollouts, strict=True)
+                ]
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
+        return [
+            replace(rollout, reward=rollout.verdict.reward if rollout.verdict else None)
+            if done is None
+            else done.result()
+            for done, rollout in zip(scored, rollouts, strict=True)
+        ]
 
     async def base(self, task: Task) -> Tree:
-        """What the task starts from. Raises SandboxError."""
+        """Return the task's initial files; raise SandboxError."""
         return (await self._grader.bases.of(task)).files
 
     async def prepare(self, task: Task) -> None:
-        """Have ready what grading will need, while the agent works. What fails here is told then."""
+        """Prepare what grading needs while the agent works; grading itself reports a failure."""
         try:
             await self._grader.prepare(task)
         except InsituError:
             return
 
     async def close(self) -> None:
+        """Close the grader and stop the reward function."""
+        if self._reward is not None:
+            self._reward.function.close()
         await self._grader.close()

@@ -22,8 +22,10 @@ from insitu.engines.http import checked_url
 from insitu.errors import ConfigError, InsituError
 from insitu.gateway.listeners import check_port
 from insitu.grading.grader import runner_for
+from insitu.grading.reward import reward_function
 from insitu.runtime.agents import AgentSetup, find_pool, limits_of, make_harness
 from insitu.runtime.sandboxes import check_agents, check_tasks
+from insitu.runtime.transcripts import transcript_reader
 from insitu.runtime.trust_filter import filter_by_trust
 from insitu.runtime.upstream import upstream_options
 from insitu.tasks.base import TaskSource
@@ -92,7 +94,7 @@ def prepare(
     once everything else has passed.
     """
     checks = Checks()
-    for check in (check_policy, check_agents, check_engine, action_of, *further):
+    for check in (check_policy, check_agents, check_engine, action_of, check_reward, *further):
         checks.run(check, config)
     chosen = checks.run(prepare_tasks, config, say, choose)
     renderer = None if config.engine.kind == "upstream" else checks.run(renderer_of, config)
@@ -114,6 +116,11 @@ def prepare_tasks(
     tasks = list(choose(config, source))
     check_tasks(config, tasks)
     return source, tasks
+
+
+def check_reward(config: Config) -> None:
+    """Raise ConfigError if the reward function cannot be loaded."""
+    reward_function(config, transcript_reader(config))
 
 
 def check_policy(config: Config) -> None:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
+from insitu import registry
 from insitu.config import Config, SandboxKind
 from insitu.errors import ConfigError, SetupError
 from insitu.grading.grader import RUNNERS
@@ -25,7 +26,6 @@ from insitu.sandbox.pool import DEFAULT_MAX_SANDBOXES, Pool, PoolOptions
 from insitu.storage.temp_dirs import cache_folder
 from insitu.tasks.base import TaskSource
 from insitu.tasks.dataset import RowSource
-from insitu.tasks.user_functions import load_function
 from insitu.types import Task
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def make_backend(
 
 def _factory(environment: str) -> Factory | None:
     """Return the user's function that creates environments; None for one of Harbor's own."""
-    found: Any = load_function(environment) if ":" in environment else None
+    found: Any = registry.load(environment) if ":" in environment else None
     return cast("Factory | None", found)
 
 

@@ -33,9 +33,9 @@ from insitu.serving.agent_setup import TASK, Access, agent_names, setup
 from insitu.serving.console import Console
 from insitu.serving.host_calls import HostCallReporter
 from insitu.serving.prompt_sizes import PromptFit
-from insitu.serving.session_export import SESSIONS, Ledgers, expire, exported, finish
+from insitu.serving.session_export import Ledgers, expire, exported, finish
 from insitu.storage.host_calls import HostCallLog
-from insitu.storage.run_dir import RunDir, write_text
+from insitu.storage.run_dir import SESSIONS, RunDir, write_text
 from insitu.storage.session_log import recover
 from insitu.training.learner.sampler import open_sampler
 

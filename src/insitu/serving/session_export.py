@@ -16,11 +16,9 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.session_export import export_json
 from insitu.serving.console import Console
-from insitu.storage.run_dir import RunDir, write_text
+from insitu.storage.run_dir import SESSIONS, RunDir, write_text
 from insitu.types import Trajectory
 
-SESSIONS = "sessions"
-"""Folder of a run directory with a log per live session and an export per sealed one."""
 SEAL_S = 1.0
 """Time that running calls of all sessions get to finish at shutdown."""
 

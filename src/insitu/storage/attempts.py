@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 from typing import Literal, get_args
 
-from insitu.storage.rollout_rows import dumps, has_table, insert
+from insitu.storage.rollout_rows import dumps, insert
 from insitu.types import Status
 
 CANCELLED, INTERRUPTED = "cancelled: ", "interrupted: "
@@ -36,9 +36,7 @@ def interrupt_running(db: sqlite3.Connection) -> None:
 
 
 def count_attempts(db: sqlite3.Connection) -> dict[str, int]:
-    """Count attempts by end, zeros included; empty for directories of older versions."""
-    if not has_table(db, "states"):
-        return {}
+    """Count attempts by end, zeros included."""
     how = (
         f"CASE WHEN error LIKE '{CANCELLED}%' THEN 'cancelled' WHEN error LIKE '{INTERRUPTED}%' THEN"
         f" 'interrupted' WHEN status = '{Status.INFRA_FAILED.value}' THEN 'failed' ELSE 'decided' END"

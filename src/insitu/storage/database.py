@@ -17,7 +17,7 @@ from typing import Self
 from insitu import failpoint
 from insitu.errors import RecordError
 from insitu.storage.metrics import disk_error
-from insitu.storage.rollout_rows import READABLE, SCHEMA, SCHEMA_VERSION
+from insitu.storage.rollout_rows import SCHEMA, SCHEMA_VERSION
 
 _BUSY_TIMEOUT_S = 5.0
 _DAMAGED = ("file is not a database", "database disk image is malformed")
@@ -83,13 +83,10 @@ class Database:
         elif not self._all("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
             raise EmptyStore(f"{self._path} holds no rollouts yet")
         version = self.meta().get("schema_version", "")
-        if version == str(SCHEMA_VERSION) or (readonly and version in READABLE):
-            return
-        if version in READABLE:
-            raise RecordError(f"{self._path} was written by an older insitu: it can be read, not continued")
-        raise RecordError(
-            f"{self._path} has schema version {version or 'none'}; this insitu reads {' and '.join(READABLE)}"
-        )
+        if version != str(SCHEMA_VERSION):
+            raise RecordError(
+                f"{self._path} has schema version {version or 'none'}; this insitu reads {SCHEMA_VERSION}"
+            )
 
     def _all(self, query: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
         with self._reading() as db:

@@ -20,7 +20,7 @@ from typing import Literal, Protocol, cast, get_args
 from insitu.errors import RecordError
 from insitu.storage.attempts import interrupt_running
 from insitu.storage.database import Database
-from insitu.storage.rollout_rows import Row, has_table, insert, read_ledger
+from insitu.storage.rollout_rows import Row, insert, read_ledger
 from insitu.types import Ledger, Rollout, Status
 
 State = Literal["planned", "running", "graded", "scored", "assigned", "trained", "discarded"]
@@ -28,6 +28,7 @@ STATES: tuple[State, ...] = get_args(State)
 Reason = Literal[
     "evaluation",
     "infra",
+    "ungraded",
     "degenerate",
     "zero_advantage",
     "truncated",
@@ -39,6 +40,7 @@ Reason = Literal[
     "no_tokens",
 ]
 """Why a rollout is not trained; its tokens are excluded under this key. `stale`: over the staleness bound;
+`ungraded`: the reward function returned None;
 `deadline`: its group exceeded its deadline; `unused`: the run ended first; `few_groups`: its step had fewer
 groups with a gradient than `train.min_groups`; `overlong`: every row exceeds `train.max_row_tokens`;
 `no_tokens`: no token was sampled, or all are excluded for other reasons."""
@@ -209,10 +211,8 @@ class Lifecycle(Database):
         return None if row is None else (row["step"], row["group_no"])
 
     def states(self) -> dict[str, int]:
-        """Count rollouts by state, zeros included; empty for directories of older versions."""
+        """Count rollouts by state, zeros included."""
         with self._reading() as db:
-            if not has_table(db, "states"):
-                return {}
             rows = db.execute("SELECT state, COUNT(*) AS n FROM states GROUP BY state").fetchall()
         return dict.fromkeys(STATES, 0) | {row["state"]: row["n"] for row in rows}
 
@@ -226,7 +226,7 @@ class Lifecycle(Database):
     def _states(self, where: str, *values: object) -> list[RolloutState]:
         query = f"SELECT * FROM states WHERE {where} ORDER BY phase, step, group_no, slot"
         with self._reading() as db:
-            return [_read(row) for row in db.execute(query, values)] if has_table(db, "states") else []
+            return [_read(row) for row in db.execute(query, values)]
 
 
 _REPLACEABLE = "(state = 'discarded' AND reason = 'infra' AND account IS NULL)"

@@ -32,16 +32,15 @@ from insitu.types import (
     Verdict,
 )
 
-SCHEMA_VERSION = 4
-READABLE = ("3", "4")
-"""Schema versions that can be read; version 3 has no `states` table."""
+SCHEMA_VERSION = 5
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS rollouts (
   rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, ulid TEXT NOT NULL,
   phase TEXT NOT NULL, step INTEGER NOT NULL, group_no INTEGER NOT NULL, slot INTEGER NOT NULL,
-  task_id TEXT NOT NULL, category TEXT NOT NULL, status TEXT NOT NULL, reward REAL, attempt INTEGER NOT NULL,
+  task_id TEXT NOT NULL, category TEXT NOT NULL, status TEXT NOT NULL, reward REAL,
+  components TEXT NOT NULL, attempt INTEGER NOT NULL,
   error TEXT NOT NULL, deleted TEXT NOT NULL, timings TEXT NOT NULL, ledger TEXT NOT NULL, egress INTEGER,
   UNIQUE (phase, step, group_no, slot)) STRICT;
 CREATE TABLE IF NOT EXISTS attempts (
@@ -84,7 +83,7 @@ CREATE TABLE IF NOT EXISTS ledger (
   PRIMARY KEY (step, entry)) STRICT;
 """
 """`ledger.entry` is `captured`, `trained` or a reason of `EXCLUSIONS`. `notes` has rows only for rollouts
-with drifts or hints; older directories lack the table."""
+with drifts or hints."""
 
 Row = Mapping[str, Any]
 
@@ -116,6 +115,7 @@ def write_rollout(db: sqlite3.Connection, place: Mapping[str, object], rollout: 
         "task_id": rollout.task_id,
         "category": rollout.category,
         "reward": rollout.reward,
+        "components": dumps(dict(rollout.reward_components)),
         "deleted": dumps(rollout.deleted),
     }
     insert(db, "rollouts", values)
@@ -132,11 +132,16 @@ def write_rollout(db: sqlite3.Connection, place: Mapping[str, object], rollout: 
         insert(db, "verdicts", {"rollout_id": rollout.id} | _verdict_values(rollout.verdict))
 
 
-def rewrite_verdict(db: sqlite3.Connection, rollout_id: str, verdict: Verdict) -> None:
-    """Replace the verdict of a decided rollout, and its reward."""
-    _check_reward(rollout_id, verdict.reward)
-    insert(db, "verdicts", {"rollout_id": rollout_id} | _verdict_values(verdict), replace=True)
-    db.execute("UPDATE rollouts SET reward = ? WHERE rollout_id = ?", (verdict.reward, rollout_id))
+def rewrite_reward(db: sqlite3.Connection, rollout: Rollout) -> None:
+    """Replace verdict, reward and its components of a decided rollout."""
+    _check_reward(rollout.id, rollout.reward)
+    if rollout.verdict is not None:
+        values = {"rollout_id": rollout.id} | _verdict_values(rollout.verdict)
+        insert(db, "verdicts", values, replace=True)
+    db.execute(
+        "UPDATE rollouts SET reward = ?, components = ? WHERE rollout_id = ?",
+        (rollout.reward, dumps(dict(rollout.reward_components)), rollout.id),
+    )
 
 
 def _check_reward(rollout_id: str, reward: float | None) -> None:
@@ -202,6 +207,7 @@ def read_rollout(db: sqlite3.Connection, row: Row) -> Rollout:
         attempt=row["attempt"],
         error=row["error"],
         egress_attempts=row["egress"],
+        reward_components=orjson.loads(row["components"]),
     )
 
 
@@ -249,13 +255,8 @@ def _notes_values(trajectory: Trajectory) -> dict[str, object]:
 
 def read_drifts(db: sqlite3.Connection) -> list[DriftNote]:
     """Return the drifts of all stored rollouts."""
-    rows = db.execute("SELECT drifts FROM notes ORDER BY rollout_id") if has_table(db, "notes") else ()
+    rows = db.execute("SELECT drifts FROM notes ORDER BY rollout_id")
     return [DriftNote(**note) for row in rows for note in orjson.loads(row["drifts"])]
-
-
-def has_table(db: sqlite3.Connection, name: str) -> bool:
-    """Return whether the table exists; directories of older versions lack some."""
-    return db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
 
 
 def _pairs(items: Iterable[tuple[str, str]]) -> Pairs:
@@ -266,8 +267,6 @@ def _read_notes(
     db: sqlite3.Connection, rollout_id: str, turns: Iterable[int]
 ) -> tuple[Hints, tuple[DriftNote, ...]]:
     """Return the hints of each turn (`turns`: indices in order) and the drifts of a rollout."""
-    if not has_table(db, "notes"):
-        return {}, ()
     row = db.execute("SELECT * FROM notes WHERE rollout_id = ?", (rollout_id,)).fetchone()
     if row is None:
         return {}, ()

@@ -31,6 +31,8 @@ from insitu.storage.ulid import new_ulid
 
 log = logging.getLogger(__name__)
 
+SESSIONS = "sessions"
+"""Folder of a run directory with the logs and exports of sessions, and the text of provider calls."""
 KIND = "kind"
 """Key of the stored fact that names the command of a run other than training."""
 STORE_FILES = ("run.sqlite", "run.sqlite-wal", "run.sqlite-shm", "metrics.jsonl")

@@ -28,19 +28,18 @@ from insitu.storage.rollout_rows import (
     Row,
     dumps,
     erase_rollout,
-    has_table,
     insert,
     read_drifts,
     read_ledger,
     read_rollout,
-    rewrite_verdict,
+    rewrite_reward,
     write_attempt,
     write_rollout,
 )
 from insitu.storage.score import Score
 from insitu.storage.summaries import RolloutSummary, read_summaries
 from insitu.storage.ulid import new_ulid
-from insitu.types import DriftNote, Ledger, Rollout, Status, Verdict
+from insitu.types import DriftNote, Ledger, Rollout, Status
 
 __all__ = ["EmptyStore", "Score", "StepRecord", "Store", "add_ledgers"]
 
@@ -83,10 +82,10 @@ class Store(Lifecycle):
             write_rollout(db, place, rollout)
             decide(db, place, rollout)
 
-    def put_verdict(self, rollout_id: str, verdict: Verdict) -> None:
-        """Replace the verdict and the reward of a stored rollout."""
+    def put_reward(self, rollout: Rollout) -> None:
+        """Replace verdict, reward and components of a stored rollout by those of `rollout`."""
         with self._writing("verdict") as db:
-            rewrite_verdict(db, rollout_id, verdict)
+            rewrite_reward(db, rollout)
 
     def still_open(self, phase: str, step: int) -> bool:
         """Return whether the current weights are still those of this phase and step."""
@@ -101,11 +100,12 @@ class Store(Lifecycle):
     def tried(self, prefix: str) -> dict[str, int]:
         """Map rollout ids that begin with `prefix` to the number of their last attempt, finished or not."""
         among = "WHERE rollout_id >= :first AND rollout_id < :after"
-        query = f"SELECT rollout_id, attempt AS n FROM attempts {among}"
+        query = (
+            f"SELECT rollout_id, attempt AS n FROM attempts {among}"
+            f" UNION ALL SELECT rollout_id, attempt FROM states {among}"
+        )
         bounds = {"first": prefix, "after": prefix + "\U0010ffff"}
         with self._reading() as db:
-            if has_table(db, "states"):
-                query += f" UNION ALL SELECT rollout_id, attempt FROM states {among}"
             grouped = f"SELECT rollout_id, MAX(n) AS n FROM ({query}) GROUP BY rollout_id HAVING MAX(n) > 0"
             return {row["rollout_id"]: row["n"] for row in db.execute(grouped, bounds)}
 
@@ -132,8 +132,6 @@ class Store(Lifecycle):
         """
         account = "SELECT r.* FROM rollouts r JOIN states s USING (rollout_id) WHERE s.account = ?"
         with self._reading() as db:
-            if not has_table(db, "states"):
-                account = "SELECT * FROM rollouts r WHERE phase = 'train' AND step = ?"
             rows = db.execute(f"{account} ORDER BY r.step, r.group_no, r.slot", (step,)).fetchall()
             return [read_rollout(db, row) for row in rows]
 
@@ -141,8 +139,6 @@ class Store(Lifecycle):
         """Return the score of the rollouts in a committed step's account."""
         account = "JOIN states s USING (rollout_id) WHERE s.account = ?"
         with self._reading() as db:
-            if not has_table(db, "states"):
-                account = "WHERE r.phase = 'train' AND r.step = ?"
             rewards = f"SELECT r.reward FROM rollouts r {account} AND r.reward IS NOT NULL"
             return Score.of([row["reward"] for row in db.execute(rewards, (step,))])
 
@@ -310,15 +306,9 @@ def _balance(db: sqlite3.Connection, steps: Sequence[StepRecord]) -> Balance:
     states: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     pending = 0
-    if has_table(db, "states"):
-        _check_rows(db)
-        _check_steps(db, steps)
-        query = "SELECT s.*, r.ledger FROM states s LEFT JOIN rollouts r USING (rollout_id)"
-    else:
-        query = (
-            "SELECT ledger, 'evaluation' AS reason, CASE phase WHEN 'train' THEN step END AS account,"
-            " CASE phase WHEN 'train' THEN 'trained' ELSE 'discarded' END AS state FROM rollouts"
-        )
+    _check_rows(db)
+    _check_steps(db, steps)
+    query = "SELECT s.*, r.ledger FROM states s LEFT JOIN rollouts r USING (rollout_id)"
     for row in db.execute(query):
         states[row["state"]] += 1
         if row["state"] == "discarded":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from insitu.types import Oracle, Task, Tree, Verdict
+from insitu.types import Oracle, Task
 
 Split = Literal["train", "eval"]
 
@@ -36,10 +36,8 @@ class TaskSource(Protocol):
     def oracle(self, task: Task) -> Oracle:
         """The oracle of a task. Called by the grading side only."""
 
-    async def scored(self, task: Task, after: Tree, verdict: Verdict) -> Verdict:
-        """The verdict with the reward that the user's own function gives, where there is one. Raises
-        GradeError or TaskError for a broken function. `after`: the tree that the agent left. Called by the
-        grading side only."""
+    def row(self, task: Task) -> Mapping[str, Any]:
+        """Return the row that the task was made from, for reward functions; empty if it comes from none."""
 
 
 def split_of(content_hash: str, eval_share: float) -> Split:

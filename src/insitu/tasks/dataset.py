@@ -19,8 +19,7 @@ from pydantic import ValidationError
 from insitu.errors import TaskError
 from insitu.tasks.base import Item, Split, split_of
 from insitu.tasks.row_files import MAX_REASON_CHARS, RawRow, RowLocation, describe, row_id
-from insitu.tasks.user_functions import UserFunction, reward_of
-from insitu.types import Limits, Oracle, Task, Tree, Verdict
+from insitu.types import Limits, Oracle, Task
 
 SHOWN_REFUSALS = 3
 
@@ -91,12 +90,11 @@ class RowSource:
         on_invalid_row: Literal["refuse", "skip"] = "refuse",
         check: RowCheck | None = None,
         transform: Callable[..., Any] | None = None,
-        evaluate: UserFunction | None = None,
     ) -> None:
         """`check` raises TaskError for a task that its runner cannot judge."""
         self._check_task = check
         self._name, self._form, self._options = name, form, options or LoadOptions()
-        self._transform, self._evaluate, self._seed = transform, evaluate, seed
+        self._transform, self._seed = transform, seed
         self.refused: list[Refusal] = []
         self.left_out = 0
         """Rows for which transform gave None."""
@@ -142,12 +140,9 @@ class RowSource:
     def oracle(self, task: Task) -> Oracle:
         return self._found(task).oracle
 
-    async def scored(self, task: Task, after: Tree, verdict: Verdict) -> Verdict:
-        if self._evaluate is None:
-            return verdict
+    def row(self, task: Task) -> RawRow:
         self._found(task)
-        row = self._row(self._by_id[task.id].place) or {}
-        return await reward_of(self._evaluate, row, task, after, verdict)
+        return self._row(self._by_id[task.id].place) or {}
 
     def keep(self, hashes: frozenset[str]) -> None:
         """Leave out every task whose content hash is not among `hashes`. Raises TaskError if none is left."""

@@ -80,7 +80,6 @@ def open_rows(config: Config, limits: Limits, check: RowCheck) -> RowSource:
         on_invalid_row=table.on_invalid_row,
         check=check,
         transform=load_function(table.transform) if table.transform else None,
-        evaluate=_user_function("reward", table.reward, config.grade.workers),
     )
     if table.allowlist:
         source.keep(read_allowlist(Path(table.allowlist)).passed())
@@ -89,13 +88,12 @@ def open_rows(config: Config, limits: Limits, check: RowCheck) -> RowSource:
 
 def action_of(config: Config) -> UserFunction | None:
     """The user's function from a reply to files, if one is named. Raises ConfigError."""
-    return _user_function("parse_answer", config.tasks.parse_answer, config.harness.workers)
-
-
-def _user_function(key: str, dotted: str, at_once: int) -> UserFunction | None:
-    if not dotted:
+    path = config.tasks.parse_answer
+    if not path:
         return None
-    return UserFunction(f"tasks.{key} {dotted}", load_function(dotted), at_once=at_once)
+    return UserFunction(
+        f"tasks.parse_answer {path}", load_function(path), max_concurrent=config.harness.workers
+    )
 
 
 def _images(path: Path) -> dict[str, str]:

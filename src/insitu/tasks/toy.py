@@ -9,12 +9,13 @@ pools, so that a small tokenizer can give each of them one token.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from insitu.errors import TaskError
 from insitu.tasks.base import Split
-from insitu.types import Case, FileEntry, GradingPlan, Limits, Oracle, Task, Tree, Verdict, task_hash
+from insitu.types import Case, FileEntry, GradingPlan, Limits, Oracle, Task, Tree, task_hash
 
 VARIABLES = (
     "width height depth price count rate weight score limit start stop size speed time cost load "
@@ -295,8 +296,8 @@ class ToySource:
     def oracle(self, task: Task) -> Oracle:
         return to_oracle(self.problem(task))
 
-    async def scored(self, task: Task, after: Tree, verdict: Verdict) -> Verdict:
-        return verdict
+    def row(self, task: Task) -> Mapping[str, Any]:
+        return {}
 
     def problem(self, task: Task) -> ToyProblem:
         """The generated problem behind a task, for the oracle and for scripted demonstrators."""

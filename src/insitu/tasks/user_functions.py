@@ -1,118 +1,94 @@
-"""The user's own functions, named by dotted path in [tasks]: they run on the host, in the controller.
+"""Calls of the user's functions: off the event loop, with a timeout and a limit of concurrent calls.
 
-transform(row: dict) -> dict | None                  before the schema; None leaves the row out
-parse_answer(response: str, task: Task) -> {path: text}     a reply without an agent becomes files
-reward(row: dict, answer: dict, verdict) -> float  the reward, 0 to 1, of a graded answer
-checker(stdin: str, expected: str, printed: str) -> bool    whether the output of a program is right
+    transform(row: dict) -> dict | None                       None leaves the row out
+    parse_answer(reply: str, task: Task) -> {path: text}      single_turn: a reply becomes files
+    checker(stdin: str, expected: str, printed: str) -> bool  stdio: whether an output is right
+    reward(rollout: FinishedRollout) -> float | dict | None   see grading/reward.py
 
-A function that raises is broken, and says nothing about the model: its attempt has failed of the
-infrastructure, and several failures in a row end the run.
+A plain function runs in a thread per call, a coroutine function on an event loop of its own thread. An
+exception is an infrastructure failure of the attempt; several in a row end the run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
-import importlib
 import inspect
-import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from insitu import registry
 from insitu.errors import ConfigError, GradeError, TaskError
-from insitu.tasks.row_files import RawRow
-from insitu.types import Outcome, Task, Tree, Verdict
 
-FINAL = (Outcome.INFRA, Outcome.TAMPERED, Outcome.REFUSED)
-"""Outcomes that no function of the user's may turn into a reward."""
 FAILURES = 5
-"""Failures of one function in a row that end the run."""
+"""Consecutive failures of one function that end the run."""
 CALL_S = 300.0
-"""Seconds that one call may take."""
-MAX_SAID_CHARS = 300
+"""Default timeout of one call in seconds."""
+MAX_MESSAGE_CHARS = 300
 
 Result = TypeVar("Result")
 
 
-def load_function(dotted: str) -> Callable[..., Any]:
-    """The function at `package.module:name` or `package.module.name`, in an installed package or in the
-    current folder. Raises ConfigError."""
-    module, colon, name = dotted.partition(":")
-    if not colon:
-        module, _, name = dotted.rpartition(".")
-    if not module or not name:
-        raise ConfigError(f"{dotted!r} is no dotted path like package.module:function")
-    _look_in_current_folder()
-    try:
-        found = importlib.import_module(module)
-    except Exception as error:  # the boundary: it runs the user's module
-        where = f" (looked in {Path.cwd()} and in the installed packages)"
-        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
-        raise ConfigError(
-            f"cannot import {module} for {dotted}: {error!a}{where if missing else ''}"
-        ) from error
-    value = vars(found).get(name)
-    if not callable(value):
-        raise ConfigError(f"{dotted}: {module} ({getattr(found, '__file__', None)}) has no function {name}")
-    if inspect.iscoroutinefunction(value):
-        raise ConfigError(f"{dotted} is an async function: give a plain one, it is called in a thread")
-    return value  # type: ignore[no-any-return]
-
-
-def _look_in_current_folder() -> None:
-    """After everything installed: a file of the user's must not replace a module that insitu imports
-    later."""
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)
+def load_function(path: str) -> Callable[..., Any]:
+    """Return the function at `module:attribute` or `file.py:attribute`; raise ConfigError."""
+    found = registry.load(path)
+    if not callable(found):
+        raise ConfigError(f"{path} is a {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
 
 
 class BadResult(Exception):
-    """A function returned something that is not a result. `str(error)` says what."""
+    """A function returned an invalid result; `str(error)` describes it."""
 
 
 class FunctionFailed(TaskError):
-    """A function has failed several times in a row: the run ends."""
+    """A function failed several times in a row: the run ends."""
 
 
-class _Late(Exception):
-    """A call did not return in time, or found no place. `str(error)` says which."""
+class _CallTimeout(Exception):
+    """A call did not return in time, or got no slot; `str(error)` says which."""
 
 
 class UserFunction:
-    """One of the user's functions, called in threads: it may take its time, and may hang.
+    """A user's function with its limits; `close` ends the event loop of a coroutine function.
 
-    A thread cannot be killed, so a call that hangs keeps its place until it returns: never more than
-    `at_once` calls run, and once all places hang, further calls fail.
+    A thread cannot be killed: a call that hangs keeps its slot until it returns, so at most `max_concurrent`
+    calls run, and further calls fail while all slots hang.
     """
 
     def __init__(
-        self, name: str, function: Callable[..., Any], *, at_once: int = 1, timeout_s: float = CALL_S
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *,
+        max_concurrent: int = 1,
+        timeout_s: float = CALL_S,
     ) -> None:
-        """`name`: for messages. `at_once`: calls that may run at the same time. `timeout_s`: of one call,
-        and of the wait for a place while all hang."""
+        """Wrap `function`; `name` is used in messages, `timeout_s` limits a call and the wait for a slot."""
         self.name, self._function, self._timeout_s = name, function, timeout_s
-        self._at_once, self._places = at_once, asyncio.Semaphore(at_once)
+        self._loop = _LoopThread(timeout_s) if _is_coroutine_function(function) else None
+        self._max_concurrent, self._slots = max_concurrent, asyncio.Semaphore(max_concurrent)
         self._hanging = 0
-        """Calls that have not returned in time, nor since."""
+        """Calls that timed out and have not returned yet."""
         self._failures = 0
 
     async def call(self, work: Callable[[Callable[..., Any]], Result]) -> Result:
-        """Run `work`, which gets the function, in a thread.
+        """Run `work`, which gets the function as a plain callable, in a thread.
 
-        Raises GradeError when the function raised, returned no result (BadResult), did not return in time or
-        left no place free, and FunctionFailed for the last of FAILURES failures in a row.
+        Raises GradeError when the function raised, returned no valid result (BadResult) or timed out, and
+        FunctionFailed for the last of FAILURES consecutive failures.
         """
+        function = self._function if self._loop is None else self._loop.blocking(self._function)
         try:
-            await self._place()
-            result = await self._result(lambda: work(self._function))
+            await self._acquire()
+            result = await self._run(lambda: work(function))
         except Exception as error:  # the boundary: it is the user's code
             self._failures += 1
-            problem = self._problem(error)
+            problem = self._describe(error)
             if self._failures < FAILURES:
                 raise GradeError(f"{self.name} {problem}") from error
             raise FunctionFailed(
@@ -121,32 +97,36 @@ class UserFunction:
         self._failures = 0
         return result
 
-    async def _place(self) -> None:
-        """Take a place. Raises _Late when all of them hang; else one becomes free in time, if not at once for
-        this call."""
+    def close(self) -> None:
+        """Cancel running coroutines and stop their event loop."""
+        if self._loop is not None:
+            self._loop.close()
+
+    async def _acquire(self) -> None:
+        """Take a slot; raise _CallTimeout when all of them hang."""
         while True:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    await self._places.acquire()
+                    await self._slots.acquire()
                     return
             except TimeoutError:
-                if self._hanging == self._at_once:
-                    raise _Late(
-                        f"left no place free for {self._timeout_s:g} s: {self._hanging} earlier calls hang"
+                if self._hanging == self._max_concurrent:
+                    raise _CallTimeout(
+                        f"got no free slot for {self._timeout_s:g} s: {self._hanging} earlier calls hang"
                     ) from None
 
-    async def _result(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, from a thread that gives the place back when it ends. Raises _Late."""
+    async def _run(self, work: Callable[[], Result]) -> Result:
+        """Return the result of `work` from a thread that releases the slot when it ends."""
         done = _in_thread(work)
-        done.add_done_callback(lambda _: self._places.release())
+        done.add_done_callback(lambda _: self._slots.release())
         try:
-            # Shielded: whoever gives up waiting does not free the place of a thread that runs on.
+            # Shielded: a cancelled caller must not release the slot of a thread that is still running.
             async with asyncio.timeout(self._timeout_s):
                 result, error = await asyncio.shield(done)
         except TimeoutError:
             self._hanging += 1
             done.add_done_callback(self._returned)
-            raise _Late(f"did not return within {self._timeout_s:g} s") from None
+            raise _CallTimeout(f"did not return within {self._timeout_s:g} s") from None
         if error is not None:
             raise error if isinstance(error, Exception) else RuntimeError(repr(error)) from error
         return result  # type: ignore[return-value]
@@ -154,20 +134,80 @@ class UserFunction:
     def _returned(self, _: object) -> None:
         self._hanging -= 1
 
-    def _problem(self, error: Exception) -> str:
-        """What it did, and where in the function's own file it raised."""
-        if isinstance(error, BadResult | _Late):
-            return str(error)[:MAX_SAID_CHARS]
+    def _describe(self, error: Exception) -> str:
+        """Return what failed, with the line in the function's own file where it raised."""
+        if isinstance(error, BadResult | _CallTimeout):
+            return str(error)[:MAX_MESSAGE_CHARS]
         code = getattr(self._function, "__code__", None)
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
         place = [f" ({Path(frame.filename).name} line {frame.lineno})" for frame in own or frames][-1:]
-        return f"raised {ascii(error)[:MAX_SAID_CHARS]}{''.join(place)}"
+        return f"raised {ascii(error)[:MAX_MESSAGE_CHARS]}{''.join(place)}"
+
+
+def _is_coroutine_function(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
+    )
+
+
+class _LoopThread:
+    """An event loop in a daemon thread, started at the first call.
+
+    All calls share it, so that clients, rate limits and caches of the user's code belong to one loop.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    def blocking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a plain callable that runs the coroutine function on the loop and waits for its result."""
+
+        def call(*args: object) -> object:
+            future = asyncio.run_coroutine_threadsafe(function(*args), self._started())
+            try:
+                return future.result(self._timeout_s)
+            except concurrent.futures.CancelledError:
+                raise _CallTimeout("was cancelled") from None
+            except TimeoutError:
+                if future.done():  # raised by the function itself
+                    raise
+                future.cancel()
+                raise _CallTimeout(f"did not return within {self._timeout_s:g} s") from None
+
+        return call
+
+    def close(self) -> None:
+        with self._lock:
+            loop, stop, self._loop = self._loop, self._stop, None
+        if loop is not None and stop is not None:
+            loop.call_soon_threadsafe(stop.set)
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                ready = threading.Event()
+                threading.Thread(
+                    target=lambda: asyncio.run(self._serve(ready)), name="insitu-user-loop", daemon=True
+                ).start()
+                ready.wait()
+            if self._loop is None:
+                raise RuntimeError("the event loop of a user function did not start")
+            return self._loop
+
+    async def _serve(self, ready: threading.Event) -> None:
+        stop = self._stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        ready.set()
+        await stop.wait()  # asyncio.run cancels what is still running
 
 
 def _in_thread(work: Callable[[], Result]) -> asyncio.Future[tuple[Result | None, BaseException | None]]:
-    """What becomes of `work` in a daemon thread: one that never returns does not keep the process alive, as
-    a thread of asyncio.to_thread would."""
+    """Return a future of (result, error) of `work` in a daemon thread."""
+    # asyncio.to_thread would keep the process alive while a call hangs.
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[Result | None, BaseException | None]] = loop.create_future()
 
@@ -177,34 +217,8 @@ def _in_thread(work: Callable[[], Result]) -> asyncio.Future[tuple[Result | None
             result = work()
         except BaseException as error:  # noqa: BLE001 - sys.exit() in a thread must not be lost either
             failed = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(done.set_result, (result, failed))
 
     threading.Thread(target=run, name="insitu-user-function", daemon=True).start()
     return done
-
-
-async def reward_of(
-    function: UserFunction, row: RawRow, task: Task, after: Tree, verdict: Verdict
-) -> Verdict:
-    """`verdict` with the reward of the user's function, which gets the row, the text of each file that the
-    answer changed, and the verdict. Raises GradeError, FunctionFailed as UserFunction.call."""
-    if verdict.outcome in FINAL:
-        return verdict
-    changed = {
-        path: entry.content.decode("utf-8", "replace")
-        for path, entry in after.items()
-        if task.files.get(path) != entry
-    }
-    reward = await function.call(lambda evaluate: _number(evaluate(dict(row), changed, verdict)))
-    return replace(verdict, reward=reward)
-
-
-def _number(reward: object) -> float:
-    # NumPy's numbers and 0-d tensors are numbers too; float() of a text would be a guess.
-    if isinstance(reward, bool | str | bytes) or not hasattr(reward, "__float__"):
-        raise BadResult(f"returned {reward!a}, not a number from 0 to 1")
-    number = float(reward)
-    if not 0 <= number <= 1:
-        raise BadResult(f"returned {reward!a}, not a number from 0 to 1")
-    return number

@@ -24,9 +24,11 @@ from insitu.errors import ConfigError
 from insitu.gateway.server import Gateway
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.grading.judge import TaskJudge
+from insitu.grading.reward import reward_function
 from insitu.runtime.agents import open_agents
 from insitu.runtime.preflight import Prepared, check_reference, check_weights, prepare
 from insitu.runtime.sandboxes import examples_of
+from insitu.runtime.transcripts import transcript_reader
 from insitu.sandbox.base import SandboxBackend
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
@@ -105,7 +107,8 @@ async def _sampled_by(
 def make_judge(config: Config, backend: SandboxBackend, source: TaskSource) -> TaskJudge:
     """The grading side; the caller closes it. The oracle is made inside and never leaves."""
     grader = Grader(backend, GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers))
-    return TaskJudge(grader, source, config.grade.min_trust)
+    reward = reward_function(config, transcript_reader(config))
+    return TaskJudge(grader, source, config.grade.min_trust, reward)
 
 
 def committed(run: RunDir, store: Store) -> Committed:

@@ -17,6 +17,7 @@ from insitu.types.generation import (
     VersionRuns,
 )
 from insitu.types.judgement import (
+    FinishedRollout,
     Group,
     Outcome,
     Rollout,
@@ -56,6 +57,7 @@ __all__ = [
     "Exchange",
     "FileEntry",
     "Finish",
+    "FinishedRollout",
     "FloatArray",
     "Generation",
     "GradingPlan",

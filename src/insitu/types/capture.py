@@ -74,6 +74,7 @@ EXCLUSIONS = frozenset(
         "degenerate",
         "overlong",
         "infra",
+        "ungraded",
         "evaluation",
         "demonstrated",
         "truncated",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from insitu.types.capture import Trajectory, Turn
 from insitu.types.generation import BoolArray, FloatArray, IntArray
-from insitu.types.tasks import Tree
+from insitu.types.tasks import Task, Tree
 
 
 class Outcome(enum.StrEnum):
@@ -100,6 +100,7 @@ class Rollout:
     category: str
     status: Status
     reward: float | None
+    """None = not graded: an infrastructure failure, or a reward function that returned None."""
     trajectory: Trajectory
     verdict: Verdict | None
     changed: Tree
@@ -111,6 +112,8 @@ class Rollout:
     """One line, for INFRA_FAILED and AGENT_FAILED."""
     egress_attempts: int | None = None
     """Blocked network connections of the agent's sandbox, counted by its kernel; None = unknown."""
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward, if the reward function returned a dictionary."""
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -128,6 +131,28 @@ class Rollout:
             versions=_joined([s.versions for s in segments], np.int32),
             segment=np.repeat(np.arange(len(segments), dtype=np.int32), lengths),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRollout:
+    """Argument of a reward function: one graded attempt with its files and text."""
+
+    id: str
+    task: Task
+    row: Mapping[str, Any] = field(repr=False)
+    """Row of the data set that the task was made from; empty if it comes from no row."""
+    files: Tree = field(repr=False)
+    """Work folder after the agent, without ignored files."""
+    diff: str = field(repr=False)
+    """Unified diff of the work folder; binary files are named only."""
+    transcript: str = field(repr=False)
+    """Text of the main line of model calls, with the chat template's markers."""
+    turns: tuple[Turn, ...] = field(repr=False)
+    """All model calls; empty with engine.kind upstream."""
+    status: Status
+    verdict: Verdict
+    group: tuple[FinishedRollout, ...] = field(default=(), repr=False)
+    """All graded rollouts of the group, this one included; only with `reward.group`."""
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

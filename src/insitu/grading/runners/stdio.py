@@ -108,7 +108,7 @@ class StdioRunner(RunnerBase):
             except ConfigError as error:
                 raise TaskError(f"task {task.id}: tasks.checker: {error}") from None
             self._checkers[key] = UserFunction(
-                f"tasks.checker {oracle.checker}", function, at_once=parallel, timeout_s=CHECK_S
+                f"tasks.checker {oracle.checker}", function, max_concurrent=parallel, timeout_s=CHECK_S
             )
         checker = self._checkers[key]
 

@@ -29,7 +29,7 @@ NAMED = 3
 """Reasons that one alarm names at most."""
 FATES = frozenset(
     {"degenerate", "zero_advantage", "few_groups", "no_tokens", "evaluation", "demonstrated", "mismatch"}
-    | {"infra", "stale", "deadline", "unused"}
+    | {"infra", "ungraded", "stale", "deadline", "unused"}
 )
 """Reasons that follow from rewards, rounding, the schedule or the infrastructure, which has its own alarm."""
 

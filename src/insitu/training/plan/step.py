@@ -214,8 +214,9 @@ def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
     scorable = [r for r in rewards if r is not None]
     thin, degenerate = len(scorable) < config.group_min, equal_rewards(scorable)
     credit = advantages(rewards, config.advantage)
-    # Where too few are left and nobody failed, the others were given up when their time was over.
-    lost = "infra" if len(scorable) < len(rewards) else "deadline"
+    failed = any(r.status is Status.INFRA_FAILED for r in rollouts)
+    # In a small group without failures the missing rollouts timed out.
+    lost = "infra" if failed else "ungraded" if len(scorable) < len(rewards) else "deadline"
     slots = []
     for rollout, value in zip(rollouts, credit, strict=True):
         masked = rollout.status is Status.TRUNCATED and config.truncated == "mask"
@@ -246,7 +247,8 @@ def _reason(rollout: Rollout, value: float | None, *, degenerate: bool, masked: 
     if rollout.id.startswith("eval"):
         return "evaluation"
     if value is None:
-        return lost
+        ungraded = rollout.reward is None and rollout.status is not Status.INFRA_FAILED
+        return "ungraded" if ungraded else lost
     if degenerate:
         return "degenerate"
     if masked:

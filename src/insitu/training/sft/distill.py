@@ -21,15 +21,7 @@ from insitu.gateway.dialects.base import WireError
 from insitu.gateway.edit_diagnosis import explain
 from insitu.gateway.prompt_ids import new_ids
 from insitu.gateway.recorded_call import RecordedCall, parse_recorded_call
-from insitu.gateway.text_log import record_name
 from insitu.types import Generation, Message, Segment
-
-
-def last_record(records: Path, rollout_id: str) -> Path | None:
-    """The record of a rollout's last try, which is the one that was graded; None when there is none."""
-    base = record_name(rollout_id)
-    tries = [p for p in records.glob(f"{base}.*.jsonl") if p.suffixes[-2][1:].isdigit()]
-    return max(tries, key=lambda p: int(p.suffixes[-2][1:]), default=None)
 
 
 def distill_session(

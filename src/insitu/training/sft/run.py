@@ -26,7 +26,7 @@ from insitu.errors import ConfigError, RecordError, TrainError
 from insitu.shutdown import run_interruptible
 from insitu.storage.logs import log_to
 from insitu.storage.metrics import Metrics, MetricsFile
-from insitu.storage.run_dir import KIND, RunDir, read_config, read_store, restore_steps, write_text
+from insitu.storage.run_dir import KIND, SESSIONS, RunDir, read_config, read_store, restore_steps, write_text
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.training.learner.client import Learner, LearnerSpec, StepResult
@@ -53,8 +53,6 @@ SFT = "sft"
 LESSONS, CHOICE = "lessons", "choice"
 """Facts of a run: what was chosen, as [rollout id, digest] in order; and how the choice went, in words."""
 REPORT = "report.txt"
-RECORDS = "sessions"
-"""Folder of a run directory with the text of a provider's calls."""
 MODEL = "model"
 """Folder of a run directory with the whole model, where its checkpoints hold adapters."""
 
@@ -131,7 +129,7 @@ def open_tokens(config: Config, store: Store, renderer: ChatRenderer) -> Tokens:
     source = read_config(Path(config.sft.run))
     if source.engine.kind == "upstream":
         dropped = bool(forgotten_before(renderer, config.model.keep_reasoning))
-        return distilled_tokens(Path(config.sft.run) / RECORDS, renderer, drop_reasoning=dropped)
+        return distilled_tokens(Path(config.sft.run) / SESSIONS, renderer, drop_reasoning=dropped)
     theirs = load_renderer(model_folder(source), source.model.renderer)
     if theirs.fingerprint != renderer.fingerprint:
         raise ConfigError(

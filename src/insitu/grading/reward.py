@@ -1,0 +1,109 @@
+"""The user's reward function: `reward(rollout: FinishedRollout) -> float | dict | None`.
+
+A number is the reward; a dictionary names its components, whose sum is the reward; None means not graded.
+An exception or a timeout is an infrastructure failure, never 0. Tampered and refused rollouts keep the
+verdict's reward: no function may change it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from insitu.config import Config
+from insitu.errors import ConfigError
+from insitu.grading.diff import unified
+from insitu.registry import find
+from insitu.tasks.user_functions import BadResult, UserFunction
+from insitu.types import FinishedRollout, Outcome, Rollout, Task, Tree, Turn
+
+FINAL = (Outcome.INFRA, Outcome.TAMPERED, Outcome.REFUSED)
+"""Outcomes whose reward no function may change."""
+DIFF_CHARS = 1 << 20
+Transcript = Callable[[Rollout], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFunction:
+    """The configured function, with the source of transcripts."""
+
+    function: UserFunction
+    transcript: Transcript
+    group: bool = False
+
+    async def score(self, finished: FinishedRollout, rollout: Rollout) -> Rollout:
+        """Return `rollout` with the function's reward; raise GradeError or FunctionFailed."""
+        reward, parts = await self.function.call(lambda function: _parse(function(finished)))
+        return replace(rollout, reward=reward, reward_components=parts)
+
+    def finished(
+        self, task: Task, rollout: Rollout, base: Tree, row: Mapping[str, Any]
+    ) -> FinishedRollout | None:
+        """Return the function's argument; None where the verdict's reward is final."""
+        if rollout.verdict is None or rollout.verdict.outcome in FINAL:
+            return None
+        kept = {path: entry for path, entry in base.items() if path not in rollout.deleted}
+        files = {**kept, **rollout.changed}
+        return FinishedRollout(
+            id=rollout.id,
+            task=task,
+            row=row,
+            files=files,
+            diff=unified(base, files, max_chars=DIFF_CHARS),
+            transcript=self.transcript(rollout),
+            turns=rollout.turns,
+            status=rollout.status,
+            verdict=rollout.verdict,
+        )
+
+
+def reward_function(config: Config, transcript: Transcript) -> RewardFunction | None:
+    """Return the configured function, None without one; raise ConfigError if it cannot be loaded."""
+    table = config.reward
+    if not table.function:
+        return None
+    found = find("rewards", table.function)
+    if not callable(found):
+        raise ConfigError(f"reward.function: {table.function} is not a function")
+    function = UserFunction(
+        f"reward.function {table.function}",
+        found,
+        max_concurrent=table.max_concurrent,
+        timeout_s=table.timeout_s,
+    )
+    return RewardFunction(function=function, transcript=transcript)
+
+
+def main_line(turns: Sequence[Turn]) -> list[Turn]:
+    """Return the turns from the root to the last one that counts, in order."""
+    by_index = {turn.index: turn for turn in turns}
+    last = next((turn for turn in reversed(turns) if not turn.excluded), turns[-1] if turns else None)
+    line: list[Turn] = []
+    while last is not None:
+        line.append(last)
+        last = by_index.get(last.parent)
+    return line[::-1]
+
+
+def _parse(value: object) -> tuple[float | None, dict[str, float]]:
+    """Return reward and components of a function's result; raise BadResult."""
+    if value is None:
+        return None, {}
+    if not isinstance(value, Mapping):
+        return _number(value), {}
+    if not value:
+        raise BadResult("returned a dictionary without components")
+    parts = {str(name): _number(part) for name, part in value.items()}
+    return math.fsum(parts.values()), parts
+
+
+def _number(value: object) -> float:
+    # NumPy numbers and 0-d tensors are numbers; float() of a text would be a guess.
+    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+        raise BadResult(f"returned {value!a}, not a finite number, a dictionary of them or None")
+    number = float(value)
+    if not math.isfinite(number):
+        raise BadResult(f"returned {value!a}, not a finite number, a dictionary of them or None")
+    return number

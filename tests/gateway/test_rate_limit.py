@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from insitu.gateway import outage
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.provider_backend import ProviderBackend, ProviderCalls, open_provider
 from insitu.gateway.provider_options import ProviderOptions
-from insitu.gateway.rate_limit import LONGEST_PAUSE_S, RateLimiter, asked_pause_s, back_off_s
+from insitu.gateway.rate_limit import RateLimiter
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.types import Limits
@@ -166,19 +165,6 @@ async def test_who_runs_out_of_patience_leaves_the_queue_to_the_others() -> None
     pace.leave()
     async with asyncio.timeout(5):
         await waiting
-
-
-def test_how_long_a_provider_asks_to_wait() -> None:
-    assert asked_pause_s({"Retry-After": "7"}) == 7
-    assert asked_pause_s({"Retry-After": "0.25"}) == 0.25
-    asked = asked_pause_s({"Retry-After": formatdate(time.time() + 30, usegmt=True)})
-    assert asked is not None
-    assert 25 < asked <= 30
-    assert [asked_pause_s({"Retry-After": told}) for told in ("", "soon", "-3", "nan", "inf")] == [None] * 5
-    grown = [back_off_s(tries) for tries in range(1, 40)]
-    assert 0.5 <= grown[0] <= 1.0
-    assert all(0 < pause <= LONGEST_PAUSE_S for pause in grown)
-    assert grown[-1] >= LONGEST_PAUSE_S / 2
 
 
 async def test_a_provider_that_is_gone_is_waited_for_to_the_end_of_patience_and_no_longer(

@@ -20,6 +20,7 @@ import orjson
 
 from insitu.agents.base import PLAIN, AgentResult, FinishedCheck, ModelAccess, never_finished
 from insitu.agents.termination import within
+from insitu.backoff import backoff_s
 from insitu.config import Config
 from insitu.errors import HarnessError, TaskError
 from insitu.sandbox.base import SandboxBackend
@@ -141,7 +142,7 @@ class SingleTurnWorker:
                         return _text(raw)
                     if answer.status not in RETRY_STATUSES or attempt == MAX_ATTEMPTS:
                         break
-                    await asyncio.sleep(0.5 * 2**attempt)
+                    await asyncio.sleep(backoff_s(attempt, 1.0))
         except aiohttp.ClientError as error:
             raise HarnessError(f"the gateway cannot be reached: {error or type(error).__name__}") from error
         raise _Failed(f"the model answered HTTP {answer.status}: {raw[:300].decode('utf-8', 'replace')}")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from insitu.agents.base import AwayTime, no_time
 from insitu.attempt import AttemptSpec
+from insitu.backoff import backoff_s
 from insitu.collect.breaker import Breaker
 from insitu.collect.dispatcher import (
     AttemptRunner,
@@ -267,7 +268,7 @@ class Collector:
         o = self._options
         for attempt in range(o.members.attempts):
             if attempt:
-                await asyncio.sleep(o.members.pause_s * 2 ** (attempt - 1))
+                await asyncio.sleep(backoff_s(attempt, o.members.pause_s))
             try:
                 rollout = await self._attempt(pending, member)
             except TimeoutError:

@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 from insitu.agents.base import AwayTime, no_time
 from insitu.attempt import NOTHING_SAMPLED, AttemptSpec, OnStart, ignore_cancelled, no_wait
+from insitu.backoff import backoff_s
 from insitu.capture.ledger import reassign
 from insitu.collect.breaker import Breaker
 from insitu.collect.starvation import Starvation
@@ -194,7 +195,7 @@ class Dispatcher:
             return held
         for attempt in range(self._options.attempts):
             if attempt:
-                await asyncio.sleep(self._options.pause_s * 2 ** (attempt - 1))
+                await asyncio.sleep(backoff_s(attempt, self._options.pause_s))
             spec = AttemptSpec(
                 rollout_id=slot.rollout_id,
                 task=task,

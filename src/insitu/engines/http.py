@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
+from insitu.backoff import backoff_s
 from insitu.errors import ConfigError, EngineError, EngineUnavailable
 
 Body = Mapping[str, Any]
@@ -111,7 +112,7 @@ class EngineHttp:
                     answer = await self._once(method, path, data, query, headers, again, passing)
                     if answer is not None:
                         return answer
-                    await asyncio.sleep(min(2.0, 0.1 * 2**attempt))
+                    await asyncio.sleep(backoff_s(attempt + 1, 0.1, 2.0))
         except TimeoutError as error:
             raise passing(f"{self.name} did not answer {path} within {limit:g} s") from error
         raise EngineError(f"{self.name}: {path} failed after {self.options.retries} retries")

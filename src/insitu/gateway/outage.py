@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 from insitu.errors import EngineUnavailable
-from insitu.gateway.rate_limit import LONGEST_PAUSE_S
 
 AWAY = frozenset({502, 503, 504})
 """HTTP statuses of a proxy before a provider that is not there."""
@@ -17,7 +16,7 @@ QUIET_S = 2.0
 """A shorter outage is nobody's business."""
 LEAST_S = 30.0
 """No shorter outage ends a run, however short the patience of a call."""
-GAP_S = 2 * LONGEST_PAUSE_S
+GAP_S = 120.0
 """Failures further from each other are two outages: nobody asked meanwhile."""
 
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 import aiohttp
 from aiohttp import web
 
+from insitu.backoff import backoff_s, retry_after_s
 from insitu.gateway.backend import AgentRequest
 from insitu.gateway.call_reports import CallReport
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.outage import AWAY, Outage
 from insitu.gateway.provider_options import ProviderOptions
 from insitu.gateway.provider_usage import Usage, unanswered, usage_of
-from insitu.gateway.rate_limit import BUSY, RateLimiter, asked_pause_s, back_off_s
+from insitu.gateway.rate_limit import BUSY, RateLimiter
 from insitu.gateway.routes import Route
 from insitu.gateway.session_spec import SessionStats
 from insitu.gateway.text_log import TextCall
@@ -194,8 +195,8 @@ class ProviderCall:
         The last retry is right before the end, unless the provider asks for a longer pause.
         """
         left_s = self.ends - time.monotonic() - LAST_RETRY_S
-        asked = asked_pause_s(headers)
-        pause = min(left_s, back_off_s(self.sent)) if asked is None else asked
+        asked = retry_after_s(headers)
+        pause = min(left_s, backoff_s(self.sent, 1.0)) if asked is None else asked
         if 0 <= pause <= left_s:
             raise _ProviderBusy(pause)
 

@@ -8,20 +8,15 @@ was told. Caller: passthrough.
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import math
-import random
 import time
 from collections import deque
-from collections.abc import Mapping
 
 from insitu.gateway.dialects.base import WireError
 
 MINUTE = 60.0
 BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
 """HTTP statuses after which the same request may be answered later."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Of the back-off where a provider does not say how long."""
 
 
 class RateLimiter:
@@ -88,28 +83,3 @@ class RateLimiter:
         return WireError(
             "rate_limited", f"Too many requests per minute. Try again in {max(1, round(wait_s))} s."
         )
-
-
-def asked_pause_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a busy provider asks for, None where it does not say."""
-    told = headers.get("Retry-After", "").strip()
-    try:
-        asked = float(told)
-    except ValueError:
-        asked = _until(told)
-    return asked if math.isfinite(asked) and asked >= 0 else None
-
-
-def back_off_s(tries: int) -> float:
-    """Seconds of an exponential back-off with jitter. `tries`: how often this request was sent."""
-    longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries - 1, 16))
-    # Sessions that were told off together must not come back together.
-    return longest * random.uniform(0.5, 1.0)
-
-
-def _until(told: str) -> float:
-    """Seconds until an HTTP date; not a number where it is none."""
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(told).timestamp() - time.time())
-    except ValueError:
-        return math.nan

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from insitu.backoff import backoff_s
 from insitu.errors import GradeError, PolicyUnsupported, SandboxError, SandboxLost, TaskError, boundary
 from insitu.grading.candidate import Candidate
 from insitu.grading.diff import Diff, apply, compare
@@ -270,7 +271,8 @@ class Grader:
         lost: list[Sandbox] = []
         error: SandboxError | GradeError | None = None
         for attempt in range(self._config.attempts):
-            await asyncio.sleep(0.2 * attempt)
+            if attempt:
+                await asyncio.sleep(backoff_s(attempt, 0.2))
             async with self._permits:
                 try:
                     sandbox = await self._boot(task, runner)

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Self
 
+from insitu.backoff import retry
 from insitu.errors import (
     PolicyUnsupported,
     SandboxError,
@@ -243,17 +244,13 @@ class HarborSandbox:
 
     async def _surely(self, script: str, *arguments: str) -> Result:
         """As _run, for a script that may be run again: made again when it fails on the way."""
-        stumbled = 0
-        while True:
-            try:
-                return await self._run(script, *arguments)
-            except SandboxLost:
-                raise
-            except SandboxError:
-                stumbled += 1
-                if stumbled == detached.STUMBLES:
-                    raise
-                await asyncio.sleep(0.1 * 2**stumbled)
+        return await retry(
+            lambda: self._run(script, *arguments),
+            lambda error: isinstance(error, SandboxError) and not isinstance(error, SandboxLost),
+            attempts=detached.STUMBLES,
+            first_s=0.2,
+            name="script",
+        )
 
     async def spawn(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None

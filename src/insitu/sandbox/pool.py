@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
+from insitu.backoff import backoff_s
 from insitu.config.base import Count
 from insitu.config.sandbox import PoolKeys
 from insitu.errors import (
@@ -229,7 +230,7 @@ class Pool:
                     if not fit:
                         raise
                     continue
-                await asyncio.sleep(self._options.pause_s * 2 ** (tried - 1))
+                await asyncio.sleep(backoff_s(tried, self._options.pause_s))
 
     async def _start(self, member: PooledBackend, spec: SandboxSpec) -> Sandbox:
         limit = self._options.boot_timeout_s

@@ -6,12 +6,12 @@ is not: nobody knows how far the first one came.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
+from insitu.backoff import retry
 from insitu.errors import PolicyUnsupported, SandboxTransient
 from insitu.sandbox.base import ExecResult, Owner, Process, Sandbox, SupportsRootSetup, cpu_s, memory_kills
 from insitu.types import Tree
@@ -21,6 +21,10 @@ T = TypeVar("T")
 
 CALL_TRIES = 3
 PAUSE_S = 0.2
+
+
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, SandboxTransient)
 
 
 class PooledSandbox:
@@ -46,17 +50,11 @@ class PooledSandbox:
         return await cpu_s(self._inner)
 
     async def _again(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        tried = 0
-        while True:
-            tried += 1
-            try:
-                return await call()
-            except SandboxTransient as error:
-                if tried == CALL_TRIES:
-                    self._failed(str(error))
-                    raise
-                log.warning("retry call=%s tried=%d cause=%s", what, tried, error)
-                await asyncio.sleep(PAUSE_S * 2 ** (tried - 1))
+        try:
+            return await retry(call, _is_transient, attempts=CALL_TRIES, first_s=PAUSE_S, name=what)
+        except SandboxTransient as error:
+            self._failed(str(error))
+            raise
 
     async def exec(
         self,

@@ -94,12 +94,6 @@ def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
     return run
 
 
-@pytest.fixture(autouse=True)
-def no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the pauses between attempts exact, so that simulated times are."""
-    monkeypatch.setattr("insitu.backoff._random.uniform", lambda low, high: high)
-
-
 def now() -> float:
     return asyncio.get_running_loop().time()
 

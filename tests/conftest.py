@@ -35,7 +35,7 @@ KNOWN_SKIPS = (
     r"cannot mount a tmpfs: .*",
     r"no git in the sandbox",
     # `make conformance` runs these agents; installing them takes gigabytes.
-    r"\w+ is not installed: python -m insitu\.agents\.(install|registry) \w+",
+    r"\w+ is not installed: insitu install \w+",
     # `make test-full` installs and starts a daemon where it is root.
     r"no docker daemon: .*",
     r"user namespaces are off here already: .*",

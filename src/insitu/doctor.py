@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from insitu.agents.install import PI_VERSION, find, find_node, find_pi
+from insitu.agents.install import find, find_node
 from insitu.agents.recipe import Recipe, shipped_recipes
 from insitu.engines.vllm_weights import SUPPORTED
 from insitu.errors import SetupError
@@ -22,7 +22,6 @@ from insitu.registry import BUILT_IN_SOURCE, listing
 from insitu.sandbox import rootfs as layout
 from insitu.sandbox.cgroup import find as find_cgroups
 from insitu.sandbox.setup_hints import advise
-from insitu.storage.temp_dirs import cache_folder
 
 _PROBE_S = 10.0
 
@@ -49,8 +48,7 @@ def examine() -> Iterator[MachineCheck]:
     yield _cgroups()
     yield _sandbox_python()
     yield _node()
-    yield _pi()
-    yield from (_agent(recipe) for recipe in shipped_recipes().values())
+    yield from (_agent(recipe) for recipe in shipped_recipes().values() if recipe.npm or recipe.pip)
     yield from _entry_points()
     yield _package("torch", "the learner", install_extra("train"))
     yield from _training()
@@ -165,33 +163,17 @@ def _node() -> MachineCheck:
     return MachineCheck(name="node", found=True, text=f"{_first_line([str(node), '--version'])} at {node}")
 
 
-def _pi() -> MachineCheck:
-    try:
-        cache_folder()
-    except SetupError as error:
-        return MachineCheck(name="pi", found=False, text=str(error), needed=False)
-    try:
-        install = find_pi()
-    except SetupError:
-        install = None  # Node is missing, which has its own line.
-    if install is None:
-        hint = f"{PI_VERSION} is not installed; run: python -m insitu.agents.install pi"
-        return MachineCheck(name="pi", found=False, text=hint, needed=False)
-    return MachineCheck(name="pi", found=True, text=f"{install.version} in {install.modules}")
-
-
 def _agent(recipe: Recipe) -> MachineCheck:
     """Check an agent that is installed at its first use."""
-    package = recipe.package
     try:
-        installed = find(package)
+        installed = find(recipe)
     except SetupError as error:
         return MachineCheck(name=recipe.name, found=False, text=str(error), needed=False)
     if installed is None:
-        hint = f"{package.version} is not installed; run: python -m insitu.agents.install {recipe.name}"
+        hint = f"{recipe.version} is not installed; run: insitu install {recipe.name}"
         return MachineCheck(name=recipe.name, found=False, text=hint, needed=False)
     return MachineCheck(
-        name=recipe.name, found=True, text=f"{package.version} in {installed.folder}", needed=False
+        name=recipe.name, found=True, text=f"{recipe.version} in {installed.folder}", needed=False
     )
 
 

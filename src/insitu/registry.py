@@ -27,16 +27,16 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
     "agents": {
-        "pi": "insitu.agents.pi:from_config",
-        "script": "insitu.agents.script:from_config",
-        "terminus": "insitu.agents.terminus:from_config",
+        "pi": "insitu.agents.pi:RECIPE",
+        "script": "insitu.agents.script:RECIPE",
+        "terminus": "insitu.agents.terminus:RECIPE",
         "claude_code": "insitu.agents.claude_code:RECIPE",
         "codex": "insitu.agents.codex:RECIPE",
         "opencode": "insitu.agents.opencode:RECIPE",
         "qwen_code": "insitu.agents.qwen_code:RECIPE",
         "gemini_cli": "insitu.agents.gemini_cli:RECIPE",
         "mini_swe": "insitu.agents.mini_swe:RECIPE",
-        "single_turn": "insitu.agents.single_turn:from_config",
+        "single_turn": "insitu.agents.single_turn:SingleTurn",
     },
 }
 """Dotted paths of the extensions that ship with insitu, by kind and name; imported at first use."""

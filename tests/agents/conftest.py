@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from insitu.agents.install import PiInstall, find_pi, install_pi
+from insitu.agents.install import Installed, find, install
+from insitu.agents.pi import RECIPE
 from insitu.sandbox.local import LocalBackend
 from insitu.types import FileEntry, Task
 
@@ -26,13 +27,13 @@ def backend() -> LocalBackend:
 
 
 @pytest.fixture(scope="session")
-def pi() -> PiInstall:
+def pi() -> Installed:
     """Installed where INSITU_REQUIRE_PI=1 says that it must be; otherwise only used when it is there."""
     if os.environ.get("INSITU_REQUIRE_PI") == "1":
-        return install_pi()
-    found = find_pi()
+        return install(RECIPE)
+    found = find(RECIPE)
     if found is None:
-        pytest.skip("Pi is not installed: python -m insitu.agents.install pi (or set INSITU_REQUIRE_PI=1)")
+        pytest.skip("Pi is not installed: insitu install pi (or set INSITU_REQUIRE_PI=1)")
     return found
 
 

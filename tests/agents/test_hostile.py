@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 from scripted_server import ScriptedServer, Step, play
 
-import insitu.agents.pi as pi_module
+import insitu.agents.harness as harness_module
 from insitu.agents.base import AgentResult, ModelAccess, Worker
-from insitu.agents.install import PiInstall
-from insitu.agents.pi import PiHarness
+from insitu.agents.harness import RecipeHarness
+from insitu.agents.install import Installed
+from insitu.agents.pi import RECIPE
 from insitu.agents.pool import Sockets, WorkerPool
-from insitu.agents.script import ScriptHarness
 from insitu.errors import SandboxError, SandboxStartError
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend, LocalSandbox
 from insitu.types import Limits, Task
+from tests.fakes.agents import command_harness
 
 FAKE = Path(__file__).with_name("fake_pi.py")
 
@@ -51,21 +52,21 @@ def fickle() -> Fickle:
 
 
 @pytest.fixture
-def fake(fickle: Fickle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PiHarness:
+def fake(fickle: Fickle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecipeHarness:
     """A warm harness whose Pi is fake_pi.py; a script cannot run sealed."""
     program = tmp_path / "node"
     program.write_bytes(FAKE.read_bytes())
     program.chmod(0o755)
-    (tmp_path / "modules").mkdir()
-    monkeypatch.setattr(pi_module, "sealed_node", lambda node: node)
-    return PiHarness(PiInstall(version="0", node=program, modules=tmp_path / "modules"), "rpc", fickle)
+    monkeypatch.setattr(harness_module, "sealed_node", lambda node: program)
+    installed = Installed(folder=None, program=("{node}",))
+    return RecipeHarness(dataclasses.replace(RECIPE, npm=()), fickle, installed=installed, uses=64)
 
 
 def pid(result: AgentResult) -> bytes:
     return result.tree["pid"].content
 
 
-async def test_an_honest_agent_keeps_its_process(fake: PiHarness, tmp_path: Path, task: Task) -> None:
+async def test_an_honest_agent_keeps_its_process(fake: RecipeHarness, tmp_path: Path, task: Task) -> None:
     async with fake.worker(tmp_path / "g") as worker:
         one = await worker.run(told(task, "well"), access(1))
         two = await worker.run(told(task, "well"), access(2))
@@ -75,7 +76,7 @@ async def test_an_honest_agent_keeps_its_process(fake: PiHarness, tmp_path: Path
 
 @pytest.mark.parametrize("word", ["cut", "list", "deep", "error"])
 async def test_a_forged_message_fails_its_own_rollout(
-    fake: PiHarness, tmp_path: Path, task: Task, word: str
+    fake: RecipeHarness, tmp_path: Path, task: Task, word: str
 ) -> None:
     async with fake.worker(tmp_path / "g") as worker:
         result = await worker.run(told(task, f"now {word}"), access())
@@ -87,7 +88,7 @@ async def test_a_forged_message_fails_its_own_rollout(
 
 @pytest.mark.parametrize("word", ["bytes", "word", "number"])
 async def test_lines_that_are_not_pis_retire_the_worker(
-    fake: PiHarness, tmp_path: Path, task: Task, word: str
+    fake: RecipeHarness, tmp_path: Path, task: Task, word: str
 ) -> None:
     async with fake.worker(tmp_path / "g") as worker:
         result = await worker.run(told(task, f"now {word}"), access())
@@ -97,7 +98,7 @@ async def test_lines_that_are_not_pis_retire_the_worker(
 @pytest.mark.parametrize("when", ["late", "next"])
 @pytest.mark.parametrize("word", ["cut", "word", "answer", "bad answer"])
 async def test_what_was_left_in_the_pipe_is_not_laid_on_the_next(
-    fake: PiHarness, tmp_path: Path, task: Task, when: str, word: str
+    fake: RecipeHarness, tmp_path: Path, task: Task, when: str, word: str
 ) -> None:
     async with fake.worker(tmp_path / "g") as worker:
         first = await worker.run(told(task, f"{when} {word}"), access(1))
@@ -121,12 +122,12 @@ async def lose_sandbox(worker: Worker, task: Task) -> AgentResult:
     return await asyncio.wait_for(running, 10)
 
 
-def sleeper(backend: LocalBackend, *, warm: bool = False) -> ScriptHarness:
-    return ScriptHarness(["sh", "-c", "cat > said; sleep 5"], {}, backend, warm=warm)
+def sleeper(backend: LocalBackend, *, warm: bool = False) -> RecipeHarness:
+    return command_harness(["sh", "-c", "cat > said; sleep 5"], backend, warm=warm)
 
 
 async def test_a_sandbox_lost_under_the_agent_is_the_agents_failure(
-    fake: PiHarness, fickle: Fickle, tmp_path: Path, task: Task
+    fake: RecipeHarness, fickle: Fickle, tmp_path: Path, task: Task
 ) -> None:
     for harness in (fake, sleeper(fickle)):
         async with harness.worker(tmp_path / "g") as worker:
@@ -136,7 +137,7 @@ async def test_a_sandbox_lost_under_the_agent_is_the_agents_failure(
 
 
 async def test_a_lost_sandbox_is_the_hosts_failure_when_no_sandbox_works(
-    fake: PiHarness, fickle: Fickle, tmp_path: Path, task: Task
+    fake: RecipeHarness, fickle: Fickle, tmp_path: Path, task: Task
 ) -> None:
     for harness in (fake, sleeper(fickle)):
         fickle.refuses = False
@@ -149,9 +150,9 @@ async def test_a_lost_sandbox_is_the_hosts_failure_when_no_sandbox_works(
 
 
 async def test_a_used_sandbox_that_is_lost_in_between_is_replaced(
-    fake: PiHarness, fickle: Fickle, tmp_path: Path, task: Task
+    fake: RecipeHarness, fickle: Fickle, tmp_path: Path, task: Task
 ) -> None:
-    quick = ScriptHarness(["sh", "-c", "cat > said"], {}, fickle, warm=True)
+    quick = command_harness(["sh", "-c", "cat > said"], fickle, warm=True)
     for harness in (fake, quick):
         async with WorkerPool(harness, 1, Sockets([tmp_path / "g"])) as pool:
             for number in range(3):
@@ -161,7 +162,7 @@ async def test_a_used_sandbox_that_is_lost_in_between_is_replaced(
 
 
 async def test_every_live_sandbox_has_a_socket_of_its_own(backend: LocalBackend, tmp_path: Path) -> None:
-    harness = ScriptHarness(["true"], {}, backend)
+    harness = command_harness(["true"], backend)
     sockets = Sockets([tmp_path / "g0", tmp_path / "g1"])
     async with WorkerPool(harness, 2, sockets, strict=True) as pool, pool.lease() as slow:
         for _ in range(3):
@@ -170,7 +171,7 @@ async def test_every_live_sandbox_has_a_socket_of_its_own(backend: LocalBackend,
 
 
 async def test_a_worker_that_does_not_start_gives_its_socket_back(fickle: Fickle, tmp_path: Path) -> None:
-    async with WorkerPool(ScriptHarness(["true"], {}, fickle), 1, Sockets([tmp_path / "g"])) as pool:
+    async with WorkerPool(command_harness(["true"], fickle), 1, Sockets([tmp_path / "g"])) as pool:
         fickle.refuses = True
         for _ in range(2):
             with pytest.raises(SandboxStartError):
@@ -192,7 +193,7 @@ async def test_bombs_of_a_script_stay_in_its_sandbox(
         (f"ulimit -u > limit; {BOMB}", ("finished", "failed", "timeout")),
         (HOG, ("finished",)),
     ):
-        harness = ScriptHarness(["bash", "-c", text], {}, backend, warm=True)
+        harness = command_harness(["bash", "-c", text], backend, warm=True)
         async with harness.worker(tmp_path / "g") as worker:
             result = await worker.run(told(task, "x", 3.0), access())
         assert result.exit in exit_
@@ -211,13 +212,13 @@ def said(server: ScriptedServer) -> str:
 
 
 async def test_the_agent_cannot_get_into_a_warm_pi(
-    pi: PiInstall, backend: LocalBackend, server: ScriptedServer, task: Task
+    pi: Installed, backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:
     attack = (
         "for f in mem environ maps fd/1 fd/0; do head -c1 /proc/$PPID/$f 2>&1 | head -c 300; done; "
         "ls /proc/$PPID/fd 2>&1 | head -n 1; echo x > /proc/$PPID/fd/1"
     )
-    async with PiHarness(pi, "rpc", backend).worker(server.path) as worker:
+    async with RecipeHarness(RECIPE, backend, installed=pi, uses=64).worker(server.path) as worker:
         server.script = play((bash(attack), "done"))
         await worker.run(task, access(1))
         assert said(server).count("ermission denied") >= 7, said(server)
@@ -229,9 +230,9 @@ async def test_the_agent_cannot_get_into_a_warm_pi(
 
 
 async def test_bombs_of_pis_commands_stay_in_its_sandbox(
-    pi: PiInstall, backend: LocalBackend, server: ScriptedServer, task: Task
+    pi: Installed, backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:
-    async with PiHarness(pi, "rpc", backend).worker(server.path) as worker:
+    async with RecipeHarness(RECIPE, backend, installed=pi, uses=64).worker(server.path) as worker:
         server.script = play((bash(HOG), "done"))
         result = await worker.run(task, access(1))
         assert result.exit == "finished"

@@ -11,8 +11,9 @@ import pytest
 from scripted_server import READ_EDIT_CHECK, ScriptedServer, Step, play
 
 from insitu.agents.base import ModelAccess
-from insitu.agents.install import PiInstall
-from insitu.agents.pi import PiHarness
+from insitu.agents.harness import RecipeHarness
+from insitu.agents.install import Installed
+from insitu.agents.pi import RECIPE
 from insitu.agents.pool import Sockets, WorkerPool
 from insitu.errors import HarnessError
 from insitu.sandbox.local import LocalBackend
@@ -26,8 +27,8 @@ def access(number: int = 0) -> ModelAccess:
 
 
 @pytest.fixture
-def harness(pi: PiInstall, backend: LocalBackend) -> PiHarness:
-    return PiHarness(pi, "rpc", backend)
+def harness(pi: Installed, backend: LocalBackend) -> RecipeHarness:
+    return RecipeHarness(RECIPE, backend, installed=pi, uses=64)
 
 
 def bash(command: str) -> Step:
@@ -39,7 +40,7 @@ def tool_texts(server: ScriptedServer) -> list[str]:
 
 
 async def test_reads_edits_checks_and_is_captured(
-    harness: PiHarness, server: ScriptedServer, task: Task
+    harness: RecipeHarness, server: ScriptedServer, task: Task
 ) -> None:
     async with harness.worker(server.path) as worker:
         result = await worker.run(task, access())
@@ -54,7 +55,7 @@ async def test_reads_edits_checks_and_is_captured(
 
 
 async def test_request_is_what_the_model_is_trained_on(
-    harness: PiHarness, server: ScriptedServer, task: Task
+    harness: RecipeHarness, server: ScriptedServer, task: Task
 ) -> None:
     """Constant paths, the trainer's own token limit, four tools, streaming."""
     async with harness.worker(server.path) as worker:
@@ -71,7 +72,7 @@ async def test_request_is_what_the_model_is_trained_on(
 
 
 async def test_second_rollout_of_a_warm_worker_is_as_the_first(
-    harness: PiHarness, server: ScriptedServer, task: Task
+    harness: RecipeHarness, server: ScriptedServer, task: Task
 ) -> None:
     async with harness.worker(server.path) as worker:
         first = await worker.run(task, access(1))
@@ -86,7 +87,7 @@ async def test_second_rollout_of_a_warm_worker_is_as_the_first(
 
 
 async def test_nothing_of_a_rollout_is_left_for_the_next(
-    harness: PiHarness, server: ScriptedServer, task: Task
+    harness: RecipeHarness, server: ScriptedServer, task: Task
 ) -> None:
     plant = (
         "echo x > /tmp/planted; echo x > ~/planted; echo x > /dev/shm/planted; echo x > /work/planted; "
@@ -122,7 +123,9 @@ def drop_ids(listing: str) -> list[str]:
     return [line for line in listing.splitlines() if not line.startswith(("PI_SESSION_ID", "_=", "/usr/bin"))]
 
 
-async def test_secret_is_in_no_command_line(harness: PiHarness, server: ScriptedServer, task: Task) -> None:
+async def test_secret_is_in_no_command_line(
+    harness: RecipeHarness, server: ScriptedServer, task: Task
+) -> None:
     seen: list[bytes] = []
 
     def watch(turn: int, messages: object) -> Step | None:
@@ -142,7 +145,7 @@ async def test_secret_is_in_no_command_line(harness: PiHarness, server: Scripted
 
 
 async def test_timeout_stops_the_agent_and_still_captures(
-    harness: PiHarness, server: ScriptedServer, task: Task
+    harness: RecipeHarness, server: ScriptedServer, task: Task
 ) -> None:
     server.script = play((READ_EDIT_CHECK[1], bash("sleep 600"), "done"))
     short = dataclasses.replace(task, limits=Limits(wall_s=1.5))
@@ -158,7 +161,7 @@ async def test_timeout_stops_the_agent_and_still_captures(
 
 
 async def test_a_refused_call_ends_the_run_at_once(
-    harness: PiHarness, server: ScriptedServer, task: Task
+    harness: RecipeHarness, server: ScriptedServer, task: Task
 ) -> None:
     server.script = lambda turn, _: READ_EDIT_CHECK[turn] if turn < 2 else None
     async with harness.worker(server.path) as worker:
@@ -170,7 +173,7 @@ async def test_a_refused_call_ends_the_run_at_once(
 
 
 async def test_an_agent_that_kills_pi_has_failed_by_itself(
-    harness: PiHarness, server: ScriptedServer, task: Task
+    harness: RecipeHarness, server: ScriptedServer, task: Task
 ) -> None:
     server.script = play((READ_EDIT_CHECK[1], bash("kill -9 $PPID; sleep 5"), "done"))
     async with harness.worker(server.path) as worker:
@@ -181,7 +184,7 @@ async def test_an_agent_that_kills_pi_has_failed_by_itself(
 
 
 async def test_a_tree_over_the_caps_is_the_agents_own_failure(
-    harness: PiHarness, server: ScriptedServer, task: Task
+    harness: RecipeHarness, server: ScriptedServer, task: Task
 ) -> None:
     server.script = play((bash("truncate -s 900M /work/big"), "done"))
     async with harness.worker(server.path) as worker:
@@ -189,7 +192,7 @@ async def test_a_tree_over_the_caps_is_the_agents_own_failure(
     assert (result.exit, dict(result.tree)) == ("failed", {})
 
 
-async def test_other_limits_restart_pi(harness: PiHarness, server: ScriptedServer, task: Task) -> None:
+async def test_other_limits_restart_pi(harness: RecipeHarness, server: ScriptedServer, task: Task) -> None:
     async with harness.worker(server.path) as worker:
         await worker.run(task, access(1))
         await worker.run(task, dataclasses.replace(access(2), max_call_tokens=77))
@@ -198,19 +201,18 @@ async def test_other_limits_restart_pi(harness: PiHarness, server: ScriptedServe
 
 
 async def test_a_pi_that_cannot_start_says_so(
-    pi: PiInstall, backend: LocalBackend, server: ScriptedServer, tmp_path: Path
+    pi: Installed, backend: LocalBackend, server: ScriptedServer, tmp_path: Path
 ) -> None:
-    (tmp_path / "modules").mkdir()
-    broken = dataclasses.replace(pi, modules=tmp_path / "modules")
+    broken = dataclasses.replace(pi, folder=tmp_path)
     with pytest.raises(HarnessError, match="Pi ended"):
-        async with PiHarness(broken, "rpc", backend).worker(server.path):
+        async with RecipeHarness(RECIPE, backend, installed=broken).worker(server.path):
             pass
 
 
 async def test_pool_reuses_warm_workers_and_replaces_worn_ones(
-    pi: PiInstall, backend: LocalBackend, server: ScriptedServer, task: Task
+    pi: Installed, backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:
-    harness = PiHarness(pi, "rpc", backend, rollouts_per_process=2)
+    harness = RecipeHarness(RECIPE, backend, installed=pi, uses=2)
     used = []
     async with WorkerPool(harness, 1, Sockets([server.path])) as pool:
         for number in range(3):
@@ -222,9 +224,11 @@ async def test_pool_reuses_warm_workers_and_replaces_worn_ones(
 
 
 async def test_fresh_mode_never_reuses(
-    pi: PiInstall, backend: LocalBackend, server: ScriptedServer, task: Task
+    pi: Installed, backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:
-    async with WorkerPool(PiHarness(pi, "fresh", backend), 2, Sockets([server.path] * 2)) as pool:
+    async with WorkerPool(
+        RecipeHarness(RECIPE, backend, installed=pi), 2, Sockets([server.path] * 2)
+    ) as pool:
 
         async def one(number: int) -> object:
             async with pool.lease() as worker:

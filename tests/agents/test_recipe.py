@@ -9,13 +9,14 @@ import pytest
 from scripted_server import ScriptedServer
 
 from insitu import registry
-from insitu.agents import claude_code, install
+from insitu.agents import claude_code
+from insitu.agents import pi as pi_module
 from insitu.agents.base import ModelAccess
-from insitu.agents.install import Installed, Package, PiInstall
-from insitu.agents.pi import PiHarness
-from insitu.agents.recipe import HOME, CliHarness, Recipe, Start, shipped_recipes
+from insitu.agents.harness import RecipeHarness
+from insitu.agents.install import Installed
+from insitu.agents.recipe import HOME, Recipe, Start, resolve_agent, shipped_recipes
 from insitu.config import Config, load_config
-from insitu.errors import ConfigError, HarnessError, SetupError
+from insitu.errors import ConfigError, HarnessError
 from insitu.sandbox.base import ExecResult
 from insitu.sandbox.local import LocalBackend
 from insitu.types import Limits, Task
@@ -23,13 +24,11 @@ from insitu.types import Limits, Task
 ACCESS = ModelAccess(
     public_id="pub", secret="secret-of-rollout", model="tiny", max_call_tokens=100, max_context_tokens=1000
 )
-PACKAGE = Package(registry="npm", name="shell", version="3", label="shell", program="node_modules/*/run")
 START = Start(
     address="http://127.0.0.1:8080/s/pub",
-    secret="secret-of-rollout",
+    api_key="secret-of-rollout",
     model="tiny",
     prompt="Fix f.",
-    program="/opt/agent/node_modules/a/run",
     max_call_tokens=100,
     context_tokens=1000,
 )
@@ -41,23 +40,23 @@ def installed(tmp_path: Path) -> Installed:
     program.parent.mkdir(parents=True)
     program.write_text(f'#!/bin/sh\ncat > in; cat {HOME}/config; echo "$KEY" "$1" >&2; eval "$1"\n')
     program.chmod(0o755)
-    return Installed(package=PACKAGE, folder=tmp_path / "shell-3", program="node_modules/a/run")
+    return Installed(folder=tmp_path / "shell-3", program=("{root}/node_modules/a/run",))
 
 
 def recipe(text: str) -> Recipe:
     return Recipe(
         name="shell",
-        package=PACKAGE,
-        argv=lambda start: [start.program, text],
-        env=lambda start: {"KEY": start.secret},
-        files=lambda start: {f"{HOME}/config": f"{start.address} {start.compact_tokens}\n".encode()},
+        npm=("shell@3",),
+        command=("node_modules/*/run", text),
+        env={"KEY": "{api_key}"},
+        config_files={"config": "{address} {compact_tokens}\n"},
     )
 
 
 async def test_an_agent_gets_its_files_prompt_and_secret(
     backend: LocalBackend, server: ScriptedServer, task: Task, installed: Installed
 ) -> None:
-    harness = CliHarness(recipe("exit 0"), installed, backend)
+    harness = RecipeHarness(recipe("exit 0"), backend, installed=installed)
     assert (harness.name, harness.version) == ("shell", "3")
     async with harness.worker(server.path) as worker:
         result = await worker.run(task, ACCESS)
@@ -86,7 +85,7 @@ async def test_the_exit_is_the_authority(
     detail: str,
 ) -> None:
     short = dataclasses.replace(task, limits=Limits(wall_s=0.5))
-    async with CliHarness(recipe(text), installed, backend).worker(server.path) as worker:
+    async with RecipeHarness(recipe(text), backend, installed=installed).worker(server.path) as worker:
         result = await worker.run(short, ACCESS)
     assert result.exit == exit_
     assert result.detail.startswith(detail)
@@ -113,18 +112,21 @@ def test_claude_code_is_judged_by_its_last_line(code: int, stdout: bytes, expect
 def test_recipes_keep_secrets_out_of_argv_and_files_in_the_home(name: str) -> None:
     agent = shipped_recipes()[name]
     assert agent.name == name
-    assert not [part for part in agent.argv(START) if START.secret in part]
-    assert not [path for path in agent.files(START) if not path.startswith(f"{HOME}/")]
-    told = [*agent.env(START).values(), *(content.decode() for content in agent.files(START).values())]
-    assert any(START.address in text for text in told)
-    assert any(START.secret in text for text in told)
+    files = {path: content.decode() for path, content, _ in agent.home_files(START)}
+    assert not [path for path in files if not path.startswith(f"{HOME}/")]
+    given = [*agent.environment(START).values(), *files.values()]
+    assert any(START.address in text for text in given) or name == "pi"
+    assert any(START.api_key in text for text in given)
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
-def test_every_recipe_can_be_configured_and_starts_anew_each_time(name: str) -> None:
-    assert load_config(None, [f"harness.agent={name}"]).harness.agent == name
-    with pytest.raises(ConfigError, match="warm does not support"):
-        load_config(None, [f"harness.agent={name}", "harness.mode=warm"])
+def test_every_recipe_can_be_configured_in_another_version(name: str) -> None:
+    table = load_config(None, [f"harness.agent={name}", "harness.version=9.9.9"]).harness
+    if shipped_recipes()[name].npm or shipped_recipes()[name].pip:
+        assert resolve_agent(table).version == "9.9.9"
+        return
+    with pytest.raises(ConfigError, match="has no version to choose"):
+        resolve_agent(table)
 
 
 def test_only_pi_has_a_switch_for_compaction() -> None:
@@ -135,12 +137,12 @@ def test_only_pi_has_a_switch_for_compaction() -> None:
 
 @pytest.mark.parametrize("compact", [False, True])
 async def test_pi_hears_of_its_true_window_when_it_may_compact(
-    backend: LocalBackend, server: ScriptedServer, task: Task, pi: PiInstall, compact: bool
+    backend: LocalBackend, server: ScriptedServer, task: Task, pi: Installed, compact: bool
 ) -> None:
     """The scripted server tells 100 prompt tokens: over three quarters of the window, so Pi asks for a
     summary once it has stopped."""
     tight = dataclasses.replace(ACCESS, model="policy", max_call_tokens=20, max_context_tokens=120)
-    harness = PiHarness(pi, "fresh", backend, model=tight, compact=compact)
+    harness = RecipeHarness(pi_module.RECIPE, backend, installed=pi, access=tight, compact=compact)
     async with harness.worker(server.path) as worker:
         await worker.run(task, tight)
     summaries = [body for body in server.requests if not body.get("tools")]
@@ -148,34 +150,7 @@ async def test_pi_hears_of_its_true_window_when_it_may_compact(
 
 
 def test_built_in_agents_can_be_configured() -> None:
-    assert {"pi", "script", "single_turn", "terminus", *shipped_recipes()} == {*registry.BUILT_IN["agents"]}
+    assert {"single_turn", *shipped_recipes()} == {*registry.BUILT_IN["agents"]}
     assert Config().harness.agent == "pi"
     with pytest.raises(ConfigError, match=r"harness.agent: unknown name 'codx' of kind agents; did you mean"):
         load_config(None, ["harness.agent=codx"])
-
-
-def test_an_install_is_complete_or_absent(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("INSITU_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(install, "_wheel_node", lambda: None)
-    for name, script in (("node", "echo v22.20.0"), ("npm", "exit 0")):
-        program = tmp_path / "bin" / name
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(0o755)
-    with pytest.raises(SetupError, match="shell 3 has no program for this machine"):
-        install.install(PACKAGE)
-    # What the fake npm gets: install --prefix TREE ...
-    script = '[ "$1 $2" = "install --prefix" ] && mkdir -p $3/node_modules/a && echo > $3/node_modules/a/run'
-    (tmp_path / "bin" / "npm").write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
-    found = install.install(PACKAGE)
-    assert found.folder / found.program == tmp_path / "cache" / "shell-3" / "node_modules" / "a" / "run"
-    (tmp_path / "bin" / "npm").unlink()
-    assert install.install(PACKAGE) == found
-    old = dataclasses.replace(PACKAGE, version="4", node=(23, 0))
-    with pytest.raises(SetupError, match=r"Node 23.0 or newer is needed"):
-        install.install(old)
-    assert install.main(["nobody"]) == 1
-    assert "known: pi, script" in capsys.readouterr().err

@@ -11,8 +11,9 @@ from scripted_server import ScriptedServer, play
 
 from insitu.agents import gemini_cli, mini_swe, qwen_code
 from insitu.agents.base import AgentResult, ModelAccess
+from insitu.agents.harness import RecipeHarness
 from insitu.agents.install import find
-from insitu.agents.recipe import CliHarness, Recipe, Start
+from insitu.agents.recipe import Recipe, Start
 from insitu.sandbox.base import ExecResult
 from insitu.sandbox.local import LocalBackend
 from insitu.types import Task
@@ -25,17 +26,16 @@ ACCESS = ModelAccess(
 def start(context_tokens: int) -> Start:
     return Start(
         address="http://127.0.0.1:8080/s/pub",
-        secret="secret-of-rollout",
+        api_key="secret-of-rollout",
         model="policy",
         prompt="--help me",
-        program="/opt/agent/site/minisweagent/run/mini.py",
         max_call_tokens=2048,
         context_tokens=context_tokens,
     )
 
 
 def settings(recipe: Recipe, context_tokens: int) -> dict[str, Any]:
-    (content,) = recipe.files(start(context_tokens)).values()
+    ((_, content, _),) = recipe.home_files(start(context_tokens))
     return dict(orjson.loads(content))
 
 
@@ -54,7 +54,7 @@ def test_compaction_starts_where_the_policy_counts(context_tokens: int) -> None:
 @pytest.mark.parametrize("module", [gemini_cli, mini_swe, qwen_code])
 def test_a_prompt_that_looks_like_a_switch_is_still_the_prompt(module: ModuleType) -> None:
     recipe: Recipe = module.RECIPE
-    argv = recipe.argv(start(48_000))
+    argv = [start(48_000).fill(word) for word in recipe.command]
     assert [part for part in argv if part.endswith("=--help me")]
     assert "--help me" not in argv
     assert recipe.stdin(start(48_000)) == b""
@@ -79,10 +79,10 @@ def test_mini_swe_does_not_take_giving_up_for_an_end(code: int, said: str, outco
 
 
 async def run(recipe: Recipe, backend: LocalBackend, server: ScriptedServer, task: Task) -> AgentResult:
-    installed = find(recipe.package)
+    installed = find(recipe)
     if installed is None:
-        pytest.skip(f"{recipe.name} is not installed: python -m insitu.agents.install {recipe.name}")
-    async with CliHarness(recipe, installed, backend).worker(server.path) as worker:
+        pytest.skip(f"{recipe.name} is not installed: insitu install {recipe.name}")
+    async with RecipeHarness(recipe, backend, installed=installed).worker(server.path) as worker:
         return await worker.run(task, ACCESS)
 
 

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 from scripted_server import ScriptedServer, Step, play
 
-import insitu.agents.script as script
 from insitu.agents.base import ModelAccess
+from insitu.agents.harness import RecipeHarness
 from insitu.agents.pool import Sockets, WorkerPool
-from insitu.agents.script import ScriptHarness
-from insitu.errors import HarnessError
+from insitu.agents.recipe import Recipe
+from insitu.agents.script import RECIPE, SCRIPT_AGENT
+from insitu.errors import ConfigError
 from insitu.sandbox.local import LocalBackend
 from insitu.types import FileEntry, Limits, Task
+from tests.fakes.agents import command_harness
 
-AGENT = Path(script.__file__).parent.parent / "demo" / "script_agent.py"
 FIXED = b"def f(a, b):\n    return a * b\n"
 ACCESS = ModelAccess(public_id="pub", secret="secret-of-rollout", model="tiny")
 
 
-def command(backend: LocalBackend, text: str, **options: bool) -> ScriptHarness:
-    return ScriptHarness(["sh", "-c", text], {}, backend, **options)
+def command(backend: LocalBackend, text: str, **options: bool) -> RecipeHarness:
+    return command_harness(["sh", "-c", text], backend, **options)
 
 
 @pytest.fixture
-def agent(backend: LocalBackend) -> ScriptHarness:
-    files = {"agent.py": FileEntry(content=AGENT.read_bytes())}
-    return ScriptHarness(["python3", "-I", "-S", f"{script.AGENT_AT}/agent.py"], files, backend)
+def agent(backend: LocalBackend) -> RecipeHarness:
+    return RecipeHarness(RECIPE, backend)
 
 
 def tool_texts(server: ScriptedServer) -> list[str]:
@@ -41,16 +40,19 @@ async def test_command_gets_prompt_model_and_files(
 ) -> None:
     text = "cat > in; cat $PROMPT_FILE > file; env > env; ls > list; ~/agent/tool; echo log"
     files = {"tool": FileEntry(content=b"#!/bin/sh\necho tool > tool\n", executable=True)}
-    harness = ScriptHarness(["sh", "-c", text], files, backend, name="mine", version="3")
+    env = {"PROMPT_FILE": "{prompt_file}", "LIMIT": "{call_tokens} of {context_tokens}"}
+    recipe = Recipe(name="mine", command=("sh", "-c", text), files=files, env=env)
+    harness = RecipeHarness(recipe, backend)
     async with harness.worker(server.path) as worker:
         result = await worker.run(task, ACCESS)
     tree = {name: entry.content.decode() for name, entry in result.tree.items()}
-    assert (harness.name, harness.version, result.exit) == ("mine", "3", "finished")
+    assert (harness.name, len(harness.version), result.exit) == ("mine", 12, "finished")
     assert (tree["in"], tree["file"], tree["tool"]) == ("Fix f.", "Fix f.", "tool\n")
     assert "app.py\ncheck.py" in tree["list"]
     env = dict(line.split("=", 1) for line in tree["env"].splitlines())
     assert env["OPENAI_BASE_URL"] == "http://127.0.0.1:8080/s/pub/v1"
     assert (env["OPENAI_API_KEY"], env["OPENAI_MODEL"]) == ("secret-of-rollout", "tiny")
+    assert env["LIMIT"] == f"512 of {1 << 17}"
     assert result.log == b"log\n"
 
 
@@ -117,12 +119,12 @@ async def test_warm_sandbox_is_emptied_and_strict_sandbox_is_new(
 
 
 def test_no_command_is_refused(backend: LocalBackend) -> None:
-    with pytest.raises(HarnessError):
-        ScriptHarness([], {}, backend)
+    with pytest.raises(ConfigError, match="command is empty"):
+        command_harness([], backend)
 
 
 async def test_small_agent_solves_with_tools(
-    agent: ScriptHarness, server: ScriptedServer, task: Task
+    agent: RecipeHarness, server: ScriptedServer, task: Task
 ) -> None:
     async with agent.worker(server.path) as worker:
         result = await worker.run(task, ACCESS)
@@ -143,7 +145,7 @@ def change(old: str, new: str) -> Step:
 
 
 async def test_small_agent_answers_every_mistake_like_pi(
-    agent: ScriptHarness, server: ScriptedServer, task: Task
+    agent: RecipeHarness, server: ScriptedServer, task: Task
 ) -> None:
     steps: tuple[Step, ...] = (
         change("nowhere", "x"),
@@ -182,7 +184,7 @@ async def test_small_agent_answers_every_mistake_like_pi(
 
 
 async def test_small_agent_survives_malformed_arguments(
-    agent: ScriptHarness, server: ScriptedServer, task: Task
+    agent: RecipeHarness, server: ScriptedServer, task: Task
 ) -> None:
     server.raw_arguments = [
         "not json",
@@ -199,7 +201,7 @@ async def test_small_agent_survives_malformed_arguments(
 
 
 async def test_small_agent_stops_at_a_refusal(
-    agent: ScriptHarness, server: ScriptedServer, task: Task
+    agent: RecipeHarness, server: ScriptedServer, task: Task
 ) -> None:
     server.script = lambda turn, _: None
     async with agent.worker(server.path) as worker:
@@ -209,7 +211,7 @@ async def test_small_agent_stops_at_a_refusal(
 
 
 def test_small_agent_is_small() -> None:
-    lines = AGENT.read_text().splitlines()
+    lines = SCRIPT_AGENT.read_text().splitlines()
     assert len(lines) <= 100
     imports = {line.split()[1] for line in lines if line.startswith(("import ", "from "))}
     assert imports == {"json", "os", "socket", "sys"}

@@ -12,8 +12,9 @@ import pytest
 from scripted_server import ScriptedServer, play
 
 from insitu.agents.base import AgentResult, ModelAccess
+from insitu.agents.harness import RecipeHarness
 from insitu.agents.pool import Sockets, WorkerPool
-from insitu.agents.terminus import terminus
+from insitu.agents.terminus import RECIPE
 from insitu.agents.terminus_agent.terminal import ROWS, Screen, Terminal
 from insitu.config import load_config
 from insitu.runtime.agents import make_harness
@@ -33,7 +34,7 @@ async def play_out(
 ) -> tuple[AgentResult, list[str]]:
     """The result, and what the model was shown, message by message."""
     server.script = play(steps)
-    async with terminus(backend).worker(server.path) as worker:
+    async with RecipeHarness(RECIPE, backend).worker(server.path) as worker:
         result = await worker.run(task, ACCESS)
     shown = [str(request["messages"][-1]["content"]) for request in server.requests]
     return result, shown
@@ -118,7 +119,7 @@ async def test_a_refusal_ends_it_and_no_secret_is_left(
     backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:
     server.script = lambda turn, _messages: None
-    async with terminus(backend).worker(server.path) as worker:
+    async with RecipeHarness(RECIPE, backend).worker(server.path) as worker:
         result = await worker.run(task, ACCESS)
     assert result.exit == "failed"
     assert "the model answered 400" in result.detail

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from insitu.agents.base import AgentResult, ModelAccess
-from insitu.agents.terminus import terminus
+from insitu.agents.harness import RecipeHarness
+from insitu.agents.terminus import RECIPE
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.server import Gateway
@@ -69,7 +70,7 @@ async def run(
             max_call_tokens=CALL,
             max_context_tokens=CONTEXT,
         )
-        async with terminus(backend).worker(socket) as worker:
+        async with RecipeHarness(RECIPE, backend).worker(socket) as worker:
             result = await worker.run(task, access)
         return result, await session.seal(5.0), policy, engine
 

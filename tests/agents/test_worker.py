@@ -12,12 +12,13 @@ import pytest
 import insitu.agents.termination as stop
 from insitu.agents.artifacts import Artifacts, redact
 from insitu.agents.base import PLAIN, AgentResult, FinishedCheck, ModelAccess, never_finished
+from insitu.agents.harness import RecipeHarness
 from insitu.agents.pool import Sockets, WorkerPool
-from insitu.agents.script import ScriptHarness
 from insitu.errors import HarnessError, PolicyUnsupported, SandboxStartError
 from insitu.sandbox.egress import count
 from insitu.sandbox.local import LocalBackend
 from insitu.types import FileEntry, Limits, Setup, Task
+from tests.fakes.agents import command_harness
 
 ACCESS = ModelAccess(public_id="pub", secret="secret-of-rollout")
 KNOCK = (
@@ -30,13 +31,13 @@ KNOCK = (
 )
 
 
-def shell(backend: LocalBackend, text: str, *, warm: bool = False, kept: str = "") -> ScriptHarness:
+def shell(backend: LocalBackend, text: str, *, warm: bool = False, kept: str = "") -> RecipeHarness:
     artifacts = Artifacts(paths=tuple(kept.split()), max_files=3, max_bytes=100)
-    return ScriptHarness(["sh", "-c", text], {}, backend, warm=warm, artifacts=artifacts)
+    return command_harness(["sh", "-c", text], backend, warm=warm, artifacts=artifacts)
 
 
 async def ran(
-    harness: ScriptHarness, tmp_path: Path, task: Task, finished: FinishedCheck = never_finished
+    harness: RecipeHarness, tmp_path: Path, task: Task, finished: FinishedCheck = never_finished
 ) -> AgentResult:
     async with harness.worker(tmp_path / "g", task.setup) as worker:
         return await worker.run(task, ACCESS, finished)

@@ -14,7 +14,6 @@ import pytest
 
 from insitu.agents.base import AwayTime, ModelAccess, no_time
 from insitu.agents.pool import Sockets, WorkerPool
-from insitu.agents.script import ScriptHarness
 from insitu.attempt import AttemptExecutor, AttemptSpec, _AttemptState, _seal, ignore_start
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
@@ -44,6 +43,7 @@ from insitu.types import (
     Tree,
     Verdict,
 )
+from tests.fakes.agents import command_harness
 from tests.fakes.memory_sink import MemorySink
 from tests.fakes.sandbox import FakeBackend
 from tests.fakes.sandbox_run import FakeRun
@@ -111,7 +111,7 @@ async def world(tmp_path: Path, *, warm: bool, tools: tuple[HostTool, ...] = ())
             Gateway(TokenBackend(engine, renderer), GatewayConfig(tools=tools))
         )
         await stack.enter_async_context(gateway.listen_unix(socket))
-        harness = ScriptHarness(["agent"], {}, backend, warm=warm)
+        harness = command_harness(["agent"], backend, warm=warm)
         pool = WorkerPool(harness, 1, Sockets([socket]), strict=not warm)
         await stack.enter_async_context(pool)
         kept: list[tuple[str, int, Sequence[Mapping[str, object]]]] = []

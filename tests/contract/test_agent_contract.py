@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-import insitu.demo
+from insitu.agents import pi, script
 from insitu.agents.base import Harness
-from insitu.agents.install import find_pi
-from insitu.agents.pi import PiHarness
-from insitu.agents.script import AGENT_AT, ScriptHarness
+from insitu.agents.harness import RecipeHarness
+from insitu.agents.install import find
 from insitu.sandbox.local import LocalBackend
 from insitu.testing import AgentContract
-from insitu.types import FileEntry
 
 
 class TestScriptAgent(AgentContract):
@@ -21,9 +17,7 @@ class TestScriptAgent(AgentContract):
 
     @pytest.fixture
     def harness(self) -> Harness:
-        code = (Path(insitu.demo.__file__).parent / "script_agent.py").read_bytes()
-        command = ["python3", "-I", "-S", f"{AGENT_AT}/agent.py"]
-        return ScriptHarness(command, {"agent.py": FileEntry(content=code)}, LocalBackend())
+        return RecipeHarness(script.RECIPE, LocalBackend())
 
 
 class TestPi(AgentContract):
@@ -31,6 +25,6 @@ class TestPi(AgentContract):
 
     @pytest.fixture
     def harness(self) -> Harness:
-        if (pi := find_pi()) is None:
-            pytest.skip("pi is not installed: python -m insitu.agents.install pi")
-        return PiHarness(pi, "fresh", LocalBackend())
+        if find(pi.RECIPE) is None:
+            pytest.skip("pi is not installed: insitu install pi")
+        return RecipeHarness(pi.RECIPE, LocalBackend())

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from insitu.agents.install import find_pi
+from insitu.agents.install import find
+from insitu.agents.pi import RECIPE
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import WARM_START, demo_preset, load_config
@@ -84,7 +85,7 @@ def test_the_shipped_weights_are_small() -> None:
 def test_a_live_pi_sends_the_prompt_the_warm_start_knows_and_the_same_ids(
     recorded: Recorded, renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if find_pi() is None and not os.environ.get("INSITU_REQUIRE_PI"):
+    if find(RECIPE) is None and not os.environ.get("INSITU_REQUIRE_PI"):
         pytest.skip("Pi is not installed; scripts/setup installs it")
     monkeypatch.setattr("insitu.demo.make_warm_start.RECORDED", 24)
     config = load_config(None, ["harness.workers=3"], demo_preset())

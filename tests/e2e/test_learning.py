@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from insitu.agents.install import find_pi
+from insitu.agents.install import find
+from insitu.agents.pi import RECIPE
 
 TASKS = 96
 
@@ -42,7 +43,7 @@ def test_a_short_run_learns(tmp_path: Path) -> None:
 
 @pytest.mark.learning
 def test_a_run_with_the_real_pi_replays_bit_for_bit(tmp_path: Path) -> None:
-    if find_pi() is None and not os.environ.get("INSITU_REQUIRE_PI"):
+    if find(RECIPE) is None and not os.environ.get("INSITU_REQUIRE_PI"):
         pytest.skip("Pi is not installed; scripts/setup installs it")
     small = ["run.steps=2", "run.eval_tasks=16", "tasks.groups_per_step=4", "harness.workers=4"]
     summary = insitu("demo", "--json", f"run.dir={tmp_path / 'pi'}", *small)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from insitu.agents.script import ScriptHarness
 from insitu.attempt import AttemptExecutor, AttemptSpec
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
@@ -24,6 +23,7 @@ from insitu.runtime.agents import AgentSetup, limits_of, open_agents
 from insitu.runtime.sandboxes import make_pool
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.types import IntArray, Message, Outcome, RequestKey, Rollout, Status, Task, Tree, Verdict
+from tests.fakes.agents import command_harness
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ for key, body in {sent!r}:
 async def test_an_agent_that_never_calls_the_model_is_not_graded(stage: Stage, agent: str, why: str) -> None:
     engine = ScriptedEngine(stage.renderer, playing([DONE]), sampled=True)
     pool = make_pool(stage.config)
-    setup = AgentSetup(pool=pool, harness=ScriptHarness(("python3", "-c", agent), {}, pool))
+    setup = AgentSetup(pool=pool, harness=command_harness(("python3", "-c", agent), pool))
     task = replace(stage.task, limits=stage.task.limits.changed(wall_s=2.0))
 
     async def judge(task: Task, tree: Tree) -> Verdict:

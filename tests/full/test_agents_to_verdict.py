@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from insitu.agents.base import ModelAccess
+from insitu.agents.harness import RecipeHarness
 from insitu.agents.install import Installed, cache_folder, find
 from insitu.agents.pool import Sockets, WorkerPool
-from insitu.agents.recipe import CliHarness, shipped_recipes
-from insitu.agents.script import ScriptHarness
+from insitu.agents.recipe import named_recipe, shipped_recipes
 from insitu.attempt import AttemptExecutor, AttemptSpec
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
@@ -42,6 +42,7 @@ from insitu.types import (
     Verdict,
     task_hash,
 )
+from tests.fakes.agents import command_harness
 
 pytestmark = pytest.mark.full
 
@@ -125,7 +126,7 @@ async def attempts(
         max_call_tokens=LIMITS.max_call_tokens,
         max_context_tokens=LIMITS.max_context_tokens,
     )
-    harness = make_harness(name, lab.backend, told)
+    harness = make_harness(named_recipe(name), lab.backend, told)
     grader = Grader(lab.backend)
     async with (
         Gateway(TokenBackend(engine, renderer)) as gateway,
@@ -177,9 +178,9 @@ async def test_the_sandboxes_have_next_to_nothing(docker_lab: Lab, tmp_path: Pat
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
 async def test_every_agent_starts_in_an_image(docker_lab: Lab, name: str, tmp_path: Path) -> None:
-    if find(shipped_recipes()[name].package) is None:
-        pytest.skip(f"{name} is not installed: python -m insitu.agents.install {name}")
-    harness = make_harness(name, docker_lab.backend, ModelAccess(public_id="", secret=""))
+    if find(shipped_recipes()[name]) is None:
+        pytest.skip(f"{name} is not installed: insitu install {name}")
+    harness = make_harness(named_recipe(name), docker_lab.backend, ModelAccess(public_id="", secret=""))
     async with harness.worker(tmp_path / "g", Setup(image=docker_lab.image)) as worker:
         assert worker.healthy
 
@@ -187,8 +188,8 @@ async def test_every_agent_starts_in_an_image(docker_lab: Lab, name: str, tmp_pa
 async def test_what_an_image_lacks_is_not_laid_on_the_agent(docker_lab: Lab, tmp_path: Path) -> None:
     setup = Setup(image=docker_lab.image)
     for harness, said in (
-        (ScriptHarness(["node18", "x"], {}, docker_lab.backend), "node18 does not start in this image"),
-        (CliHarness(BROKEN, installed_nowhere(tmp_path), docker_lab.backend), "libnone.so.1"),
+        (command_harness(["node18", "x"], docker_lab.backend), "node18 does not start in this image"),
+        (RecipeHarness(BROKEN, docker_lab.backend, installed=installed_nowhere(tmp_path)), "libnone.so.1"),
     ):
         with pytest.raises(HarnessError, match=said) as caught:
             async with harness.worker(tmp_path / "g", setup):
@@ -202,14 +203,10 @@ def installed_nowhere(tmp_path: Path) -> Installed:
     program.parent.mkdir(parents=True)
     program.write_text("#!/bin/sh\necho 'libnone.so.1: cannot open shared object file' >&2; exit 127\n")
     program.chmod(0o755)
-    return Installed(package=BROKEN.package, folder=tmp_path / "broken-1", program="node_modules/run")
+    return Installed(folder=tmp_path / "broken-1", program=("{root}/node_modules/run",))
 
 
-BROKEN = replace(
-    shipped_recipes()["codex"],
-    package=replace(shipped_recipes()["codex"].package, label="broken", version="1"),
-    name="broken",
-)
+BROKEN = replace(named_recipe("codex"), name="broken")
 
 
 @pytest.mark.parametrize("name", AGENTS)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from insitu.agents.codex import CONFIG, RECIPE
-from insitu.agents.recipe import Start
+from insitu.agents.codex import RECIPE
 from insitu.gateway.dialects.compaction import REQUEST
 from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance import run
@@ -20,10 +18,7 @@ from insitu.suites.conformance.agent_tools import PLAYS
 pytestmark = pytest.mark.full
 
 
-def named_openai(start: Start) -> Mapping[str, bytes]:
-    files = dict(RECIPE.files(start))
-    files[CONFIG] = files[CONFIG].replace(b'name = "insitu"', b'name = "OpenAI"')
-    return files
+((CONFIG, TEXT),) = RECIPE.config_files.items()
 
 
 async def test_codex_goes_on_from_a_compaction_by_its_provider(
@@ -31,8 +26,9 @@ async def test_codex_goes_on_from_a_compaction_by_its_provider(
 ) -> None:
     play = replace(PLAYS["codex"], summarise=REQUEST[:40])
     monkeypatch.setattr(run, "PLAYS", {"codex": play})
-    monkeypatch.setattr(run, "find", lambda kind, name: replace(RECIPE, files=named_openai))
-    finding = await run.conform("codex", LocalBackend("auto"), tmp_path)
+    named_openai = str(TEXT).replace('name = "insitu"', 'name = "OpenAI"')
+    recipe = replace(RECIPE, config_files={CONFIG: named_openai})
+    finding = await run.conform(recipe, LocalBackend("auto"), tmp_path)
     assert finding.failures == ()
     assert finding.compactions == 1
     assert (finding.unexplained, finding.trained) == (0, finding.sampled)

@@ -11,7 +11,8 @@ import pytest
 from gateway_rig import Rig, call, said
 from render_families import write_renderer
 
-from insitu.agents.install import Package, find_node, install
+from insitu.agents.install import find_node, install
+from insitu.agents.recipe import Recipe
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import template_renderer
 from insitu.types import Message
@@ -38,15 +39,8 @@ def folders() -> dict[str, str]:
     """Folder of each package, by the variable that the script reads."""
     found = {}
     for variable, (name, version) in PACKAGES.items():
-        label = name.replace("@", "").replace("/", "-")
-        package = Package(
-            registry="npm",
-            name=name,
-            version=version,
-            label=label,
-            program=f"node_modules/{name}/package.json",
-        )
-        found[variable] = str(install(package).folder)
+        recipe = Recipe(name=name, command=("node",), npm=(f"{name}@{version}",))
+        found[variable] = str(install(recipe).folder)
     return found
 
 

@@ -12,7 +12,8 @@ import pytest
 from gateway_rig import Rig, call, said
 from render_families import write_renderer
 
-from insitu.agents.install import Package, install
+from insitu.agents.install import install
+from insitu.agents.recipe import Recipe
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import template_renderer
 from insitu.sandbox.rootfs import python_inside
@@ -20,13 +21,11 @@ from insitu.types import Message
 
 pytestmark = pytest.mark.full
 
-PACKAGE = Package(
-    registry="pypi",
-    name="openai-agents",
-    version="0.24.0",
-    label="python-clients",
-    program="site/agents/__init__.py",
-    pins=(
+RECIPE = Recipe(
+    name="python-clients",
+    command=("python3",),
+    pip=(
+        "openai-agents==0.24.0",
         "openai==3.54.0",
         "pydantic-ai-slim==2.68.0",
         "langgraph==1.2.22",
@@ -46,7 +45,7 @@ LIMIT_S = 120.0
 
 @pytest.fixture(scope="session")
 def site() -> str:
-    return str(install(PACKAGE).folder / "site")
+    return str(install(RECIPE).folder / "site")
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import pytest
 
 from insitu.agents.base import ModelAccess
 from insitu.agents.pool import Sockets, WorkerPool
+from insitu.agents.recipe import named_recipe
 from insitu.attempt import AttemptExecutor, AttemptSpec
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.provider_backend import open_provider
@@ -88,7 +89,7 @@ async def test_an_agent_before_a_provider_is_graded_and_holds_no_token(agent: st
         max_call_tokens=LIMITS.max_call_tokens,
         max_context_tokens=LIMITS.max_context_tokens,
     )
-    harness = make_harness(agent, backend, told)
+    harness = make_harness(named_recipe(agent), backend, told)
     async with (
         upstream(agent, tmp_path) as (gateway, engine),
         gateway.listen_unix(tmp_path / "g"),

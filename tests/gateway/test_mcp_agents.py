@@ -20,10 +20,10 @@ from insitu.types import Message
 
 def installed_program(name: str) -> str:
     try:
-        found = install(shipped_recipes()[name].package)
+        found = install(shipped_recipes()[name])
     except SetupError as error:
         pytest.fail(str(error))
-    return str(found.folder / found.program)
+    return found.program[0].replace("{root}", str(found.folder))
 
 
 @pytest.mark.full
@@ -34,22 +34,22 @@ async def test_claude_code_calls_a_host_tool_over_mcp(renderer: TemplateRenderer
     async with ToolRig(renderer, script) as rig:
         start = Start(
             address=f"{rig.origin}/s/{rig.session.public_id}",
-            secret=rig.session.secret,
+            api_key=rig.session.secret,
             model="policy",
             prompt="Hand in 42.",
-            program=installed_program("claude_code"),
             max_call_tokens=512,
             context_tokens=100_000,
         )
         server = {"type": "http", "url": f"{start.address}/mcp", "headers": rig.tool_auth}
         config = json.dumps({"mcpServers": {"insitu": server}})
         process = await asyncio.create_subprocess_exec(
-            *recipe.argv(start),
+            installed_program("claude_code"),
+            *map(start.fill, recipe.command[1:]),
             "--mcp-config",
             config,
             "--strict-mcp-config",
             cwd=tmp_path,
-            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), **recipe.env(start)},
+            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), **recipe.environment(start)},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

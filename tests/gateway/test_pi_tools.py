@@ -10,20 +10,20 @@ import pytest
 from gateway_rig import Rig, call, said
 from test_host_tools import SUBMIT, ToolRig
 
-from insitu.agents.install import PI_PACKAGE, PiInstall, find_pi, install_pi
-from insitu.agents.pi import PI_TOOLS
+from insitu.agents.install import Installed, find, find_node, install
+from insitu.agents.pi import PI_TOOLS, RECIPE
 from insitu.chat.template import TemplateRenderer
 from insitu.serving.agent_setup import Access, setup
 from insitu.types import Message
 
 
 @pytest.fixture(scope="session")
-def pi() -> PiInstall:
+def pi() -> Installed:
     if os.environ.get("INSITU_REQUIRE_PI") == "1":
-        return install_pi()
-    found = find_pi()
+        return install(RECIPE)
+    found = find(RECIPE)
     if found is None:
-        pytest.skip("Pi is not installed: python -m insitu.agents.install pi (or set INSITU_REQUIRE_PI=1)")
+        pytest.skip("Pi is not installed: insitu install pi (or set INSITU_REQUIRE_PI=1)")
     return found
 
 
@@ -32,7 +32,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-async def run_pi(pi: PiInstall, rig: ToolRig, home: Path) -> tuple[int, str]:
+async def run_pi(pi: Installed, rig: ToolRig, home: Path) -> tuple[int, str]:
     """(exit code, output) of Pi, started as `insitu serve` says."""
     access = Access(
         address=f"{rig.origin}/s/{rig.session.public_id}",
@@ -47,7 +47,8 @@ async def run_pi(pi: PiInstall, rig: ToolRig, home: Path) -> tuple[int, str]:
     way = setup("pi", access, prompt="Hand in 42.")
     for path, text in way.files.items():
         write(Path(path), text)
-    program = [str(pi.node), str(pi.modules / PI_PACKAGE / "dist/bundle/cli.js")]
+    assert pi.folder is not None
+    program = [str(find_node()), str(pi.folder / "node_modules/.bin/pi")]
     work = home / "work"
     work.mkdir()
     process = await asyncio.create_subprocess_exec(
@@ -69,7 +70,7 @@ async def run_pi(pi: PiInstall, rig: ToolRig, home: Path) -> tuple[int, str]:
     return process.returncode or 0, out.decode()
 
 
-async def test_pi_calls_a_host_tool(renderer: TemplateRenderer, pi: PiInstall, tmp_path: Path) -> None:
+async def test_pi_calls_a_host_tool(renderer: TemplateRenderer, pi: Installed, tmp_path: Path) -> None:
     script = [
         Message(role="assistant", tool_calls=(call("submit", '{"answer": "42", "sure": true}'),)),
         # Pi's own check lets this pass; the schema's does not.
@@ -98,7 +99,7 @@ async def test_pi_calls_a_host_tool(renderer: TemplateRenderer, pi: PiInstall, t
 
 
 async def test_pi_without_the_address_goes_on_without_tools(
-    renderer: TemplateRenderer, pi: PiInstall, tmp_path: Path
+    renderer: TemplateRenderer, pi: Installed, tmp_path: Path
 ) -> None:
     assert PI_TOOLS.is_file()
     async with Rig(renderer, [said("Hello.")]) as plain:

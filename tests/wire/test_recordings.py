@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from recordings_lab import FOLDER, Replay, paths, read, replay, said
 
-from insitu.agents.install import PI_VERSION
 from insitu.agents.recipe import shipped_recipes
 from insitu.chat.template import TemplateRenderer
 from insitu.suites.conformance.agent_tools import PLAYS
@@ -46,9 +45,7 @@ async def replayed(
 
 
 def test_there_is_one_of_every_agent_in_its_pinned_version() -> None:
-    versions = {
-        name: shipped_recipes()[name].package.version if name != "pi" else PI_VERSION for name in PLAYS
-    }
+    versions = {name: shipped_recipes()[name].version for name in PLAYS}
     assert {read(path).agent: read(path).version for path in FILES} == versions
     assert len(versions) == 7
 

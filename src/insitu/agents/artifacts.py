@@ -87,13 +87,6 @@ def artifacts_from_config(config: Config) -> Artifacts:
     return Artifacts(paths=table.artifacts, max_files=table.artifact_files, max_bytes=table.artifact_bytes)
 
 
-def with_agent_limits(spec: SandboxSpec, backend: SandboxBackend) -> SandboxSpec:
-    """Return `spec` with an agent's resource limits if the backend supports them."""
-    if "resource_limits" not in backend.capabilities:
-        return spec
-    return replace(spec, memory_bytes=AGENT_MEMORY_BYTES, max_processes=AGENT_PROCESSES)
-
-
 async def collect_tree(
     sandbox: Sandbox, backend: SandboxBackend, spec: SandboxSpec, *, plain: bool = True
 ) -> tuple[Tree, str]:

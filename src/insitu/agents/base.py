@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from insitu.config import Config
-from insitu.sandbox.base import SandboxBackend
 from insitu.types import Setup, Task, Tree
 
 PLAIN = Setup()
@@ -123,7 +122,3 @@ class Harness(Protocol):
 
         Its sandbox has no network except the gateway at this host unix socket.
         """
-
-
-HarnessFactory = Callable[[Config, SandboxBackend], Harness]
-"""Creates an agent that is more than a Recipe; installs what is missing. Raises SetupError."""

@@ -1,77 +1,53 @@
-"""Installation of pinned agents into the cache folder: `$INSITU_CACHE`, else `~/.cache/insitu`.
+"""Installation of an agent's pinned packages into the cache folder: `$INSITU_CACHE`, else `~/.cache/insitu`.
+
+    package-version[-digest]/   node_modules/   npm packages
+                                site/           PyPI packages
+                                bin/            their scripts, and a `python3` that imports `site`
 
 An install is atomic (temporary folder, then rename) and needs no network afterwards. Failures are SetupErrors
-with a remedy. Install scripts of packages are not run: native programs are optional dependencies of the
-packages. `python -m insitu.agents.install AGENT...` installs agents and prints their folders.
+with a remedy. Install scripts of npm packages are not run: native programs are optional dependencies of the
+packages.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from insitu.errors import InsituError, SetupError
+from insitu.agents.recipe import NODE_MINIMUM, Recipe
+from insitu.errors import SetupError
 from insitu.install_hints import install_package
-from insitu.registry import find as find_extension
 from insitu.sandbox import rootfs as layout
 from insitu.storage.temp_dirs import cache_folder
 
-PI_PACKAGE = "@earendil-works/pi-coding-agent"
-PI_VERSION = "0.87.1"
-NODE_MINIMUM = (22, 19)
 INSTALL_S = 600.0
 PROBE_S = 20.0
+# Unlike a virtual environment it works with any Python of an image. The variable is removed at the start, so
+# that programs run by the agent do not import the agent's packages.
+_PYTHON = '#!/bin/sh\nPYTHONPATH={root}/site exec python3 "$@"\n'
+_SITECUSTOMIZE = 'import os\n\nos.environ.pop("PYTHONPATH", None)\n'
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PiInstall:
-    """Location of the pinned Pi on this machine."""
-
-    version: str
-    node: Path
-    """The Node program."""
-    modules: Path
-    """The `node_modules` folder with Pi and its dependencies."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Package:
-    """A pinned program from a registry.
-
-    npm packages are installed in a `node_modules` folder, PyPI packages in a `site` folder for the sandbox's
-    Python.
-    """
-
-    registry: Literal["npm", "pypi"]
-    name: str
-    version: str
-    label: str
-    """The cache folder is named LABEL-VERSION."""
-    program: str
-    """Glob below that folder for the file that is started or imported; the last match is used."""
-    node: tuple[int, int] = NODE_MINIMUM
-    """Minimum Node version; for an older one npm silently picks an older agent."""
-    pins: tuple[str, ...] = ()
-    """Further requirements of PyPI, as `name==version`."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """Location of a package on this machine."""
+    """Location of an agent's packages on this machine."""
 
-    package: Package
-    folder: Path
-    program: str
-    """Path of its program relative to the folder."""
+    folder: Path | None
+    """Bound at `Recipe.root`; None for an agent without packages."""
+    program: tuple[str, ...]
+    """Program as templates; see Launch.program."""
 
 
 def _node_version(node: Path) -> tuple[int, int]:
@@ -127,159 +103,124 @@ def _npm(node: Path) -> list[str]:
     return [npm]
 
 
-def find(package: Package) -> Installed | None:
-    """Return the cached package, or None.
+def _pip_python() -> str:
+    """Return the Python on this machine that is also that of local sandboxes."""
+    inside = layout.python_inside()
+    return str(Path(sys.base_prefix, "bin", "python3")) if inside.startswith(layout.OWN_PYTHON) else inside
 
-    Raises SetupError for a user without a home folder.
+
+def install_folder(recipe: Recipe) -> Path | None:
+    """Return the cache folder of the recipe's packages; None for an agent without packages."""
+    packages = (*recipe.npm, *recipe.pip)
+    if not packages:
+        return None
+    name = re.sub(r"[^\w.]+", "-", packages[0].replace("==", "-")).strip("-")
+    if recipe.pip or len(packages) > 1:
+        python = layout.python_version(Path(_pip_python())) if recipe.pip else ()
+        key = repr((packages, recipe.root, python))
+        name += f"-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    return cache_folder() / name
+
+
+def find(recipe: Recipe) -> Installed | None:
+    """Return the agent if it is in the cache.
+
+    Raises SetupError for a user without a home folder, and for packages without the recipe's program.
     """
-    folder = cache_folder() / f"{package.label}-{package.version}"
-    programs = sorted(path for path in folder.glob(package.program) if path.is_file())
+    folder = install_folder(recipe)
+    if folder is None:
+        return Installed(folder=None, program=(recipe.command[0],))
+    return Installed(folder=folder, program=_program(recipe, folder)) if folder.is_dir() else None
+
+
+def _program(recipe: Recipe, folder: Path) -> tuple[str, ...]:
+    word = recipe.command[0]
+    if "{" in word or word.startswith("/"):
+        return (word,)
+    patterns = [word] if "/" in word else [f"node_modules/.bin/{word}", f"bin/{word}"]
+    # On x64 the last of several builds is usually the one with the fewest requirements.
+    programs = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+    if not programs and "/" in word:
+        raise SetupError(f"agent {recipe.name}: {folder} has no program {word} for this machine")
     if not programs:
-        return None
-    return Installed(package=package, folder=folder, program=str(programs[-1].relative_to(folder)))
+        return (word,)
+    path = programs[-1].resolve()
+    with path.open("rb") as file:
+        first = file.readline(256)
+    inside = f"{{root}}/{path.relative_to(folder.resolve())}"
+    return ("{node}", inside) if re.match(rb"#!.*\bnode\b", first) else (inside,)
 
 
-def install(package: Package) -> Installed:
-    """Return the package, installing it into the cache if needed.
+def install(recipe: Recipe, log_line: Callable[[str], None] = log.info) -> Installed:
+    """Return the agent, installing its packages into the cache if needed.
 
     Raises SetupError.
     """
-    found = find(package)
-    if found is not None:
-        return found
-    if package.registry == "npm":
-        node = find_node(package.node)
-        _install_atomically(package.label, package.version, lambda part: _npm_install(node, package, part))
-    else:
-        _install_atomically(package.label, package.version, lambda part: _pip_install(package, part))
-    found = find(package)
+    folder = install_folder(recipe)
+    if folder is not None and not folder.is_dir():
+        names = ", ".join((*recipe.npm, *recipe.pip))
+        log_line(f"installing {names} for agent {recipe.name} in {folder.parent}")
+        _install_atomically(recipe, folder)
+    found = find(recipe)
     if found is None:
-        folder = cache_folder() / f"{package.label}-{package.version}"
-        raise SetupError(f"{package.name} {package.version} has no program for this machine in {folder}")
+        raise SetupError(f"agent {recipe.name}: {folder} was removed after its installation")
     return found
 
 
-def _install_atomically(label: str, version: str, fill: Callable[[Path], None]) -> None:
-    """Let `fill` create `tree` in a temporary folder, then rename it to LABEL-VERSION in the cache."""
-    cache = cache_folder()
+def _install_atomically(recipe: Recipe, folder: Path) -> None:
+    """Fill a temporary folder, then rename it."""
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=f".{label}-") as part:
-            fill(Path(part))
-            target = cache / f"{label}-{version}"
-            if target.exists():
-                shutil.rmtree(target)
-            Path(part, "tree").rename(target)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as part:
+            tree = Path(part, "tree")
+            tree.mkdir()
+            if recipe.npm:
+                _npm_install(recipe, tree)
+            if recipe.pip:
+                _pip_install(recipe, tree)
+            if not folder.is_dir():  # another process may have been faster
+                tree.rename(folder)
     except OSError as error:
-        raise SetupError(f"install {label} in {cache}: {error.strerror or error}") from error
+        raise SetupError(f"install {folder.name} in {folder.parent}: {error.strerror or error}") from error
 
 
-def find_pi(version: str = PI_VERSION) -> PiInstall | None:
-    """Return the cached Pi, or None.
-
-    Raises SetupError when Node is missing.
-    """
-    modules = cache_folder() / f"pi-{version}" / "node_modules"
-    if not (modules / PI_PACKAGE / "dist" / "bundle" / "cli.js").exists():
-        return None
-    return PiInstall(version=version, node=find_node(), modules=modules)
-
-
-def install_pi(version: str = PI_VERSION) -> PiInstall:
-    """Return Pi, installing it into the cache if needed.
-
-    Raises SetupError.
-    """
-    found = find_pi(version)
-    if found is not None:
-        return found
-    node = find_node()
-    package = Package(registry="npm", name=PI_PACKAGE, version=version, label="pi", program="")
-    _install_atomically("pi", version, lambda part: _npm_install(node, package, part))
-    found = find_pi(version)
-    if found is None:
-        raise SetupError(f"Pi {version} was installed but its program is missing in {cache_folder()}")
-    return found
-
-
-def _npm_install(node: Path, package: Package, part: Path) -> None:
-    tree = part / "tree"
-    tree.mkdir()
-    name = f"{package.name}@{package.version}"
+def _npm_install(recipe: Recipe, tree: Path) -> None:
+    node = find_node(recipe.node)
     flags = ["--ignore-scripts", "--no-audit", "--no-fund", "--no-update-notifier", "--omit=dev"]
-    command = [*_npm(node), "install", "--prefix", str(tree), "--cache", str(part / "npm"), *flags, name]
-    path = f"{node.parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"
-    done = _run("npm", name, command, tree, {"PATH": path})
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if "npm error" in line.lower()] or ["no output"]
-        reason = " ".join(lines[:2]).replace("npm error ", "")
-        raise SetupError(f"npm could not install {name} (is there a network?): {reason}")
+    cache = tree.with_name("npm")
+    command = [*_npm(node), "install", "--prefix", str(tree), "--cache", str(cache), *flags, *recipe.npm]
+    _run("npm", recipe.npm, command, tree, f"{node.parent}:{os.environ.get('PATH', '/usr/bin:/bin')}")
 
 
-def _pip_install(package: Package, part: Path) -> None:
+def _pip_install(recipe: Recipe, tree: Path) -> None:
     """Install for the sandboxes' Python, with the pip of the current Python."""
-    sandbox_python = layout.python_inside()
-    bundled = sandbox_python.startswith(layout.OWN_PYTHON)
-    python = str(Path(sys.base_prefix, "bin", "python3")) if bundled else sandbox_python
-    name = f"{package.name}=={package.version}"
+    site, bin_folder = tree / "site", tree / "bin"
     flags = ["--no-input", "--disable-pip-version-check", "--no-cache-dir", "--quiet"]
-    target = ["--target", str(part / "tree" / "site")]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        *flags,
-        *target,
-        name,
-        *package.pins,
-    ]
-    (part / "tree").mkdir()
-    done = _run("pip", name, command, part, {})
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-        reason = " ".join((lines or done.stderr.splitlines() or ["no output"])[:2])
-        raise SetupError(f"pip could not install {name} (is there a network?): {reason}")
+    command = [sys.executable, "-m", "pip", "--python", _pip_python(), "install", *flags]
+    _run("pip", recipe.pip, [*command, "--target", str(site), *recipe.pip], tree)
+    scripts = site / "bin"
+    if scripts.is_dir():
+        scripts.rename(bin_folder)
+    bin_folder.mkdir(exist_ok=True)
+    for script in (path for path in bin_folder.iterdir() if path.is_file()):
+        content = script.read_bytes()
+        start = f"#!{recipe.root}/bin/python3".encode()
+        script.write_bytes(re.sub(rb"\A#!.*python[\d.]*$", start, content, count=1, flags=re.MULTILINE))
+    for name in ("python", "python3"):
+        (bin_folder / name).write_text(_PYTHON.format(root=recipe.root), encoding="utf-8")
+        (bin_folder / name).chmod(0o755)
+    (site / "sitecustomize.py").write_text(_SITECUSTOMIZE, encoding="utf-8")
 
 
-def _run(
-    tool: str, name: str, command: list[str], cwd: Path, env: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
+def _run(tool: str, packages: Sequence[str], command: list[str], cwd: Path, path: str = "") -> None:
+    names, env = ", ".join(packages), os.environ | ({"PATH": path} if path else {})
     try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=INSTALL_S,
-            env=os.environ | env,
-            cwd=cwd,
-            check=False,
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALL_S, env=env, cwd=cwd, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise SetupError(f"{tool} did not install {name} within {INSTALL_S:.0f} s") from error
-
-
-def main(names: list[str]) -> int:
-    if not names:
-        print("usage: python -m insitu.agents.install AGENT...", file=sys.stderr)
-        return 2
-    try:
-        for name in names:
-            if name == "pi":
-                found = install_pi()
-                print(f"pi {found.version}: {found.modules}\nnode: {found.node}")
-                continue
-            package: Package | None = getattr(find_extension("agents", name), "package", None)
-            if package is not None:
-                installed = install(package)
-                print(f"{name} {package.version}: {installed.folder}")
-    except InsituError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        raise SetupError(f"{tool} did not install {names} within {INSTALL_S:.0f} s") from error
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+        reason = " ".join((lines or done.stderr.splitlines() or ["no output"])[:2]).replace("npm error ", "")
+        raise SetupError(f"{tool} could not install {names} (is there a network?): {reason}")

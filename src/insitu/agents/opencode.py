@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
 
-import orjson
+from insitu.agents.recipe import Recipe, Start
 
-from insitu.agents.install import Package
-from insitu.agents.recipe import HOME, Recipe, Start
-
-PACKAGE = Package(
-    registry="npm",
-    name="opencode-ai",
-    version="1.18.33",
-    label="opencode",
-    # On x64 the last match is the baseline build, which needs no AVX2.
-    program="node_modules/opencode-linux-*/bin/opencode",
-)
-CONFIG = f"{HOME}/.config/opencode/opencode.json"
+CONFIG = ".config/opencode/opencode.json"
 
 
-def _argv(start: Start) -> Sequence[str]:
-    # Without a title it would request one from the model.
-    return [start.program, "run", "--model", f"insitu/{start.model}", "--title", "task"]
-
-
-def _env(start: Start) -> Mapping[str, str]:
-    return {
-        "INSITU_API_KEY": start.secret,
-        "OPENCODE_CONFIG": CONFIG,
-        "OPENCODE_DISABLE_AUTOUPDATE": "1",
-        "OPENCODE_DISABLE_MODELS_FETCH": "1",
-        "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
-        "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
-    }
-
-
-def _files(start: Start) -> Mapping[str, bytes]:
+def _config(start: Start) -> str:
     model = {
         "name": start.model,
         "tool_call": True,
@@ -61,15 +34,28 @@ def _files(start: Start) -> Mapping[str, bytes]:
         "permission": {"*": "allow"},
         "compaction": {"reserved": start.context_tokens - start.compact_tokens},
     }
-    return {CONFIG: orjson.dumps(config)}
+    return json.dumps(config)
 
 
 RECIPE = Recipe(
     name="opencode",
-    package=PACKAGE,
-    argv=_argv,
-    env=_env,
-    files=_files,
+    npm=("opencode-ai@1.18.33",),
+    # Without a title it would request one from the model. On x64 the last match is the baseline build, which
+    # needs no AVX2.
+    command=(
+        *("node_modules/opencode-linux-*/bin/opencode", "run", "--model", "insitu/{model}"),
+        *("--title", "task"),
+    ),
+    check=("--version",),
+    env={
+        "INSITU_API_KEY": "{api_key}",
+        "OPENCODE_CONFIG": f"{{home}}/{CONFIG}",
+        "OPENCODE_DISABLE_AUTOUPDATE": "1",
+        "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+        "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
+    },
+    config_files={CONFIG: _config},
     # With 1 GiB it runs out of memory at its first command; with 2 GiB it mostly collects garbage.
-    memory_bytes=4 << 30,
+    process_memory_bytes=4 << 30,
 )

@@ -1,57 +1,30 @@
-"""Harness of the unmodified Pi coding agent in a sandbox with access only to the gateway.
+"""The unmodified Pi coding agent.
 
-Both modes run `pi --mode rpc`, so request bodies are identical. `fresh` uses a new process and sandbox for
-every rollout; `rpc` keeps the process and wipes the sandbox between rollouts. All paths in the sandbox are
-constant, so that Pi's system prompt is constant too.
+Fresh and warm mode both run `pi --mode rpc`, so request bodies are identical. The process starts with the
+sandbox, before the task; in warm mode it stays and the sandbox is wiped between rollouts. All paths in the
+sandbox are constant, so that Pi's system prompt is constant too.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import json
 from pathlib import Path
-from typing import Literal
 
-import orjson
-
-from insitu.agents.artifacts import NOTHING, Artifacts, artifacts_from_config
-from insitu.agents.base import PLAIN, FinishedCheck, ModelAccess, model_name
-from insitu.agents.install import PI_PACKAGE, PiInstall, install_pi
-from insitu.agents.node_binary import sealed_node
+from insitu.agents.base import FinishedCheck, ModelAccess
+from insitu.agents.harness import Launch
 from insitu.agents.pi_rpc import PiRpc
+from insitu.agents.recipe import Recipe, Start
 from insitu.agents.termination import GRACE_S, ask_to_stop
-from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, sandbox_template, write_task_files
-from insitu.config import Config
+from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, write_task_files
 from insitu.errors import HarnessError, SandboxError
-from insitu.sandbox.base import Bind, Process, Sandbox, SandboxBackend
-from insitu.types import Setup, Task
+from insitu.sandbox.base import Process, Sandbox
+from insitu.types import Task
 
 PROVIDER = "insitu"
-NODE_AT = "/opt/node/bin/node"
-MODULES_AT = "/opt/pi/node_modules"
 PI_TOOLS = Path(__file__).parent / "pi_tools.js"
 """Pi extension that provides a session's host tools."""
-AGENT_FOLDER = "/home/agent/.pi/agent"
-COMMAND = (
-    NODE_AT,
-    # Saves a fifth of the memory per worker without slowing it down.
-    "--max-semi-space-size=2",
-    # Otherwise SIGUSR1, which any process in the sandbox may send, opens Node's debugger.
-    "--disable-sigusr1",
-    f"{MODULES_AT}/{PI_PACKAGE}/dist/bundle/cli.js",
-    *("--mode", "rpc", "--no-session", "--provider", PROVIDER),
-    *("--no-extensions", "--no-skills", "--no-prompt-templates", "--no-themes", "--no-context-files"),
-    *("--no-approve", "--offline", "--thinking", "off"),
-)
-ENV = {
-    "PI_OFFLINE": "1",
-    "PI_SKIP_VERSION_CHECK": "1",
-    "PI_TELEMETRY": "0",
-    # The cache would be in /tmp, visible only to the first rollout of a process.
-    "NODE_DISABLE_COMPILE_CACHE": "1",
-    # A one-character fix can keep a file's size and mtime second, so a stale .pyc would be used.
-    "PYTHONDONTWRITEBYTECODE": "1",
-}
+AUTH = ".pi/agent/auth.json"
 SETTINGS = {
     "retry": {"enabled": False, "provider": {"maxRetries": 0}},
     "compaction": {"enabled": False},
@@ -65,102 +38,44 @@ SETTINGS = {
 ROOMY_CONTEXT = 1 << 17
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Model:
-    """Part of ModelAccess that Pi reads only at its start."""
-
-    name: str = "policy"
-    max_call_tokens: int = 512
-    compact_within: int = 0
-    """Context size that Pi keeps by its own compaction; 0 = no compaction."""
-
-    def settings(self) -> bytes:
-        if not self.compact_within:
-            return orjson.dumps(SETTINGS)
-        kept = {"reserveTokens": 2 * self.max_call_tokens, "keepRecentTokens": self.compact_within // 8}
-        return orjson.dumps(SETTINGS | {"compaction": {"enabled": True, **kept}})
-
-    def config(self, port: int) -> bytes:
-        model = {
-            "id": self.name,
-            "name": self.name,
-            "contextWindow": self.compact_within or ROOMY_CONTEXT,
-            "maxTokens": self.max_call_tokens,
-            "reasoning": False,
-            "input": ["text"],
-            "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
-        }
-        provider = {"baseUrl": f"http://127.0.0.1:{port}/v1", "api": "openai-completions", "models": [model]}
-        return orjson.dumps({"providers": {PROVIDER: provider}})
+def _settings(start: Start) -> str:
+    if not start.compact:
+        return json.dumps(SETTINGS)
+    kept = {"reserveTokens": 2 * start.max_call_tokens, "keepRecentTokens": start.context_tokens // 8}
+    return json.dumps(SETTINGS | {"compaction": {"enabled": True, **kept}})
 
 
-def from_config(config: Config, backend: SandboxBackend) -> PiHarness:
-    """Return the configured agent, installed if missing; raise SetupError if that fails."""
-    access = ModelAccess(
-        public_id="",
-        secret="",
-        model=model_name(config),
-        max_call_tokens=config.limits.max_call_tokens,
-        max_context_tokens=config.model.max_context_tokens,
-    )
-    return PiHarness(
-        install_pi(),
-        "rpc" if config.harness.mode == "warm" else "fresh",
-        backend,
-        rollouts_per_process=config.harness.max_rollouts_per_process,
-        model=access,
-        compact=config.harness.compact,
-        artifacts=artifacts_from_config(config),
-    )
+def _models(start: Start) -> str:
+    model = {
+        "id": start.model,
+        "name": start.model,
+        "contextWindow": start.context_tokens if start.compact else ROOMY_CONTEXT,
+        "maxTokens": start.max_call_tokens,
+        "reasoning": False,
+        "input": ["text"],
+        "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
+    }
+    # Without the session's path: a warm process serves many sessions.
+    origin = start.address.partition("/s/")[0]
+    provider = {"baseUrl": f"{origin}/v1", "api": "openai-completions", "models": [model]}
+    return json.dumps({"providers": {PROVIDER: provider}})
 
 
-class PiHarness:
-    """Implements insitu.agents.base.Harness."""
-
-    def __init__(
-        self,
-        install: PiInstall,
-        mode: Literal["rpc", "fresh"],
-        backend: SandboxBackend,
-        *,
-        rollouts_per_process: int = 64,
-        model: ModelAccess | None = None,
-        compact: bool = False,
-        artifacts: Artifacts = NOTHING,
-    ) -> None:
-        """Set up Pi; `compact` lets it compact its context to `max_context_tokens` of `model`."""
-        self._install = install
-        self._node = sealed_node(install.node)
-        self._backend = backend
-        self._artifacts = artifacts
-        self._uses = rollouts_per_process if mode == "rpc" else 1
-        self._model = _model_of(model, compact=compact) if model else _Model()
-
-    @property
-    def name(self) -> str:
-        return "pi"
-
-    @property
-    def version(self) -> str:
-        return self._install.version
-
-    def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> PiWorker:
-        binds = (
-            Bind(source=self._node, target=NODE_AT),
-            Bind(source=self._install.modules, target=MODULES_AT),
-        )
-        template = sandbox_template(
-            self._backend, gateway_socket, setup, env=ENV, binds=binds, artifacts=self._artifacts
-        )
-        return PiWorker(template, self._uses, self._model)
+def _auth(start: Start) -> str:
+    # "$" and a leading "!" are special in a stored key.
+    key = start.api_key or "unset"
+    key = key.replace("$", "$$").replace("!", "$!", 1) if "$" in key or "!" in key else key
+    return json.dumps({PROVIDER: {"type": "api_key", "key": key}})
 
 
 class PiWorker(SandboxWorker):
     """Worker whose Pi process starts with the sandbox."""
 
-    def __init__(self, template: SandboxTemplate, uses: int, model: _Model) -> None:
-        super().__init__("Pi", template, uses=uses)
-        self._model = model
+    def __init__(self, template: SandboxTemplate, launch: Launch) -> None:
+        super().__init__("Pi", template, uses=launch.uses)
+        self._launch = launch
+        self._config: dict[str, bytes] = {}
+        """Files that the running process has read only at its start."""
         self._process: Process | None = None
         self._rpc: PiRpc | None = None
 
@@ -168,36 +83,37 @@ class PiWorker(SandboxWorker):
         return self._process is None or self._process.poll() is None
 
     async def _boot(self, sandbox: Sandbox) -> None:
-        await self._configure(sandbox, secret="unset")
-        self._rpc = await self._start(sandbox)
+        start = self._launch.start(self._template, self._launch.access)
+        await self._configure(sandbox, start)
+        self._rpc = await self._spawn(sandbox, start)
 
-    async def _configure(self, sandbox: Sandbox, secret: str) -> None:
-        """Write Pi's files; Pi reloads auth.json before a request when its inode or time changed."""
-        # "$" and a leading "!" are special in a stored key.
-        key = secret.replace("$", "$$").replace("!", "$!", 1) if "$" in secret or "!" in secret else secret
-        port = self._template.spec.gateway_port
-        await sandbox.put(f"{AGENT_FOLDER}/models.json", self._model.config(port))
-        await sandbox.put(f"{AGENT_FOLDER}/settings.json", self._model.settings())
-        await sandbox.put(
-            f"{AGENT_FOLDER}/auth.json", orjson.dumps({PROVIDER: {"type": "api_key", "key": key}})
-        )
+    async def _configure(self, sandbox: Sandbox, start: Start) -> bool:
+        """Write Pi's files; return whether Pi must be restarted.
 
-    async def _start(self, sandbox: Sandbox) -> PiRpc:
+        Pi reloads auth.json before a request when its inode or time changed.
+        """
+        files = {path: content for path, content, _ in self._launch.recipe.home_files(start)}
+        for path, content in files.items():
+            await sandbox.put(path, content)
+        config = {path: content for path, content in files.items() if not path.endswith(AUTH)}
+        changed, self._config = config != self._config, config
+        return changed
+
+    async def _spawn(self, sandbox: Sandbox, start: Start) -> PiRpc:
         """Start Pi and wait until it is ready, so that its start does not count as rollout time."""
-        self._process = await sandbox.spawn([*COMMAND, "--model", self._model.name])
+        self._process = await sandbox.spawn(self._launch.argv(start), env=self._launch.recipe.env)
         rpc = PiRpc(self._process)
         await rpc.command("get_state")
         return rpc
 
     async def _prepare(self, sandbox: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
-        model = _model_of(access, compact=self._model.compact_within > 0)
-        changed, self._model = model != self._model, model
-        await self._configure(sandbox, access.secret)
+        start = self._launch.start(self._template, access)
+        changed = await self._configure(sandbox, start)
         await write_task_files(sandbox, task)
         if self._process is None or changed:
             if self._process is not None:
                 await self._process.kill()
-            self._rpc = await self._start(sandbox)
+            self._rpc = await self._spawn(sandbox, start)
             return
         rpc = self._rpc = PiRpc(self._process)
         await rpc.command("new_session")
@@ -226,9 +142,33 @@ class PiWorker(SandboxWorker):
         return AgentEnd(exit="finished", log=run.log, reusable=not rpc.tampered)
 
 
-def _model_of(access: ModelAccess, *, compact: bool) -> _Model:
-    return _Model(
-        name=access.model,
-        max_call_tokens=access.max_call_tokens,
-        compact_within=access.max_context_tokens if compact else 0,
-    )
+RECIPE = Recipe(
+    name="pi",
+    npm=("@earendil-works/pi-coding-agent@0.87.1",),
+    # Part of Pi's system prompt.
+    root="/opt/pi",
+    command=(
+        "{node}",
+        # Saves a fifth of the memory per worker without slowing it down.
+        "--max-semi-space-size=2",
+        # Otherwise SIGUSR1, which any process in the sandbox may send, opens Node's debugger.
+        "--disable-sigusr1",
+        "{root}/node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js",
+        *("--mode", "rpc", "--no-session", "--provider", PROVIDER),
+        *("--no-extensions", "--no-skills", "--no-prompt-templates", "--no-themes", "--no-context-files"),
+        *("--no-approve", "--offline", "--thinking", "off", "--model", "{model}"),
+    ),
+    env={
+        "PI_OFFLINE": "1",
+        "PI_SKIP_VERSION_CHECK": "1",
+        "PI_TELEMETRY": "0",
+        # The cache would be in /tmp, visible only to the first rollout of a process.
+        "NODE_DISABLE_COMPILE_CACHE": "1",
+    },
+    config_files={
+        ".pi/agent/models.json": _models,
+        ".pi/agent/settings.json": _settings,
+        AUTH: _auth,
+    },
+    worker=PiWorker,
+)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from insitu.agents.base import AgentExit, AwayTime, FinishedCheck, no_time
+from insitu.agents.base import AwayTime, FinishedCheck, no_time
+from insitu.agents.recipe import Rule
 from insitu.agents.termination import GRACE_S, KILL_S, attend
 from insitu.agents.worker import AgentEnd
 from insitu.errors import HarnessError
-from insitu.sandbox.base import ExecResult, Sandbox
+from insitu.sandbox.base import Sandbox
 
-Rule = Callable[[ExecResult], tuple[AgentExit, str]]
-"""Maps the result of an agent that exited by itself to (exit, one line of detail)."""
 START_S = 60.0
 AWAY_MOST_S = 3600.0
 """Longest engine downtime that a session waits for."""
@@ -23,16 +21,6 @@ _IN_TEMPORARY_HOME = (
     "export HOME=/tmp/start TMPDIR=/tmp/start; mkdir $HOME && cd $HOME || exit 126; "
     '"$@"; code=$?; cd /; rm -rf /tmp/start; exit $code'
 )
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def exit_code_rule(result: ExecResult) -> tuple[AgentExit, str]:
-    """Return finished for exit code 0, else failed with the last line of stderr or stdout."""
-    if result.exit_code == 0:
-        return "finished", ""
-    output = (result.stderr.strip() or result.stdout.strip()).decode("utf-8", "replace")
-    lines = _COLOURS.sub("", output).splitlines() or [""]
-    return "failed", f"exit code {result.exit_code}: {lines[-1][:300]}"
 
 
 async def smoke_test(sandbox: Sandbox, argv: Sequence[str], what: str) -> None:

@@ -6,44 +6,15 @@ configured window; the summary is requested with a separate system prompt and wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
 
-import orjson
-
-from insitu.agents.install import Package
-from insitu.agents.recipe import HOME, NODE_AT, Recipe, Start, no_stdin
-
-PACKAGE = Package(
-    registry="npm",
-    name="@qwen-code/qwen-code",
-    version="0.24.4",
-    label="qwen-code",
-    program="node_modules/@qwen-code/qwen-code/cli.js",
-    node=(22, 0),
-)
+from insitu.agents.recipe import Recipe, Start
 
 RESERVE_TOKENS = 33_000
 """Part of the window that it reserves for a summary, far more than one call of the policy may sample."""
 
 
-def _argv(start: Start) -> Sequence[str]:
-    # From stdin the prompt would get two additional newlines.
-    return [NODE_AT, start.program, "--auth-type", "openai", "--yolo", f"--prompt={start.prompt}"]
-
-
-def _env(start: Start) -> Mapping[str, str]:
-    return {
-        "OPENAI_BASE_URL": f"{start.address}/v1",
-        "OPENAI_API_KEY": start.secret,
-        "OPENAI_MODEL": start.model,
-        # Otherwise it restarts itself with a heap larger than its memory limit.
-        "QWEN_CODE_NO_RELAUNCH": "1",
-        "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
-        "QWEN_CODE_DISABLE_PRECONNECT": "1",
-    }
-
-
-def _files(start: Start) -> Mapping[str, bytes]:
+def _settings(start: Start) -> str:
     # It compacts at min(percentage of the window, window - reserve).
     window = start.compact_tokens + RESERVE_TOKENS
     generation = {
@@ -62,16 +33,25 @@ def _files(start: Start) -> Mapping[str, bytes]:
         # Disabled: background agents that write notes for later sessions.
         "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
     }
-    return {f"{HOME}/.qwen/settings.json": orjson.dumps(settings)}
+    return json.dumps(settings)
 
 
 RECIPE = Recipe(
     name="qwen_code",
-    package=PACKAGE,
-    argv=_argv,
-    env=_env,
-    files=_files,
-    stdin=no_stdin,
-    node=True,
-    memory_bytes=2 << 30,
+    npm=("@qwen-code/qwen-code@0.24.4",),
+    node=(22, 0),
+    # From stdin the prompt would get two additional newlines.
+    command=("qwen", "--auth-type", "openai", "--yolo", "--prompt={prompt}"),
+    check=("--version",),
+    env={
+        "OPENAI_BASE_URL": "{address}/v1",
+        "OPENAI_API_KEY": "{api_key}",
+        "OPENAI_MODEL": "{model}",
+        # Otherwise it restarts itself with a heap larger than its memory limit.
+        "QWEN_CODE_NO_RELAUNCH": "1",
+        "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
+        "QWEN_CODE_DISABLE_PRECONNECT": "1",
+    },
+    config_files={".qwen/settings.json": _settings},
+    process_memory_bytes=2 << 30,
 )

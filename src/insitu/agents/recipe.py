@@ -1,33 +1,67 @@
-"""Agents that are one command per rollout: Recipe (data) and CliHarness (execution).
+"""Recipe: everything that is specific to one agent, as data.
 
-    Package --install--> Installed --Recipe--> files, environment, argv, stdin --> one process in a fresh
-    sandbox
+    Recipe --install--> programs in the cache --bound at `root`--> sandbox
+    Recipe + Start --> argv, environment, files and stdin of one process
 
-A Recipe is data and pure functions of a Start, without access to a sandbox. The recipe's rule interprets the
-exit of the process. Secrets are passed by environment or file, never by argv. Every rollout has a new
-sandbox.
+The agents that ship with insitu are Recipes, and so is the `[harness]` table with a `command`. Texts may
+contain placeholders: {prompt_file}, {prompt}, {address}, {api_key}, {model}, {context_tokens},
+{compact_tokens}, {compact_percent}, {call_tokens}, {home}, {files}, {root} and {node}. Other text in braces
+is left unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import difflib
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from insitu.agents.artifacts import NOTHING, Artifacts
-from insitu.agents.base import PLAIN, AgentExit, FinishedCheck, ModelAccess
-from insitu.agents.install import Installed, Package, find_node
-from insitu.agents.process import AgentProcess, exit_code_rule, smoke_test
-from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, sandbox_template, write_task_files
+from insitu.agents.artifacts import AGENT_MEMORY_BYTES
+from insitu.agents.base import AgentExit
+from insitu.config import HarnessTable, load_config
+from insitu.errors import ConfigError, boundary
 from insitu.registry import BUILT_IN, find
-from insitu.sandbox.base import Bind, ExecResult, Sandbox, SandboxBackend
-from insitu.types import Setup, Task
+from insitu.sandbox.base import ExecResult
+from insitu.types import FileEntry, Tree
+
+if TYPE_CHECKING:
+    from insitu.agents.harness import Launch
+    from insitu.agents.worker import SandboxTemplate, SandboxWorker
 
 HOME = "/home/agent"
-AGENT_AT = "/opt/agent"
-"""Location of the package's `node_modules` or `site` in the sandbox."""
+ROOT = "/opt/agent"
 NODE_AT = "/opt/node/bin/node"
-LOG_BYTES = 1 << 20
+NODE_MINIMUM = (22, 19)
+
+WireProtocol = Literal["chat", "responses", "anthropic", "gemini"]
+_OPENAI_ENV = {
+    "OPENAI_BASE_URL": "{address}/v1",
+    "OPENAI_API_KEY": "{api_key}",
+    "OPENAI_MODEL": "{model}",
+}
+SDK_ENV: Mapping[WireProtocol, Mapping[str, str]] = {
+    "chat": _OPENAI_ENV,
+    "responses": _OPENAI_ENV,
+    "anthropic": {
+        "ANTHROPIC_BASE_URL": "{address}",
+        "ANTHROPIC_API_KEY": "{api_key}",
+        "ANTHROPIC_MODEL": "{model}",
+    },
+    "gemini": {
+        "GOOGLE_GEMINI_BASE_URL": "{address}",
+        "GEMINI_API_KEY": "{api_key}",
+        "GEMINI_MODEL": "{model}",
+    },
+}
+"""Variables read by the vendor's SDK, by wire format."""
+_PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+Rule = Callable[[ExecResult], tuple[AgentExit, str]]
+"""Maps the result of an agent that exited by itself to (exit, one line of detail)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +70,16 @@ class Start:
 
     address: str
     """Base URL of all wire formats: http://127.0.0.1:{port}/s/{public_id}, without trailing slash."""
-    secret: str
+    api_key: str = field(repr=False)
     model: str
     prompt: str
-    program: str
-    """Path of the package's program in the sandbox."""
     max_call_tokens: int
     context_tokens: int
     """Context window: prompt plus sampled tokens of one call, counted by the policy's tokenizer."""
+    compact: bool = False
+    """`harness.compact`: Pi may compact its context."""
+    home: str = HOME
+    root: str = ROOT
 
     @property
     def compact_tokens(self) -> int:
@@ -51,139 +87,220 @@ class Start:
         # The next tool outputs and the summary itself must still fit into the context.
         return max(1, min(3 * self.context_tokens // 4, self.context_tokens - 2 * self.max_call_tokens))
 
+    def values(self) -> dict[str, str]:
+        """Return the placeholders' values by name."""
+        return {
+            "prompt_file": f"{self.home}/prompt.txt",
+            "prompt": self.prompt,
+            "address": self.address,
+            "api_key": self.api_key,
+            "model": self.model,
+            "context_tokens": str(self.context_tokens),
+            "compact_tokens": str(self.compact_tokens),
+            "compact_percent": str(100 * self.compact_tokens // self.context_tokens),
+            "call_tokens": str(self.max_call_tokens),
+            "home": self.home,
+            "files": f"{self.home}/agent",
+            "root": self.root,
+            "node": NODE_AT,
+        }
 
-def no_files(start: Start) -> Mapping[str, bytes]:
-    return {}
+    def fill(self, template: str) -> str:
+        """Replace the known placeholders of a text."""
+        values = self.values()
+        return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
 
 
-def version_flag(program: str) -> Sequence[str]:
-    return [program, "--version"]
+PLACEHOLDERS = tuple(
+    Start(address="", api_key="", model="", prompt="", max_call_tokens=1, context_tokens=1).values()
+)
 
 
-def no_stdin(start: Start) -> bytes:
-    """Return empty stdin, for agents that take the prompt as an argument."""
-    return b""
+def exit_codes(*accepted: int) -> Rule:
+    """Return a rule: these exit codes mean finished, others failed with the last line of the output."""
+
+    def rule(result: ExecResult) -> tuple[AgentExit, str]:
+        if result.exit_code in accepted:
+            return "finished", ""
+        output = (result.stderr.strip() or result.stdout.strip()).decode("utf-8", "replace")
+        lines = _COLOURS.sub("", output).splitlines() or [""]
+        return "failed", f"exit code {result.exit_code}: {lines[-1][:300]}"
+
+    return rule
 
 
-def prompt_bytes(start: Start) -> bytes:
-    return start.prompt.encode()
+exit_code_rule = exit_codes(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Everything that is specific to one agent."""
+    """One agent: what to install and how to start it."""
 
     name: str
-    package: Package
-    argv: Callable[[Start], Sequence[str]]
-    env: Callable[[Start], Mapping[str, str]]
-    files: Callable[[Start], Mapping[str, bytes]] = no_files
-    """Content by path in the sandbox, below the home folder."""
-    stdin: Callable[[Start], bytes] = prompt_bytes
-    rule: Callable[[ExecResult], tuple[AgentExit, str]] = exit_code_rule
+    command: Sequence[str]
+    """Program and arguments. The program is one that `npm` or `pip` installs, a glob below the installed
+    folder if it contains a slash, or a program of the sandbox. The prompt is written to stdin unless the
+    arguments contain {prompt} or {prompt_file}."""
+    protocol: WireProtocol = "chat"
+    npm: Sequence[str] = ()
+    """Packages of npm as `name@version`."""
+    pip: Sequence[str] = ()
+    """Packages of PyPI as `name==version`, for the sandbox's Python; not visible to other programs."""
+    node: tuple[int, int] = NODE_MINIMUM
+    """Minimum Node version; for an older one npm silently picks an older agent."""
+    files: Tree = field(default_factory=dict, repr=False)
+    """Files that are copied unchanged below {files}."""
+    config_files: Mapping[str, str | Callable[[Start], str]] = field(default_factory=dict)
+    """Text with placeholders, or a function that returns the text, by path below the home folder."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment of the process. If nothing in it contains {api_key}, the variables of SDK_ENV are added."""
+    rule: Rule = exit_code_rule
     """Interprets the exit of the process; not called after a timeout."""
-    node: bool = False
-    """The program is run by Node, installed at NODE_AT."""
-    memory_bytes: int | None = None
-    """Memory limit of one process if the default is too small for this agent's runtime."""
-    version: Callable[[str], Sequence[str]] = version_flag
-    """Program -> command of a quick start check without a model."""
-    dialect: str = "chat"
-    """Wire format it speaks: chat, responses, anthropic or gemini."""
+    check: Sequence[str] = ()
+    """Arguments with which the program exits with 0 and calls no model, to check that it starts in an
+    image."""
+    process_memory_bytes: int = AGENT_MEMORY_BYTES
+    """Memory limit of one process of the sandbox."""
+    root: str = ROOT
+    """Path of the installed packages in the sandbox."""
+    worker: Callable[[SandboxTemplate, Launch], SandboxWorker] | None = None
+    """Creates workers that drive the agent otherwise than by one process per rollout."""
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError(f"agent {self.name}: command is empty")
+        for text in (*self.npm, *self.pip):
+            if not re.fullmatch(r"@?[^@=\s]+@[^@\s]+" if text in self.npm else r"[^=\s]+==[^=\s]+", text):
+                form = "name@version" if text in self.npm else "name==version"
+                raise ConfigError(f"agent {self.name}: {text!r} is not pinned as {form}")
+        for text in (*self.command, *self.env.values()):
+            for name in _PLACEHOLDER.findall(text):
+                close = difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=0.8)
+                if name not in PLACEHOLDERS and close:
+                    raise ConfigError(
+                        f"agent {self.name}: unknown placeholder {{{name}}}; did you mean {{{close[0]}}}?"
+                    )
+        if any("{api_key}" in word for word in self.command):
+            # Every process of a machine can read the command lines of others.
+            raise ConfigError(
+                f"agent {self.name}: {{api_key}} belongs in env or config_files, not in command"
+            )
+
+    @property
+    def version(self) -> str:
+        """Version of the first package, else a digest of the files."""
+        if self.npm or self.pip:
+            return re.split("@|==", (*self.npm, *self.pip)[0])[-1]
+        content = repr((tuple(self.command), sorted(self.files.items())))
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+    def at_version(self, version: str) -> Recipe:
+        """Return the recipe with another version of its first package; "" = unchanged.
+
+        Raises ConfigError.
+        """
+        if not version:
+            return self
+        if self.npm:
+            return replace(self, npm=(self.npm[0].removesuffix(self.version) + version, *self.npm[1:]))
+        if self.pip:
+            return replace(self, pip=(self.pip[0].removesuffix(self.version) + version, *self.pip[1:]))
+        raise ConfigError(f"agent {self.name} has no version to choose: it installs no package")
+
+    def environment(self, start: Start) -> dict[str, str]:
+        own = any("{api_key}" in text for text in self.env.values())
+        templates = {**({} if own else SDK_ENV[self.protocol]), **self.env}
+        return {name: start.fill(text) for name, text in templates.items()}
+
+    def stdin(self, start: Start) -> bytes:
+        return b"" if self._prompt_as_argument else start.prompt.encode()
+
+    def home_files(self, start: Start) -> Iterator[tuple[str, bytes, bool]]:
+        """Yield (path, content, executable) of every file to write before the start."""
+        for path, entry in self.files.items():
+            yield start.fill(f"{{files}}/{path}"), entry.content, entry.executable
+        for path, text in self.config_files.items():
+            content = start.fill(text) if isinstance(text, str) else text(start)
+            yield f"{start.home}/{path}", content.encode(), False
+        if any("{prompt_file}" in text for text in (*self.command, *self.env.values())):
+            yield start.fill("{prompt_file}"), start.prompt.encode(), False
+
+    @property
+    def _prompt_as_argument(self) -> bool:
+        return any("{prompt}" in word or "{prompt_file}" in word for word in self.command)
+
+
+def read_files(paths: Iterable[Path]) -> dict[str, FileEntry]:
+    """Return files by name, and the files of folders by folder name and path below it.
+
+    Raises ConfigError.
+    """
+    found: dict[str, FileEntry] = {}
+    for path in paths:
+        with boundary(ConfigError, f"read file {path} of the agent"):
+            files = sorted(path.rglob("*")) if path.is_dir() else [path]
+            for file in files:
+                if file.is_dir() or "__pycache__" in file.parts:
+                    continue
+                executable = bool(file.stat().st_mode & 0o100)
+                inside = str(file.relative_to(path.parent))
+                found[inside] = FileEntry(content=file.read_bytes(), executable=executable)
+    return found
+
+
+def resolve_agent(agent: HarnessTable | Recipe) -> Recipe:
+    """Return the recipe of the [harness] table, or of `agent` itself.
+
+    Raises ConfigError.
+    """
+    if isinstance(agent, Recipe):
+        return agent
+    if agent.command:
+        return _from_table(agent)
+    return named_recipe(agent.agent).at_version(agent.version)
+
+
+def named_recipe(name: str) -> Recipe:
+    """Return a built-in recipe, or that of an entry point or path; a function is called for it.
+
+    Raises ConfigError.
+    """
+    found = find("agents", name)
+    if not isinstance(found, Recipe) and callable(found) and not isinstance(found, type):
+        found = found()
+    if not isinstance(found, Recipe):
+        raise ConfigError(
+            f"agent {name} is a {type(found).__name__}, not a Recipe or a function returning one"
+        )
+    return found
+
+
+def parse_agent(text: str) -> Recipe:
+    """Return the recipe of `NAME`, `NAME@VERSION`, `module:attribute` or a TOML file with a [harness] table.
+
+    Raises ConfigError.
+    """
+    if text.endswith(".toml"):
+        return resolve_agent(load_config(Path(text)).harness)
+    name, _, version = text.partition("@")
+    return named_recipe(name if ":" in name else name.replace("-", "_")).at_version(version)
 
 
 def shipped_recipes() -> dict[str, Recipe]:
     """Return the built-in agents that are recipes, by name."""
-    found = {name: find("agents", name) for name in BUILT_IN["agents"]}
-    return {name: recipe for name, recipe in found.items() if isinstance(recipe, Recipe)}
+    return {name: named_recipe(name) for name in BUILT_IN["agents"] if name != "single_turn"}
 
 
-class CliHarness:
-    """Harness for any Recipe."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        installed: Installed,
-        backend: SandboxBackend,
-        *,
-        artifacts: Artifacts = NOTHING,
-    ) -> None:
-        self._recipe = recipe
-        self._backend = backend
-        self._artifacts = artifacts
-        self._verified_images: set[str] = set()
-        folder = "node_modules" if installed.package.registry == "npm" else "site"
-        self._program = f"{AGENT_AT}/{installed.program}"
-        self._version = installed.package.version
-        self._binds = [Bind(source=installed.folder / folder, target=f"{AGENT_AT}/{folder}")]
-        if recipe.node:
-            self._binds.append(Bind(source=find_node(installed.package.node), target=NODE_AT))
-
-    @property
-    def name(self) -> str:
-        return self._recipe.name
-
-    @property
-    def version(self) -> str:
-        return self._version
-
-    def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> CliWorker:
-        template = sandbox_template(
-            self._backend,
-            gateway_socket,
-            setup,
-            env={"PYTHONDONTWRITEBYTECODE": "1"},
-            binds=tuple(self._binds),
-            memory_bytes=self._recipe.memory_bytes,
-            artifacts=self._artifacts,
-        )
-        return CliWorker(self._recipe, self._program, template, self._verified_images)
-
-
-class CliWorker(SandboxWorker):
-    """Worker that serves one rollout."""
-
-    def __init__(
-        self, recipe: Recipe, program: str, template: SandboxTemplate, verified_images: set[str]
-    ) -> None:
-        """Set up a worker; `verified_images` is the shared set of images in which the agent starts."""
-        super().__init__(recipe.name, template)
-        self._verified_images = verified_images
-        self._recipe = recipe
-        self._program = program
-
-    async def _boot(self, sandbox: Sandbox) -> None:
-        image = self._template.spec.image
-        if image and image not in self._verified_images:
-            argv = self._recipe.version(self._program)
-            await smoke_test(sandbox, [NODE_AT, *argv] if self._recipe.node else argv, self._recipe.name)
-            self._verified_images.add(image)
-
-    async def _prepare(self, sandbox: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
-        for path, content in self._recipe.files(self._start(task, access)).items():
-            await sandbox.put(path, content)
-        await write_task_files(sandbox, task)
-
-    async def _run_agent(
-        self, sandbox: Sandbox, task: Task, access: ModelAccess, finished: FinishedCheck
-    ) -> AgentEnd:
-        start = self._start(task, access)
-        command = AgentProcess(
-            argv=self._recipe.argv(start),
-            env=self._recipe.env(start),
-            stdin=self._recipe.stdin(start),
-            log_bytes=LOG_BYTES,
-        )
-        return await command.run(sandbox, task.limits.wall_s, finished, self._recipe.rule, access.away_s)
-
-    def _start(self, task: Task, access: ModelAccess) -> Start:
-        return Start(
-            address=f"http://127.0.0.1:{self._template.spec.gateway_port}/s/{access.public_id}",
-            secret=access.secret,
-            model=access.model,
-            prompt=task.prompt,
-            program=self._program,
-            max_call_tokens=access.max_call_tokens,
-            context_tokens=access.max_context_tokens,
-        )
+def _from_table(table: HarnessTable) -> Recipe:
+    return Recipe(
+        name=Path((*table.files, *table.command)[0]).stem,
+        command=table.command,
+        protocol=table.protocol,
+        npm=table.npm,
+        pip=table.pip,
+        files=read_files(Path(path) for path in table.files),
+        config_files=table.config_files,
+        env=table.env,
+        rule=exit_codes(*table.ok_exit_codes),
+        process_memory_bytes=table.process_memory_mb << 20,
+    )

@@ -21,10 +21,7 @@ import orjson
 from insitu.agents.base import PLAIN, AgentResult, FinishedCheck, ModelAccess, never_finished
 from insitu.agents.termination import within
 from insitu.backoff import backoff_s
-from insitu.config import Config
 from insitu.errors import HarnessError, TaskError
-from insitu.sandbox.base import SandboxBackend
-from insitu.tasks.factory import action_of
 from insitu.tasks.user_functions import BadResult, UserFunction
 from insitu.types import FileEntry, Setup, Task, Tree
 
@@ -72,11 +69,6 @@ class SingleTurn:
         if setup.image or setup.commands:
             raise TaskError("single_turn has no sandbox: it needs tasks without an image and setup commands")
         return SingleTurnWorker(gateway_socket, self._build)
-
-
-def from_config(config: Config, backend: SandboxBackend) -> SingleTurn:
-    """Return the harness; it opens no sandbox."""
-    return SingleTurn(action_of(config))
 
 
 class SingleTurnWorker:

@@ -18,12 +18,13 @@ from types import TracebackType
 from typing import Self
 
 from insitu.agents.artifacts import (
+    AGENT_MEMORY_BYTES,
+    AGENT_PROCESSES,
     NOTHING,
     Artifacts,
     attribute_loss,
     collect_tree,
     redact,
-    with_agent_limits,
 )
 from insitu.agents.base import PLAIN, AgentExit, AgentResult, FinishedCheck, ModelAccess, never_finished
 from insitu.errors import HarnessError, SandboxError, SandboxLost
@@ -68,13 +69,10 @@ def sandbox_template(
     *,
     env: Mapping[str, str],
     binds: tuple[Bind, ...] = (),
-    memory_bytes: int | None = None,
+    process_memory_bytes: int = AGENT_MEMORY_BYTES,
     artifacts: Artifacts = NOTHING,
 ) -> SandboxTemplate:
-    """Return the template of an agent's sandboxes for a task's setup.
-
-    `memory_bytes` replaces the default memory limit of one process.
-    """
+    """Return the template of an agent's sandboxes for a task's setup."""
     spec = SandboxSpec(
         image=setup.image,
         workdir=setup.workdir,
@@ -84,9 +82,8 @@ def sandbox_template(
         network="gateway_only",
         gateway_socket=gateway_socket,
     )
-    spec = with_agent_limits(spec, backend)
-    if spec.memory_bytes is not None and memory_bytes is not None:
-        spec = replace(spec, memory_bytes=memory_bytes)
+    if "resource_limits" in backend.capabilities:
+        spec = replace(spec, memory_bytes=process_memory_bytes, max_processes=AGENT_PROCESSES)
     return SandboxTemplate(backend=backend, spec=spec, setup=setup, artifacts=artifacts)
 
 

@@ -70,12 +70,25 @@ def _parser() -> argparse.ArgumentParser:
         help="run real agents through the gateway with a scripted policy and check every captured token",
     )
     conformance.add_argument("--agents", default="", metavar="A,B@VERSION", help="agents (default: all)")
+    conformance.add_argument(
+        "--command",
+        dest="own_command",
+        default="",
+        metavar="TEXT",
+        help='own agent that speaks chat completions, e.g. "my-agent {prompt_file}"',
+    )
+    conformance.add_argument("--config", type=_path, metavar="FILE", help="own agent: TOML with [harness]")
     conformance.add_argument("--json", action="store_true", help="print the result as JSON, last on stdout")
     conformance.add_argument("--record", type=_path, metavar="DIR", help="record the wire traffic here")
     conformance.set_defaults(verb=verbs.conformance_verb)
     _add_attack(commands)
     _add_tasks(commands)
     _add_grade(commands)
+    install = commands.add_parser("install", help="install agents into the cache, for use without a network")
+    install.add_argument(
+        "agents", nargs="+", metavar="AGENT", help="NAME, NAME@VERSION or TOML file with [harness]"
+    )
+    install.set_defaults(verb=verbs.install_verb)
     doctor = commands.add_parser("doctor", help="check this machine for insitu's requirements")
     doctor.set_defaults(verb=verbs.doctor_verb)
     return parser

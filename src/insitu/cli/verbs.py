@@ -262,10 +262,26 @@ def serve_verb(options: argparse.Namespace) -> int:
 
 
 def conformance_verb(options: argparse.Namespace) -> int:
-    from insitu.suites.conformance.command import run
+    from insitu.suites.conformance.command import choose, run
 
-    passed = run(options.agents, json=options.json, record=options.record)
-    return 0 if passed else EXIT_FAILED
+    recipes = choose(options.agents, options.own_command, options.config)
+    return 0 if run(recipes, json=options.json, record=options.record) else EXIT_FAILED
+
+
+def install_verb(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from insitu.agents.install import install
+    from insitu.agents.recipe import parse_agent
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    for text in options.agents:
+        recipe = parse_agent(text)
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            installed = install(recipe, lambda line: progress.update(progress.add_task(line), total=None))
+        print(f"{recipe.name} {recipe.version}: {installed.folder or 'no packages to install'}")
+    return 0
 
 
 def attack_verb(options: argparse.Namespace) -> int:

@@ -136,11 +136,13 @@ def dotted_keys() -> list[str]:
     ]
 
 
-def _toml(value: bool | int | float | str | tuple[str | float, ...]) -> str:
+def _toml(value: bool | int | float | str | tuple[str | float, ...] | Mapping[str, str]) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml(name)} = {_toml(text)}" for name, text in value.items()) + "}"
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, float):

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from insitu.config.agent_command import AgentCommand
 from insitu.config.base import (
     Agent,
     Count,
@@ -29,9 +30,6 @@ from insitu.config.sandbox import SandboxTable
 from insitu.config.sft import SftTable
 from insitu.config.training import CollectTable, TrainTable
 from insitu.types.limits import LimitKeys
-
-WARM_AGENTS = ("pi", "script", "terminus")
-"""Agents whose process or sandbox can serve more than one rollout."""
 
 ToyKind = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
 
@@ -134,18 +132,20 @@ class TasksTable(Table):
         return self
 
 
-class HarnessTable(Table):
+class HarnessTable(AgentCommand):
     """The agent, and how its processes are reused."""
 
     agent: Agent = "pi"
     """Built-in agent, entry point, module:attribute or file.py:attribute; single_turn = no agent: one reply
     to the task's prompt is checked."""
+    version: str = ""
+    """Version of the agent's package; empty = the one that its recipe pins."""
     mode: Literal["fresh", "warm"] = "fresh"
-    """fresh = a new agent process per rollout; warm = workers that are wiped in between."""
+    """fresh = a new sandbox per rollout; warm = sandboxes that are wiped in between; Pi's process stays."""
     workers: Count = 8
     """Rollouts that run at the same time."""
     max_rollouts_per_process: Count = 64
-    """Rollouts after which a warm worker is replaced."""
+    """warm: rollouts after which a worker is replaced."""
     compact: bool = False
     """pi only: allow compaction of a full context. Other agents decide for themselves."""
     artifacts: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -154,6 +154,12 @@ class HarnessTable(Table):
     """Most files kept per attempt."""
     artifact_bytes: Count = 4 << 20
     """Most bytes kept per attempt; a file that exceeds the remainder is skipped."""
+
+    @model_validator(mode="after")
+    def _one_agent(self) -> Self:
+        if self.command and (self.version or self.agent != "pi"):
+            raise ValueError("agent and version have no effect with command")
+        return self
 
 
 class LimitsTable(LimitKeys, Table):
@@ -278,10 +284,6 @@ class Config(Table):
                 f"sandbox.max_sandboxes = {self.sandbox.max_sandboxes} is too few:"
                 f" {self.harness.workers} harness.workers and {self.grade.workers} grade.workers"
                 f" need {self.sandboxes_needed} sandboxes (0 = enough)"
-            )
-        if self.harness.mode == "warm" and self.harness.agent not in WARM_AGENTS:
-            raise ValueError(
-                f"harness.mode warm does not support {self.harness.agent}: it starts a process per task"
             )
         if self.harness.compact and self.harness.agent != "pi":
             raise ValueError(f"harness.compact only applies to pi, not to {self.harness.agent}")

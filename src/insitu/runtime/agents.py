@@ -15,22 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from insitu.agents.artifacts import artifacts_from_config
-from insitu.agents.base import Harness
+from insitu.agents.base import Harness, ModelAccess, model_name
+from insitu.agents.harness import RecipeHarness
 from insitu.agents.install import install
 from insitu.agents.pool import Sockets, WorkerPool
-from insitu.agents.recipe import CliHarness, Recipe
+from insitu.agents.recipe import resolve_agent
+from insitu.agents.single_turn import SingleTurn
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config
 from insitu.engines.base import Engine
-from insitu.errors import ConfigError
 from insitu.gateway.listeners import check_port
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
-from insitu.registry import find
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.sandboxes import make_pool
 from insitu.sandbox.base import SandboxBackend
 from insitu.sandbox.pool import Pool
+from insitu.tasks.factory import action_of
 from insitu.types import Limits
 
 log = logging.getLogger(__name__)
@@ -68,18 +69,32 @@ def limits_of(config: Config) -> Limits:
     return config.limits.pick(Limits, max_context_tokens=config.model.max_context_tokens)
 
 
-def make_harness(config: Config, backend: SandboxBackend) -> Harness:
-    """Return the configured agent, installed if missing.
+def make_harness(
+    config: Config, backend: SandboxBackend, log_line: Callable[[str], None] = log.info
+) -> Harness:
+    """Return the configured agent, installed if missing; `log_line` gets a line before an installation.
 
-    Raises SetupError if that fails, ConfigError for an extension that is not an agent.
+    Raises SetupError, and ConfigError for an extension that is not an agent.
     """
-    found = find("agents", config.harness.agent)
-    if isinstance(found, Recipe):
-        return CliHarness(found, install(found.package), backend, artifacts=artifacts_from_config(config))
-    if not callable(found):
-        raise ConfigError(f"harness.agent: {config.harness.agent} is neither a Recipe nor a HarnessFactory")
-    harness: Harness = found(config, backend)
-    return harness
+    if config.harness.agent == "single_turn":
+        return SingleTurn(action_of(config))
+    recipe = resolve_agent(config.harness)
+    access = ModelAccess(
+        public_id="",
+        secret="",
+        model=model_name(config),
+        max_call_tokens=config.limits.max_call_tokens,
+        max_context_tokens=config.model.max_context_tokens,
+    )
+    return RecipeHarness(
+        recipe,
+        backend,
+        installed=install(recipe, log_line),
+        uses=config.harness.max_rollouts_per_process if config.harness.mode == "warm" else 1,
+        access=access,
+        compact=config.harness.compact,
+        artifacts=artifacts_from_config(config),
+    )
 
 
 def find_agent_setup(config: Config, log_line: Callable[[str], None] = log.warning) -> AgentSetup:
@@ -88,7 +103,7 @@ def find_agent_setup(config: Config, log_line: Callable[[str], None] = log.warni
     `log_line`: see make_pool. Raises SetupError, and ConfigError for invalid host tools.
     """
     pool = find_pool(config, log_line, lambda check, *args: check(*args))
-    return AgentSetup(pool=pool, harness=make_harness(config, pool))
+    return AgentSetup(pool=pool, harness=make_harness(config, pool, log_line))
 
 
 def find_pool(config: Config, log_line: Callable[[str], None], run: Callable[..., Any]) -> Pool:

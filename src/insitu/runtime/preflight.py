@@ -103,7 +103,7 @@ def prepare(
     if chosen is None or pool is None:  # close() has raised
         raise ConfigError("a check failed without an error")
     source, tasks = chosen
-    setup = AgentSetup(pool=pool, harness=make_harness(config, pool))
+    setup = AgentSetup(pool=pool, harness=make_harness(config, pool, say))
     return Prepared(source=source, tasks=tasks, renderer=renderer, setup=setup)
 
 

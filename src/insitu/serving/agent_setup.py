@@ -5,23 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 
 import orjson
 
 from insitu.agents.pi import PI_TOOLS
-from insitu.agents.recipe import HOME, Recipe, Start
+from insitu.agents.recipe import Recipe, Start, named_recipe, shipped_recipes
 from insitu.errors import ConfigError
-from insitu.registry import find
-
-PROGRAMS: Mapping[str, str] = {
-    "claude_code": "claude",
-    "codex": "codex",
-    "opencode": "opencode",
-    "qwen_code": "qwen",
-    "gemini_cli": "gemini",
-    "mini_swe": "mini",
-}
-"""Program name of each agent in a normal installation."""
 
 TASK = "INSITU_TASK"
 """Placeholder for the task in a setup script."""
@@ -78,8 +68,8 @@ class AgentInstructions:
 
 
 def agent_names() -> list[str]:
-    """Return the agents that `setup` supports."""
-    return ["pi", *PROGRAMS]
+    """Return the agents that users install themselves."""
+    return [name for name, recipe in shipped_recipes().items() if recipe.npm or recipe.pip]
 
 
 def setup(agent: str, access: Access, prompt: str = "your task") -> AgentInstructions:
@@ -89,33 +79,32 @@ def setup(agent: str, access: Access, prompt: str = "your task") -> AgentInstruc
     """
     if agent == "pi":
         return _pi(access, prompt)
-    if agent not in PROGRAMS:
+    if agent not in agent_names():
         raise ConfigError(f"no agent {agent!r}; there are: {', '.join(agent_names())}")
-    return _from_recipe(find("agents", agent), access, prompt)
+    return _from_recipe(named_recipe(agent), access, prompt)
 
 
 def _from_recipe(recipe: Recipe, access: Access, prompt: str) -> AgentInstructions:
-    program = PROGRAMS[recipe.name]
     start = Start(
         address=access.address,
-        secret=access.secret,
+        api_key=access.secret,
         model=access.model,
         prompt=prompt,
-        program=program,
         max_call_tokens=access.max_call_tokens,
         context_tokens=access.context_tokens,
+        home=access.home,
     )
-    argv = list(recipe.argv(start))
-    arguments = argv[argv.index(program) + 1 :]
+    program = PurePath(recipe.command[0]).name
+    arguments = [start.fill(word) for word in recipe.command[1:]]
     if recipe.stdin(start) and "-" not in arguments:
         arguments.append(prompt)
     arguments = [prompt if argument == "-" else argument for argument in arguments]
     return AgentInstructions(
         agent=recipe.name,
-        env={name: value.replace(HOME, access.home) for name, value in recipe.env(start).items()},
-        files={path.replace(HOME, access.home): _readable(raw) for path, raw in recipe.files(start).items()},
+        env=recipe.environment(start),
+        files={path: _readable(raw) for path, raw, _ in recipe.home_files(start)},
         home=access.home,
-        command=(program, *(argument.replace(HOME, access.home) for argument in arguments)),
+        command=(program, *arguments),
     )
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from insitu.agents.install import find_pi
+from insitu.agents.install import find
+from insitu.agents.pi import RECIPE
 from insitu.chat.template import TemplateRenderer
 from insitu.suites.open_renderer import Splitter, open_renderer
 
@@ -31,5 +32,5 @@ def splitter(model: Path) -> Splitter:
 
 @pytest.fixture
 def needs_pi() -> None:
-    if os.environ.get("INSITU_REQUIRE_PI") != "1" and find_pi() is None:
-        pytest.skip("Pi is not installed: python -m insitu.agents.install pi (or set INSITU_REQUIRE_PI=1)")
+    if os.environ.get("INSITU_REQUIRE_PI") != "1" and find(RECIPE) is None:
+        pytest.skip("Pi is not installed: insitu install pi (or set INSITU_REQUIRE_PI=1)")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from insitu.agents.recipe import Recipe, named_recipe
 from insitu.errors import ConfigError, SetupError
 from insitu.gateway.request import GatewayCounters
 from insitu.sandbox.local import LocalBackend
@@ -25,7 +26,7 @@ def backend(needs_pi: None) -> LocalBackend:
 
 
 async def test_pi_conforms_and_leaves_a_recording(backend: LocalBackend, tmp_path: Path) -> None:
-    finding = await run.conform("pi", backend, tmp_path)
+    finding = await run.conform(named_recipe("pi"), backend, tmp_path)
     assert finding.failures == ()
     assert finding.sampled == finding.trained + sum(finding.excluded.values())
     assert finding.unexplained == 0
@@ -76,7 +77,7 @@ async def test_lost_or_changed_tokens_fail_the_checks(
         return again()
 
     monkeypatch.setattr(run, "judge", twisted)
-    finding = await run.conform("pi", backend)
+    finding = await run.conform(named_recipe("pi"), backend)
     assert finding.ok
     words = [" ".join(found.failures) for found in seen]
     assert "turn 0: the ids kept are not those sampled" in words[0]
@@ -95,7 +96,7 @@ async def test_an_agent_that_cannot_be_installed_is_a_finding(monkeypatch: pytes
         raise SetupError("npm could not install it")
 
     monkeypatch.setattr(run, "make_harness", missing)
-    finding = await run.conform("codex", LocalBackend("auto"))
+    finding = await run.conform(named_recipe("codex"), LocalBackend("auto"))
     assert finding.failures == ("npm could not install it",)
     assert finding.as_json()["ok"] is False
 
@@ -107,21 +108,25 @@ async def test_an_agent_whose_own_prompt_fills_the_window_gets_a_larger_one(
     before it edits it."""
     windows = []
 
-    async def conformed(name: str, version: str, play: AgentTools, *_: object) -> ConformanceResult:
+    async def conformed(recipe: Recipe, play: AgentTools, *_: object) -> ConformanceResult:
         windows.append(play.window_tokens)
         crowded = play.window_tokens < 100_000
         return ConformanceResult(crowded=crowded, failures=("the task is not done",) if crowded else ())
 
     monkeypatch.setattr(run, "_conform", conformed)
-    assert (await run.conform("qwen_code", LocalBackend("auto"))).ok
+    assert (await run.conform(named_recipe("qwen_code"), LocalBackend("auto"))).ok
     assert windows == [48_000, 72_000, 108_000]
 
 
 def test_agents_are_chosen_by_name() -> None:
-    assert command.chosen("claude-code, pi,pi") == ["claude_code", "pi"]
-    assert set(command.chosen("")) == set(run.PLAYS)
-    with pytest.raises(ConfigError, match="no conformance run for cursor; there are: claude_code, codex"):
-        command.chosen("cursor")
+    chosen = command.choose("claude-code, pi@0.86.1,pi@0.86.1", "", None)
+    assert [(name, recipe.version) for name, recipe in chosen.items()] == [
+        ("claude_code", named_recipe("claude_code").version),
+        ("pi@0.86.1", "0.86.1"),
+    ]
+    assert set(command.choose("", "", None)) == set(run.PLAYS)
+    with pytest.raises(ConfigError, match="unknown name 'codx' of kind agents; did you mean codex"):
+        command.choose("codx", "", None)
 
 
 def test_the_task_is_done_only_when_the_check_was_run() -> None:

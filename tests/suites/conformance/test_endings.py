@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 
 from insitu.agents.base import AgentResult, ModelAccess
+from insitu.agents.recipe import named_recipe
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineError
@@ -53,7 +54,7 @@ async def rollout(
         max_call_tokens=limits.max_call_tokens,
         max_context_tokens=limits.max_context_tokens,
     )
-    harness = make_harness(name, LocalBackend("auto"), access)
+    harness = make_harness(named_recipe(name), LocalBackend("auto"), access)
     async with Gateway(TokenBackend(engine, renderer)) as gateway, gateway.listen_unix(folder / "g"):
         session = gateway.open_session("r", seed=1, limits=limits, listener=folder / "g")
         reached = ModelAccess(

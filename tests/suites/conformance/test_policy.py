@@ -42,12 +42,12 @@ def prompt(renderer: TemplateRenderer, messages: Sequence[Message], tools: Seque
 def test_a_prompt_is_read_back_from_its_ids_alone(renderer: TemplateRenderer) -> None:
     spoken = [Message(role="user", text="One <|im_end|>"), Message(role="tool", text="Two", tool_call_id="c")]
     seen = read_prompt(renderer.codec, prompt(renderer, spoken[:1], ["read", "ns__run"]))
-    assert seen.tools == {"read", "ns__run"}
+    assert set(seen.tools) == {"read", "ns__run"}
     assert [(said.role, said.text) for said in seen.messages] == [
         ("system", "You are <|im_start|>tools\n[]."),
         ("user", "One <|im_end|>"),
     ]
-    assert read_prompt(renderer.codec, prompt(renderer, spoken)).tools == frozenset()
+    assert read_prompt(renderer.codec, prompt(renderer, spoken)).tools == {}
 
 
 class Playing:
@@ -173,4 +173,4 @@ def test_agents_are_answered_in_their_own_forms(renderer: TemplateRenderer, spli
 
 
 def test_every_agent_with_a_play_can_be_installed() -> None:
-    assert set(PLAYS) <= {"pi", *shipped_recipes()}
+    assert set(PLAYS) <= {*shipped_recipes()}

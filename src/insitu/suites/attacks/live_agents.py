@@ -1,7 +1,7 @@
 """Agents that attack from where agents really are: a harness's sandbox, a gateway session, a secret of their
 own.
 
-    script -> ScriptHarness's sandbox -(unix socket)-> Gateway -> ScriptedEngine
+    script -> sandbox of a harness -(unix socket)-> Gateway -> ScriptedEngine
 
 Their sandbox is made, stopped and captured by the code that serves every rollout.
 """
@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from insitu.agents.base import AgentResult, ModelAccess
-from insitu.agents.script import ScriptHarness
+from insitu.agents.harness import RecipeHarness
+from insitu.agents.recipe import Recipe
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.server import Gateway
@@ -65,7 +66,7 @@ class ScriptedGateway:
 
     async def agent(self, name: str, script: str, task: Task) -> AttackOutcome:
         """Run `script` as an agent with shell and Python on a task. Raises SandboxError and HarnessError."""
-        harness = ScriptHarness(("/bin/sh", "-c", script), {}, self.backend)
+        harness = RecipeHarness(Recipe(name="attack", command=("/bin/sh", "-c", script)), self.backend)
         async with self.session(name) as (session, path), harness.worker(path) as worker:
             access = ModelAccess(
                 public_id=session.public_id,

@@ -1,14 +1,15 @@
 """How each agent is asked for each thing: by its own tools, in its own argument names.
 
 A tool is named as the agent names it on the wire; where a dialect joins a namespace to it, the end of the
-name decides. A new agent needs one entry here.
+name decides. An agent without an entry is asked to use the tools of its first request.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from insitu.types import WORKDIR
 
@@ -51,6 +52,8 @@ class AgentTools:
     it gets a larger one (run.py)."""
     grow_bytes: int = 8_000
     """Output of one command while the context is filled."""
+    solves: bool = True
+    """Its tools can do the task."""
 
 
 def _replace(path: str, old: str, new: str) -> str:
@@ -63,6 +66,56 @@ def _agent_ids(answers: str) -> list[str]:
     return list(dict.fromkeys(re.findall(r"[0-9a-f]{8}-[0-9a-f-]{27}", answers)))
 
 
+SHELL_PARAMETERS = ("command", "cmd", "script", "code", "bash_command")
+_FINISH = re.compile(r"finish|submit|complete|done", re.IGNORECASE)
+_VALUES: Mapping[str, object] = {"integer": 1, "number": 1, "boolean": False, "array": [], "object": {}}
+
+
+def _arguments(schema: Mapping[str, Any], **given: str) -> dict[str, object]:
+    """Return the given arguments, and any value for the other required ones."""
+    fields = schema.get("properties", {})
+    found: dict[str, object] = {}
+    for name in schema.get("required", ()):
+        field = fields.get(name, {})
+        found[name] = field["enum"][0] if field.get("enum") else _VALUES.get(field.get("type"), "x")
+    return found | given
+
+
+def tools_from_schemas(schemas: Mapping[str, Mapping[str, Any]]) -> AgentTools:
+    """Return how to use the tools that an unknown agent offers.
+
+    The task is done with a tool that runs shell commands, if there is one; else any tool is called.
+    """
+    finish = [name for name in schemas if _FINISH.search(name)]
+    plays = replace(OWN_AGENT, finish=(finish[0], _arguments(schemas[finish[0]])) if finish else None)
+    for name, schema in schemas.items():
+        for parameter in SHELL_PARAMETERS:
+            if parameter in schema.get("properties", {}):
+
+                def run(command: str, tool: str = name, key: str = parameter) -> Call:
+                    return tool, _arguments(schemas[tool], **{key: command})
+
+                return replace(
+                    plays,
+                    run=run,
+                    read=lambda path: run(f"cat {path}"),
+                    edit=lambda path, old, new: run(_replace(path, old, new)),
+                    solves=True,
+                )
+    other = [name for name in schemas if name not in finish]
+    call: Call = (other[0], _arguments(schemas[other[0]])) if other else ("", {})
+    return replace(plays, run=lambda _: call, read=lambda _: call, edit=lambda *_: call)
+
+
+OWN_AGENT = AgentTools(
+    run=lambda command: ("", {}),
+    read=lambda path: ("", {}),
+    edit=lambda path, old, new: ("", {}),
+    summarise=r"(?!)",
+    compacts=False,
+    solves=False,
+)
+"""An agent that is not in PLAYS: what its tools are shows in its first request."""
 PLAYS: Mapping[str, AgentTools] = {
     "claude_code": AgentTools(
         read=lambda path: ("Read", {"file_path": f"{WORKDIR}/{path}"}),

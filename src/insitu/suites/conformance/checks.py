@@ -81,7 +81,7 @@ def judge(
     explained = ledger.trained + sum(n for reason, n in ledger.excluded.items() if reason in EXCLUSIONS)
     split = [spoken.split for spoken in director.spoken.values()]
     failures = [
-        *_agent_failures(result, session),
+        *_agent_failures(play, result, session),
         *_exactness(trajectory.turns, engine.sent, director),
         *training_faults(trajectory, {key.turn: answer for key, answer in engine.answers.items()}),
         *_books(trajectory, ledger, sampled, explained),
@@ -111,10 +111,10 @@ def _produced(director: ScriptedPolicy, sent: SentRequest) -> int:
     return 0 if spoken is None else min(len(spoken.ids), sent.params.max_tokens)
 
 
-def _agent_failures(result: AgentResult, session: Session) -> Iterator[str]:
+def _agent_failures(play: AgentTools, result: AgentResult, session: Session) -> Iterator[str]:
     if result.exit != "finished":
         yield f"the agent {result.exit}: {result.detail}"
-    if not task_done(result.tree):
+    if play.solves and not task_done(result.tree):
         yield "the task is not done"
     if session.stats.infra_error:
         yield f"the session failed: {session.stats.infra_error}"
@@ -165,7 +165,9 @@ def _lines(turns: Sequence[Turn], director: ScriptedPolicy, sent: Sequence[SentR
     said = sum(_produced(director, request) for request in sent if kinds.get(request.key.turn) in LINES)
     own = [turn for turn in turns if kinds.get(turn.index) in LINES]
     lost = said - sum(len(turn.ids) for turn in own if not turn.excluded)
-    if not said or lost > (1 - LEAST_TRAINED) * said:
+    if not said:
+        yield "the agent sent no request with the task's prompt"
+    elif lost > (1 - LEAST_TRAINED) * said:
         reasons = sorted({turn.excluded for turn in own if turn.excluded})
         yield f"{lost} of {said} tokens of main line and sub-agents are not trainable: {reasons}"
     side = [turn.index for turn in own if turn.excluded == "auxiliary"]

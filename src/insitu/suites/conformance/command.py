@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import orjson
 from rich.console import Console
 from rich.table import Table
 
-from insitu.errors import ConfigError
+from insitu.agents.recipe import Recipe, parse_agent, resolve_agent
+from insitu.config import HarnessTable
 from insitu.sandbox.local import LocalBackend
 from insitu.shutdown import run_interruptible
 from insitu.suites.conformance.agent_tools import PLAYS
@@ -22,21 +24,27 @@ WIDTH = 130
 """Of the table where it goes to no terminal."""
 
 
-def chosen(text: str) -> list[str]:
-    """Agents from `a,b@VERSION`; the pinned ones of all from an empty text. Raises ConfigError."""
-    given = [name.strip().partition("@") for name in text.split(",") if name.strip()]
-    names = [name.replace("-", "_") + at + version for name, at, version in given] or list(PLAYS)
-    unknown = sorted({name.partition("@")[0] for name in names} - set(PLAYS))
-    if unknown:
-        raise ConfigError(f"no conformance run for {', '.join(unknown)}; there are: {', '.join(PLAYS)}")
-    return list(dict.fromkeys(names))
+def choose(agents: str, command: str, config: Path | None) -> dict[str, Recipe]:
+    """Return the agents of the command line by their name in the report; all with a play if none is given.
+
+    Raises ConfigError.
+    """
+    texts = [text.strip() for text in agents.split(",") if text.strip()]
+    recipes = {text.replace("-", "_"): parse_agent(text) for text in texts}
+    if command:
+        recipes["command"] = resolve_agent(HarnessTable(command=tuple(shlex.split(command))))
+    if config is not None:
+        recipes[config.stem] = parse_agent(str(config))
+    return recipes or {name: parse_agent(name) for name in PLAYS}
 
 
-def run(agents: str, *, json: bool, record: Path | None) -> bool:
-    """True when every agent passed. Raises ConfigError and SetupError."""
-    names = chosen(agents)
+def run(recipes: Mapping[str, Recipe], *, json: bool, record: Path | None) -> bool:
+    """Run agents, print the report and return whether every agent passed.
+
+    Raises SetupError.
+    """
     shown = sys.stderr if json else sys.stdout
-    findings = run_interruptible(_conform_all(names, record))
+    findings = run_interruptible(_conform_all(recipes, record))
     print_report(findings, Console(file=shown, width=None if shown.isatty() else WIDTH))
     if json:
         line = {"agents": {name: finding.as_json() for name, finding in findings.items()}}
@@ -44,12 +52,12 @@ def run(agents: str, *, json: bool, record: Path | None) -> bool:
     return all(finding.ok for finding in findings.values())
 
 
-async def _conform_all(names: Sequence[str], record: Path | None) -> dict[str, ConformanceResult]:
+async def _conform_all(recipes: Mapping[str, Recipe], record: Path | None) -> dict[str, ConformanceResult]:
     backend = LocalBackend()
     findings = {}
-    for name in names:
+    for name, recipe in recipes.items():
         print(f"{name} ...", file=sys.stderr)
-        findings[name] = await conform(name, backend, record)
+        findings[name] = await conform(recipe, backend, record)
     return findings
 
 

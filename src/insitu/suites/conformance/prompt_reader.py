@@ -7,7 +7,9 @@ agent said. Blocks are found by control ids, never by text. Only for `suites.ope
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from insitu.chat.codec import Codec
 from insitu.types import IntArray
@@ -26,8 +28,8 @@ class PromptBlock:
 class PromptTranscript:
     """One prompt."""
 
-    tools: frozenset[str]
-    """Names of the tools on offer."""
+    tools: Mapping[str, Mapping[str, Any]]
+    """Schema of the parameters, by name of the tools on offer."""
     messages: tuple[PromptBlock, ...]
 
     def texts(self, *roles: str) -> str:
@@ -40,7 +42,7 @@ def read_prompt(codec: Codec, ids: IntArray) -> PromptTranscript:
     opens = codec.control["<|im_start|>"]
     ends = codec.control["<|im_end|>"]
     starts = [at for at in codec.control_positions(ids) if int(ids[at]) == opens]
-    tools: frozenset[str] = frozenset()
+    tools: dict[str, Mapping[str, Any]] = {}
     messages: list[PromptBlock] = []
     for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
         inside = ids[start + 1 : stop]
@@ -49,7 +51,8 @@ def read_prompt(codec: Codec, ids: IntArray) -> PromptTranscript:
             continue
         role, _, text = codec.decode(inside[: closing[-1]]).partition("\n")
         if role == "tools":
-            tools = frozenset(str(tool["function"]["name"]) for tool in json.loads(text))
+            functions = [tool["function"] for tool in json.loads(text)]
+            tools = {str(tool["name"]): tool.get("parameters") or {} for tool in functions}
         else:
             messages.append(PromptBlock(role=role, text=text))
     return PromptTranscript(tools=tools, messages=tuple(messages))

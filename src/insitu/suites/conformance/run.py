@@ -16,17 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from insitu.agents.base import AgentResult, Harness, ModelAccess
-from insitu.agents.install import PI_VERSION, install, install_pi
-from insitu.agents.pi import PiHarness
-from insitu.agents.recipe import CliHarness, Recipe
+from insitu.agents.harness import RecipeHarness
+from insitu.agents.recipe import Recipe
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import InsituError
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.token_backend import TokenBackend
-from insitu.registry import find
 from insitu.sandbox.base import SandboxBackend
-from insitu.suites.conformance.agent_tools import PLAYS, AgentTools
+from insitu.suites.conformance.agent_tools import OWN_AGENT, PLAYS, AgentTools
 from insitu.suites.conformance.checks import ConformanceResult, judge, traffic_failures
 from insitu.suites.conformance.recorder import WireRecorder
 from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
@@ -40,35 +38,35 @@ MOST_WINDOW_TOKENS = 160_000
 SEAL_S = 10.0
 
 
-def make_harness(name: str, backend: SandboxBackend, access: ModelAccess, version: str = "") -> Harness:
-    """The agent, installed when it is missing; `version`: empty = the pinned one. Raises SetupError."""
-    if name == "pi":
-        return PiHarness(install_pi(version or PI_VERSION), "fresh", backend, model=access, compact=True)
-    recipe: Recipe = find("agents", name)
-    package = replace(recipe.package, version=version or recipe.package.version)
-    return CliHarness(recipe, install(package), backend)
+def make_harness(recipe: Recipe, backend: SandboxBackend, access: ModelAccess) -> Harness:
+    """Return the agent, installed if missing.
+
+    Raises SetupError.
+    """
+    return RecipeHarness(recipe, backend, access=access, compact=True)
 
 
-async def conform(agent: str, backend: SandboxBackend, record: Path | None = None) -> ConformanceResult:
-    """Run one agent, NAME or NAME@VERSION, and check it; failures of any kind are in the Finding. An agent
-    that failed and whose own prompt nearly fills the window is run again with a larger one."""
-    name, _, version = agent.partition("@")
-    play = PLAYS[name]
-    finding = await _conform(name, version, play, backend, record)
+async def conform(recipe: Recipe, backend: SandboxBackend, record: Path | None = None) -> ConformanceResult:
+    """Run one agent and check it; failures of any kind are in the result.
+
+    An agent that failed and whose own prompt nearly fills the window is run again with a larger one.
+    """
+    play = PLAYS.get(recipe.name, OWN_AGENT)
+    finding = await _conform(recipe, play, backend, record)
     while finding.crowded and not finding.ok and play.window_tokens < MOST_WINDOW_TOKENS:
         play = replace(play, window_tokens=play.window_tokens * 3 // 2)
-        finding = await _conform(name, version, play, backend, record)
+        finding = await _conform(recipe, play, backend, record)
     return finding
 
 
 async def _conform(
-    name: str, version: str, play: AgentTools, backend: SandboxBackend, record: Path | None
+    recipe: Recipe, play: AgentTools, backend: SandboxBackend, record: Path | None
 ) -> ConformanceResult:
     access = ModelAccess(
         public_id="", secret="", max_call_tokens=MAX_CALL_TOKENS, max_context_tokens=play.window_tokens
     )
     try:
-        harness = await asyncio.to_thread(make_harness, name, backend, access, version)
+        harness = await asyncio.to_thread(make_harness, recipe, backend, access)
         with tempfile.TemporaryDirectory(prefix="insitu-") as folder:
             return await _run(harness, play, Path(folder), record)
     except InsituError as error:
@@ -109,7 +107,7 @@ async def _run(harness: Harness, play: AgentTools, folder: Path, record: Path | 
                 **{"seed": SEED, "limits": limits.model_dump(), "books": _books(trajectory)},
             }
             await asyncio.to_thread(recorder.write, path, head, hidden)
-    finding = judge(harness.version, play, director, engine, session, result, trajectory)
+    finding = judge(harness.version, director.play, director, engine, session, result, trajectory)
     return replace(finding, failures=(*finding.failures, *traffic_failures(gateway.counters)))
 
 

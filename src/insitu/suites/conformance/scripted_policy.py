@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from insitu.chat.template import TemplateRenderer
-from insitu.suites.conformance.agent_tools import AgentTools, Call
+from insitu.suites.conformance.agent_tools import OWN_AGENT, AgentTools, Call, tools_from_schemas
 from insitu.suites.conformance.prompt_reader import PromptBlock, PromptTranscript, read_prompt
 from insitu.suites.open_renderer import Splitter
 from insitu.types import FileEntry, IntArray, RequestKey, Tree
@@ -79,7 +79,7 @@ class ScriptedPolicy:
         """A summary was asked for before the opening was said."""
         self._renderer = renderer
         self._splitter = splitter
-        self._play = play
+        self.play = play
         self._summaries = 0
         self._done = 0
         """Steps of the main line that are behind."""
@@ -100,7 +100,7 @@ class ScriptedPolicy:
 
     def _react(self, seen: PromptTranscript) -> tuple[Kind, ScriptedReply]:
         asked = seen.messages[-1] if seen.messages else PromptBlock(role="user", text="")
-        play = self._play
+        play = self.play
         if self._wants_summary(asked, seen):
             self.crowded = self.crowded or self._done < len(self._opening())
             self._summaries += not (play.review and re.search(play.review, asked.text))
@@ -111,6 +111,8 @@ class ScriptedPolicy:
         if MAIN not in told:
             part = _PART.search(told)
             return ("part", self._part(part[1], seen)) if part else ("other", ScriptedReply(text="A task"))
+        if self.play is OWN_AGENT:
+            self.play = tools_from_schemas(seen.tools)
         shown = [int(number) for number in _SUMMARY.findall(told)]
         self.compactions = max([self.compactions, *(n for n in shown if n <= self._summaries)])
         return "main", self._next(seen)
@@ -120,11 +122,11 @@ class ScriptedPolicy:
         a version puts it. Agents that offer their tools all the same are known by their words."""
         if asked.role not in ("user", "system"):
             return False
-        if re.search(self._play.summarise, asked.text):
+        if re.search(self.play.summarise, asked.text):
             return True
         whole = seen.texts("user", "system", "assistant")
         done = LOOK in whole or _SUMMARY.search(whole) is not None
-        return self._play.compacts and not seen.tools and MAIN in whole and done
+        return self.play.compacts and not seen.tools and MAIN in whole and done
 
     def _next(self, seen: PromptTranscript) -> ScriptedReply:
         """The main line goes on by what was said, not by what is still to be seen: compaction forgets."""
@@ -132,12 +134,12 @@ class ScriptedPolicy:
         self._done += 1
         if step < len(opening):
             return opening[step]
-        if step == len(opening) and self._play.wait is not None:
-            return ScriptedReply(calls=[self._play.wait(_latest_answers(seen))])
+        if step == len(opening) and self.play.wait is not None:
+            return ScriptedReply(calls=[self.play.wait(_latest_answers(seen))])
         return self._grow()
 
     def _opening(self) -> list[ScriptedReply]:
-        play = self._play
+        play = self.play
         both = [play.read("notes.txt"), play.run("echo caf\u00e9; ls")]
         replies = [
             ScriptedReply(text=f"  {LOOK}\n\n", calls=[play.read("app.py")]),
@@ -150,11 +152,12 @@ class ScriptedPolicy:
         if play.spawn is not None:
             asked = (f"[[part {n}]] Read notes.txt and say what it says." for n in range(1, PARTS + 1))
             replies.append(ScriptedReply(text="Two helpers.", calls=[play.spawn(prompt) for prompt in asked]))
-        return replies
+        # An agent without tools gets its final text at once.
+        return [reply for reply in replies if all(name for name, _ in reply.calls)]
 
     def _grow(self) -> ScriptedReply:
         """Much to read until the agent has compacted; then the end."""
-        play = self._play
+        play = self.play
         if self._repeated < play.repeats:
             self._repeated += 1
             return ScriptedReply(calls=[play.run("echo again")])
@@ -186,16 +189,16 @@ class ScriptedPolicy:
             self.finished_parts.add(number)
             text = f"[[part {number}]] is done: a rectangle is width times height."
             return (
-                ScriptedReply(calls=[self._play.answer(text)])
-                if self._play.answer
+                ScriptedReply(calls=[self.play.answer(text)])
+                if self.play.answer
                 else ScriptedReply(text=text)
             )
         self._looks[number] += 1
         path = ("notes.txt", "app.py")[looks % 2]  # agents take a call that is repeated for a loop
-        return ScriptedReply(reasoning=f"Part {number} needs a look.", calls=[self._play.read(path)])
+        return ScriptedReply(reasoning=f"Part {number} needs a look.", calls=[self.play.read(path)])
 
 
-def _offered(name: str, tools: frozenset[str]) -> str:
+def _offered(name: str, tools: Collection[str]) -> str:
     """`name` as the prompt offers it: as it is, or behind the namespace it came in."""
     behind = sorted(tool for tool in tools if tool.endswith(name))
     return name if name in tools or not behind else behind[0]

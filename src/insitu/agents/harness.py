@@ -1,0 +1,142 @@
+"""Harness of any Recipe, and the worker that runs one process per rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from insitu.agents.artifacts import NOTHING, Artifacts
+from insitu.agents.base import PLAIN, FinishedCheck, ModelAccess
+from insitu.agents.install import Installed, find_node, install
+from insitu.agents.node_binary import sealed_node
+from insitu.agents.process import AgentProcess, smoke_test
+from insitu.agents.recipe import NODE_AT, Recipe, Start
+from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, sandbox_template, write_task_files
+from insitu.sandbox.base import Bind, Sandbox, SandboxBackend
+from insitu.types import Setup, Task
+
+LOG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How the workers of one harness start their agent."""
+
+    recipe: Recipe
+    program: tuple[str, ...]
+    """Templates that replace the first word of the command; Node first for its scripts."""
+    uses: int
+    """Rollouts per sandbox."""
+    access: ModelAccess
+    """Model and limits of agents that start before their first session; without address and key."""
+    compact: bool
+    verified_images: set[str] = field(default_factory=set)
+    """Images in which the agent starts."""
+
+    def start(self, template: SandboxTemplate, access: ModelAccess, prompt: str = "") -> Start:
+        return Start(
+            address=f"http://127.0.0.1:{template.spec.gateway_port}/s/{access.public_id}",
+            api_key=access.secret,
+            model=access.model,
+            prompt=prompt,
+            max_call_tokens=access.max_call_tokens,
+            context_tokens=access.max_context_tokens,
+            compact=self.compact,
+            root=self.recipe.root,
+        )
+
+    def argv(self, start: Start) -> list[str]:
+        return [start.fill(word) for word in (*self.program, *self.recipe.command[1:])]
+
+
+class RecipeHarness:
+    """Implements insitu.agents.base.Harness."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        backend: SandboxBackend,
+        *,
+        installed: Installed | None = None,
+        uses: int = 1,
+        access: ModelAccess | None = None,
+        compact: bool = False,
+        artifacts: Artifacts = NOTHING,
+    ) -> None:
+        """Set up an agent and install it if missing; a sandbox serves `uses` rollouts.
+
+        Raises SetupError.
+        """
+        self._backend, self._artifacts = backend, artifacts
+        self._binds: list[Bind] = []
+        installed = installed or install(recipe)
+        if installed.folder is not None:
+            self._binds.append(Bind(source=installed.folder, target=recipe.root))
+        if "{node}" in (*installed.program, *recipe.command):
+            self._binds.append(Bind(source=sealed_node(find_node(recipe.node)), target=NODE_AT))
+        self._launch = Launch(
+            recipe=recipe,
+            program=installed.program,
+            uses=uses,
+            access=access or ModelAccess(public_id="", secret=""),
+            compact=compact,
+        )
+
+    @property
+    def name(self) -> str:
+        return self._launch.recipe.name
+
+    @property
+    def version(self) -> str:
+        return self._launch.recipe.version
+
+    def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> SandboxWorker:
+        recipe = self._launch.recipe
+        template = sandbox_template(
+            self._backend,
+            gateway_socket,
+            setup,
+            # A one-character fix can keep a file's size and mtime second, so a stale .pyc would be used.
+            env={"PYTHONDONTWRITEBYTECODE": "1"},
+            binds=tuple(self._binds),
+            process_memory_bytes=recipe.process_memory_bytes,
+            artifacts=self._artifacts,
+        )
+        return (recipe.worker or CommandWorker)(template, self._launch)
+
+
+class CommandWorker(SandboxWorker):
+    """Worker that runs one process per rollout."""
+
+    def __init__(self, template: SandboxTemplate, launch: Launch) -> None:
+        super().__init__(launch.recipe.name, template, uses=launch.uses)
+        self._launch = launch
+
+    async def _boot(self, sandbox: Sandbox) -> None:
+        image, launch = self._template.spec.image, self._launch
+        if not image or image in launch.verified_images or "{files}" in launch.program[0]:
+            return
+        start = launch.start(self._template, launch.access)
+        argv = [start.fill(word) for word in (*launch.program, *launch.recipe.check)]
+        if not launch.recipe.check:
+            argv = ["/bin/sh", "-c", 'command -v "$0"', argv[0]]
+        await smoke_test(sandbox, argv, launch.recipe.name)
+        launch.verified_images.add(image)
+
+    async def _prepare(self, sandbox: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
+        start = self._launch.start(self._template, access, task.prompt)
+        for path, content, executable in self._launch.recipe.home_files(start):
+            await sandbox.put(path, content, executable=executable)
+        await write_task_files(sandbox, task)
+
+    async def _run_agent(
+        self, sandbox: Sandbox, task: Task, access: ModelAccess, finished: FinishedCheck
+    ) -> AgentEnd:
+        recipe, start = self._launch.recipe, self._launch.start(self._template, access, task.prompt)
+        command = AgentProcess(
+            argv=self._launch.argv(start),
+            env=recipe.environment(start),
+            stdin=recipe.stdin(start),
+            log_bytes=LOG_BYTES,
+        )
+        return await command.run(sandbox, task.limits.wall_s, finished, recipe.rule, access.away_s)

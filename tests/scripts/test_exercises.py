@@ -12,7 +12,7 @@ import pytest
 from insitu.grading.grader import GradeConfig, Grader, runner_for
 from insitu.sandbox.local import LocalBackend
 from insitu.tasks.dataset import RowSource
-from insitu.tasks.factory import FORMATS
+from insitu.tasks.factory import format_of
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "exercises.py"
 TEST = (
@@ -71,7 +71,7 @@ async def test_a_collection_becomes_tasks_in_three_formats(
     places = {"unit_tests": "unit_tests.jsonl", "jsonl": "rows.jsonl", "harbor": "harbor"}
     grader = Grader(LocalBackend(), GradeConfig(remember=0, timeout_s=20))
     for form, place in places.items():
-        (item,) = RowSource(form, FORMATS[form], out / place, check=runner_for).every()
+        (item,) = RowSource(form, format_of(form), out / place, check=runner_for).every()
         assert item.task.id == name
         if form != "harbor":  # that takes docker, see tests/grading/test_docker_grading.py
             await grader.validate(item.task, item.oracle, repeats=1)

@@ -21,13 +21,13 @@ from insitu.tasks import function_sets
 from insitu.tasks.base import Item
 from insitu.tasks.contests import megabytes_of, seconds_of
 from insitu.tasks.dataset import LoadOptions, RowSource
-from insitu.tasks.factory import FORMATS
+from insitu.tasks.factory import format_of
 
 
 def load(tmp_path: Path, name: str, *given: dict[str, Any], options: LoadOptions | None = None) -> list[Item]:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in given))
-    return list(RowSource(name, FORMATS[name], path, options, check=runner_for).every())
+    return list(RowSource(name, format_of(name), path, options, check=runner_for).every())
 
 
 def apps(**more: Any) -> dict[str, Any]:
@@ -318,7 +318,7 @@ GOOD = {"solution": ["a.py"], "test": ["a_test.py"], "example": [".meta/example.
 
 
 def test_an_exercise(tmp_path: Path) -> None:
-    (item,) = RowSource("p", FORMATS["polyglot"], exercise(tmp_path, GOOD), check=runner_for).every()
+    (item,) = RowSource("p", format_of("polyglot"), exercise(tmp_path, GOOD), check=runner_for).every()
     assert item.task.id == "two-fer"
     assert item.task.prompt.endswith("Hello.\nDo it.\n")
     assert set(item.task.files) == {"a.py"}
@@ -340,7 +340,7 @@ def test_an_exercise(tmp_path: Path) -> None:
 )
 def test_exercises_that_cannot_be_graded(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskError) as caught:
-        RowSource("p", FORMATS["polyglot"], exercise(tmp_path, files), check=runner_for)
+        RowSource("p", format_of("polyglot"), exercise(tmp_path, files), check=runner_for)
     assert message in str(caught.value)
     with pytest.raises(TaskError, match="holds no exercise"):
-        RowSource("p", FORMATS["polyglot"], tmp_path / "exercises" / "two-fer" / ".docs")
+        RowSource("p", format_of("polyglot"), tmp_path / "exercises" / "two-fer" / ".docs")

@@ -253,7 +253,7 @@ def test_limits_of_a_row_win(tmp_path: Path) -> None:
             ["tasks.source=jsonl", "tasks.path=x", 'tasks.kinds=["swapped"]'],
             "kinds has no effect with source = 'jsonl'",
         ),
-        (["tasks.source=nope"], "tasks.source: input should be 'toy', "),
+        (["tasks.source=nope"], "tasks.source: unknown name 'nope' of kind tasks; known: toy, jsonl"),
     ],
 )
 def test_keys_that_fit_no_source(overrides: list[str], message: str) -> None:
@@ -264,7 +264,7 @@ def test_keys_that_fit_no_source(overrides: list[str], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("no.jsonl", "is not a file"), ("x.parquet", "convert Parquet first")],
+    [("no.jsonl", "is not a file"), ("x.parquet", "not a Parquet file")],
 )
 def test_paths_that_hold_no_rows(tmp_path: Path, name: str, message: str) -> None:
     if name.startswith("x"):

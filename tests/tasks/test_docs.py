@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from insitu.config.tables import Source
+from insitu.registry import BUILT_IN
 from insitu.tasks.dataset import RowSource
-from insitu.tasks.factory import FORMATS
+from insitu.tasks.factory import format_of
 
 DOCS = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
 MARKS = {
@@ -38,11 +38,10 @@ def examples() -> list[tuple[str, dict[str, Any]]]:
 def test_an_example_row_loads(tmp_path: Path, name: str, row: dict[str, Any]) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    (item,) = RowSource(name, FORMATS[name], path).every()
+    (item,) = RowSource(name, format_of(name), path).every()
     assert item.oracle.gold or item.oracle.solve
 
 
 def test_every_source_is_described() -> None:
     assert {name for name, _ in examples()} == set(MARKS.values())
-    assert set(Source.__args__) == {"toy", *FORMATS}
-    assert not [name for name in Source.__args__ if f"| `{name}` |" not in DOCS]
+    assert not [name for name in BUILT_IN["tasks"] if f"| `{name}` |" not in DOCS]

@@ -12,7 +12,7 @@ from insitu.errors import RecordError, TaskError
 from insitu.grading.grader import runner_for
 from insitu.storage.image_builds import build_context, context_digest, register_build
 from insitu.tasks.dataset import LoadOptions, RowSource
-from insitu.tasks.factory import FORMATS
+from insitu.tasks.factory import format_of
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def harbor(root: Path, **files: str | None) -> Path:
 
 def test_a_harbor_folder(tmp_path: Path) -> None:
     harbor(tmp_path)
-    (item,) = RowSource("harbor", FORMATS["harbor"], tmp_path).every()
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
     task, oracle = item.task, item.oracle
     assert (task.id, task.prompt) == ("words", "Count the words.")
     assert (task.setup.image, task.setup.workdir) == ("registry.example/words:1", "/data/rel")
@@ -91,28 +91,28 @@ def test_the_work_folder_is_the_dockerfiles_or_the_images(
     tmp_path: Path, dockerfile: str, workdir: str
 ) -> None:
     harbor(tmp_path, **{"environment/Dockerfile": dockerfile})
-    (item,) = RowSource("harbor", FORMATS["harbor"], tmp_path).every()
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
     assert item.task.setup.workdir == workdir
     toml = TOML.replace("cpus = 1", 'workdir = "/named"')
     harbor(tmp_path, **{"environment/Dockerfile": dockerfile, "task.toml": toml})
-    (item,) = RowSource("harbor", FORMATS["harbor"], tmp_path).every()
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
     assert item.task.setup.workdir == "/named"
 
 
 def test_an_image_is_named_after_the_content_it_is_built_from(tmp_path: Path) -> None:
     folder = harbor(tmp_path / "one", **{"task.toml": "[task]\nname = 'x'\n"})
-    (item,) = RowSource("harbor", FORMATS["harbor"], tmp_path / "one").every()
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path / "one").every()
     image = item.task.setup.image
     assert re.fullmatch(r"insitu-build:[0-9a-f]{32}", image)
     assert build_context(image) == (folder / "environment").resolve()
     (folder / "environment" / "Dockerfile").write_text("FROM debian\nWORKDIR /other\n")
     with pytest.raises(RecordError, match="changed since the task was loaded"):
         build_context(image)
-    (other,) = RowSource("harbor", FORMATS["harbor"], tmp_path / "one").every()
+    (other,) = RowSource("harbor", format_of("harbor"), tmp_path / "one").every()
     assert other.task.setup.image != image
     assert other.task.content_hash != item.task.content_hash
     options = LoadOptions(images={"words": "local/words:1"})
-    (mine,) = RowSource("harbor", FORMATS["harbor"], tmp_path / "one", options).every()
+    (mine,) = RowSource("harbor", format_of("harbor"), tmp_path / "one", options).every()
     assert mine.task.setup.image == "local/words:1"
 
 
@@ -136,11 +136,11 @@ def test_a_context_is_named_by_paths_modes_links_and_content(tmp_path: Path) -> 
 def test_variables_that_the_host_would_fill_in(tmp_path: Path) -> None:
     env = 'env = { A = "${HERE:-one two}" }'
     harbor(tmp_path, **{"task.toml": TOML.replace('env = { WHO = "it\'s us" }', env)})
-    (item,) = RowSource("harbor", FORMATS["harbor"], tmp_path).every()
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
     assert item.oracle.tests.env == {"A": "one two"}
     harbor(tmp_path, **{"task.toml": TOML.replace("it's us", "${OPENAI_API_KEY}")})
     with pytest.raises(TaskError, match=r"verifier\.env\.WHO takes OPENAI_API_KEY from the host"):
-        RowSource("harbor", FORMATS["harbor"], tmp_path)
+        RowSource("harbor", format_of("harbor"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_variables_that_the_host_would_fill_in(tmp_path: Path) -> None:
 def test_folders_that_cannot_be_used(tmp_path: Path, files: dict[str, str | None], message: str) -> None:
     harbor(tmp_path, **files)
     with pytest.raises(TaskError) as caught:
-        RowSource("harbor", FORMATS["harbor"], tmp_path)
+        RowSource("harbor", format_of("harbor"), tmp_path)
     assert message in str(caught.value)
 
 
@@ -207,7 +207,7 @@ def terminal_bench(root: Path, **files: str | None) -> Path:
 
 def test_a_folder_of_terminal_bench_1(tmp_path: Path) -> None:
     terminal_bench(tmp_path / "tasks")
-    (item,) = RowSource("terminal_bench", FORMATS["terminal_bench"], tmp_path).every()
+    (item,) = RowSource("terminal_bench", format_of("terminal_bench"), tmp_path).every()
     task, oracle = item.task, item.oracle
     assert (task.id, task.prompt, task.setup.workdir) == ("words", "Count the words.", "/app")
     assert (task.limits.wall_s, task.grading.timeout_s, task.grading.runner) == (33.0, 44.0, "harbor")
@@ -230,5 +230,5 @@ def test_folders_of_terminal_bench_1_that_cannot_be_used(
 ) -> None:
     terminal_bench(tmp_path, **files)
     with pytest.raises(TaskError) as caught:
-        RowSource("terminal_bench", FORMATS["terminal_bench"], tmp_path)
+        RowSource("terminal_bench", format_of("terminal_bench"), tmp_path)
     assert message in str(caught.value)

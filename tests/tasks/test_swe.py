@@ -19,7 +19,7 @@ from insitu.grading.grader import runner_for
 from insitu.grading.runners.log_parsers import PARSERS, read_log
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions, RowSource
-from insitu.tasks.factory import FORMATS, open_rows
+from insitu.tasks.factory import format_of, open_rows
 from insitu.tasks.patch import apply_patch
 from insitu.tasks.swe_script import END, EXIT, REPOSITORIES, START, framed, without_patching
 from insitu.types import FileEntry, Limits
@@ -28,7 +28,7 @@ from insitu.types import FileEntry, Limits
 def load(tmp_path: Path, name: str, *given: dict[str, Any], assets: Path | None = None) -> list[Item]:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in given))
-    return list(RowSource(name, FORMATS[name], path, LoadOptions(assets=assets)).every())
+    return list(RowSource(name, format_of(name), path, LoadOptions(assets=assets)).every())
 
 
 def assets(tmp_path: Path) -> Path:
@@ -302,7 +302,7 @@ def folder(root: Path, **more: Any) -> Path:
 
 def test_task_folders_of_version_5(tmp_path: Path) -> None:
     folder(tmp_path)
-    (item,) = RowSource("f", FORMATS["swe_bench_folders"], tmp_path).every()
+    (item,) = RowSource("f", format_of("swe_bench_folders"), tmp_path).every()
     assert (item.task.id, item.task.setup.image) == ("some__thing-9", "i:1")
     assert item.oracle.tests.fail_to_pass == tuple(rows.F2P)
     assert "return 1" not in item.task.prompt
@@ -312,11 +312,11 @@ def test_task_folders_that_are_wrong(tmp_path: Path) -> None:
     made = folder(tmp_path)
     (made / "task.yaml").write_text("a: [")
     with pytest.raises(TaskError, match="is not YAML"):
-        RowSource("f", FORMATS["swe_bench_folders"], tmp_path)
+        RowSource("f", format_of("swe_bench_folders"), tmp_path)
     (made / "task.yaml").write_text("repo: some/thing\n")
     (made / "tests.json").write_text("{}")
     with pytest.raises(TaskError, match="FAIL_TO_PASS: Field required"):
-        RowSource("f", FORMATS["swe_bench_folders"], tmp_path)
+        RowSource("f", format_of("swe_bench_folders"), tmp_path)
 
 
 def test_images_can_be_pinned_and_named(tmp_path: Path) -> None:

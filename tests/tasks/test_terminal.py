@@ -12,7 +12,7 @@ import swe_rows as rows
 from insitu.errors import TaskError
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions, RowSource
-from insitu.tasks.factory import FORMATS
+from insitu.tasks.factory import format_of
 from insitu.types import Limits
 
 
@@ -20,7 +20,7 @@ def load(tmp_path: Path, *given: dict[str, Any]) -> list[Item]:
     path = tmp_path / "words.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in given))
     limits = LoadOptions(limits=Limits(wall_s=9, max_calls=99))
-    return list(RowSource("terminus", FORMATS["terminus"], path, limits).every())
+    return list(RowSource("terminus", format_of("terminus"), path, limits).every())
 
 
 def test_a_row_brings_commands_and_limits(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from insitu.config import load_config
 from insitu.errors import ConfigError, GradeError, TaskError
 from insitu.grading.grader import runner_for
 from insitu.tasks.dataset import RowSource
-from insitu.tasks.factory import FORMATS, action_of, open_rows
+from insitu.tasks.factory import action_of, format_of, open_rows
 from insitu.tasks.user_functions import FAILURES, FunctionFailed, UserFunction, load_function
 from insitu.types import Limits
 
@@ -168,7 +168,7 @@ def test_a_transform_that_raises_is_one_line_with_the_row(tmp_path: Path) -> Non
         raise KeyError("question")
 
     with pytest.raises(TaskError, match=r"a.jsonl:1: row .*transform raised KeyError\('question'\)"):
-        RowSource("mine", FORMATS["jsonl"], path, transform=broken)
+        RowSource("mine", format_of("jsonl"), path, transform=broken)
 
 
 def test_only_what_can_be_called_is_a_function() -> None:

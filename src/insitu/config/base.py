@@ -34,6 +34,7 @@ __all__ = [
     "Seconds",
     "SecondsOrZero",
     "Table",
+    "TaskSourceName",
     "UsedWith",
     "description",
     "marks",
@@ -71,6 +72,7 @@ def _named(kind: registry.Kind) -> BeforeValidator:
 Agent = Annotated[str, _named("agents")]
 """Name, path or object of an agent; see `insitu.registry`. The same for the types below."""
 RewardName = Annotated[str, _named("rewards")]
+TaskSourceName = Annotated[str, _named("tasks")]
 
 
 class Table(Keys):

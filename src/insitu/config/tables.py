@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from insitu import registry
 from insitu.config.agent_command import AgentCommand
 from insitu.config.base import (
     Agent,
@@ -20,6 +21,7 @@ from insitu.config.base import (
     RewardName,
     Seconds,
     Table,
+    TaskSourceName,
     only,
     unless,
 )
@@ -33,33 +35,6 @@ from insitu.types.limits import LimitKeys
 
 ToyKind = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
 
-Source = Literal[
-    "toy",
-    "jsonl",
-    "folder",
-    "humaneval",
-    "unit_tests",
-    "swe_bench",
-    "swe_bench_folders",
-    "swe_bench_live",
-    "swe_gym",
-    "swe_rebench",
-    "swe_pro",
-    "swe_smith",
-    "r2e_gym",
-    "slime",
-    "terminus",
-    "apps",
-    "taco",
-    "code_contests",
-    "live_code_bench",
-    "mbpp",
-    "evalplus",
-    "bigcodebench",
-    "polyglot",
-    "harbor",
-    "terminal_bench",
-]
 _DATA_SET = unless("source", "toy")
 _FUNCTION = unless("function", "")
 
@@ -100,8 +75,9 @@ class ModelTable(Table):
 class TasksTable(Table):
     """What the agent works on."""
 
-    source: Source = "toy"
-    """Generated bug-fix tasks, or the format of the data set at `path`; see docs/tasks.md."""
+    source: TaskSourceName = "toy"
+    """toy = generated bug-fix tasks; the format of the data set at `path`; or a list, an iterator or a
+    function that returns tasks, as module:attribute, file.py:attribute or entry point."""
     path: Annotated[OwnPath, _DATA_SET] = ""
     """File or folder of the data set."""
     groups_per_step: Count = 12
@@ -127,7 +103,7 @@ class TasksTable(Table):
 
     @model_validator(mode="after")
     def _fits_source(self) -> Self:
-        if self.source != "toy" and not self.path:
+        if self.source in registry.BUILT_IN["tasks"] and self.source != "toy" and not self.path:
             raise ValueError(f"source = {self.source!r} needs path: the file or folder of the data set")
         return self
 

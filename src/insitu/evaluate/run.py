@@ -39,7 +39,7 @@ from insitu.storage.logs import AgentLogs, log_to
 from insitu.storage.run_dir import KIND, SESSIONS, RunDir, write_text
 from insitu.storage.store import Score, Store
 from insitu.storage.temp_dirs import remove_stale_scratch, scratch_folder
-from insitu.tasks.base import Split, TaskSource
+from insitu.tasks.base import UNTESTED, Split, TaskSource
 from insitu.training.build import make_judge
 from insitu.training.learner.sampler import Sampler, open_sampler
 from insitu.training.loop import WALL_S, TrainingObserver, WallClock
@@ -124,7 +124,8 @@ def chosen_tasks(config: Config, source: TaskSource) -> Sequence[Task]:
         )
     tasks = source.tasks(table.split, table.start, count)
     for task in tasks:
-        runner_for(task, source.oracle(task))
+        if task.grading.runner != UNTESTED:
+            runner_for(task, source.oracle(task))
     return tasks
 
 

@@ -12,7 +12,7 @@ from insitu.grading.grader import Grader
 from insitu.grading.reward import RewardFunction
 from insitu.grading.trust import below
 from insitu.grading.verdict import MAX_REASON_CHARS
-from insitu.tasks.base import TaskSource
+from insitu.tasks.base import UNTESTED, TaskSource
 from insitu.tasks.user_functions import FunctionFailed
 from insitu.types import Outcome, Rollout, Task, Tree, Trust, Verdict
 
@@ -37,6 +37,14 @@ class TaskJudge:
 
         Raises FunctionFailed when a user's function failed several times in a row.
         """
+        if task.grading.runner == UNTESTED:
+            return Verdict(
+                outcome=Outcome.UNRESOLVED,
+                reward=0.0,
+                trust="weak",
+                reason="no hidden tests: the reward function decides",
+                task_hash=task.content_hash,
+            )
         oracle = self._source.oracle(task)
         try:
             verdict = await self._grader.grade(task, oracle, tree)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from insitu.types import Oracle, Task
 
 Split = Literal["train", "eval"]
+UNTESTED = "none"
+"""Runner of a task without hidden tests: only a reward function can score it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +21,7 @@ class Item:
     oracle: Oracle
 
 
+@runtime_checkable
 class TaskSource(Protocol):
     """A named, finite or endless, deterministic supply of tasks."""
 

@@ -404,3 +404,7 @@ def _live_call(function: str, test: LiveTest) -> Case:
         return Case(function=function, args=args, expected=json.loads(test.output), exact=False, lists=True)
     except ValueError as error:
         raise TaskError(f"a functional test is not JSON: {error}") from None
+
+
+APPS = AppsFormat(name="apps")
+TACO = AppsFormat(name="taco")

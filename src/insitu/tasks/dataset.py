@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import ValidationError
 
@@ -37,6 +37,16 @@ class LoadOptions:
     images: dict[str, str] = field(default_factory=dict)
     """Image name, or task id, -> the reference to use: a pin by digest, a mirror, an image built by hand."""
 
+    untested: bool = False
+    """Accept tasks without hidden tests: a reward function scores them."""
+
+    def allow_untested(self) -> None:
+        """Raise TaskError for a task without hidden tests, unless a reward function scores it."""
+        if not self.untested:
+            raise TaskError(
+                "needs exactly one of cases, io, fail_to_pass (with tests) and checks, or a reward.function"
+            )
+
     def image(self, name: str, task_id: str = "") -> str:
         return self.images.get(task_id) or self.images.get(name, name)
 
@@ -44,6 +54,7 @@ class LoadOptions:
 RowCheck = Callable[[Task, Oracle], object]
 
 
+@runtime_checkable
 class Format(Protocol):
     """One data set's schema."""
 

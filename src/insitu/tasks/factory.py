@@ -1,80 +1,108 @@
-"""The task source that the configuration names: the one place where sources are made."""
+"""The configured task source."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from insitu.config import Config
-from insitu.errors import ConfigError, boundary
+from insitu.errors import ConfigError, TaskError, boundary
+from insitu.registry import find
 from insitu.tasks.allowlist import read_allowlist
-from insitu.tasks.base import TaskSource
-from insitu.tasks.contests import AppsFormat, CodeContests, LiveCodeBench
+from insitu.tasks.base import UNTESTED, TaskSource
 from insitu.tasks.dataset import Format, LoadOptions, RowCheck, RowSource
-from insitu.tasks.function_sets import BigCodeBench, EvalPlus, Mbpp
-from insitu.tasks.harbor import HarborFormat, TerminalBenchFormat
-from insitu.tasks.own_formats import PlainFolder, PlainJsonl
-from insitu.tasks.polyglot import PolyglotFormat
-from insitu.tasks.slime import SlimeFormat
-from insitu.tasks.swe import SweFolders, SweFormat
-from insitu.tasks.swe_more import ProFormat, R2eFormat, SmithFormat
-from insitu.tasks.terminal import TerminusFormat
+from insitu.tasks.objects import ObjectFormat, StreamSource
 from insitu.tasks.toy import ToySource
-from insitu.tasks.unit_tests import HumanEval, UnitTests
 from insitu.tasks.user_functions import UserFunction, load_function
-from insitu.types import Limits
-
-FORMATS: Mapping[str, Format] = {
-    "jsonl": PlainJsonl(),
-    "folder": PlainFolder(),
-    "humaneval": HumanEval(),
-    "unit_tests": UnitTests(),
-    "swe_bench": SweFormat(name="swe_bench"),
-    "swe_bench_folders": SweFolders(),
-    "swe_bench_live": SweFormat(name="swe_bench_live", needs_command=True),
-    "swe_gym": SweFormat(name="swe_gym"),
-    "swe_rebench": SweFormat(name="swe_rebench", needs_command=True),
-    "swe_pro": ProFormat(),
-    "swe_smith": SmithFormat(),
-    "r2e_gym": R2eFormat(),
-    "slime": SlimeFormat(),
-    "terminus": TerminusFormat(),
-    "apps": AppsFormat(name="apps"),
-    "taco": AppsFormat(name="taco"),
-    "code_contests": CodeContests(),
-    "live_code_bench": LiveCodeBench(),
-    "mbpp": Mbpp(),
-    "evalplus": EvalPlus(),
-    "bigcodebench": BigCodeBench(),
-    "polyglot": PolyglotFormat(),
-    "harbor": HarborFormat(),
-    "terminal_bench": TerminalBenchFormat(),
-}
+from insitu.types import Limits, Oracle, Task
 
 
 def open_source(config: Config, limits: Limits, check: RowCheck) -> TaskSource:
-    """Open the configured source. A data set is read whole; `check` (grade.clean.runner_for) refuses what its
-    runner cannot judge. Raises TaskError, ConfigError."""
-    if config.tasks.source == "toy":
-        return ToySource(limits, seed=config.run.seed, kinds=config.tasks.kinds)
-    return open_rows(config, limits, check)
+    """Open the configured source; raise TaskError or ConfigError.
+
+    A data set or list is read whole. `check` (grading.grader.runner_for) rejects tasks that their runner
+    cannot grade.
+    """
+    table = config.tasks
+    found = find("tasks", table.source)
+    if found is ToySource:
+        return ToySource(limits, seed=config.run.seed, kinds=table.kinds)
+    found = _called(found)
+
+    def check_tested(task: Task, oracle: Oracle) -> object:
+        return None if task.grading.runner == UNTESTED else check(task, oracle)
+
+    if isinstance(found, Format):
+        if not table.path:
+            raise ConfigError(f"tasks.source {table.source} needs tasks.path, the data set")
+        return _rows(config, found, Path(table.path), limits, check_tested)
+    if isinstance(found, TaskSource):
+        return found
+    if isinstance(found, Iterator):
+        return StreamSource(found, _options(config, limits), check_tested, eval_share=table.eval_share)
+    if isinstance(found, Iterable) and not isinstance(found, str | bytes | dict):
+        return _rows(config, ObjectFormat(list(found)), Path("tasks.source"), limits, check_tested)
+    raise ConfigError(
+        f"tasks.source: {table.source} is a {type(found).__name__}, not a TaskSource, a Format or an"
+        " iterable of tasks"
+    )
 
 
 def open_rows(config: Config, limits: Limits, check: RowCheck) -> RowSource:
-    """As open_source, for a data set on disk."""
+    """Open the configured data set or list; raise ConfigError for another kind of source."""
+    source = open_source(config, limits, check)
+    if not isinstance(source, RowSource):
+        raise ConfigError(f"tasks.source {config.tasks.source} is not a data set")
+    return source
+
+
+def format_of(name: str) -> Format:
+    """Return a built-in format."""
+    found: Format = _called(find("tasks", name))
+    return found
+
+
+def action_of(config: Config) -> UserFunction | None:
+    """Return the user's function from a reply to files, if one is configured; raise ConfigError."""
+    path = config.tasks.parse_answer
+    if not path:
+        return None
+    return UserFunction(
+        f"tasks.parse_answer {path}", load_function(path), max_concurrent=config.harness.workers
+    )
+
+
+def _called(found: Any) -> Any:
+    """Return the result of a function or class without arguments, else the object itself."""
+    instance = isinstance(found, Format | TaskSource) and not isinstance(found, type)
+    if instance or not callable(found):
+        return found
+    try:
+        return found()
+    except Exception as error:  # the boundary: it is the user's code
+        raise TaskError(f"tasks.source: {found!r} raised {error!a}") from error
+
+
+def _options(config: Config, limits: Limits) -> LoadOptions:
     table = config.tasks
-    options = LoadOptions(
+    return LoadOptions(
         limits=limits,
         assets=Path(table.assets) if table.assets else None,
         images=_images(Path(table.images)) if table.images else {},
         checker=table.checker,
+        untested=bool(config.reward.function),
     )
+
+
+def _rows(config: Config, form: Format, path: Path, limits: Limits, check: RowCheck) -> RowSource:
+    table = config.tasks
     source = RowSource(
         table.source,
-        FORMATS[table.source],
-        Path(table.path),
-        options,
+        form,
+        path,
+        _options(config, limits),
         eval_share=table.eval_share,
         seed=config.run.seed,
         on_invalid_row=table.on_invalid_row,
@@ -86,18 +114,8 @@ def open_rows(config: Config, limits: Limits, check: RowCheck) -> RowSource:
     return source
 
 
-def action_of(config: Config) -> UserFunction | None:
-    """The user's function from a reply to files, if one is named. Raises ConfigError."""
-    path = config.tasks.parse_answer
-    if not path:
-        return None
-    return UserFunction(
-        f"tasks.parse_answer {path}", load_function(path), max_concurrent=config.harness.workers
-    )
-
-
 def _images(path: Path) -> dict[str, str]:
-    """The file of tasks.images. Raises ConfigError."""
+    """Return the content of tasks.images; raise ConfigError."""
     with boundary(ConfigError, f"tasks.images: cannot read {path}"):
         value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):

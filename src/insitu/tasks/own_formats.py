@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from insitu.errors import TaskError, boundary
-from insitu.tasks.base import Item
+from insitu.tasks.base import UNTESTED, Item
 from insitu.tasks.dataset import LoadOptions
 from insitu.tasks.row_files import OwnIds, OwnRow, RawRow, RowLocation, Text, Texts, read_places
 from insitu.tasks.shared import LimitsRow, make_item, safe_tree, text_tree, tree_of_folder
@@ -81,7 +81,7 @@ class PlainRow(OwnRow):
     @model_validator(mode="after")
     def _gradable(self) -> Self:
         ways = [bool(self.cases), bool(self.io), bool(self.fail_to_pass), bool(self.checks)]
-        if sum(ways) != 1:
+        if sum(ways) > 1:
             raise ValueError("needs exactly one of cases, io, fail_to_pass (with tests) and checks")
         if (self.cases or self.io) and not self.entry:
             raise ValueError("cases and io need entry, the module file that they call or run")
@@ -99,11 +99,15 @@ class PlainRow(OwnRow):
             return "json_io"
         if self.io:
             return "stdio"
-        return "pytest" if self.fail_to_pass else "command"
+        if self.checks:
+            return "command"
+        return "pytest" if self.fail_to_pass else UNTESTED
 
 
 def plain_item(row: PlainRow, options: LoadOptions, more: tuple[Tree, Tree, Tree] = ({}, {}, {})) -> Item:
     """`more`: files, tests and gold that do not stand in the row itself."""
+    if row.runner == UNTESTED:
+        options.allow_untested()
     files = {**text_tree(row.files, "files"), **more[0]}
     tests = HiddenTests(
         files={**text_tree(row.tests, "tests"), **more[1]},

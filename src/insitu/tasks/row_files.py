@@ -77,13 +77,22 @@ def _no_constant(text: str) -> object:
 
 
 def read_places(path: Path) -> Iterator[RowLocation]:
-    """The rows of a .jsonl, .jsonl.gz or .json file (a list of rows, or one row). Raises TaskError."""
+    """Yield the rows of a .jsonl, .jsonl.gz, .json (a list or one row) or .parquet file, or of a folder of
+    Parquet files; raise TaskError.
+    """
+    parts = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if parts and parts[0].suffix == ".parquet" and parts[0].is_file():
+        from insitu.tasks.parquet import parquet_rows
+
+        for part in parts:
+            yield from parquet_rows(part)
+        return
     if not path.is_file():
-        raise TaskError(f"tasks.path: {path} is not a file")
+        raise TaskError(f"tasks.path: {path} is not a file, nor a folder of Parquet files")
     name = path.name.removesuffix(".gz")
     packed = name != path.name
     if not name.endswith((".jsonl", ".json", ".ndjson")):
-        raise TaskError(f"tasks.path: {path} is no .jsonl, .jsonl.gz or .json file (convert Parquet first)")
+        raise TaskError(f"tasks.path: {path} is no .jsonl, .jsonl.gz, .json or .parquet file")
     with boundary(TaskError, f"read {path}"):
         if name.endswith(".json"):
             yield from _read_list(path, gzip.decompress(path.read_bytes()) if packed else path.read_bytes())

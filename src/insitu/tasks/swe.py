@@ -274,3 +274,9 @@ def commit(value: str, what: str) -> str:
     if not HEX.match(value):
         raise TaskError(f"{what} is no commit id: {ascii(value)[:60]}")
     return value
+
+
+SWE_BENCH = SweFormat(name="swe_bench")
+SWE_BENCH_LIVE = SweFormat(name="swe_bench_live", needs_command=True)
+SWE_GYM = SweFormat(name="swe_gym")
+SWE_REBENCH = SweFormat(name="swe_rebench", needs_command=True)

@@ -31,10 +31,10 @@ from insitu.suites.tasks.gold_tree import with_gold
 from insitu.tasks.allowlist import TaskFinding, read_allowlist, write_allowlist
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import RowSource
-from insitu.tasks.factory import open_rows, open_source
+from insitu.tasks.factory import open_source
 from insitu.types import Oracle, Task
 
-TOY_TASKS = 64
+GENERATED_TASKS = 64
 """Tasks of an endless source that are looked at when no number is given."""
 KEEP_EVERY_S = 5.0
 """Seconds between two writes of the gate file while validation runs."""
@@ -47,7 +47,7 @@ class ValidateOptions:
     repeats: int = 3
     allowlist: Path
     limit: int = 0
-    """Tasks to look at, in the order of the file; 0 = all (toy: TOY_TASKS)."""
+    """Tasks to look at, in the order of the file; 0 = all (generated: GENERATED_TASKS)."""
     ids: Sequence[str] = ()
     """Only these tasks; empty = all."""
 
@@ -55,12 +55,11 @@ class ValidateOptions:
 def items_of(
     config: Config, limit: int = 0, ids: Sequence[str] = ()
 ) -> tuple[Iterator[Item], RowSource | None]:
-    """Tasks with their oracles, and the data set they are from (None for toy). Raises TaskError."""
-    if config.tasks.source == "toy":
-        toy = open_source(config, limits_of(config), runner_for)
-        items = (Item(task=t, oracle=toy.oracle(t)) for t in toy.tasks("train", 0, limit or TOY_TASKS))
-        return _chosen(items, ids), None
-    source = open_rows(config, limits_of(config), runner_for)
+    """Return tasks with their oracles, and the data set (None for generated tasks); raise TaskError."""
+    source = open_source(config, limits_of(config), runner_for)
+    if not isinstance(source, RowSource):
+        tasks = source.tasks("train", 0, limit or GENERATED_TASKS)
+        return _chosen((Item(task=t, oracle=source.oracle(t)) for t in tasks), ids), None
     return itertools.islice(_chosen(source.every(), ids), limit or None), source
 
 

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from insitu.agents.recipe import Recipe
     from insitu.api import Run, RunEvent, open_run, rollout, rollout_async, train, train_async
     from insitu.config import Config, load_config
     from insitu.errors import InsituError
@@ -21,6 +22,7 @@ __all__ = [
     "InsituError",
     "Ledger",
     "Outcome",
+    "Recipe",
     "Rollout",
     "Run",
     "RunEvent",
@@ -44,6 +46,7 @@ _MODULES = {
     **dict.fromkeys(_CONFIG, "insitu.config"),
     **dict.fromkeys(_TYPES, "insitu.types"),
     "InsituError": "insitu.errors",
+    "Recipe": "insitu.agents.recipe",
 }
 
 

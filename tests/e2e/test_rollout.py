@@ -193,6 +193,7 @@ for key, body in {sent!r}:
     ("agent", "why"),
     [
         ("import time; time.sleep(60)", "the agent never called the model: stopped after 2 s"),
+        ("", "the agent never called the model: exit code 127: no-such-agent: No such file or directory"),
         (
             "raise SystemExit('no route to the model')",
             "the agent never called the model: exit code 1: no route to the model",
@@ -213,7 +214,8 @@ for key, body in {sent!r}:
 async def test_an_agent_that_never_calls_the_model_is_not_graded(stage: Stage, agent: str, why: str) -> None:
     engine = ScriptedEngine(stage.renderer, playing([DONE]), sampled=True)
     pool = make_pool(stage.config)
-    setup = AgentSetup(pool=pool, harness=command_harness(("python3", "-c", agent), pool))
+    words = ("python3", "-c", agent) if agent else ("no-such-agent",)
+    setup = AgentSetup(pool=pool, harness=command_harness(words, pool))
     task = replace(stage.task, limits=stage.task.limits.changed(wall_s=2.0))
 
     async def judge(task: Task, tree: Tree) -> Verdict:

@@ -237,7 +237,7 @@ def read_files(paths: Iterable[Path]) -> dict[str, FileEntry]:
     """
     found: dict[str, FileEntry] = {}
     for path in paths:
-        with boundary(ConfigError, f"read file {path} of the agent"):
+        with boundary(ConfigError, "files of the agent"):
             files = sorted(path.rglob("*")) if path.is_dir() else [path]
             for file in files:
                 if file.is_dir() or "__pycache__" in file.parts:

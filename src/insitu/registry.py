@@ -65,6 +65,17 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "harbor": "insitu.tasks.harbor:HarborFormat",
         "terminal_bench": "insitu.tasks.harbor:TerminalBenchFormat",
     },
+    "losses": {
+        "dppo": "insitu.training.loss.losses:dppo",
+        "ppo_clip": "insitu.training.loss.losses:ppo_clip",
+        "cispo": "insitu.training.loss.losses:cispo",
+        "gspo": "insitu.training.loss.losses:gspo",
+        "decoupled": "insitu.training.loss.losses:ppo_clip",
+        "nll": "insitu.training.loss.losses:nll",
+    },
+    "advantages": {
+        name: f"insitu.training.plan.advantage:{name}" for name in ("dr_grpo", "grpo", "rloo", "maxrl")
+    },
 }
 """Dotted paths of the extensions that ship with insitu, by kind and name; imported at first use."""
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from insitu.errors import TrainError
+from insitu.config import load_config
+from insitu.errors import ConfigError, TrainError
 from insitu.training.plan.advantage import advantages, overlong_penalty
 from insitu.types import equal_rewards
 
@@ -69,3 +71,18 @@ def test_length_costs_nothing_then_evenly_more_then_all() -> None:
     lengths = (0, 12, 14, 16, 20, 400)
     assert [overlong_penalty(n, 20, 8) for n in lengths] == [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
     assert overlong_penalty(10**6, 0, 8) == 0.0
+
+
+def test_an_estimator_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def best_only(rewards):\n    return (rewards == rewards.max()) * 1.0\n"
+        "def wrong(rewards):\n    return rewards[1:]\n"
+    )
+    name = load_config(None, [f"train.advantage={tmp_path}/mine.py:best_only"]).train.advantage
+    assert advantages([0.5, None, 0.0, 1.0], name) == (0.0, None, 0.0, 1.0)
+    with pytest.raises(
+        TrainError, match=r"returned \[1.0\] for rewards \[0.0, 1.0\], expected 2 finite numbers"
+    ):
+        advantages([0.0, 1.0], f"{tmp_path}/mine.py:wrong")
+    with pytest.raises(ConfigError, match=r"unknown name 'grpe' of kind advantages; did you mean grpo\?"):
+        load_config(None, ["train.advantage=grpe"])

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -359,3 +360,17 @@ def test_the_supervised_loss_looks_at_no_record() -> None:
     out.loss.sum().backward()
     assert logp.grad is not None
     assert logp.grad.tolist() == [-1.0, -1.0]
+
+
+def test_a_loss_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def reinforce(logp, inputs, config):\n    return -inputs.advantage * logp\n"
+        "def mean(logp, inputs, config):\n    return -(inputs.advantage * logp).mean()\n"
+    )
+    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    inputs = LossInputs(mu=torch.tensor([-1.0, -2.0]), advantage=torch.tensor([1.0, -0.5]))
+    found = token_loss(logp, inputs, LossConfig(loss=f"{tmp_path}/mine.py:reinforce"))
+    assert found.loss.tolist() == [1.0, -1.0]
+    assert not found.cut.any()
+    with pytest.raises(TrainError, match=r"mine.py:mean did not return a tensor of shape \[2\]"):
+        token_loss(logp, inputs, LossConfig(loss=f"{tmp_path}/mine.py:mean"))

@@ -24,11 +24,13 @@ from insitu.types.keys import (
 )
 
 __all__ = [
+    "AdvantageName",
     "Agent",
     "Count",
     "CountOrZero",
     "Fraction",
     "Keys",
+    "LossName",
     "OwnPath",
     "RewardName",
     "Seconds",
@@ -73,6 +75,8 @@ Agent = Annotated[str, _named("agents")]
 """Name, path or object of an agent; see `insitu.registry`. The same for the types below."""
 RewardName = Annotated[str, _named("rewards")]
 TaskSourceName = Annotated[str, _named("tasks")]
+LossName = Annotated[str, _named("losses")]
+AdvantageName = Annotated[str, _named("advantages")]
 
 
 class Table(Keys):

@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from insitu.config.base import (
+    AdvantageName,
     Count,
     CountOrZero,
     Fraction,
     Keys,
+    LossName,
     OwnPath,
     Seconds,
     SecondsOrZero,
@@ -21,7 +23,6 @@ from insitu.config.base import (
     unless,
 )
 
-LossName = Literal["dppo", "ppo_clip", "cispo", "gspo", "decoupled", "nll"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 _AHEAD = unless("max_staleness", 0)
 _CLIPPED = only("loss", "ppo_clip", "decoupled")
@@ -70,7 +71,8 @@ class LossConfig(Keys):
     """The loss, its ratio, its corrections and its divergence from a reference policy."""
 
     loss: LossName = "dppo"
-    """Policy-gradient loss; nll is the one of `insitu sft`."""
+    """Policy-gradient loss: dppo, ppo_clip, cispo, gspo, decoupled, or a function of log-probabilities, as
+    entry point, module:attribute or file.py:attribute; nll is the one of `insitu sft`."""
     ratio: Annotated[Literal["sampler", "trainer"], only("loss", "ppo_clip", "cispo", "gspo")] = "sampler"
     """Denominator of the ratio; sampler = the sampled logprobs, trainer = recomputed
     before the step (the default of gspo)."""
@@ -193,8 +195,9 @@ class RowRules(Keys):
 class PlanKeys(RowRules, ParallelKeys):
     """Advantages, weights and micro-batches of a step."""
 
-    advantage: Literal["dr_grpo", "grpo", "rloo", "maxrl"] = "dr_grpo"
-    """Advantage estimator."""
+    advantage: AdvantageName = "dr_grpo"
+    """Advantage estimator: dr_grpo, grpo, rloo, maxrl, or a function of the rewards of a group, as entry
+    point, module:attribute or file.py:attribute."""
     reducer: Literal["rollout", "token", "constant", "group"] = "rollout"
     """Unit that the loss is averaged over; constant = rollouts, each its tokens / constant_tokens."""
     constant_tokens: Annotated[Count, only("reducer", "constant")] = 1024

@@ -18,14 +18,16 @@ Corrections by w are in correct.py, the pull to a reference in kl.py; both leave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from insitu.config.training import LossConfig
 from insitu.errors import TrainError
+from insitu.registry import find
 from insitu.training.loss.importance import correct, off_policy_keeps
 from insitu.training.loss.kl import divergence
 
@@ -67,6 +69,13 @@ class LossInputs:
         )
 
 
+LossFunction = Callable[[Tensor, LossInputs, LossConfig], Tensor | tuple[Tensor, Tensor]]
+"""(logp [N] with gradient, inputs, [train]) -> loss [N], or (loss [N], bool [N]: the clip bounds this token).
+
+The loss of a token depends on no other token: it is called with parts of a batch.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
     """The loss of N tokens."""
@@ -83,7 +92,7 @@ class TokenLoss:
 
 def token_loss(logp: Tensor, terms: LossInputs, config: LossConfig) -> TokenLoss:
     """logp [N], carries the gradient. Raises TrainError when a log-probability that it needs is missing."""
-    loss, cut = LOSSES[config.loss](logp, terms, config)
+    loss, cut = _policy_loss(logp, terms, config)
     loss, corrected = _corrected(loss, logp, terms, config)
     if config.loss == "dppo":
         loss = config.dppo_tau * (logp - terms.mu).square() + loss
@@ -98,6 +107,21 @@ def token_loss(logp: Tensor, terms: LossInputs, config: LossConfig) -> TokenLoss
             pull = kl * (ratio.detach() if config.kl == "k2" else ratio)
         loss = loss + config.kl_weight * pull
     return TokenLoss(loss, cut, corrected, kl.detach())
+
+
+def _policy_loss(logp: Tensor, terms: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """Return the policy term of the configured loss and where its clip bounds the gradient, both [N]."""
+    result = _loss_function(config.loss)(logp, terms, config)
+    loss, cut = result if isinstance(result, tuple) else (result, torch.zeros_like(logp, dtype=torch.bool))
+    if not isinstance(loss, Tensor) or loss.shape != logp.shape or cut.shape != logp.shape:
+        raise TrainError(f"loss {config.loss} did not return a tensor of shape {list(logp.shape)}")
+    return loss, cut
+
+
+@lru_cache(maxsize=16)
+def _loss_function(name: str) -> LossFunction:
+    found: LossFunction = find("losses", name)
+    return found
 
 
 def _needed(tensor: Tensor | None, what: str, config: LossConfig) -> Tensor:
@@ -137,18 +161,18 @@ def _corrected(
 # --------------------------------------------------------------------------- policy terms
 
 
-def _nll(logp: Tensor, terms: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor]:
+def nll(logp: Tensor, terms: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor]:
     return -terms.advantage * logp, torch.zeros_like(logp, dtype=torch.bool)
 
 
-def _dppo(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor]:
+def dppo(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor]:
     moved = logp.detach().exp() - terms.mu.exp()
     a = terms.advantage
     cut = ((a > 0) & (moved > c.dppo_high)) | ((a < 0) & (moved < -c.dppo_low))
     return -torch.where(cut, 0.0, (logp - terms.mu).exp() * a), cut
 
 
-def _ppo_clip(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor]:
+def ppo_clip(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor]:
     ratio = (logp - _old(logp, terms, c)).exp()
     return _clipped(ratio, terms.advantage, c.clip_low, c.clip_high, c.dual_clip)
 
@@ -165,12 +189,12 @@ def _clipped(ratio: Tensor, a: Tensor, low: float, high: float, dual: float) -> 
     return loss, cut
 
 
-def _cispo(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor]:
+def cispo(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor]:
     ratio = (logp.detach() - _old(logp, terms, c)).exp()
     return -ratio.clamp(max=c.cispo_cap) * terms.advantage * logp, ratio > c.cispo_cap
 
 
-def _gspo(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor]:
+def gspo(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor]:
     """The rollout's ratio stands still here; its slope comes in through each token's own logp."""
     if not c.trainer_ratio:
         moved = _needed(terms.live_mu, "sampler's", c)
@@ -180,13 +204,3 @@ def _gspo(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tenso
         moved = _needed(terms.live_prox, "trainer's own", c)
     ratio = (moved + logp - logp.detach()).exp()
     return _clipped(ratio, terms.advantage, c.gspo_low, c.gspo_high, 0.0)
-
-
-LOSSES: Mapping[str, Callable[[Tensor, LossInputs, LossConfig], tuple[Tensor, Tensor]]] = {
-    "dppo": _dppo,
-    "ppo_clip": _ppo_clip,
-    "decoupled": _ppo_clip,
-    "cispo": _cispo,
-    "gspo": _gspo,
-    "nll": _nll,
-}

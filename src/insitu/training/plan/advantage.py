@@ -1,7 +1,7 @@
-"""Credit of a rollout against its group. Pure.
+"""Credit of a rollout against its group.
 
-An unscorable rollout (reward None: the infrastructure failed) is out of the mean and out of G, and has no
-advantage; it is never a zero. Formulas over the G scorable rewards R (docs: reference, training, 1.1):
+An unscorable rollout (reward None) is not part of the mean or of G, and has no advantage; it is never a zero.
+An estimator is a function of the G scorable rewards R, float64 [G] -> float64 [G], found by the registry:
     dr_grpo  R - mean                       (default; arXiv 2503.20783)
     grpo     (R - mean) / (std + 1e-8)      (arXiv 2402.03300; std of the population, as TRL's asynchronous
              trainer takes it; its GRPOTrainer and verl take the sample's, sqrt(G / (G - 1)) times as large)
@@ -11,39 +11,58 @@ advantage; it is never a zero. Formulas over the G scorable rewards R (docs: ref
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from insitu.errors import TrainError
+from insitu.registry import find
 from insitu.types import equal_rewards
 
-AdvantageKind = Literal["dr_grpo", "grpo", "rloo", "maxrl"]
+Rewards = npt.NDArray[np.float64]
+Estimator = Callable[[Rewards], Rewards]
 
 
-def advantages(rewards: Sequence[float | None], kind: AdvantageKind = "dr_grpo") -> tuple[float | None, ...]:
-    """One advantage per reward, None where the reward is None. Rewards that are all equal (`equal_rewards`)
-    give exact zeros.
+def advantages(rewards: Sequence[float | None], name: str = "dr_grpo") -> tuple[float | None, ...]:
+    """Return one advantage per reward, None where the reward is None.
 
-    Raises TrainError for a reward that is not finite, and for maxrl with a negative one.
+    Equal rewards (`equal_rewards`) give exact zeros. Raises TrainError for a reward or an advantage that is
+    not finite.
     """
     scorable = np.array([r for r in rewards if r is not None], dtype=np.float64)
     if not np.isfinite(scorable).all():
         raise TrainError(f"a reward is not finite: {list(rewards)}")
-    if kind == "maxrl" and (scorable < 0).any():
-        raise TrainError(f"maxrl needs rewards >= 0, not {list(rewards)}")
     if equal_rewards(scorable.tolist()):
         return tuple(None if r is None else 0.0 for r in rewards)
-    mean = float(scorable.mean())
-    count = len(scorable)
-    scale = {
-        "dr_grpo": 1.0,
-        "grpo": 1.0 / (float(scorable.std()) + 1e-8),
-        "rloo": count / (count - 1),
-        "maxrl": 1.0 / mean if mean else 0.0,
-    }[kind]
-    return tuple(None if r is None else (r - mean) * scale for r in rewards)
+    estimator: Estimator = find("advantages", name)
+    credit = np.asarray(estimator(scorable.copy()), dtype=np.float64)
+    if credit.shape != scorable.shape or not np.isfinite(credit).all():
+        raise TrainError(
+            f"advantage {name} returned {credit.tolist()} for rewards {scorable.tolist()},"
+            f" expected {len(scorable)} finite numbers"
+        )
+    values = iter(credit.tolist())
+    return tuple(None if r is None else next(values) for r in rewards)
+
+
+def dr_grpo(rewards: Rewards) -> Rewards:
+    return rewards - float(rewards.mean())
+
+
+def grpo(rewards: Rewards) -> Rewards:
+    return (rewards - float(rewards.mean())) * (1.0 / (float(rewards.std()) + 1e-8))
+
+
+def rloo(rewards: Rewards) -> Rewards:
+    return (rewards - float(rewards.mean())) * (len(rewards) / (len(rewards) - 1))
+
+
+def maxrl(rewards: Rewards) -> Rewards:
+    """Raise TrainError for a negative reward."""
+    if (rewards < 0).any():
+        raise TrainError(f"maxrl needs rewards >= 0, not {rewards.tolist()}")
+    return (rewards - float(rewards.mean())) * (1.0 / float(rewards.mean()))
 
 
 def overlong_penalty(tokens: int, limit: int, margin: int) -> float:

@@ -65,13 +65,14 @@ class TestNamespaces(SandboxContract):
         return partial(local_backend, "namespaces")
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.full
 class TestDocker(SandboxContract):
     """Sandboxes on a real Docker daemon."""
-
-    @pytest.fixture(scope="class")
-    def cache(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return tmp_path_factory.mktemp("cache")
 
     @pytest.fixture
     def image(self, docker_image: str) -> str:

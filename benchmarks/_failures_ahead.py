@@ -21,8 +21,7 @@ from benchmarks._failures_world import GROUP_SIZE, TRIES, Credit, Nowhere, Setti
 from insitu.attempt import AttemptSpec, ignore_cancelled, no_wait
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
-from insitu.collect.dispatcher import CollectOptions, Slot
-from insitu.collect.options import AsyncOptions
+from insitu.collect.options import CollectOptions
 from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.types import Group, Limits, Rollout, Status, Task, task_hash
 from tests.fakes.attempts import fake_rollout
@@ -53,7 +52,7 @@ class Collected:
 
 
 class DyingBoxes:
-    """Decides attempts as the world says, in its time; implements collect.dispatcher.Runner."""
+    """Decides attempts as the world says, in its time; implements collect.options.AttemptRunner."""
 
     def __init__(self, world: World, setting: Setting, rule: Rule) -> None:
         self._world, self._setting, self._rule = world, setting, rule
@@ -123,12 +122,6 @@ def draw_of(rollout_id: str) -> tuple[int, int]:
     return (int(step) - 1) * GROUPS + int(group), int(slot)
 
 
-class _Sink(Nowhere):
-    def cancelled(self, slot: Slot, rollout: Rollout, reason: str) -> None: ...
-
-    def discard(self, rollout_ids: Sequence[str], reason: str) -> None: ...
-
-
 def ahead(world: World, setting: Setting, rule: Rule = "insitu") -> Collected:
     """Every group of the world through the collector, in virtual time."""
     logging.getLogger("insitu.collect").setLevel(logging.ERROR)
@@ -136,14 +129,17 @@ def ahead(world: World, setting: Setting, rule: Rule = "insitu") -> Collected:
 
 
 async def _ahead(world: World, setting: Setting, rule: Rule) -> Collected:
-    sandboxes, sink, clock = DyingBoxes(world, setting, rule), _Sink(), asyncio.get_running_loop().time
-    options = AsyncOptions(
-        members=CollectOptions(seed=0, group_size=GROUP_SIZE, attempts=TRIES),
+    sandboxes, sink, clock = DyingBoxes(world, setting, rule), Nowhere(), asyncio.get_running_loop().time
+    options = CollectOptions(
+        seed=0,
+        group_size=GROUP_SIZE,
+        attempts=TRIES,
         groups=GROUPS,
-        staleness=STALENESS,
+        max_staleness=STALENESS,
         total=world.groups,
         late_groups="skip" if rule == "leave" else "wait",
-        deadline_s=DEADLINE_S,
+        group_deadline_s=DEADLINE_S,
+        replace_degenerate=0.0,
         stall_timeout_s=1e9,
     )
     task = Task(id="t", prompt="p", files={}, limits=Limits(wall_s=1e9))

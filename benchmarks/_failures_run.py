@@ -2,7 +2,7 @@
 
 The script agent in real sandboxes, the embedded engine, the real grader. A call of the engine fails with an
 error, or the grader gives no verdict, by a coin that hangs on rollout, try and call: so longer rollouts fail
-more often. The dispatcher tries again; the planner plans. Caller: bench.failures.
+more often. The collector tries again; the planner plans. Caller: bench.failures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from benchmarks._failures_world import Nowhere
 from insitu.attempt import AttemptExecutor, AttemptSpec, OnStart, ignore_cancelled, no_wait
 from insitu.chat.load import load_renderer
 from insitu.collect.breaker import Breaker
-from insitu.collect.dispatcher import CollectOptions, Dispatcher
+from insitu.collect.groups import collect_groups
+from insitu.collect.options import CollectOptions
 from insitu.config import Config, demo_preset, load_config, model_folder
 from insitu.engines.base import Engine
 from insitu.engines.wrapper import EngineWrapper
@@ -115,7 +116,7 @@ class FailingJudge:
 
 
 class Told:
-    """Tells engine and judge which try is under way. Implements collect.dispatcher.Runner."""
+    """Tells engine and judge which try is under way. Implements collect.options.AttemptRunner."""
 
     def __init__(self, attempts: AttemptExecutor, trouble: Trouble) -> None:
         self._attempts, self._trouble = attempts, trouble
@@ -177,7 +178,7 @@ async def _collect(stage: Stage, rate: float) -> Sequence[Group]:
         seed=c.run.seed, group_size=c.collect.group_size, attempts=c.collect.attempts, pause_s=0.0
     )
     runner = Told(stage.attempts, stage.engine.trouble)
-    return await Dispatcher(runner, nowhere, nowhere, Breaker(), options).collect("train", 1, stage.tasks)
+    return await collect_groups(runner, nowhere, nowhere, Breaker(), options, stage.tasks)
 
 
 async def _real(seed: int) -> list[dict[str, Any]]:

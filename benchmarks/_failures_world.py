@@ -3,7 +3,7 @@
 Each task has a solve probability. Harder tasks and failed solutions take longer; in half of the settings a
 sandbox fails the more likely the longer the rollout is. What a rollout would have been is known here, so that
 advantages can be compared with those of the same rollouts in a world without failures. The collector's
-dispatcher and the planner are the real ones.
+collector and the planner are the real ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from insitu.attempt import AttemptSpec, ignore_cancelled, no_wait
 from insitu.collect.breaker import Breaker
-from insitu.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot
+from insitu.collect.groups import collect_groups
+from insitu.collect.options import CollectOptions, Phase, Slot
 from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.types import (
     Group,
@@ -107,7 +108,7 @@ class World:
 
 
 class Sandboxes:
-    """Decides attempts as the world says; implements collect.dispatcher.Runner."""
+    """Decides attempts as the world says; implements collect.options.AttemptRunner."""
 
     def __init__(self, world: World, setting: Setting) -> None:
         self._world, self._setting, self._fails = world, setting, world.failures(setting)
@@ -172,6 +173,10 @@ class Nowhere:
 
     def attempted(self, slot: Slot, rollout: Rollout) -> None: ...
 
+    def cancelled(self, slot: Slot, rollout: Rollout, reason: str) -> None: ...
+
+    def discard(self, rollout_ids: Sequence[str], reason: str) -> None: ...
+
     def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
         return {}
 
@@ -184,16 +189,17 @@ class Nowhere:
 
 
 async def collected(world: World, setting: Setting, tries: int) -> list[list[Group]]:
-    """The groups of every step, as the dispatcher decides them."""
+    """The groups of every step, as the collector decides them."""
     nowhere = Nowhere()
     options = CollectOptions(seed=0, group_size=GROUP_SIZE, attempts=tries, pause_s=0.0)
-    dispatcher = Dispatcher(Sandboxes(world, setting), nowhere, nowhere, Breaker(1000), options)
+    attempts, breaker = Sandboxes(world, setting), Breaker(1000)
     task = Task(id="t", prompt="p", files={}, limits=Limits())
     task = replace(task, content_hash=task_hash(task.prompt, task.files, task.grading))
     steps = []
     for step in range(world.groups // GROUPS_PER_STEP):
         tasks = [replace(task, id=f"{step}/{g}") for g in range(GROUPS_PER_STEP)]
-        steps.append(list(await dispatcher.collect("train", step, tasks)))
+        at = options.changed(first_step=step)
+        steps.append(list(await collect_groups(attempts, nowhere, nowhere, breaker, at, tasks)))
     return steps
 
 

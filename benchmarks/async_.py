@@ -13,18 +13,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from benchmarks._arguments import Arguments, amount, amount_or_zero, count, count_or_zero
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
-from insitu.collect.dispatcher import CollectOptions
-from insitu.collect.options import AsyncOptions, LateGroups
+from insitu.collect.options import CollectOptions
 from insitu.errors import InsituError
 from insitu.tasks.toy import ToySource
 from insitu.types import Group, Limits
@@ -47,7 +46,7 @@ class Case:
     deadline_s: float = 480.0
     updates: int = 100
     staleness: int = 2
-    late_groups: LateGroups = "wait"
+    late_groups: Literal["wait", "skip", "cancel"] = "wait"
     """What a batch does about a group that no later one could train."""
     failed: float = 0.0
     """Share of tries that the infrastructure fails."""
@@ -88,17 +87,18 @@ class Trainer:
         self._sink = MemorySink()
         (self._task,) = ToySource(Limits(wall_s=1e9)).tasks("train", 0, 1)
 
-    def _options(self) -> AsyncOptions:
+    def _options(self) -> CollectOptions:
         case = self._case
-        members = CollectOptions(seed=0, group_size=case.group_size, pause_s=1.0 / self._speed)
-        return AsyncOptions(
-            members=members,
+        return CollectOptions(
+            seed=0,
+            group_size=case.group_size,
+            pause_s=1.0 / self._speed,
             groups=case.groups,
-            staleness=case.staleness,
+            max_staleness=case.staleness,
             total=case.updates * case.groups,
             late_groups=case.late_groups,
-            deadline_s=case.deadline_s / self._speed,
-            replace_degenerate=case.groups,
+            group_deadline_s=case.deadline_s / self._speed,
+            replace_degenerate=1.0,
             stall_timeout_s=1e9,
         )
 
@@ -182,7 +182,7 @@ def variations(case: Case) -> list[tuple[str, Case]]:
         ("train time 3 medians", replace(case, train_s=3 * case.median_s)),
         ("train time 5 medians", replace(case, train_s=5 * case.median_s)),
         ("train time 6 medians", replace(case, train_s=6 * case.median_s)),
-        ("no deadline", replace(case, deadline_s=math.inf)),
+        ("no deadline", replace(case, deadline_s=0.0)),
         ("slow groups given up", replace(case, late_groups="cancel")),
         ("5 % of tries fail", replace(case, failed=0.05)),
         ("  late tries left", replace(case, failed=0.05, late_groups="skip")),

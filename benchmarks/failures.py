@@ -1,7 +1,7 @@
 """`python -m benchmarks failures`: what failures of the infrastructure do to advantages, by what is made of
 them.
 
-A world of tasks with known outcomes goes through the real dispatcher and planner: insitu's rule (reward None,
+A world of tasks with known outcomes goes through the real collector and planner: insitu's rule (reward None,
 out of the mean, tried again), the same without another try, reward 0, and dropping the whole group. Each is
 compared with the same rollouts in a world without failures; intervals are 95 %, from a bootstrap over groups.
 The same world then goes through the asynchronous collector, where a group has a deadline and sandboxes die

@@ -18,7 +18,7 @@ from benchmarks._engine_process import served
 from benchmarks.chaos import AHEAD, AHEAD_POINTS, SYNCHRONOUS, VERDICT, Chaos, main
 from insitu import failpoint
 from insitu.attempt import AttemptSpec
-from insitu.collect.dispatcher import Slot
+from insitu.collect.options import Slot
 from insitu.config import load_config
 from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, save_model
 from insitu.engines.http import HttpOptions

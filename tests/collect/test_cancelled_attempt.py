@@ -19,8 +19,7 @@ from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
-from insitu.collect.dispatcher import CollectOptions
-from insitu.collect.options import AsyncOptions
+from insitu.collect.options import CollectOptions
 from insitu.demo.make_warm_start import write_renderer
 from insitu.engines.downtime import engine_down
 from insitu.engines.scripted import ScriptedEngine
@@ -184,13 +183,12 @@ async def test_a_version_on_its_way_stops_what_it_makes_too_old_in_engine_agent_
 ) -> None:
     async with world(tmp_path, warm=True) as w:
         sink = MemorySink()
-        members = CollectOptions(seed=1, group_size=1)
-        options = AsyncOptions(members=members, groups=1, staleness=0, total=1, stall_timeout_s=9.0)
+        options = CollectOptions(seed=1, group_size=1, max_staleness=1, total=1, stall_timeout_s=9.0)
         collector = Collector(w.attempts, sink, Quiet(), Breaker(), options, lambda number: SPEC.task)
         async with asyncio.timeout(10.0), collector.open() as c:
             await w.hangs.wait()
             (sandbox,) = w.backend.open
-            c.version_pending(1)
+            c.version_pending(2)
             await asyncio.sleep(0.5)
             assert w.engine.in_flight == 0
             assert w.ended == ["killed"]

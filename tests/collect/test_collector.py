@@ -14,9 +14,8 @@ import pytest
 from insitu.attempt import AttemptSpec, OnStart
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
-from insitu.collect.dispatcher import CollectOptions
-from insitu.collect.options import AsyncOptions, RejectReason, ResumeState, accept_all
-from insitu.collect.pending_group import ResumedGroup
+from insitu.collect.options import CollectOptions, RejectReason, accept_all
+from insitu.collect.pending_group import ResumedGroup, ResumeState
 from insitu.errors import EngineError, SandboxError, TrainError
 from insitu.tasks.toy import ToySource
 from insitu.types import Group, Limits, Rollout, Status, Task
@@ -60,10 +59,10 @@ class Versions(FakeAttempts):
         return with_tokens(rollout, first[0], self.version)
 
 
-def options(**changes: Any) -> AsyncOptions:
-    members = CollectOptions(seed=5, group_size=SIZE, attempts=2, pause_s=1.0)
-    base = AsyncOptions(members=members, groups=GROUPS, staleness=1, total=30, stall_timeout_s=100.0)
-    return replace(base, **changes)
+def options(**changes: Any) -> CollectOptions:
+    base = {"seed": 5, "group_size": SIZE, "attempts": 2, "pause_s": 1.0, "groups": GROUPS, "total": 30}
+    base |= {"max_staleness": 1, "replace_degenerate": 0.0, "stall_timeout_s": 100.0, "group_grace_s": 300.0}
+    return CollectOptions(**{**base, **changes})
 
 
 def draw_of(spec: AttemptSpec) -> int:
@@ -78,7 +77,7 @@ def ids_of(number: int) -> list[str]:
 def collector(
     attempts: FakeAttempts | SimulatedAttempts,
     sink: MemorySink,
-    o: AsyncOptions,
+    o: CollectOptions,
     *,
     use: RejectReason = accept_all,
     **more: Any,
@@ -101,7 +100,7 @@ def now() -> float:
 @virtual
 async def test_admission_is_strict_and_a_place_is_free_when_the_version_is_live() -> None:
     attempts, sink = Versions(lambda spec: 1.0, delay_s=lambda spec: 1.0), MemorySink()
-    async with collector(attempts, sink, options(staleness=2)).open() as c:
+    async with collector(attempts, sink, options(max_staleness=2)).open() as c:
         await asyncio.sleep(50.0)
         assert len(sink.planned) == 3 * GROUPS * SIZE, "nobody trains: not one more than (S + 1) * P groups"
         batch = await c.next_batch()
@@ -120,7 +119,7 @@ async def test_admission_is_strict_and_a_place_is_free_when_the_version_is_live(
 @virtual
 async def test_the_demand_is_met_and_not_exceeded() -> None:
     attempts, sink = Versions(lambda spec: 1.0, delay_s=lambda spec: 1.0), MemorySink()
-    async with collector(attempts, sink, options(staleness=2, total=12)).open() as c:
+    async with collector(attempts, sink, options(max_staleness=2, total=12)).open() as c:
         for version in range(1, 5):
             assert len((await c.next_batch()).groups) == 3
             c.version_published(version)
@@ -131,7 +130,7 @@ async def test_the_demand_is_met_and_not_exceeded() -> None:
 @virtual
 async def test_with_no_staleness_each_batch_is_made_by_the_version_that_it_trains() -> None:
     attempts = Versions(lambda spec: 1.0, delay_s=lambda spec: 1.0 + draw_of(spec) % 3)
-    async with collector(attempts, MemorySink(), options(staleness=0)).open() as c:
+    async with collector(attempts, MemorySink(), options(max_staleness=0)).open() as c:
         for version in range(4):
             batch = await c.next_batch()
             assert batch.version == version
@@ -238,15 +237,16 @@ async def test_a_group_without_a_gradient_is_replaced_at_once_and_boundedly() ->
         return "degenerate" if int(group.id[-3:]) == 1 else ""
 
     attempts, sink = Versions(lambda spec: 1.0, delay_s=lambda spec: 1.0), MemorySink()
-    async with collector(attempts, sink, options(staleness=0, replace_degenerate=1), use=even).open() as c:
+    o = options(lookahead=1.0, replace_degenerate=1 / 3, total=6)
+    async with collector(attempts, sink, o, use=even).open() as c:
         batch = await c.next_batch()
         assert [g.id for g in batch.groups] == ["train/00001/000", "train/00001/002", "train/00002/000"]
         assert batch.dropped == {"degenerate": 1}
         assert set(sink.discarded) == {"train/00001/001/00", "train/00001/001/01"}
         c.version_published(1)
-        # draws 4, 5, 6: 4 is replaced by 7, which is no better, and the bound of one is reached
+        # 4 is no better than 1 was, but the bound of one was reached
         batch = await c.next_batch()
-        assert [g.id for g in batch.groups] == ["train/00002/002", "train/00003/000", "train/00003/001"]
+        assert [g.id for g in batch.groups] == ["train/00002/001", "train/00002/002", "train/00003/000"]
     assert sink.undecided == set()
 
 
@@ -278,7 +278,7 @@ async def test_at_its_deadline_an_agent_is_stopped_and_graded_and_each_try_has_a
         return "sandbox lost" if spec.rollout_id.endswith("000/00") and spec.attempt == 1 else 1.0
 
     attempts = Versions(fate, delay_s=lambda spec: min(40.0, spec.task.limits.wall_s))
-    async with collector(attempts, MemorySink(), options(deadline_s=60.0)).open() as c:
+    async with collector(attempts, MemorySink(), options(group_deadline_s=60.0)).open() as c:
         await c.next_batch()
     assert seen["train/00001/001/00", 1] == 60.0
     assert seen["train/00001/000/00", 1] == 60.0
@@ -304,7 +304,7 @@ async def test_a_sandbox_lost_late_costs_its_rollout_no_reward() -> None:
         lambda spec: "sandbox lost" if first(spec) else 1.0,
         delay_s=lambda spec: 390.0 if first(spec) else min(400.0, spec.task.limits.wall_s),
     )
-    o = options(deadline_s=480.0, staleness=0, stall_timeout_s=1e4)
+    o = options(group_deadline_s=480.0, max_staleness=0, stall_timeout_s=1e4)
     async with collector(attempts, MemorySink(), o).open() as c:
         batch = await c.next_batch()
     rollouts = [r for g in batch.groups for r in g.rollouts]
@@ -337,7 +337,7 @@ async def test_what_hangs_is_cut_without_a_deadline_too() -> None:
     def delay(spec: AttemptSpec) -> float:
         return math.inf if spec.rollout_id == "train/00001/000/01" else 1.0
 
-    sink, o = MemorySink(), options(staleness=0, total=3, grace_s=30.0, stall_timeout_s=1e4)
+    sink, o = MemorySink(), options(total=3, group_grace_s=30.0, stall_timeout_s=1e4)
     async with collector(Versions(lambda s: 1.0, delay_s=delay), sink, o).open() as c:
         batch = await c.next_batch()
     assert now() == pytest.approx(1030.0)
@@ -356,7 +356,7 @@ async def test_no_try_is_given_up_for_the_time_in_which_the_engine_was_away() ->
             return await super().run(spec, lambda: on_start(lambda: min(500.0, now())), on_cancelled, ready)
 
     attempts, sink = Away(lambda s: 1.0, delay_s=lambda s: 1500.0), MemorySink()
-    o = options(staleness=0, total=3, grace_s=30.0, stall_timeout_s=1e4)
+    o = options(max_staleness=0, total=3, group_grace_s=30.0, stall_timeout_s=1e4)
     async with collector(attempts, sink, o).open() as c:
         batch = await c.next_batch()
     assert now() == pytest.approx(1500.0)
@@ -374,7 +374,7 @@ async def test_the_grace_of_one_try_is_not_used_up_by_another() -> None:
     def fate(spec: AttemptSpec) -> float | str:
         return "sandbox lost" if spec.attempt == 1 and spec.rollout_id == "train/00001/000/01" else 1.0
 
-    sink, o = MemorySink(), options(staleness=0, total=3, deadline_s=20.0, grace_s=30.0)
+    sink, o = MemorySink(), options(max_staleness=0, total=3, group_deadline_s=20.0, group_grace_s=30.0)
     async with collector(Versions(fate, delay_s=delay), sink, o).open() as c:
         batch = await c.next_batch()
     assert now() == pytest.approx(19.0 + 1.0 + 49.0)
@@ -388,7 +388,7 @@ async def test_a_group_goes_on_without_who_is_undecided_after_its_grace() -> Non
         return math.inf if spec.rollout_id == "train/00001/000/01" else 1.0
 
     attempts, sink = Versions(lambda s: 1.0, delay_s=delay), MemorySink()
-    o = options(deadline_s=20.0, grace_s=30.0, total=3)
+    o = options(group_deadline_s=20.0, group_grace_s=30.0, total=3)
     async with collector(attempts, sink, o).open() as c:
         batch = await c.next_batch()
     assert now() == pytest.approx(50.0)
@@ -401,7 +401,7 @@ async def test_a_group_goes_on_without_who_is_undecided_after_its_grace() -> Non
 async def test_groups_that_never_fill_end_the_run_with_their_cause() -> None:
     attempts, sink = Versions(lambda s: 1.0, delay_s=lambda s: math.inf), MemorySink()
     with pytest.raises(SandboxError, match="the last: train/.*: timeout: the attempt did not"):
-        async with collector(attempts, sink, options(deadline_s=20.0, grace_s=30.0)).open() as c:
+        async with collector(attempts, sink, options(group_deadline_s=20.0, group_grace_s=30.0)).open() as c:
             await c.next_batch()
     assert now() == pytest.approx(50.0)
     assert attempts.running == 0
@@ -414,7 +414,7 @@ async def test_a_group_of_which_nobody_was_decided_is_replaced_whatever_the_boun
         return math.inf if draw_of(spec) == 1 else 1.0
 
     sink = MemorySink()
-    o = options(staleness=0, deadline_s=20.0, grace_s=30.0, replace_degenerate=0, total=3)
+    o = options(group_deadline_s=20.0, group_grace_s=30.0, total=3, lookahead=1.0)
     async with collector(Versions(lambda s: 1.0, delay_s=delay), sink, o).open() as c:
         batch = await c.next_batch()
     assert [g.id for g in batch.groups] == ["train/00001/000", "train/00001/002", "train/00002/000"]
@@ -430,7 +430,8 @@ async def starve(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="insitu.collect")
     attempts = Versions(lambda s: 1.0, delay_s=lambda s: math.inf)
     with pytest.raises(TrainError, match=r"for 100 s: 12 rollouts run, 0 wait for a worker, 0 of 6 groups"):
-        async with collector(attempts, MemorySink(), options(deadline_s=50.0), warn=said.append).open() as c:
+        o = options(group_deadline_s=50.0)
+        async with collector(attempts, MemorySink(), o, warn=said.append).open() as c:
             await c.next_batch()
     assert now() == pytest.approx(100.0)
     assert [line.split(" for groups")[0] for line in said] == ["the trainer has waited 30 s"]
@@ -442,7 +443,7 @@ async def starve(caplog: pytest.LogCaptureFixture) -> None:
 @virtual
 async def test_a_wait_in_which_rollouts_end_is_no_starvation() -> None:
     attempts = Versions(lambda s: 1.0, delay_s=lambda s: 90.0 * (1 + draw_of(s)))
-    async with collector(attempts, MemorySink(), options(staleness=0)).open() as c:
+    async with collector(attempts, MemorySink(), options(max_staleness=0)).open() as c:
         await c.next_batch()
     assert now() == pytest.approx(270.0)
 
@@ -450,12 +451,12 @@ async def test_a_wait_in_which_rollouts_end_is_no_starvation() -> None:
 @virtual
 async def test_no_task_seems_to_be_stuck_in_its_own_time() -> None:
     """Tasks of 1000 s, each rollout takes 900: the limit of 100 s is not theirs, twice their own is."""
-    sink, o = MemorySink(), options(staleness=0, total=3)
+    sink, o = MemorySink(), options(max_staleness=0, total=3)
     async with collector(Versions(lambda s: 1.0, delay_s=lambda s: 900.0), sink, o).open() as c:
         assert len((await c.next_batch()).groups) == 3
     stuck = Versions(lambda s: 1.0, delay_s=lambda s: math.inf)
     with pytest.raises(TrainError, match="for 2000 s: 6 rollouts run"):
-        async with collector(stuck, MemorySink(), replace(o, grace_s=math.inf)).open() as c:
+        async with collector(stuck, MemorySink(), o.changed(group_grace_s=1e9)).open() as c:
             await c.next_batch()
 
 
@@ -540,14 +541,14 @@ def test_every_planned_rollout_has_one_fate_and_no_batch_is_older_than_the_bound
         chances = Chances(seed=seed, failed=0.1, solved=0.8)
         attempts = SimulatedAttempts(10, chances, lambda: version[0])
         o = options(
-            staleness=1,
+            max_staleness=1,
             total=45,
-            replace_degenerate=2,
-            deadline_s=6.0,
+            replace_degenerate=2 / 3,
+            group_deadline_s=6.0,
             late_groups=late_groups,
             stall_timeout_s=1e4,
         )
-        o = replace(o, members=replace(o.members, attempts=3))
+        o = o.changed(attempts=3)
         trained: list[str] = []
 
         def use(group: Group) -> str:

@@ -17,7 +17,7 @@ Fate = Callable[[AttemptSpec], float | str]
 
 
 class FakeAttempts:
-    """Implements collect.dispatcher.Runner."""
+    """Implements collect.options.AttemptRunner."""
 
     def __init__(self, fate: Fate, *, delay_s: Callable[[AttemptSpec], float] = lambda spec: 0.0) -> None:
         self.specs: list[AttemptSpec] = []

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from insitu.collect.dispatcher import Slot
+from insitu.collect.options import Slot
 from insitu.errors import RecordError
 from insitu.types import Rollout
 
 
 class MemorySink:
-    """Implements collect.collector.GroupSink."""
+    """Implements collect.options.Sink."""
 
     def __init__(self) -> None:
         self.planned: dict[str, int] = {}

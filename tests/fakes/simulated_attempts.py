@@ -36,7 +36,7 @@ class Chances:
 
 
 class SimulatedAttempts:
-    """Implements collect.dispatcher.Runner. `version` is what a sampler would be at now."""
+    """Implements collect.options.AttemptRunner. `version` is what a sampler would be at now."""
 
     def __init__(self, workers: int, chances: Chances, version: Callable[[], int]) -> None:
         self._permits = asyncio.Semaphore(workers)

@@ -14,7 +14,7 @@ import pytest
 from helpers_record import make_rollout
 
 from insitu import failpoint
-from insitu.collect.dispatcher import Slot
+from insitu.collect.options import Slot
 from insitu.errors import RecordError
 from insitu.storage.attempts import ENDS
 from insitu.storage.lifecycle import REASONS, STATES, Reason

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,14 @@ from typing import Any
 import pytest
 
 from insitu.attempt import AttemptSpec
+from insitu.collect.breaker import Breaker
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, RecordError
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.tasks.toy import ToySource
 from insitu.training.alarms.infra import InfraFailureRate
-from insitu.training.batch_source import Batches, async_options, collect_options, left_before, open_ahead
+from insitu.training.batch_source import Batches, collect_options, left_before, open_batches
 from insitu.training.loop import check_steps
 from insitu.training.plan.step import PlanConfig, plan_step, use_of
 from insitu.training.step_metrics import ahead_summary
@@ -66,8 +66,8 @@ class Run:
             chances = Chances(seed=self.seed, failed=0.1, solved=0.6)
             attempts = SimulatedAttempts(6, chances, lambda: self.version)
             sink = StoreSink(store, InfraFailureRate(0.0))
-            ahead = open_ahead(
-                self.c, store, SOURCE, attempts, sink, Quiet(),
+            ahead = open_batches(
+                self.c, store, SOURCE, attempts, sink, Quiet(), Breaker(20),
                 check=fine, warn=lambda line: None, version=self.version,
             )  # fmt: skip
             async with ahead as batches:
@@ -77,7 +77,7 @@ class Run:
                         await self._step(step, batches, store)
 
     async def _step(self, step: int, batches: Batches, store: Store) -> None:
-        groups, told = await batches.next(step)
+        groups, told = await batches.next()
         self.told.append(told)
         plan = plan_step(groups, PlanConfig.of(self.c))
         store.assign(step, [r.id for g in groups for r in g.rollouts if r.reward is not None])
@@ -168,10 +168,10 @@ def test_keys_that_mean_nothing_are_refused() -> None:
 
 
 def test_a_try_that_hangs_has_an_end_in_every_kind_of_run() -> None:
-    found = async_options(load_config(None, ["collect.max_staleness=1", "collect.group_grace_s=9"]))
-    assert (found.deadline_s, found.grace_s) == (math.inf, 9.0)
-    members = collect_options(load_config(None, ["limits.wall_s=5000"]))
-    assert (members.grace_s, members.stall_timeout_s) == (600.0, 10000.0)
+    found = collect_options(load_config(None, ["collect.max_staleness=1", "collect.group_grace_s=9"]))
+    assert (found.group_deadline_s, found.group_grace_s) == (0.0, 9.0)
+    found = collect_options(load_config(None, ["limits.wall_s=5000"]))
+    assert (found.group_grace_s, found.stall_timeout_s) == (600.0, 10000.0)
 
 
 def test_of_a_group_thinned_by_its_time_nobody_is_said_to_have_failed() -> None:

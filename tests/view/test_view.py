@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from insitu.collect.dispatcher import Slot
+from insitu.collect.options import Slot
 from insitu.config import load_config
 from insitu.errors import RecordError
 from insitu.storage.run_dir import RunDir

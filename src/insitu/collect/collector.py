@@ -1,4 +1,4 @@
-"""Sample groups while the trainer trains, never further ahead than the staleness bound allows.
+"""Collect groups: a list of tasks, or for the trainer, no further ahead than the staleness bound allows.
 
     supply(n) -> draw -> members run -> group -> ready --window--> next_batch -> trainer
                   ^                       |                                        |
@@ -7,6 +7,9 @@
 Every planned rollout reaches the sink once: decided (`put`) or given up (`discard`); a group that is dropped
 after its members were decided is discarded too. A dropped group is replaced by a new draw. Cancelling a
 member cancels agent, sandbox and engine requests through the runner.
+
+With max_staleness = 0 groups are drawn when a batch is requested and none is replaced, so a batch depends on
+nothing but the seed: a run of a scripted agent is reproducible bit for bit.
 """
 
 from __future__ import annotations
@@ -14,32 +17,36 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from insitu.agents.base import AwayTime, no_time
-from insitu.attempt import AttemptSpec
+from insitu.attempt import NOTHING_SAMPLED, AttemptSpec
 from insitu.backoff import backoff_s
 from insitu.collect.breaker import Breaker
-from insitu.collect.dispatcher import (
+from insitu.collect.options import (
     AttemptRunner,
     Check,
+    CollectOptions,
+    RejectReason,
     RolloutObserver,
-    Slot,
+    Sink,
+    TaskSupply,
+    accept_all,
     limit_s,
     nothing_to_check,
 )
-from insitu.collect.options import AsyncOptions, GroupSink, RejectReason, ResumeState, TaskSupply, accept_all
 from insitu.collect.pending_group import (
     PendingGroup,
     PendingRollout,
     ResumedGroup,
+    ResumeState,
     describe_pending,
     new_pending_group,
 )
 from insitu.collect.staleness import leaves_room, places, slack, too_old, window
-from insitu.collect.starvation import Starvation
+from insitu.collect.starvation import MARKS_S, Starvation
 from insitu.collect.stats import CollectedBatch, CollectStats
-from insitu.collect.timeouts import AttemptDeadline
+from insitu.collect.timeouts import AttemptDeadline, timed_out
 from insitu.errors import first_error
 from insitu.types import Group, Rollout, Status
 
@@ -60,15 +67,15 @@ class _State:
 
 
 class Collector:
-    """Asynchronous collector; use it inside `open`."""
+    """Fills groups; use it inside `open`."""
 
     def __init__(
         self,
         attempts: AttemptRunner,
-        sink: GroupSink,
+        sink: Sink,
         watcher: RolloutObserver,
         breaker: Breaker,
-        options: AsyncOptions,
+        options: CollectOptions,
         supply: TaskSupply,
         *,
         reject_reason: RejectReason = accept_all,
@@ -87,6 +94,8 @@ class Collector:
             warn,
         )
         self._resume = resume or ResumeState()
+        self._replacements = round(options.replace_degenerate * options.groups) * bool(options.max_staleness)
+        """Rejected groups that are replaced per version; further ones are delivered as they are."""
         self._state = _State(version, self._resume.next_draw, self._resume.delivered)
         self._live = asyncio.Event()
         """Cleared while new weights are being published: no attempt starts with old ones then."""
@@ -106,7 +115,8 @@ class Collector:
                 self._live.set()
                 for resumed in self._resume.draws:
                     self._draw(resumed.number, resumed)
-                self._admit()
+                if self._options.max_staleness:
+                    self._admit()
                 try:
                     yield self
                 finally:
@@ -119,15 +129,18 @@ class Collector:
     # ------------------------------------------------------------------ the trainer's side
 
     async def next_batch(self) -> CollectedBatch:
-        """Return the next P groups, the oldest ready ones first; fewer only at the end of the run.
+        """Return the next P groups, the oldest ready ones, in order of their draws; fewer only at the end.
 
         Raises TrainError when the stall timeout is over.
         """
-        now, state = self._clock(), self._state
+        now, state, o = self._clock(), self._state, self._options
         batch: list[PendingGroup] = []
-        self._starving = Starvation(now, self._options.stall_timeout_s, self._warn)
-        while len(batch) < self._options.groups and state.active:
-            pending = self._eligible(self._options.groups - len(batch))
+        self._admit()
+        # A synchronous batch has to be waited for: only one that stalls is a fault.
+        marks = MARKS_S if o.max_staleness else ()
+        self._starving = Starvation(now, o.stall_timeout_s, self._warn, marks)
+        while len(batch) < o.groups and state.active:
+            pending = self._eligible(o.groups - len(batch))
             if pending is None:
                 self._skip_retries()
                 await self._until_news(self._starving)
@@ -139,7 +152,7 @@ class Collector:
         self._starving = None
         running = sum(pending.group is None for pending in state.active.values())
         return self._tally.batch(
-            batch,
+            sorted(batch, key=lambda pending: pending.number),
             state.version,
             waited_s=self._clock() - now,
             running=running,
@@ -156,7 +169,8 @@ class Collector:
         self._state.version, self._state.taken, self._state.replaced = version, 0, 0
         self._expire(version)
         self._live.set()
-        self._admit()
+        if self._options.max_staleness:
+            self._admit()
 
     # ------------------------------------------------------------------ admission
 
@@ -165,22 +179,20 @@ class Collector:
         o, state = self._options, self._state
         while (
             self._live.is_set()
-            and len(state.active) + state.taken < places(o.groups, o.staleness)
+            and len(state.active) + state.taken < places(o.groups, o.max_staleness)
             and len(state.active) + state.delivered < o.total
         ):
             state.next_draw += 1
             self._draw(state.next_draw - 1)
 
     def _draw(self, number: int, resumed: ResumedGroup | None = None) -> None:
-        o = self._options
-        step, group = 1 + number // o.groups, number % o.groups
-        slots = [Slot(phase="train", step=step, group=group, slot=s) for s in range(o.members.group_size)]
+        slots = self._options.slots(number)
         task = self._supply(number) if resumed is None else resumed.task
         pending = new_pending_group(number, task, slots, self._state.version, resumed)
         if resumed is None:
             self._sink.plan(slots, task.id, self._state.version)
             self._tally.drawn += 1
-        elif too_old(pending.oldest, self._state.version, o.staleness):
+        elif too_old(pending.oldest, self._state.version, self._options.max_staleness):
             self._drop(pending, "stale")
             return
         self._state.active[number] = pending
@@ -193,8 +205,8 @@ class Collector:
         an older group will need.
         """
         o, active, version = self._options, self._state.active, self._state.version
-        ends = next(iter(active)) + window(o.lookahead, o.groups, o.staleness)
-        slacks = [slack(pending.oldest, version, o.staleness) for pending in active.values()]
+        ends = next(iter(active)) + window(o.lookahead, o.groups, o.max_staleness)
+        slacks = [slack(pending.oldest, version, o.max_staleness) for pending in active.values()]
         for pending, own in zip(active.values(), slacks, strict=True):
             if pending.group is None or pending.number >= ends:
                 continue
@@ -206,13 +218,13 @@ class Collector:
         """Skip retries of groups that no later batch can train (late_groups = "skip")."""
         o, version = self._options, self._state.version
         for pending in self._state.active.values() if o.late_groups == "skip" else ():
-            if pending.group is None and slack(pending.oldest, version, o.staleness) <= 0:
+            if pending.group is None and slack(pending.oldest, version, o.max_staleness) <= 0:
                 pending.skip_retries(o.group_min)
 
     def _expire(self, version: int) -> None:
         """Drop groups that would be too old even for the next batch."""
         for pending in list(self._state.active.values()):
-            if too_old(pending.oldest, version, self._options.staleness):
+            if too_old(pending.oldest, version, self._options.max_staleness):
                 self._cancel_group(pending, "stale")
 
     def _cancel_group(self, pending: PendingGroup, reason: str) -> None:
@@ -250,7 +262,7 @@ class Collector:
         """Finish a group whose members are all decided or given up."""
         pending.group = Group(id=pending.id, task_id=pending.task.id, rollouts=tuple(pending.decided))
         reason = self._reject_reason(pending.group) if pending.decided else "deadline"
-        if reason and (self._state.replaced < self._options.replace_degenerate or not pending.decided):
+        if reason and (self._state.replaced < self._replacements or not pending.decided):
             self._state.replaced += 1
             self._cancel_group(pending, reason)
             self._admit()
@@ -266,9 +278,9 @@ class Collector:
 
     async def _decide(self, pending: PendingGroup, member: PendingRollout) -> None:
         o = self._options
-        for attempt in range(o.members.attempts):
+        for attempt in range(o.attempts):
             if attempt:
-                await asyncio.sleep(backoff_s(attempt, o.members.pause_s))
+                await asyncio.sleep(backoff_s(attempt, o.pause_s))
             try:
                 rollout = await self._attempt(pending, member)
             except TimeoutError:
@@ -286,8 +298,8 @@ class Collector:
             member.failed = True
             self._news.set()
         self._sink.put(member.slot, rollout)
-        member.decide(rollout)
         self._finished(rollout)
+        member.decide(rollout if o.whole else replace(rollout, trajectory=NOTHING_SAMPLED, changed={}))
 
     def _give_up(self, member: PendingRollout) -> None:
         """Continue the group without this member."""
@@ -302,24 +314,30 @@ class Collector:
         Raises TimeoutError when it hangs, CancelledError even if the runner answers its cancellation with a
         rollout.
         """
-        o, task = self._options, pending.bounded(self._options.deadline_s)
+        o, task = self._options, pending.bounded(self._options.group_deadline_s)
+        limit = limit_s(task, o.group_grace_s)
         member.tried += 1
         spec = AttemptSpec(
             rollout_id=member.slot.rollout_id,
             task=task,
-            seed=o.members.seed,
+            seed=o.seed,
             attempt=member.tried,
-            temperature=o.members.temperature,
+            temperature=o.temperature,
+            evaluation=o.phase != "train",
         )
+        partial: list[Rollout] = []
 
         def on_start(away_s: AwayTime = no_time, /) -> None:
             member.begin(self._clock(), self._state.version)
             self._sink.start(spec.rollout_id, spec.attempt, self._state.version)
             self._watcher.rollout_started(spec.rollout_id)
             self._moved()
-            deadline.start(limit_s(task, o.grace_s), away_s)
+            deadline.start(limit, away_s)
 
         def on_cancelled(rollout: Rollout) -> None:
+            partial.append(rollout)
+            if deadline.expired() and not o.max_staleness:
+                return  # repeated below
             # unused: the whole run ends, and a resumed run repeats the attempt
             reason = pending.drop_reason or ("deadline" if deadline.expired() or member.skipped else "unused")
             if reason != "unused" or member.running_since is not None:
@@ -333,8 +351,11 @@ class Collector:
                     on_cancelled(rollout)
                     raise asyncio.CancelledError
         except (asyncio.CancelledError, TimeoutError):
-            self._tally.lost(member.end(self._clock()))
-            raise
+            # No later batch is delayed by a synchronous one: an attempt that hangs is repeated there.
+            if not (deadline.expired() and partial) or o.max_staleness:
+                self._tally.lost(member.end(self._clock()))
+                raise
+            rollout = timed_out(partial[0], limit)
         seconds = member.end(self._clock())
         if rollout.status is Status.INFRA_FAILED:
             self._tally.lost(seconds)
@@ -345,7 +366,7 @@ class Collector:
     # ------------------------------------------------------------------ waiting
 
     async def _until_news(self, starving: Starvation) -> None:
-        deadline_s, drafts = self._options.deadline_s, self._state.active.values()
+        deadline_s, drafts = self._options.group_deadline_s, self._state.active.values()
         walls = [pending.bounded(deadline_s).limits.wall_s for pending in drafts if pending.group is None]
         starving.allow(2 * max(walls, default=0.0))
         self._news.clear()

@@ -1,29 +1,40 @@
-"""Options and protocols of the collector, and the state that an earlier process left."""
+"""Options of the collector, and the protocols of what it works with."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from insitu.collect.dispatcher import CollectOptions, Slot
-from insitu.collect.pending_group import ResumedGroup
+from insitu.attempt import AttemptSpec, OnStart, ignore_cancelled, no_wait
+from insitu.config.base import Count
+from insitu.config.training import CollectKeys
 from insitu.types import Group, Rollout, Task
 
-LateGroups = Literal["wait", "skip", "cancel"]
-"""What a batch does about a late group.
-
-wait: it waits. skip: it waits, but not for retries after infrastructure failures; those rollouts are missing
-from their group. cancel: it takes younger groups, and the late one is dropped at the next version.
-"""
+Phase = Literal["train", "eval_before", "eval_during", "eval_after", "rollout"]
+"""rollout = attempts of `insitu rollout`, without training."""
 
 
-class GroupSink(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Position of a rollout in a run."""
+
+    phase: Phase
+    step: int
+    group: int
+    slot: int
+
+    @property
+    def rollout_id(self) -> str:
+        """Id that sorts in time order and survives a resume: random streams and minted ids depend on it."""
+        return f"{self.phase}/{self.step:05d}/{self.group:03d}/{self.slot:02d}"
+
+
+class Sink(Protocol):
     """Storage for everything that is planned; durable before a call returns."""
 
     def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
-        """Record a draw: its rollouts exist from now on."""
+        """Record a draw: its rollouts exist from now on. Repeated after a resume by `collect_groups`."""
 
     def start(self, rollout_id: str, attempt: int, version: int) -> None:
         """Record that an attempt has got its worker."""
@@ -44,31 +55,82 @@ class GroupSink(Protocol):
         """Record why rollouts are not trained: stale, degenerate, truncated, deadline or infra."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncOptions:
-    """Bounds on staleness and on the duration of a group."""
+class ResumableSink(Sink, Protocol):
+    """Sink that returns what earlier processes stored of a phase."""
 
-    members: CollectOptions
-    groups: int
+    def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
+        """Return the rollouts already decided for a step, by rollout id.
+
+        A rollout that only failed because of the infrastructure is left out while it can be retried.
+        """
+
+    def tried(self, phase: Phase, step: int) -> Mapping[str, int]:
+        """Return the number of the last known attempt by rollout id, for a step."""
+
+
+class RolloutObserver(Protocol):
+    """Observer of rollouts (the view); must not raise and must not block."""
+
+    def rollout_started(self, rollout_id: str) -> None: ...
+
+    def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None: ...
+
+
+class AttemptRunner(Protocol):
+    """Runs one attempt: `attempt.AttemptExecutor`, or a fake."""
+
+    async def run(
+        self,
+        spec: AttemptSpec,
+        on_start: OnStart,
+        on_cancelled: Callable[[Rollout], None] = ignore_cancelled,
+        ready: Callable[[], Awaitable[object]] = no_wait,
+    ) -> Rollout:
+        """Run one attempt.
+
+        `ready` is awaited when a worker is available; nothing is awaited between it and `on_start`, which
+        gets the engine downtime where that is known. `on_cancelled` is called with the partial rollout when
+        the coroutine was cancelled and everything that ran for the attempt has ended.
+        """
+
+
+Check = Callable[[], Awaitable[None]]
+"""Called after a failed attempt; raises when no attempt can succeed any more."""
+
+
+async def nothing_to_check() -> None:
+    """No-op check."""
+
+
+class CollectOptions(CollectKeys):
+    """Options of the collector; the keys of [collect] and where its groups belong."""
+
+    seed: int
+    group_size: Count = 8
+    group_min: Count = 2
+    groups: Count = 1
     """P: groups per batch."""
-    staleness: int
-    """S: versions that a trained token may be behind the trainer."""
-    total: int
+    total: int = 0
     """Groups to deliver in the whole run, including those of earlier processes."""
-    lookahead: float = 0.3
-    """Share of the places, from the oldest group on, that a batch may choose from."""
-    late_groups: LateGroups = "wait"
-    """What happens to a group that is not ready in the last batch that could train it."""
-    group_min: int = 2
-    """late_groups = skip: least number of graded rollouts in a group."""
-    deadline_s: float = math.inf
-    """Seconds from the start of an attempt until its agent is stopped and graded, if less than wall_s."""
-    grace_s: float = 300.0
-    """Further seconds for sealing and grading; after that the group continues without the rollout."""
-    replace_degenerate: int = 0
-    """Rejected groups that are replaced per version; further ones are delivered as they are."""
-    stall_timeout_s: float = 3600.0
-    """Seconds without progress while the trainer waits after which the run ends; at least twice wall_s."""
+    phase: Phase = "train"
+    first_step: int = 1
+    """Step of the first batch."""
+    temperature: float = 1.0
+    pause_s: float = 0.5
+    """Backoff before the second attempt; doubled for each further one."""
+    whole: bool = True
+    """False: returned rollouts contain no tokens and no files (the sink has them), to save memory."""
+
+    def slots(self, number: int) -> list[Slot]:
+        """Return the slots of a draw, counted from 0."""
+        step, group = self.first_step + number // self.groups, number % self.groups
+        return [Slot(phase=self.phase, step=step, group=group, slot=s) for s in range(self.group_size)]
+
+
+def limit_s(task: Task, grace_s: float) -> float:
+    """Return the seconds from an attempt's start until it must be decided, without engine downtime."""
+    # A grading may take its own timeout, and be repeated once.
+    return task.limits.wall_s + max(grace_s, 2 * task.grading.timeout_s)
 
 
 TaskSupply = Callable[[int], Task]
@@ -80,14 +142,3 @@ RejectReason = Callable[[Group], str]
 def accept_all(group: Group) -> str:
     """Accept every group."""
     return ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeState:
-    """State left by an earlier process."""
-
-    draws: Sequence[ResumedGroup] = ()
-    """Neither trained nor discarded, in order."""
-    next_draw: int = 0
-    delivered: int = 0
-    """Groups trained in committed steps."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from insitu.collect.dispatcher import Slot
+from insitu.collect.options import Slot
 from insitu.collect.staleness import oldest_version
 from insitu.types import Group, Rollout, Status, Task
 
@@ -23,6 +23,17 @@ class ResumedGroup:
     """Members discarded at the group's deadline."""
     tried: Mapping[str, int] = field(default_factory=dict)
     """Rollout id -> number of its last known attempt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeState:
+    """State left by an earlier process."""
+
+    draws: Sequence[ResumedGroup] = ()
+    """Neither trained nor discarded, in order."""
+    next_draw: int = 0
+    delivered: int = 0
+    """Groups trained in committed steps."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -117,10 +128,10 @@ class PendingGroup:
                 member.deciding.cancel()
 
     def bounded(self, deadline_s: float) -> Task:
-        """Return the task with the deadline as its wall limit: the agent is stopped then and graded."""
+        """Return the task with the deadline, if any, as its wall limit; the agent is graded then."""
         # A retry has as much time as the first attempt, or it would be graded for a failure of the host.
         limits = self.task.limits
-        if deadline_s >= limits.wall_s:
+        if not 0 < deadline_s < limits.wall_s:
             return self.task
         return replace(self.task, limits=limits.changed(wall_s=deadline_s))
 

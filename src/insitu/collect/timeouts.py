@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 from insitu.agents.base import AwayTime, no_time
+from insitu.capture.ledger import reassign
+from insitu.types import Rollout
 
 RECHECK_S = 1.0
 """Least seconds between two checks: while the engine is down each check finds a little more downtime."""
@@ -50,3 +53,13 @@ class AttemptDeadline:
             self._check_timer = self._loop.call_at(max(ends, now + RECHECK_S), self._check)
         else:
             self._timer.reschedule(now)
+
+
+def timed_out(partial: Rollout, limit: float) -> Rollout:
+    """Return a cancelled attempt as an infrastructure failure."""
+    sampled = partial.trajectory
+    return replace(
+        partial,
+        trajectory=replace(sampled, ledger=reassign(sampled.ledger, "infra")),
+        error=f"timeout: the attempt did not finish within {limit:.0f} s",
+    )

@@ -32,8 +32,8 @@ HIGHEST_W: Mapping[str, float] = {"tis": 2.0, "mask": 3.0, "icepop": 5.0}
 """Per correction, the bound that correction_high = 0 stands for."""
 
 
-class CollectTable(Table):
-    """Groups of rollouts."""
+class CollectKeys(Keys):
+    """The collector: groups of rollouts, their retries and deadlines."""
 
     group_size: Annotated[int, Field(ge=2)] = 8
     """Rollouts per task."""
@@ -41,16 +41,6 @@ class CollectTable(Table):
     """Attempts per rollout; only infrastructure failures are retried."""
     group_min: Annotated[int, Field(ge=2)] = 2
     """Least graded rollouts of a group; a smaller group is not trained."""
-    infra_failure_alarm: Fraction = 0.1
-    """Warn when this share of a step's attempts fails because of the infrastructure; 0 = never."""
-    tamper_alarm: Fraction = 0.1
-    """Warn when this share of a step's verdicts is tampered; 0 = never."""
-    reward_alarm: Fraction = 0.4
-    """Warn when a step's mean reward exceeds the mean of the 8 before by this much; 0 = never."""
-    excluded_tokens_alarm: Fraction = 0.2
-    """The same for the share of sampled tokens excluded because of agent behaviour; 0 = never."""
-    max_consecutive_failures: Count = 20
-    """Consecutive infrastructure failures after which the run stops with the last cause."""
     max_staleness: CountOrZero = 0
     """Versions a trained token may be behind the trainer; rollouts run while it trains. 0 = synchronous."""
     lookahead: Annotated[float, Field(gt=0, le=1), _AHEAD] = 0.3
@@ -65,6 +55,21 @@ class CollectTable(Table):
     """Groups with equal rewards replaced per step, as a share of groups_per_step."""
     stall_timeout_s: Seconds = 3600.0
     """Seconds without a rollout starting or ending after which the run stops; at least twice wall_s."""
+
+
+class CollectTable(CollectKeys, Table):
+    """Groups of rollouts."""
+
+    infra_failure_alarm: Fraction = 0.1
+    """Warn when this share of a step's attempts fails because of the infrastructure; 0 = never."""
+    tamper_alarm: Fraction = 0.1
+    """Warn when this share of a step's verdicts is tampered; 0 = never."""
+    reward_alarm: Fraction = 0.4
+    """Warn when a step's mean reward exceeds the mean of the 8 before by this much; 0 = never."""
+    excluded_tokens_alarm: Fraction = 0.2
+    """The same for the share of sampled tokens excluded because of agent behaviour; 0 = never."""
+    max_consecutive_failures: Count = 20
+    """Consecutive infrastructure failures after which the run stops with the last cause."""
 
 
 class LossConfig(Keys):

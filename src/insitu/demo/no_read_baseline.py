@@ -20,7 +20,8 @@ from pathlib import Path
 from insitu.attempt import AttemptExecutor
 from insitu.chat.load import load_renderer
 from insitu.collect.breaker import Breaker
-from insitu.collect.dispatcher import CollectOptions, Dispatcher, Phase, Slot
+from insitu.collect.groups import collect_groups
+from insitu.collect.options import CollectOptions, Phase, Slot
 from insitu.config import Config, demo_preset, load_config, model_folder
 from insitu.demo.demonstrator import FINAL, Habits, Step, edit, guess
 from insitu.demo.make_warm_start import Demonstrator
@@ -59,6 +60,10 @@ class _NullSink:
 
     def attempted(self, slot: Slot, rollout: Rollout) -> None: ...
 
+    def cancelled(self, slot: Slot, rollout: Rollout, reason: str) -> None: ...
+
+    def discard(self, rollout_ids: Sequence[str], reason: str) -> None: ...
+
     def held(self, phase: Phase, step: int) -> dict[str, Rollout]:
         return {}
 
@@ -85,9 +90,8 @@ async def measure(config: Config, tasks: int, *, anchor: bool = False) -> dict[s
             attempts = AttemptExecutor(
                 agents.gateway, agents.workers, make_judge(config, agents.backend, source)
             )
-            options = CollectOptions(seed=0, group_size=1)
-            dispatcher = Dispatcher(attempts, sink, sink, Breaker(), options)
-            groups = await dispatcher.collect("eval_before", 0, chosen)
+            options = CollectOptions(seed=0, group_size=1, phase="eval_before", first_step=0)
+            groups = await collect_groups(attempts, sink, sink, Breaker(), options, chosen)
     found: dict[str, list[float]] = {}
     for group in groups:
         for rollout in group.rollouts:

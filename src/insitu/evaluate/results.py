@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from insitu.attempt import NOTHING_SAMPLED
-from insitu.collect.dispatcher import Phase, Slot
+from insitu.collect.options import Phase, Slot
 from insitu.errors import RecordError
 from insitu.storage.store import Store
 from insitu.storage.summaries import RolloutSummary
@@ -20,7 +20,7 @@ CLOCK_S = 5.0
 
 
 class ResultSink:
-    """Sink of the dispatcher that writes to the run's store."""
+    """Implements collect.options.ResumableSink over the run's store."""
 
     def __init__(self, store: Store, clock: WallClock, note: Callable[[str], None]) -> None:
         self._store, self._clock, self._note = store, clock, note
@@ -43,6 +43,12 @@ class ResultSink:
         self._note(
             f"{rollout.task_id} {slot.slot}: attempt {rollout.attempt} could not be graded: {rollout.error}"
         )
+
+    def cancelled(self, slot: Slot, rollout: Rollout, reason: str) -> None:
+        """See `plan`."""
+
+    def discard(self, rollout_ids: Sequence[str], reason: str) -> None:
+        """See `plan`."""
 
     def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
         """Return the stored rollouts except infrastructure failures, which are repeated."""

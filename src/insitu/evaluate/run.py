@@ -1,6 +1,6 @@
 """`insitu rollout`: graded rollouts of many tasks without training, on any engine, resumable.
 
-    source -> Dispatcher -> AttemptExecutor (gateway, sandboxes, judge) -> store -> report
+    source -> collect_groups -> AttemptExecutor (gateway, sandboxes, judge) -> store -> report
 
 With a provider (`upstream`) the gateway forwards calls and stores their text; with engines it samples tokens.
 Stored rollouts are not repeated after a kill. Does not import torch.
@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from insitu.agents.base import model_name
-from insitu.attempt import AttemptExecutor, Judge
+from insitu.attempt import AttemptExecutor
 from insitu.collect.breaker import Breaker
-from insitu.collect.dispatcher import CollectOptions, Dispatcher
+from insitu.collect.groups import collect_groups
+from insitu.collect.options import CollectOptions
 from insitu.config import Config
 from insitu.errors import ConfigError, RecordError
 from insitu.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, count_missing
@@ -144,32 +145,6 @@ def _check_kind(store: Store, resumed: bool, path: Path) -> None:
     store.set_meta(KIND, ROLLOUT)
 
 
-def _dispatcher(
-    run: RunDir, stage: RolloutStage, judge: Judge, sink: ResultSink, view: TrainingObserver
-) -> Dispatcher:
-    c = run.config
-    attempts = AttemptExecutor(
-        stage.gateway,
-        stage.crew.workers,
-        judge,
-        keep_log=AgentLogs(run.logs).keep,
-        keep_artifacts=AgentArtifacts(run.artifacts).keep,
-        keep_calls=HostCallLog(run.host_calls).keep,
-        model=model_name(c),
-    )
-    options = CollectOptions(
-        seed=c.run.seed,
-        group_size=c.rollout.per_task,
-        attempts=c.collect.attempts,
-        temperature=c.engine.temperature,
-        whole=False,
-        grace_s=c.collect.group_grace_s,
-        # A rollout must not be reported as stalled before its own timeout.
-        stall_timeout_s=max(c.collect.stall_timeout_s, 2 * c.limits.wall_s),
-    )
-    return Dispatcher(attempts, sink, view, Breaker(), options, check=stage.check)
-
-
 async def collect_rollouts(
     config: Config, view: TrainingObserver, options: RolloutOptions
 ) -> Mapping[str, Any]:
@@ -242,7 +217,27 @@ async def _collect(
     sink = ResultSink(store, clock, view.note)
     judge = make_judge(c, stage.crew.backend, source)
     try:
-        await _dispatcher(run, stage, judge, sink, view).collect(PHASE, STEP, tasks)
+        attempts = AttemptExecutor(
+            stage.gateway,
+            stage.crew.workers,
+            judge,
+            keep_log=AgentLogs(run.logs).keep,
+            keep_artifacts=AgentArtifacts(run.artifacts).keep,
+            keep_calls=HostCallLog(run.host_calls).keep,
+            model=model_name(c),
+        )
+        options = c.collect.pick(
+            CollectOptions,
+            seed=c.run.seed,
+            group_size=c.rollout.per_task,
+            phase=PHASE,
+            first_step=STEP,
+            temperature=c.engine.temperature,
+            whole=False,
+            # A rollout must not be reported as stalled before its own timeout.
+            stall_timeout_s=max(c.collect.stall_timeout_s, 2 * c.limits.wall_s),
+        )
+        await collect_groups(attempts, sink, view, Breaker(), options, tasks, check=stage.check)
     finally:
         await judge.close()
     rewards = [r.reward for r in store.outcomes(PHASE, STEP) if r.reward is not None]

@@ -1,23 +1,18 @@
-"""Where the training loop gets a step's groups: made for the step (S = 0), or ahead of it (S >= 1).
+"""The groups of a training run's steps, from the collector and the run's store.
 
-    SyncBatches:  ask -> dispatcher -> the step's own groups            reproducible bit for bit
-    Ahead:   ask -> collector, at work all the time -> what is ready, at most S versions old
-
-Never imports torch. Called by loop.py.
+With max_staleness = 0 they are drawn for the step, else ahead of it. Never imports torch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
-from insitu.collect.dispatcher import AttemptRunner, Check, CollectOptions, Dispatcher, RolloutObserver
-from insitu.collect.options import AsyncOptions, ResumeState
-from insitu.collect.pending_group import ResumedGroup
+from insitu.collect.options import AttemptRunner, Check, CollectOptions, RolloutObserver
+from insitu.collect.pending_group import ResumedGroup, ResumeState
 from insitu.config import Config
 from insitu.storage.lifecycle import RolloutState
 from insitu.storage.store import Store
@@ -27,52 +22,20 @@ from insitu.training.store_sink import StoreSink
 from insitu.types import Group
 
 
-class Batches(Protocol):
-    """The loop's side."""
+class Batches:
+    """The groups of one step after the other; made by `open_batches`."""
 
-    @property
-    def rollouts(self) -> int:
-        """How many will be decided while a step waits for its groups; 0 = no telling."""
+    def __init__(self, collector: Collector, options: CollectOptions) -> None:
+        self._collector, self._synchronous = collector, not options.max_staleness
+        self.rollouts = options.groups * options.group_size * self._synchronous
+        """Rollouts decided while a step waits for its groups; 0 = unknown."""
 
-    async def next(self, step: int) -> tuple[Sequence[Group], Mapping[str, Any]]:
-        """The groups that this step trains, and what there is to say of how they were collected."""
-
-    def pending(self, version: int) -> None:
-        """The trainer has this version; the engine does not yet."""
-
-    def published(self, version: int) -> None:
-        """The engine samples with it, or the step was skipped and it did all along."""
-
-
-class SyncBatches:
-    """Synchronous: the groups of a step are drawn when it begins."""
-
-    def __init__(self, dispatcher: Dispatcher, source: TaskSource, groups: int, group_size: int) -> None:
-        self._dispatcher, self._source, self._groups = dispatcher, source, groups
-        self.rollouts = groups * group_size
-
-    async def next(self, step: int) -> tuple[Sequence[Group], Mapping[str, Any]]:
-        tasks = self._source.tasks("train", (step - 1) * self._groups, self._groups)
-        return await self._dispatcher.collect("train", step, tasks), {}
-
-    def pending(self, version: int) -> None:
-        """Nothing is under way."""
-
-    def published(self, version: int) -> None:
-        """Nothing waits for it."""
-
-
-class AsyncBatches:
-    """Asynchronous. Made by `open_ahead`."""
-
-    rollouts = 0
-
-    def __init__(self, collector: Collector) -> None:
-        self._collector = collector
-
-    async def next(self, step: int) -> tuple[Sequence[Group], Mapping[str, Any]]:
+    async def next(self) -> tuple[Sequence[Group], Mapping[str, Any]]:
+        """Return the groups that the next step trains, and metrics of their collection."""
         batch = await self._collector.next_batch()
-        told: dict[str, Any] = {
+        if self._synchronous:
+            return batch.groups, {}
+        metrics: dict[str, Any] = {
             "staleness_max": batch.staleness_max,
             "staleness_mean": batch.staleness_mean,
             "waited_s": batch.waited_s,
@@ -84,37 +47,40 @@ class AsyncBatches:
             "groups_ready": batch.ready,
             "rollouts_late": batch.late,
         }
-        told |= {f"groups_{reason}": n for reason, n in sorted(batch.dropped.items())}
-        return batch.groups, told
+        metrics |= {f"groups_{reason}": n for reason, n in sorted(batch.dropped.items())}
+        return batch.groups, metrics
 
     def pending(self, version: int) -> None:
+        """Handle a version that the trainer has and the engine does not have yet."""
         self._collector.version_pending(version)
 
     def published(self, version: int) -> None:
+        """Handle a version that the engine samples with, also the same one after a skipped step."""
         self._collector.version_published(version)
 
 
 @asynccontextmanager
-async def open_ahead(
+async def open_batches(
     config: Config,
     store: Store,
     source: TaskSource,
     attempts: AttemptRunner,
     sink: StoreSink,
     watcher: RolloutObserver,
+    breaker: Breaker,
     *,
     check: Check,
     warn: Callable[[str], None],
     version: int,
-) -> AsyncIterator[AsyncBatches]:
-    """Rollouts are under way inside; at the end of the run nothing of them is left open."""
-    plan = PlanConfig.of(config)
+) -> AsyncIterator[Batches]:
+    """Run the collector inside the context; at its end no rollout is left open."""
+    plan, options = PlanConfig.of(config), collect_options(config)
     collector = Collector(
         attempts,
         sink,
         watcher,
-        Breaker(config.collect.max_consecutive_failures),
-        async_options(config),
+        breaker,
+        options,
         lambda number: source.tasks("train", number, 1)[0],
         reject_reason=lambda group: use_of(group, plan),
         check=check,
@@ -123,39 +89,23 @@ async def open_ahead(
         resume=left_before(store, source, config.tasks.groups_per_step),
     )
     async with collector.open():
-        yield AsyncBatches(collector)
+        yield Batches(collector, options)
     # What a resumed run had more than it needed.
     left = [*store.open_rollouts(), *store.unused_graded()]
     store.discard([state.rollout_id for state in left if state.phase == "train"], "unused")
 
 
 def collect_options(config: Config) -> CollectOptions:
-    return CollectOptions(
+    """Return the collector's options for training."""
+    groups = config.tasks.groups_per_step
+    return config.collect.pick(
+        CollectOptions,
         seed=config.run.seed,
-        group_size=config.collect.group_size,
-        attempts=config.collect.attempts,
-        temperature=config.engine.temperature,
-        grace_s=config.collect.group_grace_s,
-        # no rollout may seem to be stuck before its own limit has passed
-        stall_timeout_s=max(config.collect.stall_timeout_s, 2 * config.limits.wall_s),
-    )
-
-
-def async_options(config: Config) -> AsyncOptions:
-    c = config.collect
-    groups, members = config.tasks.groups_per_step, collect_options(config)
-    return AsyncOptions(
-        members=members,
         groups=groups,
-        staleness=c.max_staleness,
         total=config.run.steps * groups,
-        lookahead=c.lookahead,
-        late_groups=c.late_groups,
-        group_min=c.group_min,
-        deadline_s=c.group_deadline_s or math.inf,
-        grace_s=c.group_grace_s,
-        replace_degenerate=round(c.replace_degenerate * groups),
-        stall_timeout_s=members.stall_timeout_s,
+        temperature=config.engine.temperature,
+        # No rollout may be reported as stalled before its own limit has passed.
+        stall_timeout_s=max(config.collect.stall_timeout_s, 2 * config.limits.wall_s),
     )
 
 

@@ -2,7 +2,7 @@
 
     Batches -> groups -> plan_step -> Learner.step -> checkpoint (rename) -> Store.commit_step -> Publisher
 
-Batches (batches.py) are made for the step, or ahead of it while the one before is trained. Never imports
+Batches (batch_source.py) are made for the step, or ahead of it while the one before is trained. Never imports
 torch: the learner is a child process. What is stored before a crash is used after it, so a resumed
 synchronous run of a scripted agent ends with the same bits. Called by the CLI and the demo.
 """
@@ -13,8 +13,8 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,8 @@ from insitu import failpoint
 from insitu.attempt import AttemptExecutor
 from insitu.capture.ledger import reassign
 from insitu.collect.breaker import Breaker
-from insitu.collect.dispatcher import AttemptRunner, Dispatcher, Phase, RolloutObserver
+from insitu.collect.groups import collect_groups
+from insitu.collect.options import AttemptRunner, Phase, RolloutObserver
 from insitu.config import Config
 from insitu.errors import RecordError
 from insitu.shutdown import run_interruptible
@@ -36,7 +37,7 @@ from insitu.storage.store import Score, Store
 from insitu.training.alarms.collapse import CollapseAlarm
 from insitu.training.alarms.infra import InfraFailureRate
 from insitu.training.alarms.step import StepAlarms, why_untrained
-from insitu.training.batch_source import Batches, SyncBatches, collect_options, open_ahead
+from insitu.training.batch_source import Batches, collect_options, open_batches
 from insitu.training.build import RunParts, assemble, prepare_training
 from insitu.training.options import gaps
 from insitu.training.plan.step import plan_step
@@ -145,15 +146,7 @@ class TrainingLoop:
         self._alarms = StepAlarms(c.collect, masks, committed)
         self._collapse = CollapseAlarm(c.train.collapse_alarm, (step.metrics for step in committed))
         self._sink = StoreSink(store, masks, self._eval_masks)
-        self._dispatcher = Dispatcher(
-            attempts,
-            self._sink,
-            view,
-            Breaker(c.collect.max_consecutive_failures),
-            collect_options(c),
-            check=parts.life.check,
-            version=lambda: parts.engine.receipt.version,
-        )
+        self._breaker = Breaker(c.collect.max_consecutive_failures)
 
     async def run(self) -> Mapping[str, Any]:
         """Everything that is left of the run; returns the summary, but for the time."""
@@ -174,25 +167,21 @@ class TrainingLoop:
         after = await self._evaluate("eval_after", c.run.steps)
         return self._summary(before, after)
 
-    @asynccontextmanager
-    async def _batches(self) -> AsyncIterator[Batches]:
-        """Where steps get their groups from, until the last step."""
-        c, parts = self._run.config, self._parts
-        if not c.collect.max_staleness:
-            yield SyncBatches(self._dispatcher, parts.source, c.tasks.groups_per_step, c.collect.group_size)
-            return
-        async with open_ahead(
-            c,
+    def _batches(self) -> AbstractAsyncContextManager[Batches]:
+        """The groups of the steps that are left."""
+        parts = self._parts
+        return open_batches(
+            self._run.config,
             self._store,
             parts.source,
             self._attempts,
             self._sink,
             self._view,
+            self._breaker,
             check=parts.life.check,
             warn=self._view.note,
             version=parts.learner.version,
-        ) as ahead:
-            yield ahead
+        )
 
     def _evaluated_after(self, step: int) -> bool:
         every = self._run.config.run.eval_every_steps
@@ -213,7 +202,17 @@ class TrainingLoop:
             return ()
         tasks = self._parts.source.tasks("eval", 0, count)
         self._view.stage(_EVAL_NAMES[phase].format(step=step), len(tasks))
-        groups = await self._dispatcher.collect(phase, step, tasks, group_size=1)
+        options = collect_options(self._run.config).changed(phase=phase, first_step=step, group_size=1)
+        groups = await collect_groups(
+            self._attempts,
+            self._sink,
+            self._view,
+            self._breaker,
+            options,
+            tasks,
+            check=self._parts.life.check,
+            version=self._parts.engine.receipt.version,
+        )
         score = score_of(groups)
         self._view.eval_done(_SCORE_NAMES[phase].format(step=step), score)
         masked = self._eval_masks.close_step()
@@ -233,7 +232,7 @@ class TrainingLoop:
         c = self._run.config
         began = time.monotonic()
         self._view.stage(f"step {step} of {c.run.steps}", batches.rollouts)
-        groups, told = await batches.next(step)
+        groups, told = await batches.next()
         collected = time.monotonic()
         graded = [r.id for g in groups for r in g.rollouts if r.status is not Status.INFRA_FAILED]
         plan = plan_step(groups, self._parts.plan_config)

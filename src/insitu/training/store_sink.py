@@ -1,5 +1,5 @@
 """The collectors' sink in a training run: everything goes to the run's store, and tries into the account of
-masks. Callers: the dispatcher (one step at a time) and the collector (ahead of the trainer).
+masks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import cast
 
 from insitu.capture.ledger import reassign
-from insitu.collect.dispatcher import Phase, Slot
+from insitu.collect.options import Phase, Slot
 from insitu.storage.attempts import CANCELLED
 from insitu.storage.lifecycle import Reason
 from insitu.storage.store import Store
@@ -18,7 +18,7 @@ from insitu.types import Rollout, Status
 
 
 class StoreSink:
-    """Implements collect.dispatcher.Sink and collect.collector.GroupSink."""
+    """Implements collect.options.ResumableSink."""
 
     def __init__(
         self, store: Store, masks: InfraFailureRate, eval_masks: InfraFailureRate | None = None

@@ -1,4 +1,4 @@
-"""The dispatcher: every slot decided once, in place, whatever order attempts end in."""
+"""The groups of a list of tasks: every slot decided once, in place, whatever order attempts end in."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 
 from insitu.attempt import AttemptSpec, OnStart, ignore_cancelled, no_wait
 from insitu.collect.breaker import Breaker
-from insitu.collect.dispatcher import Check, CollectOptions, Dispatcher, Phase, Slot
+from insitu.collect.groups import collect_groups
+from insitu.collect.options import Check, CollectOptions, Phase, Slot, nothing_to_check
 from insitu.errors import CaptureError, EngineError, SandboxError, TrainError
 from insitu.tasks.toy import ToySource
-from insitu.types import Limits, Rollout, Status
+from insitu.types import Group, Limits, Rollout, Status, Task
 from tests.fakes.attempts import FakeAttempts, fake_rollout
 from tests.fakes.simulated_attempts import with_tokens
 from tests.fakes.virtual_time import run_virtual
@@ -49,6 +50,11 @@ class Memory:
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
         self.failed.append((rollout.id, rollout.attempt))
 
+    def cancelled(self, slot: Slot, rollout: Rollout, reason: str) -> None: ...
+
+    def discard(self, rollout_ids: Sequence[str], reason: str) -> None:
+        raise AssertionError("a synchronous batch gives no rollout up")
+
     def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
         return dict(self.rollouts)
 
@@ -66,15 +72,17 @@ class Quiet:
         self.finished.append(rollout_id)
 
 
-async def fine() -> None:
-    """Everything that slots rest on is alive."""
-
-
-def dispatcher(
-    attempts: FakeAttempts, sink: Memory, breaker: int = 20, *, pause_s: float = 0.001, check: Check = fine
-) -> Dispatcher:
-    options = CollectOptions(seed=5, group_size=4, attempts=3, pause_s=pause_s)
-    return Dispatcher(attempts, sink, Quiet(), Breaker(breaker), options, check=check)
+async def collected(
+    attempts: FakeAttempts,
+    sink: Memory,
+    tasks: Sequence[Task] = TASKS,
+    breaker: int = 20,
+    *,
+    check: Check = nothing_to_check,
+    **changes: Any,
+) -> Sequence[Group]:
+    options = CollectOptions(**{"seed": 5, "group_size": 4, "pause_s": 0.001, **changes})
+    return await collect_groups(attempts, sink, Quiet(), Breaker(breaker), options, tasks, check=check)
 
 
 async def test_groups_keep_task_and_slot_order_although_attempts_end_in_another() -> None:
@@ -82,7 +90,7 @@ async def test_groups_keep_task_and_slot_order_although_attempts_end_in_another(
         lambda spec: float(spec.rollout_id[-1]), delay_s=lambda spec: 0.02 - int(spec.rollout_id[-1]) / 200
     )
     sink = Memory()
-    groups = await dispatcher(attempts, sink).collect("train", 2, TASKS)
+    groups = await collected(attempts, sink, first_step=2)
     assert [g.task_id for g in groups] == [t.id for t in TASKS]
     assert [list(g.rewards) for g in groups] == [[0.0, 1.0, 2.0, 3.0]] * 3
     assert [r.id for r in groups[1].rollouts] == [f"train/00002/001/{s:02d}" for s in range(4)]
@@ -100,7 +108,7 @@ async def test_only_infrastructure_failures_start_another_attempt_and_boundedly(
         return 0.0
 
     attempts, sink = FakeAttempts(fate), Memory()
-    groups = await dispatcher(attempts, sink).collect("train", 1, TASKS[:1])
+    groups = await collected(attempts, sink, TASKS[:1])
     first, second, *others = groups[0].rollouts
     assert (first.status, first.reward, first.attempt) == (Status.INFRA_FAILED, None, 3)
     assert (second.status, second.reward, second.attempt) == (Status.OK, 1.0, 2)
@@ -120,7 +128,7 @@ async def test_a_slot_that_is_held_is_not_run_again() -> None:
     spec = AttemptSpec(rollout_id="train/00001/000/02", task=TASKS[0], seed=5)
     held = fake_rollout(spec, 0.5)
     attempts = FakeAttempts(lambda spec: 0.0)
-    groups = await dispatcher(attempts, Memory({held.id: held})).collect("train", 1, TASKS[:1])
+    groups = await collected(attempts, Memory({held.id: held}), TASKS[:1])
     assert groups[0].rollouts[2] is held
     assert held.id not in {spec.rollout_id for spec in attempts.specs}
     assert len(attempts.specs) == 3
@@ -129,7 +137,7 @@ async def test_a_slot_that_is_held_is_not_run_again() -> None:
 async def test_a_broken_infrastructure_stops_the_step_with_its_cause() -> None:
     attempts = FakeAttempts(lambda spec: "no space left")
     with pytest.raises(SandboxError, match="6 attempts in a row failed; the last: no space left"):
-        await dispatcher(attempts, Memory(), breaker=6).collect("train", 1, TASKS)
+        await collected(attempts, Memory(), breaker=6)
     assert attempts.running == 0
 
 
@@ -140,7 +148,7 @@ async def test_a_dead_learner_ends_the_step_at_once_and_decides_no_slot() -> Non
     attempts, sink = FakeAttempts(lambda spec: "the learner is gone"), Memory()
     began_at = time.monotonic()
     with pytest.raises(EngineError, match=r"the learner died \(killed by signal 9\)"):
-        await dispatcher(attempts, sink, pause_s=5.0, check=gone).collect("train", 1, TASKS[:1])
+        await collected(attempts, sink, TASKS[:1], pause_s=5.0, check=gone)
     assert time.monotonic() - began_at < 1.0
     assert sink.rollouts == {}
     assert [spec.attempt for spec in attempts.specs] == [1] * 4
@@ -150,14 +158,14 @@ async def test_a_dead_learner_ends_the_step_at_once_and_decides_no_slot() -> Non
 async def test_a_pause_lies_between_tries_and_grows() -> None:
     attempts = FakeAttempts(lambda spec: "sandbox lost" if spec.attempt < 3 else 0.0)
     began_at = time.monotonic()
-    await dispatcher(attempts, Memory(), pause_s=0.05).collect("train", 1, TASKS[:1], group_size=1)
+    await collected(attempts, Memory(), TASKS[:1], pause_s=0.05, group_size=1)
     assert 0.15 <= time.monotonic() - began_at < 1.0
 
 
 async def test_tries_of_an_earlier_process_are_not_numbered_again() -> None:
     attempts, sink = FakeAttempts(lambda spec: "sandbox lost"), Memory()
     sink.tries = {"train/00001/000/00": 2}
-    (group,) = await dispatcher(attempts, sink).collect("train", 1, TASKS[:1], group_size=1)
+    (group,) = await collected(attempts, sink, TASKS[:1], group_size=1)
     assert [spec.attempt for spec in attempts.specs] == [3, 4, 5]
     assert group.rollouts[0].attempt == 5
 
@@ -170,13 +178,13 @@ async def test_a_defect_ends_the_step_as_itself() -> None:
 
     attempts = FakeAttempts(fate)
     with pytest.raises(CaptureError, match="token 7"):
-        await dispatcher(attempts, Memory()).collect("train", 1, TASKS)
+        await collected(attempts, Memory())
     assert attempts.running == 0
 
 
 async def test_evaluation_is_said_to_the_attempt() -> None:
     attempts = FakeAttempts(lambda spec: 0.0)
-    await dispatcher(attempts, Memory()).collect("eval_before", 0, TASKS, group_size=1)
+    await collected(attempts, Memory(), phase="eval_before", first_step=0, group_size=1)
     assert [spec.evaluation for spec in attempts.specs] == [True] * 3
     assert [spec.rollout_id for spec in attempts.specs] == [f"eval_before/00000/00{g}/00" for g in range(3)]
 
@@ -193,12 +201,10 @@ class WithTokens(FakeAttempts):
 def test_a_try_that_hangs_after_its_agent_has_failed_and_is_repeated() -> None:
     async def run() -> None:
         attempts = WithTokens(lambda s: 1.0, delay_s=lambda s: math.inf if s.attempt == 1 else 1.0)
-        sink, options = Memory(), CollectOptions(seed=5, group_size=2, grace_s=30.0)
+        sink = Memory()
         stuck: list[Rollout] = []
         sink.attempted = lambda slot, rollout: stuck.append(rollout)  # type: ignore[method-assign]
-        groups = await Dispatcher(attempts, sink, Quiet(), Breaker(20), options).collect(
-            "train", 1, TASKS[:1]
-        )
+        groups = await collected(attempts, sink, TASKS[:1], group_size=2, group_grace_s=30.0, pause_s=0.5)
         assert [(r.attempt, r.reward) for r in groups[0].rollouts] == [(2, 1.0)] * 2
         assert asyncio.get_running_loop().time() == pytest.approx(Limits().wall_s + 30.0 + 0.5 + 1.0)
         assert [r.status for r in stuck] == [Status.INFRA_FAILED] * 2
@@ -223,9 +229,8 @@ class Outage(FakeAttempts):
 def test_a_try_is_not_cut_for_an_outage_and_hangs_only_that_much_later(takes_s: float, tries: int) -> None:
     async def run() -> None:
         attempts = Outage(lambda s: 1.0, delay_s=lambda s: takes_s if s.attempt == 1 else 1.0)
-        sink, options = Memory(), CollectOptions(seed=5, group_size=2, grace_s=30.0)
-        made = Dispatcher(attempts, sink, Quiet(), Breaker(20), options)
-        (group,) = await made.collect("train", 1, TASKS[:1])
+        options = {"group_size": 2, "group_grace_s": 30.0, "pause_s": 0.5}
+        (group,) = await collected(attempts, Memory(), TASKS[:1], **options)
         assert [(r.attempt, r.reward) for r in group.rollouts] == [(tries, 1.0)] * 2
         cut = Limits().wall_s + 1800.0 + 30.0 + 0.5 + 1.0
         ends = takes_s if tries == 1 else cut
@@ -243,19 +248,17 @@ def test_a_step_in_which_nothing_begins_ends_the_run() -> None:
             raise AssertionError
 
     async def run() -> None:
-        options = CollectOptions(seed=5, group_size=2, grace_s=30.0, stall_timeout_s=4000.0)
-        made = Dispatcher(NoWorker(lambda s: 1.0), Memory(), Quiet(), Breaker(20), options)
-        await made.collect("train", 1, TASKS)
+        options = {"group_size": 2, "group_grace_s": 30.0, "stall_timeout_s": 4000.0}
+        await collected(NoWorker(lambda s: 1.0), Memory(), **options)
 
-    with pytest.raises(TrainError, match="for 4000 s: 0 of 6 rollouts are decided"):
+    with pytest.raises(TrainError, match="for 4000 s: 0 rollouts run, 6 wait for a worker"):
         run_virtual(run())
 
 
 def test_a_long_step_in_which_rollouts_end_is_no_starvation() -> None:
     async def run() -> None:
         attempts = FakeAttempts(lambda s: 1.0, delay_s=lambda s: 300.0 * (1 + int(s.rollout_id[-1])))
-        options = CollectOptions(seed=5, group_size=4, grace_s=math.inf, stall_timeout_s=400.0)
-        await Dispatcher(attempts, Memory(), Quiet(), Breaker(20), options).collect("train", 1, TASKS)
+        await collected(attempts, Memory(), group_grace_s=1e9, stall_timeout_s=400.0)
         assert asyncio.get_running_loop().time() == pytest.approx(1200.0)
 
     run_virtual(run())

@@ -26,12 +26,13 @@ from insitu.config import Config, demo_preset, load_config, model_folder
 from insitu.engines.base import Engine
 from insitu.engines.wrapper import EngineWrapper
 from insitu.errors import EngineError
+from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.grader import runner_for
 from insitu.grading.judge import TaskJudge
-from insitu.runtime.agents import limits_of, open_agents
+from insitu.runtime.agents import limits_of
+from insitu.runtime.run import open_runtime
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.tasks.factory import open_source
-from insitu.training.build import make_judge
 from insitu.training.learner.client import Learner, LearnerSpec
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.types import (
@@ -158,11 +159,10 @@ async def _stage(seed: int) -> AsyncIterator[Stage]:
         await learner.publish(learner.version)
         engine = FailingEngine(learner.engine, Trouble(rate=0.0))
         renderer = load_renderer(folder, config.model.renderer)
-        agents = await stack.enter_async_context(open_agents(config, renderer, engine, scratch))
         source = open_source(config, limits_of(config), runner_for)
-        judge = make_judge(config, agents.backend, source)
-        stack.push_async_callback(judge.close)
-        failing = FailingJudge(judge, lambda: engine.trouble)
+        backend = TokenBackend(engine, renderer)
+        agents = await stack.enter_async_context(open_runtime(config, backend, source))
+        failing = FailingJudge(agents.judge, lambda: engine.trouble)
         yield Stage(
             config=config,
             engine=engine,

@@ -18,10 +18,11 @@ from typing import Any, Literal, TypeVar
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
+from insitu.runtime.training import run_training
 from insitu.storage.run_dir import KIND, name_run, read_config, read_store, read_summary
 from insitu.storage.score import Score
 from insitu.storage.store import StepRecord
-from insitu.training.loop import TrainOptions, run_training
+from insitu.training.loop import TrainOptions
 from insitu.types import Ledger, Outcome, Rollout, Status
 from insitu.view.run_report import finish
 

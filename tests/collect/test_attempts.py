@@ -25,7 +25,8 @@ from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import HarnessError, SandboxLost
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
-from insitu.runtime.agents import limits_of, open_agents
+from insitu.runtime.agents import limits_of
+from insitu.runtime.run import open_runtime
 from insitu.storage.logs import AgentLogs
 from insitu.tasks.toy import ToySource
 from insitu.types import FileEntry, Limits, Message, Outcome, Rollout, Setup, Status, Task, Tree, Verdict
@@ -165,18 +166,16 @@ async def test_the_log_of_a_failed_agent_is_kept_and_that_of_a_good_one_is_not(
     assert log.read_text() == "--- attempt 1: agent_failed exit code 3\nTraceback: boom\n"
 
 
-async def test_the_operators_port_serves_the_session_of_a_sandbox(
-    renderer: TemplateRenderer, tmp_path: Path
-) -> None:
+async def test_the_operators_port_serves_the_session_of_a_sandbox(renderer: TemplateRenderer) -> None:
     """A call by hand with the session's secret, on the port of `gateway.port`."""
-    (tmp_path / "s").mkdir()
     config = load_config(None, ["harness.agent=script", "harness.workers=1", f"gateway.port={free_port()}"])
     async with (
-        open_agents(config, renderer, scripted(renderer), tmp_path / "s") as agents,
+        open_runtime(config, TokenBackend(scripted(renderer), renderer), ToySource(Limits())) as runtime,
+        runtime.workers.lease() as worker,
         aiohttp.ClientSession() as http,
     ):
-        session = agents.gateway.open_session(
-            "r", seed=1, limits=limits_of(config), listener=tmp_path / "s" / "g0"
+        session = runtime.gateway.open_session(
+            "r", seed=1, limits=limits_of(config), listener=worker.gateway_socket
         )
         url = f"http://127.0.0.1:{config.gateway.port}/s/{session.public_id}/v1/chat/completions"
         body = {"messages": [{"role": "user", "content": "hello"}]}

@@ -18,8 +18,9 @@ from insitu.demo.demonstrator import call, edit
 from insitu.demo.make_warm_start import write_renderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineError
-from insitu.grading.grader import Grader
-from insitu.runtime.agents import AgentSetup, limits_of, open_agents
+from insitu.gateway.token_backend import TokenBackend
+from insitu.runtime.agents import AgentSetup, limits_of
+from insitu.runtime.run import open_runtime
 from insitu.runtime.sandboxes import make_pool
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.types import IntArray, Message, Outcome, RequestKey, Rollout, Status, Task, Tree, Verdict
@@ -33,7 +34,6 @@ class Stage:
     config: Config
     renderer: TemplateRenderer
     source: ToySource
-    tmp: Path
 
     @property
     def task(self) -> Task:
@@ -45,13 +45,9 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def attempts(self, engine: ScriptedEngine) -> AsyncIterator[AttemptExecutor]:
-        async with open_agents(self.config, self.renderer, engine, self.tmp) as agents:
-            grader = Grader(agents.backend)
-
-            async def judge(task: Task, tree: Tree) -> Verdict:
-                return await grader.grade(task, self.source.oracle(task), tree)
-
-            yield AttemptExecutor(agents.gateway, agents.workers, judge)
+        backend = TokenBackend(engine, self.renderer)
+        async with open_runtime(self.config, backend, self.source) as runtime:
+            yield AttemptExecutor(runtime.gateway, runtime.workers, runtime.judge)
 
     async def run(self, script: list[Message], **changes: object) -> tuple[Rollout, ScriptedEngine]:
         engine = ScriptedEngine(self.renderer, playing(script), sampled=True)
@@ -78,12 +74,10 @@ def stage(tmp_path: Path) -> Stage:
         ],
     )
     write_renderer(tmp_path / "family", "")
-    (tmp_path / "s").mkdir()
     return Stage(
         config,
         template_renderer(read_folder(tmp_path / "family")),
         ToySource(limits_of(config)),
-        tmp_path / "s",
     )
 
 
@@ -221,8 +215,9 @@ async def test_an_agent_that_never_calls_the_model_is_not_graded(stage: Stage, a
     async def judge(task: Task, tree: Tree) -> Verdict:
         raise AssertionError("graded")
 
-    async with open_agents(stage.config, stage.renderer, engine, stage.tmp, setup) as agents:
-        attempts = AttemptExecutor(agents.gateway, agents.workers, judge)
+    backend = TokenBackend(engine, stage.renderer)
+    async with open_runtime(stage.config, backend, stage.source, setup) as runtime:
+        attempts = AttemptExecutor(runtime.gateway, runtime.workers, judge)
         rollout = await attempts.run(AttemptSpec(rollout_id="train/00001/000/00", task=task, seed=1))
     assert (rollout.status, rollout.reward) == (Status.INFRA_FAILED, None)
     assert rollout.error == why

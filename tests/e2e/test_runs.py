@@ -200,7 +200,8 @@ def test_an_evaluation_that_a_kill_cut_short_is_finished_on_resume(
 TIMED = """
 import json, sys, time
 from insitu.config import demo_preset, load_config
-from insitu.training.loop import TrainOptions, train
+from insitu.runtime.training import train
+from insitu.training.loop import TrainOptions
 from insitu.view.plain import PlainView
 config = load_config(None, sys.argv[1:], demo_preset())
 options = TrainOptions(began=time.monotonic() - 100, extra={"warm_start_s": 1.5})

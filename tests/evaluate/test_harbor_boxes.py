@@ -20,9 +20,9 @@ from insitu.engines.scripted import ScriptedEngine
 from insitu.evaluate.run import RolloutOptions, rollout
 from insitu.grading.grader import Grader
 from insitu.install_hints import install_extra
+from insitu.runtime.engine import Sampler
 from insitu.sandbox.harbor import HarborBackend
 from insitu.suites.attacks.target import target_for, text
-from insitu.training.learner.sampler import Sampler
 from insitu.types import WORKDIR, HiddenTests, IntArray, Message, RequestKey
 from insitu.view.plain import PlainView
 from tests.fakes.harbor import local_environment

@@ -19,10 +19,11 @@ from insitu.demo.demonstrator import call, edit
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import ConfigError, EngineError, RecordError, SetupError, TaskError, TrainError
 from insitu.evaluate.run import RolloutOptions, rollout
+from insitu.runtime.engine import Sampler
+from insitu.runtime.training import train
 from insitu.storage.run_dir import read_store
 from insitu.tasks.toy import ToyProblem, ToySource
-from insitu.training.learner.sampler import Sampler
-from insitu.training.loop import TrainOptions, train
+from insitu.training.loop import TrainOptions
 from insitu.types import IntArray, Limits, Message, RequestKey, Rollout
 from insitu.view.plain import PlainView
 

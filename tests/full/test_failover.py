@@ -18,9 +18,9 @@ from insitu.demo.demonstrator import call, edit
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import SetupError
 from insitu.evaluate.run import RolloutOptions, rollout
+from insitu.runtime.engine import Sampler
 from insitu.storage.run_dir import read_store
 from insitu.tasks.toy import ToySource
-from insitu.training.learner.sampler import Sampler
 from insitu.types import IntArray, Limits, Message, RequestKey
 from insitu.view.plain import PlainView
 from tests.fakes.docker_daemon import docker_daemon

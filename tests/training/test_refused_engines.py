@@ -10,8 +10,9 @@ import pytest
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, TaskError
+from insitu.runtime.training import train
 from insitu.storage.run_dir import RunDir
-from insitu.training.loop import TrainOptions, train
+from insitu.training.loop import TrainOptions
 from insitu.view.plain import PlainView
 
 

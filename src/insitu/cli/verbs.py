@@ -59,7 +59,8 @@ def train_verb(options: argparse.Namespace) -> int:
         config = load_config(Path(path), overrides)
 
     def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
-        from insitu.training.loop import TrainOptions, train
+        from insitu.runtime.training import train
+        from insitu.training.loop import TrainOptions
         from insitu.view.run_report import finish
 
         summary = train(config, view, TrainOptions(resume=options.resume, began=process_began()))

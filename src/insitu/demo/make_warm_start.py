@@ -32,7 +32,9 @@ from insitu.demo.sft_data import Recorded, SftJob, write_job, write_recorded
 from insitu.demo.vocabulary import CONTROL, build_tokenizer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import TrainError, first_error
-from insitu.runtime.agents import limits_of, open_agents
+from insitu.gateway.token_backend import TokenBackend
+from insitu.runtime.agents import limits_of
+from insitu.runtime.run import open_runtime
 from insitu.shutdown import run_interruptible
 from insitu.storage.temp_dirs import (
     cache_folder,
@@ -104,38 +106,38 @@ async def _record(
 ) -> dict[str, tuple[Segment, ...]]:
     """Run every demonstration through the configured agent; return segments by rollout id."""
     found: dict[str, tuple[Segment, ...]] = {}
-    with scratch_folder() as scratch:
-        async with open_agents(config, renderer, engine, scratch) as agents:
+    source = ToySource(limits_of(config))
+    async with open_runtime(config, TokenBackend(engine, renderer), source) as agents:
 
-            async def one(play: DemonstrationSpec) -> None:
-                limits = play.task.limits
-                async with agents.workers.lease() as worker:
-                    session = agents.gateway.open_session(
-                        play.rollout_id,
-                        seed=0,
-                        limits=limits,
-                        temperature=1.0,
-                        max_call_tokens=limits.max_call_tokens,
-                        listener=worker.gateway_socket,
-                    )
-                    access = ModelAccess(
-                        public_id=session.public_id,
-                        secret=session.secret,
-                        max_call_tokens=limits.max_call_tokens,
-                    )
-                    try:
-                        await worker.run(play.task, access)
-                    finally:
-                        trajectory = await session.seal(10.0)
-                found[play.rollout_id] = trajectory.segments
-                view.advance(len(found))
+        async def one(play: DemonstrationSpec) -> None:
+            limits = play.task.limits
+            async with agents.workers.lease() as worker:
+                session = agents.gateway.open_session(
+                    play.rollout_id,
+                    seed=0,
+                    limits=limits,
+                    temperature=1.0,
+                    max_call_tokens=limits.max_call_tokens,
+                    listener=worker.gateway_socket,
+                )
+                access = ModelAccess(
+                    public_id=session.public_id,
+                    secret=session.secret,
+                    max_call_tokens=limits.max_call_tokens,
+                )
+                try:
+                    await worker.run(play.task, access)
+                finally:
+                    trajectory = await session.seal(10.0)
+            found[play.rollout_id] = trajectory.segments
+            view.advance(len(found))
 
-            try:
-                async with asyncio.TaskGroup() as running:
-                    for play in plays:
-                        running.create_task(one(play))
-            except BaseExceptionGroup as group:
-                raise first_error(group) from group
+        try:
+            async with asyncio.TaskGroup() as running:
+                for play in plays:
+                    running.create_task(one(play))
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
     return found
 
 

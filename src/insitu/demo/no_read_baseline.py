@@ -13,9 +13,7 @@ import asyncio
 import json
 import random
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from insitu.attempt import AttemptExecutor
 from insitu.chat.load import load_renderer
@@ -26,10 +24,11 @@ from insitu.config import Config, demo_preset, load_config, model_folder
 from insitu.demo.demonstrator import FINAL, Habits, Step, edit, guess
 from insitu.demo.make_warm_start import Demonstrator
 from insitu.engines.scripted import ScriptedEngine
-from insitu.runtime.agents import limits_of, open_agents
+from insitu.gateway.token_backend import TokenBackend
+from insitu.runtime.agents import limits_of
+from insitu.runtime.run import open_runtime
 from insitu.storage.store import Score
 from insitu.tasks.toy import ToyProblem, ToySource
-from insitu.training.build import make_judge
 from insitu.types import Message, Rollout
 from insitu.view.curve import wilson
 
@@ -85,13 +84,10 @@ async def measure(config: Config, tasks: int, *, anchor: bool = False) -> dict[s
         slot = Slot(phase="eval_before", step=0, group=i, slot=0)
         demonstrator.assign(slot.rollout_id, source.problem(task), BLIND, 0)
     engine, sink = ScriptedEngine(renderer, demonstrator), _NullSink()
-    with tempfile.TemporaryDirectory(prefix="insitu-blind-") as sockets:
-        async with open_agents(config, renderer, engine, Path(sockets)) as agents:
-            attempts = AttemptExecutor(
-                agents.gateway, agents.workers, make_judge(config, agents.backend, source)
-            )
-            options = CollectOptions(seed=0, group_size=1, phase="eval_before", first_step=0)
-            groups = await collect_groups(attempts, sink, sink, Breaker(), options, chosen)
+    async with open_runtime(config, TokenBackend(engine, renderer), source) as runtime:
+        attempts = AttemptExecutor(runtime.gateway, runtime.workers, runtime.judge)
+        options = CollectOptions(seed=0, group_size=1, phase="eval_before", first_step=0)
+        groups = await collect_groups(attempts, sink, sink, Breaker(), options, chosen)
     found: dict[str, list[float]] = {}
     for group in groups:
         for rollout in group.rollouts:

@@ -15,9 +15,10 @@ from typing import Any
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, demo_preset, load_config, model_folder
+from insitu.runtime.training import train
 from insitu.storage.run_dir import read_config, read_store
 from insitu.storage.store import Store
-from insitu.training.loop import TrainOptions, train
+from insitu.training.loop import TrainOptions
 from insitu.types import IntArray, Rollout
 from insitu.view.base import View
 from insitu.view.report import ShownRollout, ShownTurn

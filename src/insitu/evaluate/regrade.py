@@ -18,12 +18,11 @@ import orjson
 
 from insitu.config import Config
 from insitu.errors import GradeError, TaskError
-from insitu.grading.grader import GradeConfig, Grader, runner_for
+from insitu.grading.grader import runner_for
 from insitu.grading.judge import TaskJudge
-from insitu.grading.reward import reward_function
 from insitu.runtime.agents import limits_of
+from insitu.runtime.run import make_judge
 from insitu.runtime.sandboxes import check_tasks, make_pool
-from insitu.runtime.transcripts import transcript_reader
 from insitu.shutdown import run_interruptible
 from insitu.storage.run_dir import RunDir, read_config, read_store
 from insitu.storage.store import Store
@@ -113,9 +112,7 @@ async def _regrade(config: Config, store: Store, *, write: bool) -> Regraded:
     tasks = find_tasks(source, task_ids)
     check_tasks(config, tasks.values())
     async with make_pool(config, _log) as pool:
-        settings = GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers, remember=0)
-        reward = reward_function(config, transcript_reader(config))
-        judge = TaskJudge(Grader(pool, settings), source, config.grade.min_trust, reward)
+        judge = make_judge(config, pool, source, cached=False)
         try:
             for phase, step in phases:
                 writable = write and (phase != "train" or store.still_open(phase, step))

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from insitu.agents.base import model_name
-from insitu.attempt import AttemptExecutor
 from insitu.collect.breaker import Breaker
 from insitu.collect.groups import collect_groups
 from insitu.collect.options import CollectOptions
@@ -25,24 +23,16 @@ from insitu.config import Config
 from insitu.errors import ConfigError, RecordError
 from insitu.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, count_missing
 from insitu.evaluate.summary import render, summarise, write_results
-from insitu.gateway.backend import SessionBackend
-from insitu.gateway.server import Gateway
-from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.grader import runner_for
-from insitu.runtime.agents import AgentWorkers, open_workers
-from insitu.runtime.gateway import gateway_config
+from insitu.runtime.engine import open_sampler
 from insitu.runtime.preflight import Prepared, check_weights, prepare, prepare_tasks
-from insitu.runtime.upstream import open_upstream
+from insitu.runtime.run import OpenSampler, Runtime, open_backend, open_runtime
 from insitu.shutdown import run_interruptible
-from insitu.storage.artifacts import AgentArtifacts
-from insitu.storage.host_calls import HostCallLog
-from insitu.storage.logs import AgentLogs, log_to
+from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, SESSIONS, RunDir, write_text
 from insitu.storage.store import Score, Store
-from insitu.storage.temp_dirs import remove_stale_scratch, scratch_folder
+from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.tasks.base import UNTESTED, Split, TaskSource
-from insitu.training.build import make_judge
-from insitu.training.learner.sampler import Sampler, open_sampler
 from insitu.training.loop import WALL_S, TrainingObserver, WallClock
 from insitu.types import Task
 
@@ -61,41 +51,8 @@ class RolloutOptions:
     """Run directory to continue; the configuration must be the stored one, see `evaluate.resume`."""
     began: float = field(default_factory=time.monotonic)
     """time.monotonic() at the start of the command."""
-    sampler: Callable[..., contextlib.AbstractAsyncContextManager[Sampler]] = open_sampler
+    sampler: OpenSampler = open_sampler
     """Opens the engine; replaced in tests."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutStage:
-    """Gateway and workers of a run."""
-
-    gateway: Gateway
-    crew: AgentWorkers
-    check: Callable[[], Awaitable[None]]
-    """Raises when further attempts cannot succeed."""
-
-
-@asynccontextmanager
-async def _stage(
-    run: RunDir, prepared: Prepared, sockets: Path, view: TrainingObserver, options: RolloutOptions
-) -> AsyncIterator[RolloutStage]:
-    config, setup = run.config, prepared.setup
-    async with AsyncExitStack() as stack:
-        backend: SessionBackend
-        if config.engine.kind == "upstream":
-            backend = provider = await stack.enter_async_context(open_upstream(config, run.path / SESSIONS))
-            check: Callable[[], Awaitable[None]] = provider.check
-        else:
-            renderer = prepared.rules
-            log = run.logs / "learner.log"
-            sampler = await stack.enter_async_context(options.sampler(config, renderer, log, view.note))
-            backend, check = TokenBackend(sampler.engine, renderer), sampler.check
-        gateway = await stack.enter_async_context(
-            Gateway(backend, gateway_config(config), log_line=view.note)
-        )
-        await check()
-        crew = await stack.enter_async_context(open_workers(config, gateway, sockets, setup))
-        yield RolloutStage(gateway=gateway, crew=crew, check=check)
 
 
 def prepare_rollouts(config: Config, say: Callable[[str], None]) -> Prepared:
@@ -191,55 +148,45 @@ async def _fill(
     """Run the undecided rollouts."""
     remove_stale_scratch()
     view.stage("starting the engine and the agents")
-    with scratch_folder() as sockets:
-        async with _stage(run, prepared, sockets, view, options) as stage:
-            harness = stage.crew.harness
-            store.set_meta(AGENT, harness.name)
-            store.set_meta(AGENT_VERSION, harness.version)
-            await _collect(run, store, stage, prepared, view, clock)
+    async with open_backend(run, prepared.renderer, view.note, options.sampler) as opened:
+        await opened.check()
+        async with open_runtime(
+            run.config, opened.backend, prepared.source, prepared.setup, view.note
+        ) as runtime:
+            store.set_meta(AGENT, runtime.harness.name)
+            store.set_meta(AGENT_VERSION, runtime.harness.version)
+            await _collect(run, store, runtime, opened.check, prepared, view, clock)
 
 
 async def _collect(
     run: RunDir,
     store: Store,
-    stage: RolloutStage,
+    runtime: Runtime,
+    check: Callable[[], Awaitable[None]],
     prepared: Prepared,
     view: TrainingObserver,
     clock: WallClock,
 ) -> None:
     c, source, tasks = run.config, prepared.source, prepared.tasks
     planned = len(tasks) * c.rollout.per_task
-    harness = stage.crew.harness
+    harness = runtime.harness
     view.begin(f"{harness.name} {harness.version}, {source.name}, seed {c.run.seed}", planned)
     if note := _other_split_note(c, source):
         view.note(note)
     view.stage(f"{len(tasks)} tasks, {c.rollout.per_task} each", planned)
     sink = ResultSink(store, clock, view.note)
-    judge = make_judge(c, stage.crew.backend, source)
-    try:
-        attempts = AttemptExecutor(
-            stage.gateway,
-            stage.crew.workers,
-            judge,
-            keep_log=AgentLogs(run.logs).keep,
-            keep_artifacts=AgentArtifacts(run.artifacts).keep,
-            keep_calls=HostCallLog(run.host_calls).keep,
-            model=model_name(c),
-        )
-        options = c.collect.pick(
-            CollectOptions,
-            seed=c.run.seed,
-            group_size=c.rollout.per_task,
-            phase=PHASE,
-            first_step=STEP,
-            temperature=c.engine.temperature,
-            whole=False,
-            # A rollout must not be reported as stalled before its own timeout.
-            stall_timeout_s=max(c.collect.stall_timeout_s, 2 * c.limits.wall_s),
-        )
-        await collect_groups(attempts, sink, view, Breaker(), options, tasks, check=stage.check)
-    finally:
-        await judge.close()
+    options = c.collect.pick(
+        CollectOptions,
+        seed=c.run.seed,
+        group_size=c.rollout.per_task,
+        phase=PHASE,
+        first_step=STEP,
+        temperature=c.engine.temperature,
+        whole=False,
+        # A rollout must not be reported as stalled before its own timeout.
+        stall_timeout_s=max(c.collect.stall_timeout_s, 2 * c.limits.wall_s),
+    )
+    await collect_groups(runtime.attempts(run), sink, view, Breaker(), options, tasks, check=check)
     rewards = [r.reward for r in store.outcomes(PHASE, STEP) if r.reward is not None]
     view.eval_done(f"{c.rollout.split} tasks", Score.of(rewards))
 

@@ -25,9 +25,9 @@ from insitu.gateway.host_tools import HostTool
 from insitu.gateway.provider_backend import open_provider
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
-from insitu.gateway.token_backend import TokenBackend
 from insitu.runtime.agents import limits_of
 from insitu.runtime.gateway import gateway_config
+from insitu.runtime.run import open_backend
 from insitu.runtime.upstream import upstream_options
 from insitu.serving.agent_setup import TASK, Access, agent_names, setup
 from insitu.serving.console import Console
@@ -37,7 +37,6 @@ from insitu.serving.session_export import Ledgers, expire, exported, finish
 from insitu.storage.host_calls import HostCallLog
 from insitu.storage.run_dir import SESSIONS, RunDir, write_text
 from insitu.storage.session_log import recover
-from insitu.training.learner.sampler import open_sampler
 
 ADMIN_SECRET = "INSITU_ADMIN_SECRET"
 """Environment variable with the operator's secret (default: a random one)."""
@@ -121,10 +120,11 @@ async def _open_backend(
     if renderer is None:
         records = run.path / SESSIONS
         return await stack.enter_async_context(open_provider(upstream_options(config), records)), None
-    log = run.logs / "learner.log"
-    sampler = await stack.enter_async_context(open_sampler(config, renderer, log, console.wait))
-    context = min(config.model.max_context_tokens, sampler.engine.info.max_context_tokens)
-    return TokenBackend(sampler.engine, renderer), PromptFit(model_folder(config), context)
+    opened = await stack.enter_async_context(open_backend(run, renderer, console.wait))
+    context = config.model.max_context_tokens
+    if opened.engine is not None:
+        context = min(context, opened.engine.info.max_context_tokens)
+    return opened.backend, PromptFit(model_folder(config), context)
 
 
 def _placeholder_access() -> Access:

@@ -9,37 +9,29 @@ synchronous run of a scripted agent ends with the same bits. Called by the CLI a
 
 from __future__ import annotations
 
-import contextlib
-import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from insitu import failpoint
-from insitu.attempt import AttemptExecutor
 from insitu.capture.ledger import reassign
 from insitu.collect.breaker import Breaker
 from insitu.collect.groups import collect_groups
-from insitu.collect.options import AttemptRunner, Phase, RolloutObserver
-from insitu.config import Config
+from insitu.collect.options import Phase, RolloutObserver
 from insitu.errors import RecordError
-from insitu.shutdown import run_interruptible
-from insitu.storage.artifacts import AgentArtifacts
-from insitu.storage.host_calls import HostCallLog
-from insitu.storage.logs import AgentLogs, log_to
 from insitu.storage.metrics import Metrics, MetricsFile
-from insitu.storage.run_dir import KIND, RunDir, read_store, read_summary, restore_steps
+from insitu.storage.run_dir import KIND, RunDir, read_store, read_summary
 from insitu.storage.store import Score, Store
 from insitu.training.alarms.collapse import CollapseAlarm
 from insitu.training.alarms.infra import InfraFailureRate
 from insitu.training.alarms.step import StepAlarms, why_untrained
 from insitu.training.batch_source import Batches, collect_options, open_batches
-from insitu.training.build import RunParts, assemble, prepare_training
 from insitu.training.options import gaps
+from insitu.training.parts import RunParts
 from insitu.training.plan.step import plan_step
 from insitu.training.step_metrics import (
     SHOWN,
@@ -129,15 +121,7 @@ class TrainingLoop:
         self._closed: float | None = None
         """Reading of time.monotonic() at the commit of the step before, in this process."""
         c = run.config
-        attempts = AttemptExecutor(
-            parts.gateway,
-            parts.workers,
-            parts.judge,
-            keep_log=AgentLogs(run.logs).keep,
-            keep_artifacts=AgentArtifacts(run.artifacts).keep,
-            keep_calls=HostCallLog(run.host_calls).keep,
-        )
-        self._attempts: AttemptRunner = attempts
+        self._attempts = parts.attempts
         masks, self._eval_masks = (
             InfraFailureRate(c.collect.infra_failure_alarm),
             InfraFailureRate(c.collect.infra_failure_alarm),
@@ -330,46 +314,3 @@ def finished_run(path: Path, say: Callable[[str], None], kind: str = "") -> Mapp
             return None
     say(f"{path} is finished: nothing is left to do")
     return summary
-
-
-async def run_training(config: Config, view: TrainingObserver, options: TrainOptions) -> Mapping[str, Any]:
-    """Run or continue a training run to its end; return what summary.json holds. Raises InsituError."""
-    resume = options.resume
-    if resume is not None and (summary := finished_run(resume, view.note)) is not None:
-        return summary
-    view.begin(f"{config.harness.agent}, seed {config.run.seed}", 0)
-    view.stage("checking the configuration and the tasks")
-    prepared = prepare_training(config, view.note)
-    async with AsyncExitStack() as stack:
-        run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))
-        stack.push(run.drop_unused)
-        stack.enter_context(log_to(run.logs / "insitu.log"))
-        store = stack.enter_context(run.store())
-        metrics = stack.enter_context(run.metrics())
-        if KIND in store.meta():
-            raise RecordError(f"{run.path} holds a run of `insitu {store.meta()[KIND]}`, not a training run")
-        check_steps(run, store)
-        clock = WallClock(store, options.began)
-        store.recover()
-        restore_steps(run, store, metrics)
-        if EXTRA not in store.meta():
-            store.set_meta(EXTRA, json.dumps(dict(options.extra)))
-        view.note(f"run directory {run.path}")
-        try:
-            async with assemble(run, store, prepared, view.note, view.stage) as parts:
-                summary = await TrainingLoop(run, store, metrics, parts, view, clock).run()
-        finally:
-            # The disk may be what ended the run: its own line must come through.
-            with contextlib.suppress(RecordError):
-                store.set_meta(WALL_S, clock.meta()[WALL_S])
-        summary = {**summary, "wall_s": round(clock.seconds(), 1), **json.loads(store.meta()[EXTRA])}
-        run.write_summary(summary)
-        return summary
-
-
-def train(config: Config, view: TrainingObserver, options: TrainOptions | None = None) -> Mapping[str, Any]:
-    """Run or continue a run to its end; returns what summary.json holds, value by value.
-
-    Raises InsituError, or KeyboardInterrupt after a clean stop.
-    """
-    return run_interruptible(run_training(config, view, options or TrainOptions()))

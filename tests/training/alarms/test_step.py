@@ -19,16 +19,17 @@ from insitu.capture.ledger import reassign
 from insitu.config import Config, load_config
 from insitu.config.training import CollectTable
 from insitu.errors import SetupError
+from insitu.runtime.training import train
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.run_dir import RunDir, read_store
 from insitu.storage.store import StepRecord, Store
 from insitu.training.alarms.infra import InfraFailureRate
 from insitu.training.alarms.spikes import SpikeDetector, lost_share
 from insitu.training.alarms.step import StepAlarms, why_untrained
-from insitu.training.build import RunParts
 from insitu.training.learner.supervisor import LearnerSupervisor
-from insitu.training.loop import TrainingLoop, TrainOptions, WallClock, train
+from insitu.training.loop import TrainingLoop, TrainOptions, WallClock
 from insitu.training.options import StepResult, gaps
+from insitu.training.parts import RunParts
 from insitu.training.plan.step import PlanConfig, StepPlan
 from insitu.training.step_metrics import heldout_summary, step_metrics
 from insitu.types import Group, Ledger, Outcome, Rollout, Task, Verdict
@@ -233,7 +234,7 @@ def test_a_kill_between_a_commit_and_its_line_costs_the_line_until_the_resume_on
     asyncio.run(until_killed())
     assert steps_of(path) == [1]
     stops = SetupError("the test stops here")
-    monkeypatch.setattr("insitu.training.loop.assemble", Mock(side_effect=stops))
+    monkeypatch.setattr("insitu.runtime.training.assemble", Mock(side_effect=stops))
     for _ in range(2):
         with pytest.raises(SetupError):
             train(config(path), cast(Any, Told()), TrainOptions(resume=path))

@@ -1,41 +1,43 @@
-"""Puts a run together from its configuration: the one place where the parts of the path meet.
-
-source, backend -> harness -> workers <-sockets- gateway -> family, engine (in the learner)
-grader <- backend                                 learner <- model folder or checkpoint
-"""
+"""Training runs: the learner, the engine and its weights beside the runtime, and the run directory."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from insitu.agents.base import Harness
-from insitu.agents.pool import WorkerPool
-from insitu.attempt import Judge
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, model_folder
 from insitu.engines.base import Engine
 from insitu.engines.factory import open_server
 from insitu.engines.vllm import VllmEngine
-from insitu.errors import ConfigError
-from insitu.gateway.server import Gateway
-from insitu.grading.grader import GradeConfig, Grader
-from insitu.grading.judge import TaskJudge
-from insitu.grading.reward import reward_function
-from insitu.runtime.agents import open_agents
+from insitu.errors import ConfigError, RecordError
+from insitu.gateway.token_backend import TokenBackend
 from insitu.runtime.preflight import Prepared, check_reference, check_weights, prepare
+from insitu.runtime.run import open_runtime
 from insitu.runtime.sandboxes import examples_of
-from insitu.runtime.transcripts import transcript_reader
-from insitu.sandbox.base import SandboxBackend
-from insitu.storage.run_dir import RunDir
+from insitu.shutdown import run_interruptible
+from insitu.storage.logs import log_to
+from insitu.storage.run_dir import KIND, RunDir, restore_steps
 from insitu.storage.store import Store
-from insitu.storage.temp_dirs import remove_stale_scratch, scratch_folder
-from insitu.tasks.base import TaskSource
+from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.training.learner.client import Learner, LearnerSpec
 from insitu.training.learner.supervisor import Committed, LearnerSupervisor, RetryingEngine
+from insitu.training.loop import (
+    EXTRA,
+    WALL_S,
+    TrainingLoop,
+    TrainingObserver,
+    TrainOptions,
+    WallClock,
+    check_steps,
+    finished_run,
+)
+from insitu.training.parts import RunParts
 from insitu.training.plan.step import PlanConfig
 from insitu.training.start_model import keep_start_model
 from insitu.training.weights.files import (
@@ -50,22 +52,6 @@ from insitu.training.weights.reconnect import ReconnectingEngine, RestorablePubl
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunParts:
-    """Everything a run needs, live."""
-
-    source: TaskSource
-    harness: Harness
-    workers: WorkerPool
-    gateway: Gateway
-    judge: Judge
-    learner: Learner
-    engine: Engine
-    publisher: Publisher
-    life: LearnerSupervisor
-    plan_config: PlanConfig
-
-
 TRAINED = ("embedded", "vllm", "sglang")
 """Kinds of engines that take new weights from the trainer."""
 WEIGHTS = "weights"
@@ -76,7 +62,7 @@ WEIGHTS = "weights"
 async def _sampled_by(
     run: RunDir, learner: Learner, renderer: ChatRenderer, note: Callable[[str], None]
 ) -> AsyncIterator[tuple[Engine, Publisher]]:
-    """The engine of a run, not yet with the trainer's weights, and what brings them there."""
+    """Open the engine of a run and the publisher of its weights; nothing is published yet."""
     table = run.config.engine
     if table.kind == "embedded":
         yield learner.engine, learner
@@ -104,15 +90,8 @@ async def _sampled_by(
         yield returning, returning
 
 
-def make_judge(config: Config, backend: SandboxBackend, source: TaskSource) -> TaskJudge:
-    """The grading side; the caller closes it. The oracle is made inside and never leaves."""
-    grader = Grader(backend, GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers))
-    reward = reward_function(config, transcript_reader(config))
-    return TaskJudge(grader, source, config.grade.min_trust, reward)
-
-
 def committed(run: RunDir, store: Store) -> Committed:
-    """Where the newest committed checkpoint lies, whenever it is asked for."""
+    """Return a function that returns the folder of the newest committed checkpoint."""
 
     def newest() -> Path | None:
         last = store.last_step()
@@ -122,7 +101,7 @@ def committed(run: RunDir, store: Store) -> Committed:
 
 
 def check_trained(config: Config) -> None:
-    """Raises ConfigError for an engine that takes no weights."""
+    """Raise ConfigError for an engine that takes no weights."""
     if config.engine.kind not in TRAINED:
         raise ConfigError(
             f"engine.kind {config.engine.kind}: a training run samples with {', '.join(TRAINED)}, which take"
@@ -144,9 +123,10 @@ async def assemble(
     note: Callable[[str], None] = log.warning,
     stage: Callable[[str], None] = log.info,
 ) -> AsyncIterator[RunParts]:
-    """All parts of a run, from the last committed checkpoint if there is one. Raises RecordError when the
-    start model is not the one that the run began with."""
-    remove_stale_scratch()
+    """Open all parts of a run, from the last committed checkpoint if there is one.
+
+    Raises RecordError when the start model is not the one that the run began with.
+    """
     config, source, renderer = run.config, prepared.source, prepared.rules
     async with AsyncExitStack() as stack:
         stage("starting the learner")
@@ -158,24 +138,61 @@ async def assemble(
             learner, publisher, committed(run, store), restarts=config.train.restarts, say=note
         )
         await life.begin()
-        # Unix socket paths are limited to 107 bytes, a run directory may be deep.
-        sockets = stack.enter_context(scratch_folder())
         if config.engine.kind == "embedded":
             engine = RetryingEngine(engine, life)
         stage("starting the agents")
-        setup = prepared.setup
-        agents = await stack.enter_async_context(open_agents(config, renderer, engine, sockets, setup, note))
-        judge = make_judge(config, agents.backend, source)
-        stack.push_async_callback(judge.close)
+        backend = TokenBackend(engine, renderer)
+        runtime = await stack.enter_async_context(open_runtime(config, backend, source, prepared.setup, note))
         yield RunParts(
             source=source,
-            harness=agents.harness,
-            workers=agents.workers,
-            gateway=agents.gateway,
-            judge=judge,
+            harness=runtime.harness,
+            attempts=runtime.attempts(run),
             learner=learner,
             engine=engine,
-            publisher=publisher,
             life=life,
             plan_config=PlanConfig.of(config),
         )
+
+
+async def run_training(config: Config, view: TrainingObserver, options: TrainOptions) -> Mapping[str, Any]:
+    """Run or continue a training run to its end; return what summary.json holds. Raises InsituError."""
+    resume = options.resume
+    if resume is not None and (summary := finished_run(resume, view.note)) is not None:
+        return summary
+    view.begin(f"{config.harness.agent}, seed {config.run.seed}", 0)
+    view.stage("checking the configuration and the tasks")
+    prepared = prepare_training(config, view.note)
+    remove_stale_scratch()
+    async with AsyncExitStack() as stack:
+        run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))
+        stack.push(run.drop_unused)
+        stack.enter_context(log_to(run.logs / "insitu.log"))
+        store = stack.enter_context(run.store())
+        metrics = stack.enter_context(run.metrics())
+        if KIND in store.meta():
+            raise RecordError(f"{run.path} holds a run of `insitu {store.meta()[KIND]}`, not a training run")
+        check_steps(run, store)
+        clock = WallClock(store, options.began)
+        store.recover()
+        restore_steps(run, store, metrics)
+        if EXTRA not in store.meta():
+            store.set_meta(EXTRA, json.dumps(dict(options.extra)))
+        view.note(f"run directory {run.path}")
+        try:
+            async with assemble(run, store, prepared, view.note, view.stage) as parts:
+                summary = await TrainingLoop(run, store, metrics, parts, view, clock).run()
+        finally:
+            # The disk may be what ended the run: its own line must come through.
+            with contextlib.suppress(RecordError):
+                store.set_meta(WALL_S, clock.meta()[WALL_S])
+        summary = {**summary, "wall_s": round(clock.seconds(), 1), **json.loads(store.meta()[EXTRA])}
+        run.write_summary(summary)
+        return summary
+
+
+def train(config: Config, view: TrainingObserver, options: TrainOptions | None = None) -> Mapping[str, Any]:
+    """Run or continue a run to its end; return the content of summary.json.
+
+    Raises InsituError, or KeyboardInterrupt after a clean stop.
+    """
+    return run_interruptible(run_training(config, view, options or TrainOptions()))

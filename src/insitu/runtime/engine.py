@@ -1,7 +1,4 @@
-"""Any token engine, opened: in a learner process of ours that does not train, or a server.
-
-Never imports torch. Callers: serve, evaluate.
-"""
+"""Open any token engine: in a learner process that does not train, or on a server."""
 
 from __future__ import annotations
 
@@ -21,23 +18,25 @@ from insitu.training.weights.reconnect import ReconnectingEngine, StaticWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """An engine in use."""
+    """An open engine."""
 
     engine: Engine
     check: Callable[[], Awaitable[None]]
-    """Raises when it cannot answer any more; a server may come back, so only a learner says so."""
+    """Raises when it cannot answer any more; a server may come back, so only a learner's engine raises."""
 
 
 async def _may_come_back() -> None:
-    """A server that is gone is the engine's own error, call by call."""
+    """Do nothing: an unreachable server is an error of each call."""
 
 
 @asynccontextmanager
 async def open_sampler(
     config: Config, renderer: ChatRenderer, log: Path, announce: Callable[[str], None]
 ) -> AsyncIterator[Sampler]:
-    """The configured engine. `log` gets what a learner says; `announce` a line that the operator needs before
-    a server can answer. Raises ConfigError, EngineError."""
+    """Open the configured engine; `log` gets a learner's output, `announce` lines for the operator.
+
+    Raises ConfigError, EngineError.
+    """
     if config.policy_trouble:  # sft.run in the file of another verb
         raise ConfigError(config.policy_trouble)
     if config.engine.kind == "embedded":

@@ -59,15 +59,16 @@ def rollout(step: int, group: int, slot: int, *, solved: bool, tampered: bool, l
 
 
 class Given:
-    """Groups of which `solved`, `tampered` and `lost` of 4 rollouts are so; implements batches.Batches."""
+    """Batches with groups of which `solved`, `tampered` and `lost` of 4 rollouts are so."""
 
     rollouts = 0
 
     def __init__(self, store: Store) -> None:
         self.store, self.solved, self.tampered, self.lost = store, 1, 0, 0
+        self.step = 0
 
-    async def next(self, step: int) -> tuple[Sequence[Group], Mapping[str, Any]]:
-        made = []
+    async def next(self) -> tuple[Sequence[Group], Mapping[str, Any]]:
+        made, step = [], self.step
         for g in range(GROUPS):
             members = [
                 rollout(
@@ -110,15 +111,15 @@ class Run:
         self.told, self.batches, learner = Told(), Given(store), FakeLearner()
         learner.version = version
         parts = RunParts(
-            learner=cast(Any, learner), engine=cast(Any, learner), publisher=cast(Any, learner),
+            learner=cast(Any, learner), engine=cast(Any, learner), attempts=cast(Any, None),
             life=LearnerSupervisor(learner, learner, lambda: None, restarts=0),
             plan_config=PlanConfig.of(run.config),
-            source=cast(Any, None), harness=cast(Any, None), workers=cast(Any, None),
-            gateway=cast(Any, None), judge=cast(Any, None),
+            source=cast(Any, None), harness=cast(Any, None),
         )  # fmt: skip
         self.loop = TrainingLoop(run, store, metrics, parts, cast(Any, self.told), WallClock(store, 0.0))
 
     async def step(self, number: int) -> None:
+        self.batches.step = number
         await self.loop._step(number, self.batches)
 
 

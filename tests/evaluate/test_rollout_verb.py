@@ -123,7 +123,7 @@ class Hung:
 def test_a_run_in_which_nothing_moves_ends_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("insitu.evaluate.run.AttemptExecutor", Hung)
+    monkeypatch.setattr("insitu.runtime.run.AttemptExecutor", Hung)
     began = time.monotonic()
     with pytest.raises(TrainError, match=r"none was decided for [12] s: 0 rollouts run, 6 wait for a worker"):
         run(tmp_path, Scripted(), "limits.wall_s=0.5", "collect.stall_timeout_s=0.5")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from scripted_server import ScriptedServer, play
 from insitu.agents.base import ModelAccess
 from insitu.agents.harness import RecipeHarness
 from insitu.agents.recipe import Recipe, Start, named_recipe, parse_agent, resolve_agent
-from insitu.config import load_config
+from insitu.config import dump_toml, load_config
 from insitu.doctor import doctor
 from insitu.errors import ConfigError
 from insitu.runtime.agents import make_harness
@@ -127,6 +128,8 @@ def test_a_table_is_a_recipe(tmp_path: Path) -> None:
         "ANTHROPIC_MODEL": "tiny",
         "MY_LIMIT": "100",
     }
+    config = load_config(tmp_path / "my.toml")
+    assert load_config(base=tomllib.loads(dump_toml(config))) == config
     own = Recipe(name="own", command=("x",), env={"KEY": "{api_key}"})
     assert own.environment(START) == {"KEY": START.api_key}
 

@@ -58,7 +58,7 @@ async def run(
 ) -> tuple[AgentResult, Trajectory, Policy, ScriptedEngine]:
     policy = Policy(renderer, keys)
     engine = ScriptedEngine(renderer, policy, sampled=True)
-    limits = Limits(max_context_tokens=CONTEXT, max_call_tokens=CALL, max_session_tokens=1 << 20)
+    limits = Limits(max_calls=64, max_context_tokens=CONTEXT, max_call_tokens=CALL)
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(Gateway(TokenBackend(engine, renderer)))
         socket = tmp_path / "gateway"

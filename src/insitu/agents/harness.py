@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,13 +11,23 @@ from insitu.agents.artifacts import NOTHING, Artifacts
 from insitu.agents.base import PLAIN, FinishedCheck, ModelAccess
 from insitu.agents.install import Installed, find_node, install
 from insitu.agents.node_binary import sealed_node
-from insitu.agents.process import AgentProcess, smoke_test
 from insitu.agents.recipe import NODE_AT, Recipe, Start
+from insitu.agents.termination import GRACE_S, KILL_S, attend
 from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, sandbox_template, write_task_files
+from insitu.errors import HarnessError
 from insitu.sandbox.base import Bind, Sandbox, SandboxBackend
 from insitu.types import Setup, Task
 
 LOG_BYTES = 1 << 20
+"""Limit of stdout and of stderr each; output beyond it is discarded."""
+START_S = 60.0
+AWAY_MOST_S = 3600.0
+"""Longest engine downtime that a session waits for."""
+# Runs in a temporary home that is removed, so that the agent finds no trace of it at its real start.
+_IN_TEMPORARY_HOME = (
+    "export HOME=/tmp/start TMPDIR=/tmp/start; mkdir $HOME && cd $HOME || exit 126; "
+    '"$@"; code=$?; cd /; rm -rf /tmp/start; exit $code'
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +132,7 @@ class CommandWorker(SandboxWorker):
         argv = [start.fill(word) for word in (*launch.program, *launch.recipe.check)]
         if not launch.recipe.check:
             argv = ["/bin/sh", "-c", 'command -v "$0"', argv[0]]
-        await smoke_test(sandbox, argv, launch.recipe.name)
+        await _smoke_test(sandbox, argv, start.fill(launch.program[-1]))
         launch.verified_images.add(image)
 
     async def _prepare(self, sandbox: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
@@ -133,10 +145,35 @@ class CommandWorker(SandboxWorker):
         self, sandbox: Sandbox, task: Task, access: ModelAccess, finished: FinishedCheck
     ) -> AgentEnd:
         recipe, start = self._launch.recipe, self._launch.start(self._template, access, task.prompt)
-        command = AgentProcess(
-            argv=self._launch.argv(start),
-            env=recipe.environment(start),
-            stdin=recipe.stdin(start),
-            log_bytes=LOG_BYTES,
+        wall_s = task.limits.wall_s
+        running = asyncio.create_task(
+            sandbox.exec(
+                self._launch.argv(start),
+                # Fallback timeout: `attend` stops the process earlier.
+                timeout_s=wall_s + AWAY_MOST_S + GRACE_S + 2 * KILL_S,
+                env=recipe.environment(start),
+                stdin=recipe.stdin(start),
+                max_output_bytes=LOG_BYTES,
+            )
         )
-        return await command.run(sandbox, task.limits.wall_s, finished, recipe.rule, access.away_s)
+        result, why = await attend(running, sandbox, wall_s=wall_s, finished=finished, away_s=access.away_s)
+        log = result.stdout + result.stderr
+        if why == "deadline" or result.timed_out:
+            return AgentEnd(exit="timeout", detail=f"stopped after {wall_s:g} s", log=log, reusable=False)
+        if why == "finished":
+            return AgentEnd(exit="finished", detail="reported completion and was stopped", log=log)
+        outcome, detail = recipe.rule(result)
+        return AgentEnd(exit=outcome, detail=detail, log=log)
+
+
+async def _smoke_test(sandbox: Sandbox, argv: Sequence[str], what: str) -> None:
+    """Check that a program starts in the sandbox of an image.
+
+    Raises HarnessError.
+    """
+    # The image may lack libraries; such a failure must not be attributed to the agent.
+    done = await sandbox.exec(["/bin/sh", "-c", _IN_TEMPORARY_HOME, "sh", *argv], timeout_s=START_S)
+    if done.exit_code != 0:
+        lines = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines() or ["no output"]
+        how = "timeout" if done.timed_out else f"exit code {done.exit_code}"
+        raise HarnessError(f"{what} does not start in this image ({how}): {lines[-1][:200]}")

@@ -1,8 +1,7 @@
-"""Cached copies of Pi's Node binary that are executable but not readable.
+"""Cached copies of the agents' Node binary that are executable but not readable.
 
-    node-DIGEST         the copy; DIGEST is a prefix of its SHA-256, so identical binaries share one copy
-    node-DIGEST.lock    locked while a process of insitu may start sandboxes with it
-    node-contents.json  path, size and change time -> DIGEST, so that 120 MB are hashed only once
+    node-DIGEST       the copy; DIGEST is one of its content, so identical binaries share one copy
+    node-DIGEST.lock  locked while a process of insitu may start sandboxes with it
 
 Copies that are not locked and were not used for a week are removed at the next start.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -24,8 +22,7 @@ from insitu.storage.temp_dirs import cache_folder, part_folder, remove_stale_par
 
 UNUSED_S = 7 * 86400.0
 _COPY = re.compile(r"node-[0-9a-f]{16}")
-_CONTENTS = "node-contents.json"
-_MAX_DIGESTS = 32
+_READ_BYTES = 1 << 20
 _lock_fds: dict[Path, int] = {}
 """Descriptor of the lock of each copy that this process may use, until it ends."""
 
@@ -41,7 +38,7 @@ def sealed_node(node: Path) -> Path:
     cache = cache_folder()
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        sealed = cache / f"node-{_digest(node, cache)}"
+        sealed = cache / f"node-{_digest(node)}"
         with contextlib.suppress(OSError):  # The cache may be read-only for this user.
             _lock_copy(sealed)
         if not sealed.exists():
@@ -53,29 +50,13 @@ def sealed_node(node: Path) -> Path:
     return sealed
 
 
-def _digest(node: Path, cache: Path) -> str:
-    """Return the digest of the file's content, from the cache if the file is unchanged."""
-    status = node.stat()
-    key = f"{node}:{status.st_size}:{status.st_ctime_ns}"
-    digests = _read_digests(cache)
-    if key not in digests:
-        with node.open("rb") as file:
-            digests[key] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-        with contextlib.suppress(OSError), part_folder(cache / _CONTENTS) as part:
-            contents = part / "contents"
-            contents.write_text(json.dumps(dict(list(digests.items())[-_MAX_DIGESTS:])), encoding="utf-8")
-            contents.rename(cache / _CONTENTS)
-    return digests[key]
-
-
-def _read_digests(cache: Path) -> dict[str, str]:
-    try:
-        digests = json.loads((cache / _CONTENTS).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(digests, dict):
-        return {}
-    return {key: text for key, text in digests.items() if _COPY.fullmatch(f"node-{text}")}
+def _digest(node: Path) -> str:
+    """Return a digest of size, head and tail: all 120 MB would be read at each start."""
+    with node.open("rb") as file:
+        head = file.read(_READ_BYTES)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _READ_BYTES))
+        return hashlib.sha256(b"%d " % size + head + file.read()).hexdigest()[:16]
 
 
 def _copy(node: Path, sealed: Path) -> None:

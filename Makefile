@@ -1,6 +1,6 @@
 # Two commands for everybody: `make demo` and `make test`. ARGS goes to the program:
 #   make demo ARGS="--agent script run.seed=3"
-.PHONY: demo test test-numeric test-full setup check conformance warm-start
+.PHONY: demo test test-fast test-numeric test-full setup check docs conformance warm-start
 
 demo:
 	@scripts/setup
@@ -10,6 +10,16 @@ test:
 	@scripts/setup test
 	@scripts/check
 	@scripts/test $(ARGS)
+
+# Quick tests that start no process, within 90 s.
+test-fast:
+	@scripts/setup test
+	@scripts/test --fast $(ARGS)
+
+# The documentation, into site/.
+docs:
+	@scripts/setup test
+	@scripts/docs
 
 # Whatever compares floating-point numbers, with the kernels of CPUs without AVX-512 and without AVX2.
 test-numeric:

@@ -53,6 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from time_budget import TimeBudget
 
         config.pluginmanager.register(TimeBudget(float(seconds)))
+    if os.environ.get("INSITU_FAST", "") == "1":
+        from fast import FastTests
+
+        config.pluginmanager.register(FastTests())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -34,10 +34,12 @@ def git(*arguments: str) -> str:
 
 
 def changed_files() -> set[str]:
-    """Paths that the commits of the last hours before the newest one touched."""
+    """Return the paths of uncommitted changes, and of the commits of the last hours before the newest one."""
     newest = int(git("log", "-1", "--format=%ct") or 0)
     since = newest - CHANGE_HOURS * 3600
-    return set(git("log", f"--since={since}", "--format=", "--name-only").split())
+    committed = git("log", f"--since={since}", "--format=", "--name-only").split()
+    uncommitted = [line[3:] for line in git("status", "--porcelain").splitlines()]
+    return {*committed, *uncommitted}
 
 
 @cache
@@ -111,8 +113,9 @@ def order(files: Iterable[Path], changed: set[str], seed: str) -> list[Path]:
 class TimeBudget:
     """A pytest plug-in that starts no further test after `seconds`, or later if touched directly."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, touched_share: float = TOUCHED_SHARE) -> None:
         self._seconds = seconds
+        self._touched_share = touched_share
         self._started = 0.0
         self._distances: dict[Path, int] = {}
         self._left_out: Counter[tuple[int, str]] = Counter()
@@ -130,10 +133,10 @@ class TimeBudget:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         away = self._distances.get(item.path, 2)
-        seconds = self._seconds if away else self._seconds * TOUCHED_SHARE
+        seconds = self._seconds if away else self._seconds * self._touched_share
         if time.monotonic() - self._started > seconds:
             self._left_out[away, item.location[0]] += 1
-            pytest.skip(f"left out after {seconds:g} s: make test-full runs it")
+            pytest.skip(f"left out after {seconds:.0f} s: make test-full runs it")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for (away, file), count in sorted(self._left_out.items()):

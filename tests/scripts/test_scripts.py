@@ -189,7 +189,7 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-@pytest.mark.parametrize("script", ["setup", "setup-vllm", "check", "test", "facts"])
+@pytest.mark.parametrize("script", ["setup", "setup-vllm", "check", "test", "facts", "docs"])
 def test_shell_scripts_parse(script: str) -> None:
     done = subprocess.run(["bash", "-n", str(ROOT / "scripts" / script)], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
@@ -208,7 +208,8 @@ def test_check_fails_when_a_check_fails(tmp_path: Path, monkeypatch: pytest.Monk
     """scripts/check in a folder whose tools all answer, except one."""
     monkeypatch.delenv("VENV", raising=False)
     (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "check", tmp_path / "scripts")
+    for name in ("check", "docs"):
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     tools = tmp_path / ".venv" / "bin"
     tools.mkdir(parents=True)
     for name in ("ruff", "mypy", "lint-imports", "python"):

@@ -64,9 +64,9 @@ def test_what_is_left_out_once_the_time_is_over_is_named(
 ) -> None:
     (tmp_path / "test_two.py").write_text("def test_first():\n    pass\ndef test_second():\n    pass\n")
     program = (
-        "import pytest, sys, time_budget; budget = time_budget.TimeBudget(float(sys.argv[1]));"
+        "import pytest, sys, time_budget;"
+        "budget = time_budget.TimeBudget(float(sys.argv[1]), float(sys.argv[3]));"
         "time_budget.changed_files = set; time_budget.distance = lambda *_: int(sys.argv[2]);"
-        "time_budget.TOUCHED_SHARE = float(sys.argv[3]);"
         "options = ['-p', 'no:cacheprovider', '-q', '-rs', '--rootdir=.', 'test_two.py'];"
         "sys.exit(pytest.main(options, plugins=[budget]))"
     )

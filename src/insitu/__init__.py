@@ -13,14 +13,36 @@ if TYPE_CHECKING:
     from insitu.api import Run, RunEvent, open_run, rollout, rollout_async, train, train_async
     from insitu.config import Config, load_config
     from insitu.errors import InsituError
-    from insitu.types import Ledger, Outcome, Rollout, Status, Task, Tokens, Trust, Turn, Verdict
+    from insitu.types import (
+        Case,
+        FileEntry,
+        FinishedRollout,
+        GradingPlan,
+        Ledger,
+        Limits,
+        Oracle,
+        Outcome,
+        Rollout,
+        Status,
+        Task,
+        Tokens,
+        Trust,
+        Turn,
+        Verdict,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Case",
     "Config",
+    "FileEntry",
+    "FinishedRollout",
+    "GradingPlan",
     "InsituError",
     "Ledger",
+    "Limits",
+    "Oracle",
     "Outcome",
     "Recipe",
     "Rollout",
@@ -40,11 +62,10 @@ __all__ = [
     "train_async",
 ]
 
-_CONFIG = ("Config", "load_config")
-_TYPES = ("Ledger", "Outcome", "Rollout", "Status", "Task", "Tokens", "Trust", "Turn", "Verdict")
+_API = ("Run", "RunEvent", "open_run", "rollout", "rollout_async", "train", "train_async")
 _MODULES = {
-    **dict.fromkeys(_CONFIG, "insitu.config"),
-    **dict.fromkeys(_TYPES, "insitu.types"),
+    **dict.fromkeys(_API, "insitu.api"),
+    **dict.fromkeys(("Config", "load_config"), "insitu.config"),
     "InsituError": "insitu.errors",
     "Recipe": "insitu.agents.recipe",
 }
@@ -54,4 +75,4 @@ def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that `import insitu` and `insitu --help` stay fast."""
     if name not in __all__:
         raise AttributeError(f"module 'insitu' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES.get(name, "insitu.api")), name)
+    return getattr(importlib.import_module(_MODULES.get(name, "insitu.types")), name)

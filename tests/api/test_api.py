@@ -32,9 +32,9 @@ SMALL = {
 
 def test_the_public_names_are_these() -> None:
     assert set(insitu.__all__) == {
-        "Config", "InsituError", "Ledger", "Outcome", "Recipe", "Rollout", "Run", "RunEvent", "Status",
-        "Task", "Tokens", "Trust", "Turn", "Verdict", "load_config", "open_run", "rollout", "rollout_async",
-        "train", "train_async",
+        "Case", "Config", "FileEntry", "FinishedRollout", "GradingPlan", "InsituError", "Ledger", "Limits",
+        "Oracle", "Outcome", "Recipe", "Rollout", "Run", "RunEvent", "Status", "Task", "Tokens", "Trust",
+        "Turn", "Verdict", "load_config", "open_run", "rollout", "rollout_async", "train", "train_async",
     }  # fmt: skip
     assert all(getattr(insitu, name) is not None for name in insitu.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

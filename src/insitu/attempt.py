@@ -53,6 +53,12 @@ class PreparableJudge(Protocol):
     async def score(self, task: Task, rollout: Rollout) -> Rollout:
         """Return the graded rollout with its reward; raise GradeError if the reward function fails."""
 
+    @property
+    def scores_groups(self) -> bool:
+        """Whether rewards need the whole group; `score` returns None as reward then."""
+
+    async def score_group(self, task: Task, rollouts: Sequence[Rollout]) -> Sequence[Rollout]: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptSpec:
@@ -132,6 +138,15 @@ class AttemptExecutor:
         self._gateway, self._workers, self._judge = gateway, workers, judge
         self._seal_s, self._model = seal_s, model
         self._keep_log, self._keep_artifacts, self._keep_calls = keep_log, keep_artifacts, keep_calls
+
+    @property
+    def scores_groups(self) -> bool:
+        return isinstance(self._judge, PreparableJudge) and self._judge.scores_groups
+
+    async def score_group(self, task: Task, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """Return the rollouts of a group with the rewards of a function that needs all of them."""
+        judge = self._judge
+        return await judge.score_group(task, rollouts) if isinstance(judge, PreparableJudge) else rollouts
 
     async def run(
         self,

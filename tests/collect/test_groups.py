@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from insitu.collect.groups import collect_groups
 from insitu.collect.options import Check, CollectOptions, Phase, Slot, nothing_to_check
 from insitu.errors import CaptureError, EngineError, SandboxError, TrainError
 from insitu.tasks.toy import ToySource
-from insitu.types import Group, Limits, Rollout, Status, Task
+from insitu.types import FileEntry, Group, Limits, Rollout, Status, Task
 from tests.fakes.attempts import FakeAttempts, fake_rollout
 from tests.fakes.simulated_attempts import with_tokens
 from tests.fakes.virtual_time import run_virtual
@@ -31,6 +32,7 @@ class Memory:
         self.rollouts: dict[str, Rollout] = dict(held or {})
         self.failed: list[tuple[str, int]] = []
         self.tries: dict[str, int] = {}
+        self.rescores: list[tuple[str, float | None]] = []
         self.planned: list[tuple[str, str, int]] = []
         self.started: list[tuple[str, int]] = []
 
@@ -46,6 +48,9 @@ class Memory:
         assert slot.rollout_id == rollout.id
         assert rollout.id not in self.rollouts
         self.rollouts[rollout.id] = rollout
+
+    def rescored(self, rollout: Rollout) -> None:
+        self.rescores.append((rollout.id, rollout.reward))
 
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
         self.failed.append((rollout.id, rollout.attempt))
@@ -262,3 +267,34 @@ def test_a_long_step_in_which_rollouts_end_is_no_starvation() -> None:
         assert asyncio.get_running_loop().time() == pytest.approx(1200.0)
 
     run_virtual(run())
+
+
+class RankedAttempts(FakeAttempts):
+    """Rewards that depend on the whole group: the share of members that are worse."""
+
+    scores_groups = True
+
+    async def score_group(self, task: Task, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        lengths = [len(rollout.changed) for rollout in rollouts]
+        return [
+            dataclasses.replace(rollout, reward=sum(other < own for other in lengths) / len(rollouts))
+            for rollout, own in zip(rollouts, lengths, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_reward_of_the_group_is_given_when_all_of_it_is_decided(whole: bool) -> None:
+    attempts, sink = RankedAttempts(lambda spec: 0.0), Memory()
+    run = attempts.run
+
+    async def with_files(spec: AttemptSpec, *more: Any) -> Rollout:
+        files = {f"{n}.py": FileEntry(content=b"") for n in range(int(spec.rollout_id[-1]))}
+        return dataclasses.replace(await run(spec, *more), changed=files, reward=None)
+
+    attempts.run = with_files  # type: ignore[method-assign]
+    groups = await collected(attempts, sink, whole=whole)
+    assert [list(group.rewards) for group in groups] == [[0.0, 0.25, 0.5, 0.75]] * 3
+    assert {rollout.reward for rollout in sink.rollouts.values()} == {None}
+    assert dict(sink.rescores)["train/00001/002/03"] == 0.75
+    assert len(sink.rescores) == 12
+    assert bool(groups[0].rollouts[3].changed) == whole

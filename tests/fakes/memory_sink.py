@@ -37,6 +37,8 @@ class MemorySink:
         self._open(rollout.id)
         self.rollouts[rollout.id] = rollout
 
+    def rescored(self, rollout: Rollout) -> None: ...
+
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
         self._open(rollout.id)
         self.failed.append((rollout.id, rollout.attempt))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,6 +98,14 @@ class AreaJudge:
 
     async def prepare(self, task: Task) -> None:
         await self._grader.prepare(task)
+
+    scores_groups = False
+
+    async def score(self, task: Task, rollout: Rollout) -> Rollout:
+        return rollout
+
+    async def score_group(self, task: Task, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        return rollouts
 
 
 def task_for(setup: Setup) -> Task:

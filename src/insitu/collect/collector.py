@@ -27,6 +27,7 @@ from insitu.collect.options import (
     AttemptRunner,
     Check,
     CollectOptions,
+    GroupScorer,
     RejectReason,
     RolloutObserver,
     Sink,
@@ -100,6 +101,7 @@ class Collector:
         self._live = asyncio.Event()
         """Cleared while new weights are being published: no attempt starts with old ones then."""
         self._news = asyncio.Event()
+        self._scorer = attempts if isinstance(attempts, GroupScorer) and attempts.scores_groups else None
         self._tally = CollectStats()
         self._starving: Starvation | None = None
         self._last_error = ""
@@ -248,8 +250,9 @@ class Collector:
                 for member in pending.members:
                     if member.undecided:
                         member.deciding = deciding.create_task(self._member(pending, member))
-                    elif member.rollout is not None:
+                    elif member.rollout is not None and self._scorer is None:
                         self._finished(member.rollout)
+            await self._score(pending)
         except asyncio.CancelledError:
             if not pending.drop_reason:
                 raise
@@ -257,6 +260,22 @@ class Collector:
             self._drop(pending, pending.drop_reason)
         else:
             self._settle(pending)
+
+    async def _score(self, pending: PendingGroup) -> None:
+        """Score the members together if their rewards need the whole group."""
+        if self._scorer is None:
+            return
+        decided = [member for member in pending.members if member.rollout is not None]
+        rollouts = await self._scorer.score_group(pending.task, pending.decided)
+        for member, rollout in zip(decided, rollouts, strict=True):
+            self._sink.rescored(rollout)
+            self._finished(rollout)
+            member.rollout = self._kept(rollout)
+
+    def _kept(self, rollout: Rollout) -> Rollout:
+        """Return the rollout without tokens and files unless the caller needs them."""
+        whole = self._options.whole
+        return rollout if whole else replace(rollout, trajectory=NOTHING_SAMPLED, changed={})
 
     def _settle(self, pending: PendingGroup) -> None:
         """Finish a group whose members are all decided or given up."""
@@ -298,8 +317,12 @@ class Collector:
             member.failed = True
             self._news.set()
         self._sink.put(member.slot, rollout)
-        self._finished(rollout)
-        member.decide(rollout if o.whole else replace(rollout, trajectory=NOTHING_SAMPLED, changed={}))
+        if self._scorer is None:
+            self._finished(rollout)
+            rollout = self._kept(rollout)
+        else:
+            self._moved()
+        member.decide(rollout)
 
     def _give_up(self, member: PendingRollout) -> None:
         """Continue the group without this member."""

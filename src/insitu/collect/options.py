@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from insitu.attempt import AttemptSpec, OnStart, ignore_cancelled, no_wait
 from insitu.config.base import Count
@@ -41,6 +41,9 @@ class Sink(Protocol):
 
     def put(self, slot: Slot, rollout: Rollout) -> None: ...
 
+    def rescored(self, rollout: Rollout) -> None:
+        """Replace the reward of a stored rollout, whose group has been scored as a whole."""
+
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
         """Record a failed attempt; if it was the last, the rollout arrives by `put` too."""
 
@@ -74,6 +77,17 @@ class RolloutObserver(Protocol):
     def rollout_started(self, rollout_id: str) -> None: ...
 
     def rollout_finished(self, rollout_id: str, *, reward: float | None, tokens: int) -> None: ...
+
+
+@runtime_checkable
+class GroupScorer(Protocol):
+    """A runner of attempts whose rewards may need the whole group."""
+
+    @property
+    def scores_groups(self) -> bool: ...
+
+    async def score_group(self, task: Task, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """Return the rollouts with their rewards; raise FunctionFailed if the function keeps failing."""
 
 
 class AttemptRunner(Protocol):

@@ -163,6 +163,8 @@ class RewardTable(Table):
     """Timeout of one call; it is an infrastructure failure, as an exception is."""
     max_concurrent: Annotated[Count, _FUNCTION] = 8
     """Concurrent calls."""
+    group: Annotated[bool, _FUNCTION] = False
+    """Call it when all rollouts of the group are graded; `rollout.group` has all of them then."""
 
 
 class RolloutTable(Table):

@@ -38,6 +38,9 @@ class ResultSink:
             self._store.set_meta(WALL_S, self._clock.meta()[WALL_S])
             self._noted_s = time.monotonic()
 
+    def rescored(self, rollout: Rollout) -> None:
+        self._store.put_reward(rollout)
+
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
         self._store.put_attempt(rollout)
         self._note(

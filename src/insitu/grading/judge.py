@@ -7,14 +7,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from insitu.errors import InsituError, TaskError, first_error
+from insitu.errors import GradeError, InsituError, TaskError, first_error
 from insitu.grading.grader import Grader
 from insitu.grading.reward import RewardFunction
 from insitu.grading.trust import below
 from insitu.grading.verdict import MAX_REASON_CHARS
 from insitu.tasks.base import UNTESTED, TaskSource
 from insitu.tasks.user_functions import FunctionFailed
-from insitu.types import Outcome, Rollout, Task, Tree, Trust, Verdict
+from insitu.types import FinishedRollout, Outcome, Rollout, Task, Tree, Trust, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class TaskJudge:
                 scored = [
                     None
                     if one is None
-                    else running.create_task(reward.score(replace(one, group=group), rollout))
+                    else running.create_task(_member(reward, replace(one, group=group), rollout))
                     for one, rollout in zip(finished, rollouts, strict=True)
                 ]
         except BaseExceptionGroup as errors:
@@ -127,3 +127,14 @@ class TaskJudge:
         if self._reward is not None:
             self._reward.function.close()
         await self._grader.close()
+
+
+async def _member(reward: RewardFunction, finished: FinishedRollout, rollout: Rollout) -> Rollout:
+    """Score one rollout; in a group, which has no attempt to repeat, a failure leaves it without a reward."""
+    try:
+        return await reward.score(finished, rollout)
+    except GradeError as error:
+        if not reward.group:
+            raise
+        log.warning("ungraded rollout=%s reason=%s", rollout.id, error)
+        return replace(rollout, reward=None, error=str(error)[:MAX_REASON_CHARS])

@@ -73,7 +73,7 @@ def reward_function(config: Config, transcript: Transcript) -> RewardFunction | 
         max_concurrent=table.max_concurrent,
         timeout_s=table.timeout_s,
     )
-    return RewardFunction(function=function, transcript=transcript)
+    return RewardFunction(function=function, transcript=transcript, group=table.group)
 
 
 def main_line(turns: Sequence[Turn]) -> list[Turn]:

@@ -39,6 +39,9 @@ class StoreSink:
         if slot.phase == "train":
             self._store.close_group(slot.phase, slot.step, slot.group)
 
+    def rescored(self, rollout: Rollout) -> None:
+        self._store.put_reward(rollout)
+
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
         self._account(slot).failed(rollout)
         self._store.put_attempt(rollout)

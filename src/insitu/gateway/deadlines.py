@@ -1,7 +1,7 @@
-"""The wall time of a session. It stands still while one of its calls waits for an engine that is away.
+"""Deadlines of a session and its calls, which are paused while the engine is down.
 
-`SessionClock` belongs to a session, `CallDeadline` to one call: a deadline that follows the clock.
-`QueueTime` is the deadline of a call that waits for others, which may wait for the engine. Caller: turn.py.
+`SessionClock` is the wall time of a session, `CallDeadline` the timeout of one call at the engine, and
+`QueueTimeout` the timeout of a call that waits for other calls.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from insitu.gateway.session_spec import AWAY_MOST_S, SessionStats
 
 
 class SessionClock:
-    """Starts when it is made."""
+    """Wall time of a session; starts at once."""
 
     def __init__(self, wall_s: float, stats: SessionStats) -> None:
         self._now = asyncio.get_running_loop().time
         self._ends = self._now() + wall_s
         self._stats = stats
         self._away = 0
-        """Calls that wait now."""
+        """Number of calls that wait for the engine."""
         self.calls: set[CallDeadline] = set()
 
     @property
     def ends(self) -> float:
-        """Reading of the loop's clock at which the wall time is over, as far as is known now."""
+        """Loop time at which the wall time is over, by present knowledge."""
         if self._away:
             return self._ends + AWAY_MOST_S
         return self._ends + self._stats.away(self._now())
 
     @property
-    def stands(self) -> bool:
+    def paused(self) -> bool:
         return self._away > 0
 
     @property
@@ -56,8 +56,10 @@ class SessionClock:
 
 
 class CallDeadline:
-    """One call: an `engines.downtime.Waiter`, and a context manager that raises TimeoutError at the wall's
-    end or after `deadline_s` with the engine there."""
+    """Timeout of one call; an `engines.downtime.Waiter` and a context manager.
+
+    Raises TimeoutError at the end of the wall time or after `deadline_s` without the engine's downtime.
+    """
 
     def __init__(self, clock: SessionClock, deadline_s: float) -> None:
         self._clock, self._left_s = clock, deadline_s
@@ -65,7 +67,7 @@ class CallDeadline:
         self._runs_since: float | None = self._now()
         self._timer = asyncio.timeout_at(self._ends)
         self.cut = False
-        """It was cancelled while it waited for an engine that was away."""
+        """The call was cancelled while the engine was down."""
 
     @property
     def _ends(self) -> float:
@@ -77,12 +79,12 @@ class CallDeadline:
 
     @property
     def expired(self) -> bool:
-        """The timer has ended it, for either reason."""
+        """Whether the call was cut off, for either reason."""
         return self._timer.expired()
 
     @property
     def too_slow(self) -> bool:
-        """The engine's deadline comes before the wall's end."""
+        """Whether the engine's deadline comes before the end of the wall time."""
         return self._own < self._clock.ends
 
     async def __aenter__(self) -> CallDeadline:
@@ -94,13 +96,13 @@ class CallDeadline:
         self._clock.calls.discard(self)
         await self._timer.__aexit__(kind, error, trace)  # type: ignore[arg-type]
 
-    def _stop(self) -> None:
+    def _pause(self) -> None:
         if self._runs_since is not None:
             self._left_s -= self._now() - self._runs_since
         self._runs_since = None
 
     def on_wait(self) -> None:
-        self._stop()
+        self._pause()
         self._clock.on_wait()
         self.follow()
 
@@ -111,22 +113,22 @@ class CallDeadline:
         self.follow()
 
     def follow(self) -> None:
-        """The clock has stopped, or goes on."""
+        """Handle a pause or the end of a pause of the session's clock."""
         if self in self._clock.calls and not self._timer.expired():
             self._timer.reschedule(self._ends)
 
 
-class QueueTime(CallDeadline):
-    """One call that waits until another ends: its deadline stands still whenever the clock does."""
+class QueueTimeout(CallDeadline):
+    """Timeout of a call that waits for another one: it is paused whenever the session's clock is."""
 
-    async def __aenter__(self) -> QueueTime:
+    async def __aenter__(self) -> QueueTimeout:
         await super().__aenter__()
         self.follow()
         return self
 
     def follow(self) -> None:
-        if self._clock.stands:
-            self._stop()
+        if self._clock.paused:
+            self._pause()
         elif self._runs_since is None:
             self._runs_since = self._now()
         super().follow()

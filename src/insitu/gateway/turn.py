@@ -1,8 +1,8 @@
 """One model call: plan -> new ids -> engine -> parse -> commit. No lock is held while the engine generates.
 
-Exactness rests here: the prompt sent is the path stored in the forest, and what comes back is committed as it
-came. Budgets end a session with a synthetic reply that makes the agent stop; a prompt that is too long is a
-provider's context error. Caller: session.
+The prompt sent is the path stored in the forest, and the generation is committed unchanged. Budgets end a
+session with a synthetic reply that makes the agent stop; a prompt that is too long is a provider's context
+error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from insitu.chat.renderer import ChatRenderer, ParsedReply, carry_id
 from insitu.engines.base import Engine
 from insitu.engines.downtime import on_downtime
 from insitu.errors import EngineError, EngineUnavailable
-from insitu.gateway.deadlines import CallDeadline, QueueTime, SessionClock
+from insitu.gateway.deadlines import CallDeadline, QueueTimeout, SessionClock
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.edit_diagnosis import explain
 from insitu.gateway.host_tools import ToolBox
@@ -40,15 +40,16 @@ from insitu.types import (
 )
 
 CHARS_PER_TOKEN = 16
-"""More text than this for each token of the context is refused without encoding it."""
-BYTES_PER_CHAR, LEAST_BODY = 6, 8 << 20
-"""Of an escaped character, and what a body may have beside the prompt."""
+"""Text with more characters per token of the context is refused without encoding it."""
+BYTES_PER_CHAR = 6
+"""Size of an escaped character."""
+MIN_BODY_LIMIT = 8 << 20
 CHARS_PER_MESSAGE = 100
-"""A message costs as much to render as so many characters cost to encode."""
+"""Rendering a message costs as much as encoding this many characters."""
 MAX_STOPS = 16
 """Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
 MAX_REFUSALS = 256
-"""Calls turned away in a row as too many before the session is stopped: a storm of retries ends."""
+"""Calls in a row refused as too many before the session is stopped, which ends a storm of retries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,19 +60,19 @@ class Answer:
     turn: int
     node: int | None
     drift: str = ""
-    """How the request related to what was held, as kind and cause."""
+    """Kind and cause of the request's relation to the stored tokens."""
     fresh: int = 0
     """Prompt tokens that were new since the turn it continues."""
 
 
 def mint_call_id(seed: int, rollout_id: str, turn: int, index: int) -> str:
-    """Wire id of a tool call: a function of its place in the run, so runs repeat exactly."""
+    """Return the wire id of a tool call: a function of its place in the run, so that runs repeat."""
     name = f"{seed}\0{rollout_id}\0{turn}\0{index}".encode()
     return "call_" + hashlib.blake2b(name, digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
+class _Sent:
     """A request as it went to the engine."""
 
     request: ModelRequest
@@ -79,9 +80,9 @@ class _Made:
     node: int
     """Its context node."""
     prompt: int
-    """Tokens sent."""
+    """Number of its tokens."""
     fresh: int
-    """Those of them that were rendered for it."""
+    """Number of tokens that were rendered for it."""
 
 
 class Turns:
@@ -103,24 +104,24 @@ class Turns:
         self._forest = forest
         self._spec = spec
         self.unanswered: dict[int, int] = {}
-        """Context node -> turn of its latest call that the engine failed and no later call made good."""
+        """Context node -> turn of its latest call that the engine failed and no later call repaired."""
         self.cut_off = set[int]()
-        """Calls that were given up while they waited for an engine that was away."""
+        """Calls that were cancelled while the engine was down."""
         self.refused = 0
-        """Calls turned away as too many since the last answered one."""
+        """Calls refused as too many since the last answered one."""
         self._checks = ReplyChecks(engine, renderer, spec.temperature)
         self._places = asyncio.Semaphore(spec.max_concurrent_calls)
         self._reserved = 0
         self._freed = asyncio.Event()
-        """Set when tokens held back for a call are free again."""
+        """Set when reserved tokens are free again."""
         self._wall = SessionClock(spec.limits.wall_s, self.stats)
         limit = spec.limits.max_context_tokens
         self._max_context = min(limit, engine.info.max_context_tokens)
-        self.max_body_bytes = max(LEAST_BODY, BYTES_PER_CHAR * CHARS_PER_TOKEN * self._max_context)
-        """A longer body cannot be a prompt that fits."""
+        self.max_body_bytes = max(MIN_BODY_LIMIT, BYTES_PER_CHAR * CHARS_PER_TOKEN * self._max_context)
+        """A longer body cannot be a prompt that fits the context."""
 
     async def run(self, request: ModelRequest, turn: int) -> Answer:
-        """Raises WireError (the agent's fault), EngineError, RenderError, CaptureError."""
+        """Answer one call. Raises WireError (the agent's fault), EngineError, RenderError, CaptureError."""
         if self._spent():
             return self._synthetic(turn)
         async with self._place():
@@ -128,11 +129,14 @@ class Turns:
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
-        """Wait for one of the places at the engine, in order of asking. Raises WireError after the engine's
-        deadline, in which the engine is there; when the wall time is over there is no need of one."""
+        """Wait for one of the places at the engine, first come, first served.
+
+        Raises WireError after the engine's deadline, without its downtime; after the wall time no place is
+        needed.
+        """
         held = False
         try:
-            async with QueueTime(self._wall, self._spec.engine_deadline_s):
+            async with QueueTimeout(self._wall, self._spec.engine_deadline_s):
                 held = await self._places.acquire()
         except TimeoutError:
             if not self._wall.over:
@@ -162,8 +166,8 @@ class Turns:
         try:
             generation = await self._sample(prompt, request, turn)
             if generation is not None:
-                made = _Made(request=request, plan=plan, node=node, prompt=len(prompt), fresh=len(delta))
-                answer = self._commit(made, generation, turn)
+                sent = _Sent(request=request, plan=plan, node=node, prompt=len(prompt), fresh=len(delta))
+                answer = self._commit(sent, generation, turn)
         except (EngineError, asyncio.CancelledError) as error:
             if isinstance(error, EngineError) or turn in self.cut_off:
                 self.unanswered[node] = turn
@@ -181,8 +185,10 @@ class Turns:
         return answer
 
     async def _sample(self, prompt: IntArray, request: ModelRequest, turn: int) -> Generation | None:
-        """`_generate` within the budgets, its share held back from parallel calls meanwhile. None when a
-        budget ran out first; `budget_stop` names it unless it is the wall time."""
+        """Generate within the budgets, with the tokens reserved against parallel calls.
+
+        Returns None when a budget ran out first; `budget_stop` names it unless it is the wall time.
+        """
         max_tokens = 0
         try:
             if not await self._tokens_left():
@@ -198,11 +204,14 @@ class Turns:
             self._freed.set()
 
     async def _tokens_left(self) -> bool:
-        """Waits while all that is left is held back for parallel calls: most of it comes back. False when the
-        tokens or the wall time ran out. Raises WireError after the engine's deadline."""
+        """Return False when the tokens or the wall time ran out.
+
+        Waits while parallel calls have reserved all remaining tokens: most of them are released. Raises
+        WireError after the engine's deadline.
+        """
         limit = self._spec.limits.max_session_tokens
         try:
-            async with QueueTime(self._wall, self._spec.engine_deadline_s):
+            async with QueueTimeout(self._wall, self._spec.engine_deadline_s):
                 while self.stats.sampled_tokens + self._reserved >= limit:
                     if self.stats.sampled_tokens >= limit:
                         self._spend("tokens")
@@ -216,8 +225,10 @@ class Turns:
         return True
 
     async def count(self, request: ModelRequest) -> int:
-        """Prompt tokens of this request, as a call would send them; changes nothing. Raises RenderError and
-        WireError."""
+        """Return the prompt tokens of a call with this request; changes nothing.
+
+        Raises RenderError and WireError.
+        """
         request, _ = self._tools.prepare(request)
         self._check_size(request)
         plan = await planned(self._forest, request, self._renderer.fingerprint)
@@ -228,8 +239,10 @@ class Turns:
         return held + len(delta)
 
     async def _plan(self, request: ModelRequest) -> tuple[PromptPlan, list[str]]:
-        """What the request continues, and its fresh texts. A plan stays valid: the forest only grows. Raises
-        WireError as `_check_size`, and for a body that cannot be read again as a whole."""
+        """Return what the request continues, and its new texts. A plan stays valid: the forest only grows.
+
+        Raises WireError as `_check_size`, and for a body that cannot be read again as a whole.
+        """
         self._check_size(request)
         plan = await planned(self._forest, request, self._renderer.fingerprint)
         self.stats.edited += plan.drift.kind == "edited"
@@ -237,16 +250,18 @@ class Turns:
         return plan, fresh_texts(plan, request)
 
     def _check_size(self, request: ModelRequest) -> None:
-        """Raises WireError for more messages than the context has tokens, before they are looked at: each
-        takes one at least."""
+        """Raise WireError for more messages than the context has tokens: each takes one at least."""
         if len(request.messages) > self._max_context:
             raise self._overflow(len(request.messages), "at least ")
 
     async def _render(
         self, plan: PromptPlan, request: ModelRequest, fresh: list[str]
     ) -> tuple[IntArray, int]:
-        """The ids between what the plan continues and the reply, which is only what is new, and the control
-        markers that it types as text. Raises WireError for text that cannot fit, before it is looked at."""
+        """Return the new ids between what the plan continues and the reply, and the number of control markers
+        in the new texts.
+
+        Raises WireError for text that cannot fit, before it is encoded.
+        """
         chars = sum(map(len, fresh))
         if chars > CHARS_PER_TOKEN * self._max_context:
             raise self._overflow(chars // CHARS_PER_TOKEN, "at least ")
@@ -263,7 +278,7 @@ class Turns:
         self.stats.truncated = True
 
     def _overflow(self, prompt: int, how: str = "") -> WireError:
-        """`how`: says that the tokens were not counted, only bounded."""
+        """Return the error; `how` qualifies a number of tokens that was only estimated."""
         return WireError(
             "context_length_exceeded",
             f"This model's maximum context length is {self._max_context} tokens. However, your messages "
@@ -274,16 +289,19 @@ class Turns:
         )
 
     def _room(self, request: ModelRequest, prompt: int) -> int:
-        """Tokens this call may sample; wishes of the agent only shorten. Raises WireError on overflow."""
+        """Return how many tokens this call may sample; the agent's limit can only lower it.
+
+        Raises WireError on overflow.
+        """
         if prompt >= self._max_context:
             self._overflowed()
             raise self._overflow(prompt)
-        wished = self._spec.max_call_tokens if request.max_tokens is None else request.max_tokens
+        requested = self._spec.max_call_tokens if request.max_tokens is None else request.max_tokens
         left = self._spec.limits.max_session_tokens - self.stats.sampled_tokens - self._reserved
-        return max(1, min(self._spec.max_call_tokens, wished, self._max_context - prompt, left))
+        return max(1, min(self._spec.max_call_tokens, requested, self._max_context - prompt, left))
 
     async def _generate(self, prompt: IntArray, max_tokens: int, turn: int) -> Generation | None:
-        """The engine's answer, or None when the session's wall time ran out first. Raises EngineError."""
+        """Return the engine's answer, None when the session's wall time ran out first. Raises EngineError."""
         clock = asyncio.get_running_loop().time
         started = clock()
         deadline = self._spec.engine_deadline_s
@@ -291,19 +309,19 @@ class Turns:
             max_tokens=max_tokens, temperature=self._spec.temperature, stop_ids=self._renderer.stop_ids
         )
         key = RequestKey(seed=self._spec.seed, rollout_id=self._spec.rollout_id, turn=turn)
-        time = CallDeadline(self._wall, deadline)
+        timer = CallDeadline(self._wall, deadline)
         try:
-            async with time:
-                with on_downtime(time):
+            async with timer:
+                with on_downtime(timer):
                     generation = await self._engine.generate(prompt, params, key)
         except TimeoutError as error:
-            if time.cut:
+            if timer.cut:
                 raise EngineUnavailable("the engine was away for longer than a session waits") from error
-            if not time.expired or time.too_slow:
+            if not timer.expired or timer.too_slow:
                 raise EngineUnavailable(f"engine gave no answer within {deadline:g} s") from error
             return None
         except asyncio.CancelledError:
-            if time.cut:
+            if timer.cut:
                 self.cut_off.add(turn)
             raise
         finally:
@@ -311,14 +329,14 @@ class Turns:
         self._checks.check(generation, max_tokens)
         return generation
 
-    def _commit(self, made: _Made, generation: Generation, turn: int) -> Answer:
+    def _commit(self, sent: _Sent, generation: Generation, turn: int) -> Answer:
         sampled_tokens = len(generation.ids)
-        request = made.request
+        request = sent.request
         generation, parsed, stop = cut_at_stop(self._renderer, generation, request.stop, request.tools)
         parsed = self._translated(parsed, request, turn)
         calls = self._minted(parsed, turn)
         sampled = self._forest.commit(
-            made.node,
+            sent.node,
             generation,
             Message(role="assistant", text=parsed.text, reasoning=parsed.reasoning, tool_calls=calls),
             turn=turn,
@@ -326,7 +344,7 @@ class Turns:
             labels=("shim",) if self.stats.shimmed[-1:] == [turn] else (),
             advisory=request.advisory,
         )
-        self.stats.prompt_tokens += made.prompt
+        self.stats.prompt_tokens += sent.prompt
         self.stats.sampled_tokens += sampled_tokens
         self.stats.malformed += parsed.malformed
         self.stats.truncated |= generation.finish == "length"
@@ -336,15 +354,15 @@ class Turns:
             tool_calls=calls,
             finish=generation.finish,
             stop=stop,
-            prompt_tokens=made.prompt,
+            prompt_tokens=sent.prompt,
             sampled_tokens=len(generation.ids),
             pointer=self._forest.pointer(sampled),
         )
-        drift = f"{made.plan.drift.kind} {made.plan.drift.cause}"
-        return Answer(reply=reply, turn=turn, node=sampled, drift=drift, fresh=made.fresh)
+        drift = f"{sent.plan.drift.kind} {sent.plan.drift.cause}"
+        return Answer(reply=reply, turn=turn, node=sampled, drift=drift, fresh=sent.fresh)
 
     def _translated(self, parsed: ParsedReply, request: ModelRequest, turn: int) -> ParsedReply:
-        """With the shim on: a text that stands for a command becomes a call, on the wire only."""
+        """Turn a text that stands for a command into a call, on the wire only, if the session has a shim."""
         shim = self._spec.shim
         if shim is None or parsed.calls or all(tool.name != shim.tool for tool in request.tools):
             return parsed
@@ -355,7 +373,7 @@ class Turns:
         return replace(parsed, calls=(call,))
 
     def _minted(self, parsed: ParsedReply, turn: int) -> tuple[ToolCall, ...]:
-        """The calls of a reply under their wire ids."""
+        """Return the calls of a reply with their wire ids."""
         spec = self._spec
         return tuple(
             ToolCall(
@@ -367,7 +385,7 @@ class Turns:
         )
 
     def out_of(self) -> str:
-        """The budget that is used up; empty when there is some of each."""
+        """Return the first budget that is used up; empty when there is none."""
         limits = self._spec.limits
         used_up = {
             "calls": self.stats.calls >= limits.max_calls,
@@ -385,7 +403,7 @@ class Turns:
         return asyncio.get_running_loop().time() - self._wall.ends
 
     def _spent(self) -> bool:
-        """True when a budget is used up; remembers the first one."""
+        """Return whether a budget is used up; record the first one."""
         self._spend(self.out_of())
         return bool(self.stats.budget_stop)
 
@@ -393,8 +411,10 @@ class Turns:
         self.stats.budget_stop = self.stats.budget_stop or budget
 
     def _synthetic(self, turn: int) -> Answer:
-        """Ends the agent's loop: plain text, no call, finish stop. Not in the forest, so never trained. An
-        agent that goes on all the same is refused in a way that no agent retries: WireError."""
+        """Return a reply that ends the agent's loop: plain text, no call, finish stop; never trained.
+
+        Raises a WireError that no agent retries when the agent continues all the same.
+        """
         self.stats.stops += 1
         if self.stats.stops > MAX_STOPS:
             raise WireError("session_failed", "The budget of this session is used up.")

@@ -20,7 +20,7 @@ MORE = [*ASK, {"role": "assistant", "content": "done"}, {"role": "user", "conten
 
 
 class Away:
-    """Waits before the first answer, as an engine that is being mended does; `then_s` with it there again."""
+    """Waits before the first answer, as while an engine restarts; `then_s`: the answer itself."""
 
     def __init__(self, away_s: float, then_s: float = 0.0) -> None:
         self.away_s, self.then_s = away_s, then_s

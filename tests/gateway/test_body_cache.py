@@ -13,7 +13,7 @@ from gateway_rig import ASK, TOOLS, Rig, said
 from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.dialects.chat import ChatDialect
-from insitu.gateway.request import GatewayConfig, mended
+from insitu.gateway.request import GatewayConfig, replace_lone_surrogates
 from insitu.types import Message, ModelRequest, ToolCall
 
 
@@ -158,7 +158,7 @@ async def test_a_conversation_that_the_template_refuses_is_the_agents_error(
     ],
 )
 def test_half_a_surrogate_pair_becomes_one_replacement(sent: bytes, meant: str) -> None:
-    assert orjson.loads(mended(b'"' + sent + b'"')) == meant
+    assert orjson.loads(replace_lone_surrogates(b'"' + sent + b'"')) == meant
 
 
 @pytest.mark.case(47)

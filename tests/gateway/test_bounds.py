@@ -23,7 +23,7 @@ from insitu.gateway.dialects.anthropic import AnthropicDialect
 from insitu.gateway.dialects.base import Dialect, WireError
 from insitu.gateway.dialects.gemini import GeminiDialect
 from insitu.gateway.host_tools import HostTool, ToolBox
-from insitu.gateway.request import GatewayConfig, crowded, decode, loads
+from insitu.gateway.request import GatewayConfig, decode, loads, too_many_values
 from insitu.types import Limits
 
 BIG = 123456789012345678901234567890
@@ -162,14 +162,14 @@ def held(value: Any) -> int:
 def test_values_are_counted_without_being_read(value: Any, escaped: bool) -> None:
     raw = json.dumps(value, ensure_ascii=escaped).encode()
     count = held(value)
-    assert not crowded(raw, count)
+    assert not too_many_values(raw, count)
     if count > 1:
-        assert crowded(raw, (count - 1) // 2 - 1)
+        assert too_many_values(raw, (count - 1) // 2 - 1)
 
 
 @pytest.mark.parametrize("raw", [b'"', b'"\\', b'"\\"' * 100_000, b'["' + b'\\"' * 1_000_000])
 def test_a_text_without_end_is_looked_at_once(raw: bytes) -> None:
-    assert not crowded(raw + b"," * 10, 20)
+    assert not too_many_values(raw + b"," * 10, 20)
 
 
 async def test_connections_beyond_the_bound_push_out_those_without_a_key(renderer: TemplateRenderer) -> None:

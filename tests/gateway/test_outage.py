@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from insitu.errors import EngineUnavailable
-from insitu.gateway.outage import LEAST_S, Outage
+from insitu.gateway.outage import MIN_OUTAGE_S, Outage
 
 
 class Away:
@@ -55,7 +55,7 @@ def test_two_failures_with_nobody_asking_between_are_no_outage() -> None:
     assert away.said == []
 
 
-@pytest.mark.parametrize(("max_wait_s", "limit_s"), [(120.0, 120.0), (0.0, LEAST_S)])
+@pytest.mark.parametrize(("max_wait_s", "limit_s"), [(120.0, 120.0), (0.0, MIN_OUTAGE_S)])
 def test_a_run_ends_once_the_patience_of_a_call_is_over(max_wait_s: float, limit_s: float) -> None:
     away = Away(max_wait_s)
     away.fail_for(limit_s - 2)

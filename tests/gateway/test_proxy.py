@@ -23,7 +23,7 @@ from insitu.gateway.provider_backend import ProviderBackend, ProviderCalls, open
 from insitu.gateway.provider_options import ProviderOptions
 from insitu.gateway.provider_usage import Prices, usage_of
 from insitu.gateway.request import GatewayConfig
-from insitu.gateway.routes import take_apart
+from insitu.gateway.routes import parse_path
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.session_spec import Rejections
@@ -416,7 +416,7 @@ async def test_a_sealed_session_leaves_its_key_behind_for_a_while_and_nothing_el
 
 
 async def test_the_model_of_a_long_body_is_looked_for_off_the_event_loop() -> None:
-    route = take_apart("/v1/messages")
+    route = parse_path("/v1/messages")
     assert route is not None
     for size, inline in ((10, True), (INLINE_BYTES, False)):
         body = b'{"model": "big-model", "x": "' + b"x" * size + b'"}'

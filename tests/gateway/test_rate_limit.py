@@ -140,7 +140,7 @@ async def test_a_minute_that_is_full_is_waited_out_in_order() -> None:
     now = time.monotonic()
     for _ in range(2):
         await pace.enter(now)
-    pace._begun[0] = pace._begun[1] = now - 59.7
+    pace._started_at[0] = pace._started_at[1] = now - 59.7
     order: list[int] = []
 
     async def one(number: int) -> None:
@@ -172,7 +172,7 @@ async def test_a_provider_that_is_gone_is_waited_for_to_the_end_of_patience_and_
 ) -> None:
     """The last try is right before the end, though the back-off would reach beyond it; then agents are
     stopped in a way that none of them retries."""
-    monkeypatch.setattr(outage, "LEAST_S", 0.0)
+    monkeypatch.setattr(outage, "MIN_OUTAGE_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     async with lab(tmp_path, url=url, max_wait_s=2.0) as it:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects.chat import ChatDialect
-from insitu.gateway.routes import Route, dialect_of, take_apart
+from insitu.gateway.routes import Route, dialect_of, parse_path
 from insitu.types import Limits
 
 
@@ -40,15 +40,15 @@ from insitu.types import Limits
     ],
 )
 def test_paths(prefix: str, path: str, dialect: str, kind: str) -> None:
-    route = take_apart(prefix + path)
+    route = parse_path(prefix + path)
     assert route is not None
     assert (route.dialect, route.kind) == (dialect, kind)
     assert route.public_id == ("abc" if prefix else None)
 
 
 def test_a_tool_is_named_behind_its_session() -> None:
-    assert take_apart("/tools/abc/submit") == Route(public_id="abc", dialect="", action="submit", kind="tool")
-    assert take_apart("/tools/abc/submit/more") is None
+    assert parse_path("/tools/abc/submit") == Route(public_id="abc", dialect="", action="submit", kind="tool")
+    assert parse_path("/tools/abc/submit/more") is None
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,14 @@ def test_a_tool_is_named_behind_its_session() -> None:
     ],
 )
 def test_what_is_no_path(path: str) -> None:
-    assert take_apart(path) is None
+    assert parse_path(path) is None
 
 
 @settings(max_examples=200)
 @given(st.text(max_size=60))
 def test_no_path_breaks_it(path: str) -> None:
     dialect_of(path)
-    route = take_apart(path)
+    route = parse_path(path)
     assert route is None or route.methods
 
 

@@ -24,7 +24,7 @@ import orjson
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.dialects.base import WireCall
-from insitu.gateway.routes import take_apart
+from insitu.gateway.routes import parse_path
 from insitu.gateway.server import DIALECTS, Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.token_backend import TokenBackend
@@ -49,12 +49,12 @@ class Exchange:
 
     @property
     def dialect(self) -> str:
-        route = take_apart(self.path.split("?")[0])
+        route = parse_path(self.path.split("?")[0])
         return route.dialect if route is not None and route.kind == "call" else ""
 
     def wire(self) -> WireCall:
         """The body, parsed by its dialect."""
-        route = take_apart(self.path.split("?")[0])
+        route = parse_path(self.path.split("?")[0])
         assert route is not None
         return DIALECTS[route.dialect].parse(self.body, route.action)
 

@@ -1,14 +1,14 @@
-"""The operator's side of the gateway: sessions over HTTP, on a listener and with a secret of its own.
+"""Admin API: sessions over HTTP, on a listener and with a secret of its own.
 
     POST   /sessions                 open one: its public id, the agent's secret, the host tools' secret
     GET    /sessions                 all of them; /sessions/{id} one, /sessions/{id}/calls its host tool calls
-    POST   /sessions/{id}/seal       refuse further calls, end those under way, balance the account
-    GET    /sessions/{id}/export     what was captured: ?form=..., ?format=json|npz
+    POST   /sessions/{id}/seal       refuse further calls, finish running ones, balance the ledger
+    GET    /sessions/{id}/export     the captured tokens: ?form=..., ?format=json|npz
     DELETE /sessions/{id}            abort it, or forget a sealed one
     GET    /stats                    the gateway's counters
 
-No route of an agent exists here and none of these there; the secrets are not interchangeable. Sealed sessions
-are kept for export, boundedly. Callers: `insitu serve`, operators.
+Its secret does not open an agent's routes and theirs does not open these. A bounded number of sealed sessions
+is kept for export.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ToolBody(_Body):
 
 
 class ShimBody(_Body):
-    """`shim.TextShim`."""
+    """`text_tool_calls.TextShim`."""
 
     tool: str = "bash"
     argument: str = "command"
@@ -73,7 +73,7 @@ class ShimBody(_Body):
 
 
 class SessionBody(_Body):
-    """What a session is opened with."""
+    """Options of a new session."""
 
     rollout_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -84,13 +84,13 @@ class SessionBody(_Body):
 
 
 class SealBody(_Body):
-    """How a session is sealed."""
+    """Options of sealing."""
 
     deadline_s: Annotated[float, Field(ge=0, le=600)] = 10.0
 
 
 class AdminError(Exception):
-    """A refusal: HTTP status and one line."""
+    """A refusal with HTTP status and one line."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -99,14 +99,14 @@ class AdminError(Exception):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Sealed:
-    """A session that the operator sealed, or that was sealed after its time."""
+    """A session sealed by the operator or after its timeout."""
 
     session: Session
     trajectory: Trajectory
     exported: bool = False
-    """The operator has it."""
+    """The operator has exported it."""
     written: bool = False
-    """It lies in the run directory."""
+    """It was exported to the run directory."""
 
 
 class Admin:
@@ -121,7 +121,7 @@ class Admin:
         max_sessions: int = 4096,
         sealed_kept: int = 64,
     ) -> None:
-        """`limits` fill in for what a request leaves out. Raises ConfigError for a blank secret."""
+        """Take the limits for what requests leave out. Raises ConfigError for a short secret."""
         self.secret = secrets.token_urlsafe(32) if secret is None else secret
         if len(self.secret) < 16:
             raise ConfigError("the admin secret must have at least 16 characters")
@@ -133,23 +133,23 @@ class Admin:
         self._sealed: OrderedDict[str, Sealed] = OrderedDict()
 
     def listen_unix(self, path: Path) -> AbstractAsyncContextManager[Listener]:
-        """Raises SetupError."""
+        """Serve the operator through a unix socket. Raises SetupError."""
         return listen_unix(self._handle, path)
 
     def listen_tcp(self, port: int = 0) -> AbstractAsyncContextManager[Listener]:
-        """On the loopback interface only. Raises SetupError."""
+        """Serve the operator on a loopback port. Raises SetupError."""
         return listen_tcp(self._handle, "127.0.0.1", port)
 
     def adopt(self, session: Session) -> None:
-        """Make a session that was opened in process visible here too."""
+        """Add a session that was opened in process."""
         self._open[session.public_id] = session
 
     def sealed(self) -> list[Sealed]:
-        """What is kept for export, in the order of sealing."""
+        """Return the sessions kept for export, in the order of sealing."""
         return list(self._sealed.values())
 
     def keep(self, sealed: Sealed) -> None:
-        """For export, as long as there are not too many newer ones."""
+        """Keep a session for export until there are too many newer ones."""
         public_id = sealed.session.public_id
         self._open.pop(public_id, None)
         self._sealed[public_id] = sealed
@@ -161,7 +161,7 @@ class Admin:
     # ----------------------------------------------------------------------- requests
 
     async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
-        """The request boundary of the operator's side."""
+        """Answer every failure as JSON: the request boundary."""
         try:
             return await self._answer(http)
         except AdminError as error:
@@ -174,7 +174,7 @@ class Admin:
             return _failure(500, str(error))
         except (ConnectionResetError, asyncio.CancelledError):
             raise
-        except Exception as error:  # the boundary; a defect is logged without what the request held
+        except Exception as error:  # the boundary; a defect is logged without data of the request
             log.exception("admin request failed path=%s", http.path)
             return _failure(500, type(error).__name__)
 
@@ -294,8 +294,8 @@ class Admin:
 
 
 def describe(session: Session, trajectory: Trajectory | None = None) -> Mapping[str, object]:
-    """What an operator may see at a glance: no secret, no text."""
-    told: dict[str, object] = {
+    """Return a summary of a session without secrets and text."""
+    summary: dict[str, object] = {
         "public_id": session.public_id,
         "rollout_id": session.rollout_id,
         "state": session.state,
@@ -304,9 +304,9 @@ def describe(session: Session, trajectory: Trajectory | None = None) -> Mapping[
         "tool_calls": len(session.tools.calls),
     }
     if trajectory is not None:
-        told["ledger"] = dataclasses.asdict(trajectory.ledger)
-        told["segments"] = len(trajectory.segments)
-    return told
+        summary["ledger"] = dataclasses.asdict(trajectory.ledger)
+        summary["segments"] = len(trajectory.segments)
+    return summary
 
 
 def _parsed(kind: type[_AnyBody], body: Mapping[str, object]) -> _AnyBody:

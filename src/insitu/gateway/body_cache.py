@@ -1,10 +1,9 @@
-"""Bodies of one session -> WireCalls, at the cost of what is new in them.
+"""Incremental parsing of request bodies: only new messages are parsed.
 
-A body whose bytes up to the end of some element of its growing list (`Dialect.grows`) and from that list's
-bracket on are those of an earlier body differs from it by list elements only; so only those are parsed, and
-the rest is known. The proof is by SHA-256 over the bytes; no text is kept. What does not fit is parsed whole.
-Elements are cut only after the user's side has spoken, where dialects translate without looking back.
-Caller: server.
+Two bodies whose bytes are equal up to the end of some element of the growing list (`Dialect.grows`), and from
+its closing bracket on, differ in list elements only; so only those are parsed. The comparison is by SHA-256
+over the bytes; no text is kept. Other bodies are parsed completely. Bodies are only cut after an element of
+the user's side, where dialects translate without looking back.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import orjson
 from insitu.capture.message_history import DigestCache, History
 from insitu.gateway.dialects.base import Dialect, WireCall, WireError, deeper, labels
 from insitu.gateway.json_offsets import Elements, elements, whole_list
-from insitu.gateway.request import crowded, decode, loads, sorted_json
+from insitu.gateway.request import decode, loads, sorted_json, too_many_values
 from insitu.gateway.stored_responses import StoredResponses
 from insitu.types import Message
 
@@ -29,25 +28,25 @@ if TYPE_CHECKING:
     from hashlib import _Hash as Hash
 
 RECORDS = 8
-"""Conversations known at a time: the main line and its sub-agents."""
+"""Conversations kept at a time: the main line and its sub-agents."""
 CUTS = 3
-"""Ends per conversation: agents mark their newest messages and unmark them in the next request."""
+"""Cuts per conversation: agents mark their newest messages and unmark them in the next request."""
 INLINE_BYTES = 1 << 20
-"""A longer body is parsed in a worker thread: the event loop serves other agents meanwhile."""
+"""A longer body is parsed in a worker thread, to keep the event loop free."""
 INLINE_VALUES = 10_000
-"""So is one with more to parse than this many JSON values: time goes by values (4 us each), not by bytes."""
-PATIENCE = 8
-"""Bodies parsed whole in a row before it is tried less often to learn from them."""
+"""So is a body with more JSON values to parse: the time depends on values (4 us each), not bytes."""
+MAX_MISSES = 8
+"""Completely parsed bodies in a row, after which learning from them becomes rarer."""
 
 
 class _TooMany(Exception):
-    """More is to be parsed than should be on the event loop; nothing was done."""
+    """There are too many values to parse on the event loop; nothing was done."""
 
 
 class BodyName:
-    """What a body is called, so that its retry is known: agents mark retries by nothing else.
+    """Identity of a body, to recognise its retry: agents mark retries by nothing else.
 
-    Equal bytes are the same body; so are bodies that are equal after parsing, which is looked at only when a
+    Equal bytes are the same body; so are bodies that are equal after parsing, which is compared only while a
     call waits for its retry.
     """
 
@@ -63,7 +62,7 @@ class BodyName:
         return self.digest == other.digest or self.canonical() == other.canonical()
 
     def canonical(self) -> bytes:
-        """Digest that does not depend on the spelling; lets go of the body."""
+        """Return a digest that does not depend on the spelling; release the body."""
         if not self._canonical:
             plain = sorted_json(loads(self._raw))
             self._canonical = hashlib.sha256(self._place + b"\0" + plain).digest()
@@ -73,30 +72,30 @@ class BodyName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """An element's end at which a later body may go on."""
+    """End of an element from which a later body may continue."""
 
     end: int
-    """Bytes before it."""
+    """Number of bytes before it."""
     digest: bytes
     messages: int
-    """Messages before it."""
+    """Number of messages before it."""
     wire: WireCall
-    """What the body and the elements before it say, without the messages."""
+    """The body and the elements before it, parsed, without the messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    """One conversation as it last was."""
+    """The last known state of one conversation."""
 
     rest: bytes
-    """Digest of what follows the list."""
+    """Digest of the bytes after the list."""
     rest_size: int
     memory: DigestCache
     cuts: tuple[_Cut, ...]
 
 
 class BodyCache:
-    """One event loop owns it; `read` lets one body in at a time."""
+    """Parses the bodies of one session on one event loop; `read` handles one body at a time."""
 
     def __init__(self, max_depth: int, max_items: int) -> None:
         self._max_depth, self._max_items = max_depth, max_items
@@ -105,13 +104,13 @@ class BodyCache:
         self._reading = asyncio.Lock()
         self._misses = 0
         self._pause = 0
-        """Whole bodies that are still to be let pass without learning."""
+        """Number of complete bodies that are still to be parsed without learning."""
         self.parsed_bytes = 0
-        """Of JSON, since the session began."""
+        """Bytes of JSON parsed so far."""
         self.stored = StoredResponses()
 
     async def read(self, dialect: Dialect, raw: bytes, action: str) -> tuple[WireCall, BodyName]:
-        """`parse`, off the event loop when the body is long. Raises WireError."""
+        """Parse a body, in a worker thread when it is long. Raises WireError."""
         async with self._reading:
             if len(raw) <= INLINE_BYTES:
                 with contextlib.suppress(_TooMany):
@@ -121,24 +120,26 @@ class BodyCache:
     def parse(
         self, dialect: Dialect, raw: bytes, action: str, most: int | None = None
     ) -> tuple[WireCall, BodyName]:
-        """The call that `raw` asks for, and the body's name. Raises WireError, and _TooMany where more than
-        `most` values would have to be parsed."""
+        """Return the parsed call and the identity of its body.
+
+        Raises WireError, and _TooMany where more than `most` values would have to be parsed.
+        """
         place = f"{dialect.name} {action}"
         marks, digest = self._hash(place, raw)
         name = BodyName(place, digest, raw)
         for record, cut in self._known(marks, raw):
-            _few(raw[cut.end : len(raw) - record.rest_size], most)
-            wire = self._go_on(dialect, raw, action, record, cut, marks[cut.end])
+            _check_count(raw[cut.end : len(raw) - record.rest_size], most)
+            wire = self._continue(dialect, raw, action, record, cut, marks[cut.end])
             if wire is not None:
                 self._misses = self._pause = 0
                 return wire, name
-        _few(raw, most)
+        _check_count(raw, most)
         return self._whole(dialect, raw, action, place), name
 
     # ----------------------------------------------------------------------- known bodies
 
     def _hash(self, place: str, raw: bytes) -> tuple[dict[int, Hash], bytes]:
-        """The running hash at every place where a known body may go on, and over all."""
+        """Return the running hash at each known cut, and the digest of all bytes."""
         running = hashlib.sha256(place.encode() + b"\0")
         view, at = memoryview(raw), 0
         marks: dict[int, Hash] = {}
@@ -150,7 +151,7 @@ class BodyCache:
         return marks, running.digest()
 
     def _known(self, marks: Mapping[int, Hash], raw: bytes) -> list[tuple[_Record, _Cut]]:
-        """Conversations that the body may continue, the longest shared part first."""
+        """Return conversations that the body may continue, the longest shared part first."""
         digests = {end: mark.digest() for end, mark in marks.items()}
         found: list[tuple[_Record, _Cut]] = []
         for record in reversed(self._records):
@@ -160,14 +161,14 @@ class BodyCache:
                 found += [(record, cut) for cut in cuts if cut.end <= close]
         return sorted(found, key=lambda pair: -pair[1].end)
 
-    def _go_on(
+    def _continue(
         self, dialect: Dialect, raw: bytes, action: str, record: _Record, cut: _Cut, mark: Hash
     ) -> WireCall | None:
-        """The call of a body that is a known one with other newest elements; None when it is none."""
+        """Return the call of a body that continues a known one; None when it does not."""
         close = len(raw) - record.rest_size
         new = raw[cut.end : close]
         # Anything else would become a part of the number that stands before it below.
-        if crowded(new, self._max_items) or new.lstrip(b" \t\n\r")[:1] not in (b"", b","):
+        if too_many_values(new, self._max_items) or new.lstrip(b" \t\n\r")[:1] not in (b"", b","):
             return None
         try:
             values = loads(b"[0" + new + b"]")[1:]
@@ -183,25 +184,25 @@ class BodyCache:
             known=cut.messages,
             before=record.memory.told,
             parse=lambda: self._all(dialect, raw, action),
-            long=lambda: len(raw) > INLINE_BYTES or _crowd(raw) > INLINE_VALUES,
+            long=lambda: len(raw) > INLINE_BYTES or _count_values(raw) > INLINE_VALUES,
         )
         base = _with(cut.wire, said) if values else cut.wire
         known = tuple(c for c in record.cuts if c.end <= cut.end)
         later = replace(record, memory=history.memory, cuts=known)
         self._records.remove(record)
-        stretch = _Stretch(raw, cut.end, mark, len(history), cut.wire, base)
-        self._learn(dialect, action, later, stretch, elements(new.decode(), 0))
+        part = _Part(raw, cut.end, mark, len(history), cut.wire, base)
+        self._learn(dialect, action, later, part, elements(new.decode(), 0))
         return replace(base, request=replace(base.request, messages=history))
 
     def _all(self, dialect: Dialect, raw: bytes, action: str) -> tuple[Message, ...]:
-        """Every message of a body whose newest ones were enough until now."""
+        """Parse every message of a body of which only the newest were needed so far."""
         self.parsed_bytes += len(raw)
         return tuple(dialect.parse(decode(raw, self._max_depth, self._max_items), action).request.messages)
 
     # ----------------------------------------------------------------------- whole bodies
 
     def _whole(self, dialect: Dialect, raw: bytes, action: str, place: str) -> WireCall:
-        """Parse everything, and learn where a later body may go on."""
+        """Parse a complete body and store where a later one may continue."""
         self.parsed_bytes += len(raw)
         sent = decode(raw, self._max_depth, self._max_items)
         body = self.stored.expand(sent)
@@ -212,7 +213,7 @@ class BodyCache:
             self._pause = max(0, self._pause - 1)
             return wire
         self._misses += 1
-        self._pause = min(64, 1 << max(0, self._misses - PATIENCE)) - 1
+        self._pause = min(64, 1 << max(0, self._misses - MAX_MISSES)) - 1
         text = raw.decode()
         found = whole_list(text, dialect.grows)
         if found is None:
@@ -226,34 +227,34 @@ class BodyCache:
             cuts=(),
         )
         start = hashlib.sha256(place.encode() + b"\0")
-        none = _unsaid(dialect.parse({**body, dialect.grows: [_ASK]}, action))
-        stretch = _Stretch(raw, 0, start, len(history), none, _unsaid(wire))
-        self._learn(dialect, action, record, stretch, found)
+        none = _without_messages(dialect.parse({**body, dialect.grows: [_ASK]}, action))
+        part = _Part(raw, 0, start, len(history), none, _without_messages(wire))
+        self._learn(dialect, action, record, part, found)
         return replace(wire, request=replace(wire.request, messages=history))
 
-    def _learn(
-        self, dialect: Dialect, action: str, record: _Record, stretch: _Stretch, found: Elements
-    ) -> None:
-        """Keep where the body may be cut: after the last few elements of the user's side."""
-        ours = [i for i, value in enumerate(found.values) if _of_user(dialect, value)][-CUTS:]
-        running, at = stretch.mark.copy(), stretch.start
-        text = stretch.raw[at:].decode() if ours else ""
+    def _learn(self, dialect: Dialect, action: str, record: _Record, part: _Part, found: Elements) -> None:
+        """Store the cuts of a body: after the last few elements of the user's side."""
+        cut_after = [i for i, value in enumerate(found.values) if _of_user(dialect, value)][-CUTS:]
+        running, at = part.mark.copy(), part.start
+        text = part.raw[at:].decode() if cut_after else ""
         cuts = list(record.cuts)
-        for i, wire in zip(ours, _wires(dialect, action, stretch, found.values, ours), strict=True):
-            end = stretch.start + len(text[: found.ends[i]].encode())
-            running.update(stretch.raw[at:end])
+        for i, wire in zip(cut_after, _wires(dialect, action, part, found.values, cut_after), strict=True):
+            end = part.start + len(text[: found.ends[i]].encode())
+            running.update(part.raw[at:end])
             at = end
             after = len(_messages(dialect, found.values[i + 1 :], action))
             digest = running.copy().digest()
-            cuts.append(_Cut(end=end, digest=digest, messages=stretch.messages - after, wire=wire))
+            cuts.append(_Cut(end=end, digest=digest, messages=part.messages - after, wire=wire))
         if cuts:
             self._records.append(replace(record, cuts=tuple(cuts[-CUTS:])))
             del self._records[:-RECORDS]
 
 
 async def _in_thread(work: Callable[[], tuple[WireCall, BodyName]]) -> tuple[WireCall, BodyName]:
-    """`work` in a worker thread, and not over before it is: a thread cannot be stopped, and one that a client
-    left behind must not change what the next one reads."""
+    """Run `work` in a worker thread; return only when it is done, even if cancelled.
+
+    A thread cannot be stopped, and an abandoned one must not change what the next request reads.
+    """
     running = asyncio.create_task(asyncio.to_thread(work))
     left: asyncio.CancelledError | None = None
     while not running.done():
@@ -264,54 +265,56 @@ async def _in_thread(work: Callable[[], tuple[WireCall, BodyName]]) -> tuple[Wir
     if left is None:
         return running.result()
     with contextlib.suppress(Exception, asyncio.CancelledError):
-        running.result()  # nobody is there to be told
+        running.result()  # the client is gone
     raise left
 
 
-def _few(raw: bytes, most: int | None) -> None:
-    """Raises _TooMany where the text may hold more values than `most`; commas within strings count too."""
-    if most is not None and _crowd(raw) > most:
+def _check_count(raw: bytes, most: int | None) -> None:
+    """Raise _TooMany where the text may have more values than `most`; commas in strings count too."""
+    if most is not None and _count_values(raw) > most:
         raise _TooMany
 
 
-def _crowd(raw: bytes) -> int:
+def _count_values(raw: bytes) -> int:
     return raw.count(b",") + raw.count(b"{") + raw.count(b"[")
 
 
-class _Stretch(NamedTuple):
-    """The part of a body in which elements were found."""
+class _Part(NamedTuple):
+    """A part of a body and its elements."""
 
     raw: bytes
     start: int
     mark: Hash
-    """Over all before `start`."""
+    """Hash of all bytes before `start`."""
     messages: int
-    """In the whole body."""
+    """Number of messages in the whole body."""
     before: WireCall
-    """What is said before it, without the messages."""
+    """The parsed call before it, without the messages."""
     wire: WireCall
-    """What is said to its end."""
+    """The parsed call to its end."""
 
 
 _ASK = {"role": "user", "content": "."}
-"""Says nothing but a message, in every dialect whose list grows."""
+"""A plain message, in every dialect whose list grows."""
 
 
-def _unsaid(wire: WireCall) -> WireCall:
+def _without_messages(wire: WireCall) -> WireCall:
     return replace(wire, request=replace(wire.request, messages=()))
 
 
 def _wires(
-    dialect: Dialect, action: str, stretch: _Stretch, values: list[object], ours: list[int]
+    dialect: Dialect, action: str, part: _Part, values: list[object], cut_after: list[int]
 ) -> list[WireCall]:
-    """What is said up to each of the elements `ours`: a body that goes on from there may have dropped the
-    later ones. Raises WireError."""
-    wire, whole = stretch.before, stretch.wire
+    """Return the parsed call up to each of the elements `cut_after`.
+
+    A body that continues from there may lack the later elements. Raises WireError.
+    """
+    wire, whole = part.before, part.wire
     if (wire.names, wire.request.hints) == (whole.names, whole.request.hints):
-        return [wire] * len(ours)
+        return [wire] * len(cut_after)
     wires: list[WireCall] = []
     at = 0
-    for i in ours:
+    for i in cut_after:
         wire = _with(wire, dialect.parse({dialect.grows: values[at : i + 1]}, action))
         wires.append(wire)
         at = i + 1
@@ -326,7 +329,7 @@ def _same_rest(record: _Record, raw: bytes) -> bool:
 
 
 def _with(wire: WireCall, said: WireCall) -> WireCall:
-    """A conversation's call with what its new elements bring besides messages."""
+    """Return a call with the names and labels that new elements add."""
     if said.names:
         wire = replace(wire, names={**wire.names, **said.names})
     if said.compaction:
@@ -338,12 +341,12 @@ def _with(wire: WireCall, said: WireCall) -> WireCall:
 
 
 def _messages(dialect: Dialect, values: list[object], action: str) -> tuple[Message, ...]:
-    """What these list elements alone say. Raises WireError."""
+    """Return the messages of these list elements alone. Raises WireError."""
     return tuple(dialect.parse({dialect.grows: values}, action).request.messages) if values else ()
 
 
 def _of_user(dialect: Dialect, value: object) -> bool:
-    """True for an element after which the dialect does not look back. Judged by the field that it reads."""
+    """Return whether the dialect does not look back beyond this element, by the field that it reads."""
     if not isinstance(value, dict):
         return False
     if dialect.grows == "input":  # items: the type decides, and `role` is read in messages only

@@ -1,8 +1,8 @@
-"""One HTTP connection as the gateway treats it where aiohttp's own server does not suit agents and strangers.
+"""HTTP connections, where aiohttp's behaviour does not suit agents or unknown clients.
 
-Bytes that are no HTTP never reach the log: they may hold a key or a prompt. A connection that shows no key is
-the first to go when there are too many, and the first request has a time limit. A client that closed its
-sending half gets its answer; one that closed both is noticed at once. Caller: listen.
+Bytes that are not HTTP are never logged: they may contain a key or a prompt. A connection without a key is
+the first to be closed when there are too many, and its first request has a timeout. A client that closed its
+sending half gets its answer; one that closed both is noticed at once.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ log = logging.getLogger(__name__)
 FIRST_REQUEST_S = 30.0
 """From the connection to the end of the first request's headers."""
 IDLE_S = 600.0
-"""Between two requests: longer than the pools of clients keep a connection."""
+"""Between two requests; connection pools of clients keep connections for less."""
 PROBES_S = (0.002, 0.02, 0.2, 1.0)
-"""Pauses between two looks for a client that closed its sending half; the last one repeats."""
+"""Pauses between probes of a client that closed its sending half; the last one repeats."""
 LOG_EVERY_S = 1.0
 
 
-def vouch(http: web.BaseRequest) -> None:
-    """The request carried the key of a session: its connection is not a stranger's."""
+def mark_known(http: web.BaseRequest) -> None:
+    """Mark the connection of an authorised request as known."""
     if isinstance(http.protocol, Connection):
         http.protocol.known = True
 
 
 def name_request(response: web.StreamResponse, name: str = "") -> None:
-    """Give an answer that is not on its way yet the headers by which clients name a request to the operator.
-    `name`: hex; empty = a random one."""
+    """Set the request-id headers of an answer that is not yet sent.
+
+    `name`: hex; empty = random.
+    """
     if not response.prepared and "request-id" not in response.headers:
         id = f"req_{name or secrets.token_hex(12)}"
         response.headers["request-id"] = response.headers["x-request-id"] = id
 
 
 class Noise:
-    """Counts what is not worth a line each; one bounded line per second and listener."""
+    """Counts unreadable requests and logs at most one line per second and listener."""
 
     def __init__(self) -> None:
         self._count, self._since = 0, -LOG_EVERY_S
 
     def add(self, what: str) -> None:
-        """`what` must hold nothing that a client sent."""
+        """Count one; `what` must not contain client data."""
         self._count += 1
         now = time.monotonic()
         if now - self._since >= LOG_EVERY_S:
@@ -57,7 +59,7 @@ class Noise:
 
 
 class Connection(web.RequestHandler):
-    """aiohttp's connection with other ends."""
+    """A connection that handles half-closed clients and requests that are not HTTP."""
 
     __slots__ = ("_first", "_last", "_noise", "_probe", "known")
 
@@ -86,15 +88,15 @@ class Connection(web.RequestHandler):
             self.force_close()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Keep the connection for the answer to a request that is complete.
+        """Keep the connection open for the answer to a complete request.
 
-        Whether the client waits for it is found out by interim answers: a client that is gone refuses them,
-        which ends the connection as usual.
+        Interim answers probe whether the client still waits: a client that is gone rejects them, which closes
+        the connection.
         """
         if not self._complete():
             return None
         self._close = True
-        self._ask(0)
+        self._probe_client(0)
         return self._probe is not None
 
     def data_received(self, data: bytes) -> None:
@@ -103,7 +105,7 @@ class Connection(web.RequestHandler):
             self._last = self._messages[-1]
 
     def _complete(self) -> bool:
-        """A request of HTTP/1.1 is here as a whole and is being handled, and its answer was not begun."""
+        """Return whether a complete HTTP/1.1 request is being handled and its answer has not begun."""
         if self._last is None or (self._waiter is not None and not self._messages):
             return False
         message, payload = self._last
@@ -113,7 +115,7 @@ class Connection(web.RequestHandler):
         request = self._current_request
         return request is None or not request.writer.output_size
 
-    def _ask(self, number: int) -> None:
+    def _probe_client(self, number: int) -> None:
         self._probe = None
         if self.transport is None or not self._complete():
             return
@@ -121,7 +123,7 @@ class Connection(web.RequestHandler):
         self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if not self.transport.is_closing():
             pause_s = PROBES_S[min(number, len(PROBES_S) - 1)]
-            self._probe = asyncio.get_running_loop().call_later(pause_s, self._ask, number + 1)
+            self._probe = asyncio.get_running_loop().call_later(pause_s, self._probe_client, number + 1)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         self._noise.add(type(kw.get("exc_info")).__name__)
@@ -133,7 +135,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what is no HTTP, in a shape that clients of every provider read."""
+        """Answer a request that is not HTTP, in a format that clients of every provider read."""
         self._noise.add(type(exc).__name__)
         if request.writer.output_size:
             raise ConnectionError("an answer was begun already")

@@ -1,6 +1,6 @@
-"""Explains an edited request: decodes the held turn, which the forest keeps as ids only, and compares.
+"""Diagnosis of an edited request: decode the stored turn and compare.
 
-Runs only when a request shows an assistant message other than what was sampled. Caller: turn.
+Runs only when a request contains an assistant message other than the sampled one.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from insitu.types import IntArray, Message, ToolCall
 
 
 def explain(renderer: ChatRenderer, forest: Forest, plan: PromptPlan) -> Diagnosis | None:
-    """The diagnosis of `plan.drift`, or None when it is no edit of a held turn that can be decoded."""
+    """Return the diagnosis of `plan.drift`, None if it is no edit of a stored turn that can be decoded."""
     drift = plan.drift
     if drift.kind != "edited" or drift.node is None:
         return None
-    said = forest.sampled(drift.node).ids
-    parsed = renderer.parse(said)
+    sampled_ids = forest.sampled(drift.node).ids
+    parsed = renderer.parse(sampled_ids)
     calls = tuple(ToolCall(id="call", name=c.name, arguments=c.arguments) for c in parsed.calls)
-    held = Message(role="assistant", text=parsed.text, reasoning=parsed.reasoning, tool_calls=calls)
-    if not forest.said(drift.node, held):  # the wire carried something else, a translated text for instance
+    stored = Message(role="assistant", text=parsed.text, reasoning=parsed.reasoning, tool_calls=calls)
+    if not forest.said(drift.node, stored):  # something else was sent, e.g. a translated text
         return None
     echo = plan.replace[drift.at :]
-    found = diagnose(held, echo, turns_named=forest.turns_named(echo[0]))
+    found = diagnose(stored, echo, turns_named=forest.turns_named(echo[0]))
 
     def render(message: Message) -> IntArray | None:
         try:
@@ -35,5 +35,5 @@ def explain(renderer: ChatRenderer, forest: Forest, plan: PromptPlan) -> Diagnos
         except RenderError:
             return None
 
-    token = 0 if found.cause == "missing" else first_token(held, echo[0], said, render)
+    token = 0 if found.cause == "missing" else first_token(stored, echo[0], sampled_ids, render)
     return replace(found, token=token)

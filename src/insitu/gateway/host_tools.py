@@ -1,10 +1,10 @@
-"""Host tools: what the operator lets the agent say to the outside of its sandbox, and nothing comes back.
+"""Host tools: calls by which the agent reports to the operator; they return only an acknowledgement.
 
-A tool is registered for one session, its arguments are checked against its schema, calls are kept in order
-for the operator, and the answer is an acknowledgement or the schema's complaint: never a result, never a
-reward. Agents get a tool through the MCP server (mcp.py) or the Pi extension; to an agent that has neither it
-is injected into the model's tools, and then the gateway itself answers: the agent only sees a tool that it
-does not know, and what it says about that is replaced by the acknowledgement. Callers: session, turn, server.
+A tool is registered for a session, its arguments are checked against its schema, and calls are kept in order
+for the operator. The answer is an acknowledgement or the schema's error: never a result, never a reward.
+Agents get a tool through the MCP server (mcp.py) or the Pi extension. For an agent with neither it is
+injected into the model's tools, and the gateway replaces the agent's error about the unknown tool by the
+acknowledgement.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from insitu.gateway.dialects.base import WireError, json_text
 from insitu.types import Message, ModelRequest, ToolCall, ToolSpec
 
 SERVER = "insitu"
-"""What agents call the MCP server; they put it in front of the names of its tools."""
+"""Name of the MCP server; agents prepend it to the names of its tools."""
 
 RESERVED = frozenset({"reset", "step", "state", "close"})
-"""Names of an environment's own operations: an agent must never hold them."""
+"""Names of an environment's own operations, which an agent must never have."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,47}")
 _MAX_TOOLS = 64
@@ -38,7 +38,7 @@ _MAX_ERROR = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTool:
-    """One tool as the operator registers it."""
+    """One tool, as registered by the operator."""
 
     name: str
     description: str
@@ -48,7 +48,7 @@ class HostTool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCall:
-    """One call of a host tool, as it came."""
+    """One call of a host tool."""
 
     index: int
     """Order within the session, from 0."""
@@ -63,30 +63,30 @@ class HostCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Offered:
-    """What a request offers, and what it offers with ours: the same object while a conversation goes on."""
+    """The tools of a request, and those with the host tools; reused while a conversation goes on."""
 
-    given: Sequence[ToolSpec]
+    offered_by_agent: Sequence[ToolSpec]
     tools: tuple[ToolSpec, ...]
     injected: frozenset[str]
 
 
 class ToolBox:
-    """The host tools of one session and what was called. Raises ConfigError for tools that cannot be."""
+    """The host tools of one session and their calls. Raises ConfigError for invalid tools."""
 
     def __init__(
         self, tools: Sequence[HostTool] = (), *, max_calls: int = 1000, max_bytes: int = 16 << 20
     ) -> None:
-        """`max_bytes`: of the arguments of all calls together, which are kept for the operator."""
+        """Register tools; `max_bytes` limits the arguments of all calls together."""
         if len(tools) > _MAX_TOOLS or len({tool.name for tool in tools}) < len(tools):
             raise ConfigError(f"host tools need different names and may be {_MAX_TOOLS} at most")
         self.tools = tuple(tools)
         self.calls: list[HostCall] = []
         self.on_call: Callable[[HostCall], None] = lambda call: None
-        """Hears each call as it is kept; must not raise."""
+        """Callback for each call; must not raise."""
         self._checks = {tool.name: _validator(tool) for tool in tools}
         self._max_calls, self._bytes_left = max_calls, max_bytes
         self._answers: dict[str, str] = {}
-        """Minted id of a call of an injected tool -> what the model is told."""
+        """Minted id of a call of an injected tool -> answer for the model."""
         self._offered: _Offered | None = None
 
     def __bool__(self) -> bool:
@@ -106,49 +106,47 @@ class ToolBox:
         if size > self._bytes_left:
             raise WireError("rate_limited", "This session has sent too much to host tools.")
         self._bytes_left -= size
-        error = _complaint(check, arguments)
+        error = _schema_error(check, arguments)
         call = HostCall(index=len(self.calls), name=name, arguments=text, source=source, error=error)
         self.calls.append(call)
         self.on_call(call)
         return {"ok": False, "error": error} if error else {"ok": True}
 
     def prepare(self, request: ModelRequest) -> tuple[ModelRequest, frozenset[str]]:
-        """The request with host tools the agent does not offer itself, and their names.
+        """Return the request with the host tools that the agent does not offer itself, and their names.
 
-        Only a request that offers tools gets more: summaries and titles stay what they are. A function of the
-        request and of acknowledgements given before, so an unchanged prefix stays unchanged.
+        Only a request that offers tools gets more: summaries and titles stay unchanged. Depends only on the
+        request and on earlier acknowledgements, so an unchanged prefix stays unchanged.
         """
         if self._answers:
-            given = request.messages
-            # Known messages are answered already: to look at them would read the whole body again.
-            messages: Sequence[Message] = (
-                given.changed(self._answered)
-                if isinstance(given, History)
-                else tuple(map(self._answered, given))
-            )
-            request = replace(request, messages=messages)
+            messages = request.messages
+            # Known messages have their answers already: reading them would parse the whole body again.
+            if isinstance(messages, History):
+                request = replace(request, messages=messages.changed(self._answered))
+            else:
+                request = replace(request, messages=tuple(map(self._answered, messages)))
         if not request.tools or not self.tools:
             return request, frozenset()
-        if self._offered is None or self._offered.given is not request.tools:
-            self._offered = self._with_ours(request.tools)
+        if self._offered is None or self._offered.offered_by_agent is not request.tools:
+            self._offered = self._with_host_tools(request.tools)
         return replace(request, tools=self._offered.tools), self._offered.injected
 
-    def _with_ours(self, given: Sequence[ToolSpec]) -> _Offered:
-        offered = {tool.name for tool in given}
+    def _with_host_tools(self, offered_by_agent: Sequence[ToolSpec]) -> _Offered:
+        offered = {tool.name for tool in offered_by_agent}
         missing = [tool for tool in self.tools if not offered & exposed_names(tool.name)]
         specs = tuple(
             ToolSpec(name=t.name, description=t.description, parameters=json_text(t.parameters))
             for t in missing
         )
         names = frozenset(tool.name for tool in missing)
-        return _Offered(given=given, tools=(*given, *specs), injected=names)
+        return _Offered(offered_by_agent=offered_by_agent, tools=(*offered_by_agent, *specs), injected=names)
 
     def _answered(self, message: Message) -> Message:
         answer = self._answers.get(message.tool_call_id) if message.role == "tool" else None
         return message if answer is None else replace(message, text=answer)
 
     def sampled(self, calls: Sequence[ToolCall], injected: frozenset[str]) -> None:
-        """The model called `calls` in a reply; those of injected tools happen here and now."""
+        """Process the calls of a reply; those of injected tools are answered here."""
         for call in calls:
             if call.name not in injected:
                 continue
@@ -160,7 +158,7 @@ class ToolBox:
 
 
 def exposed_names(name: str) -> frozenset[str]:
-    """What agents call a tool that they have from our MCP server or extension."""
+    """Return the names that agents give a tool of our MCP server or extension."""
     return frozenset(
         {name, f"mcp__{SERVER}__{name}", f"mcp_{SERVER}_{name}", f"{SERVER}_{name}", f"{SERVER}__{name}"}
     )
@@ -173,8 +171,8 @@ def _decoded(arguments: str) -> object:
         return arguments
 
 
-def _complaint(check: Draft202012Validator, arguments: object) -> str:
-    """What the schema says against the arguments, bounded; empty when nothing."""
+def _schema_error(check: Draft202012Validator, arguments: object) -> str:
+    """Return the schema error of the arguments, bounded; empty when they are valid."""
     error: ValidationError | None = next(check.iter_errors(arguments), None)
     if error is None:
         return ""
@@ -184,14 +182,14 @@ def _complaint(check: Draft202012Validator, arguments: object) -> str:
 
 def _validator(tool: HostTool) -> Draft202012Validator:
     if not _NAME.fullmatch(tool.name) or tool.name in RESERVED:
-        raise ConfigError(f"host tool {tool.name!r}: not a name that a tool may have")
+        raise ConfigError(f"host tool {tool.name!r}: not a valid tool name")
     if tool.parameters.get("type") != "object":
         raise ConfigError(f"host tool {tool.name!r}: its schema must have type object")
     try:
         Draft202012Validator.check_schema(dict(tool.parameters))
         # An empty registry: nothing is ever fetched.
         check = Draft202012Validator(dict(tool.parameters), registry=Registry())
-        _complaint(check, {})
+        _schema_error(check, {})
     except SchemaError as error:
         raise ConfigError(f"host tool {tool.name!r}: not a JSON schema: {error.message}") from error
     except Unresolvable as error:

@@ -1,5 +1,4 @@
-"""Where the elements of a JSON array end: a body that goes on from a known one is cut there. Pure. Caller:
-bodies."""
+"""Offsets of the elements of a JSON array, where a body can be cut; pure."""
 
 from __future__ import annotations
 
@@ -13,17 +12,17 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements:
-    """Elements of a JSON array and where they end."""
+    """Elements of a JSON array and their ends."""
 
     values: list[object]
     ends: list[int]
-    """Characters before the end of each."""
+    """Number of characters before the end of each."""
     close: int
-    """Characters before the array's bracket."""
+    """Number of characters before the closing bracket."""
 
 
 def whole_list(text: str, name: str) -> Elements | None:
-    """The array under the key `name` of a JSON object; None when there is none, or more than one."""
+    """Return the array under the key `name` of a JSON object; None without one or with more than one."""
     found: Elements | None = None
     at = _after_space(text, _after_space(text, 0) + 1)
     while text[at] != "}":
@@ -43,8 +42,7 @@ def whole_list(text: str, name: str) -> Elements | None:
 
 
 def elements(text: str, at: int) -> Elements:
-    """The elements from `at`, which is behind the bracket or behind an element, to the array's end or the
-    text's."""
+    """Return the elements from `at`, after the bracket or an element, to the end of the array or text."""
     values: list[object] = []
     ends: list[int] = []
     while True:

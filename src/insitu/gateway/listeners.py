@@ -1,5 +1,7 @@
-"""Where the gateway's HTTP servers listen: unix sockets and loopback TCP ports, one server per listener, so
-that a request cannot lie about where it came in. Callers: server, admin."""
+"""HTTP listeners on unix sockets and loopback TCP ports.
+
+Each listener is a server of its own, so that the origin of a request cannot be forged.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +20,44 @@ from insitu.gateway.connection import Connection, Noise
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 MAX_CONNECTIONS = 4096
-"""Per listener: what a connection sends is held in part before anybody knows whose it is."""
+"""Per listener: bytes of a connection are buffered before it is authorised."""
 
 
 class _Server(web.Server):
-    """Makes room for what comes beyond so many connections: the oldest one that showed no key goes, and the
-    newcomer where there is none."""
+    """Server with a limit of connections.
+
+    Beyond it the oldest connection that showed no key is closed, or the new one where there is none.
+    """
 
     max_connections = MAX_CONNECTIONS
 
     def __init__(self, handler: Handler, **options: Any) -> None:
         super().__init__(handler, **options)
         self._noise = Noise()
-        self._leaving = set[web.RequestHandler]()
-        """Closed to make room, and still to be counted off."""
+        self._closing = set[web.RequestHandler]()
+        """Connections that were closed to make room and are still counted."""
 
     def __call__(self) -> web.RequestHandler:
         return Connection(self, self._noise, loop=self._loop, **self._kwargs)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
-        if len(self.connections) - len(self._leaving) <= self.max_connections:
+        if len(self.connections) - len(self._closing) <= self.max_connections:
             return
-        staying = (one for one in self.connections if one not in self._leaving)
-        strangers = (one for one in staying if isinstance(one, Connection) and not one.known)
-        victim = next(strangers, handler)
-        self._leaving.add(victim)
+        staying = (one for one in self.connections if one not in self._closing)
+        unknown = (one for one in staying if isinstance(one, Connection) and not one.known)
+        victim = next(unknown, handler)
+        self._closing.add(victim)
         victim.force_close()
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        self._leaving.discard(handler)
+        self._closing.discard(handler)
         super().connection_lost(handler, exc)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listener:
-    """Where a gateway listens."""
+    """Address of a listener."""
 
     path: Path | None = None
     host: str = ""
@@ -84,16 +88,16 @@ async def listen_unix(
 
 
 def check_port(port: int, host: str = "127.0.0.1") -> None:
-    """Raises SetupError, as `listen_tcp` would: for whoever has much to start before it listens."""
+    """Raise SetupError if the port is taken, as `listen_tcp` would."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise _taken(host, port, error) from error
+            raise _bind_error(host, port, error) from error
 
 
-def _taken(host: str, port: int, error: OSError) -> SetupError:
+def _bind_error(host: str, port: int, error: OSError) -> SetupError:
     return SetupError(f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 
@@ -106,7 +110,7 @@ async def listen_tcp(
         try:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
-            raise _taken(host, port, error) from error
+            raise _bind_error(host, port, error) from error
         yield Listener(host=host, port=runner.addresses[0][1])
 
 

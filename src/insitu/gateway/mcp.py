@@ -1,7 +1,7 @@
-"""A session's host tools as an MCP server: JSON-RPC over streamable HTTP, one JSON answer per POST; pure.
+"""The host tools of a session as an MCP server: JSON-RPC over HTTP, one JSON answer per POST; pure.
 
-Stateless on purpose: the secret names the session, so no session header, no event stream and nothing to
-resume. Speaks the handshake versions; a client that knows newer ones falls back to them. Caller: server.
+Stateless: the secret identifies the session, so there is no session header, event stream or resumption.
+Supports the listed protocol versions; newer clients fall back to them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class RpcError(Exception):
         self.code = code
 
 
-def answer(sandbox: ToolBox, message: Mapping[str, object]) -> Mapping[str, object] | None:
-    """The response to one message, None to a notification or a response."""
+def answer(tools: ToolBox, message: Mapping[str, object]) -> Mapping[str, object] | None:
+    """Return the response to one message, None for a notification or a response."""
     if "method" not in message and ("result" in message or "error" in message):
         return None
     number = message.get("id")
@@ -40,13 +40,13 @@ def answer(sandbox: ToolBox, message: Mapping[str, object]) -> Mapping[str, obje
         params = message.get("params") or {}
         if not isinstance(params, dict):
             raise RpcError(INVALID_PARAMS, "params must be an object")
-        return {"jsonrpc": "2.0", "id": number, "result": _result(sandbox, method, params)}
+        return {"jsonrpc": "2.0", "id": number, "result": _result(tools, method, params)}
     except RpcError as error:
         failure = {"code": error.code, "message": str(error)}
         return {"jsonrpc": "2.0", "id": number, "error": failure}
 
 
-def _result(sandbox: ToolBox, method: str, params: Mapping[str, object]) -> Mapping[str, object]:
+def _result(tools: ToolBox, method: str, params: Mapping[str, object]) -> Mapping[str, object]:
     if method == "initialize":
         asked = params.get("protocolVersion")
         return {
@@ -57,26 +57,26 @@ def _result(sandbox: ToolBox, method: str, params: Mapping[str, object]) -> Mapp
     if method == "ping":
         return {}
     if method == "tools/list":
-        return {"tools": list(listed(sandbox))}
+        return {"tools": list(listed(tools))}
     if method == "tools/call":
-        return _call(sandbox, params)
+        return _call(tools, params)
     raise RpcError(METHOD_NOT_FOUND, f"no such method: {method[:64]}")
 
 
-def listed(sandbox: ToolBox) -> list[Mapping[str, object]]:
-    """The tools as MCP describes them."""
+def listed(tools: ToolBox) -> list[Mapping[str, object]]:
+    """Return the tools in MCP form."""
     return [
         {"name": tool.name, "description": tool.description, "inputSchema": tool.parameters}
-        for tool in sandbox.tools
+        for tool in tools.tools
     ]
 
 
-def _call(sandbox: ToolBox, params: Mapping[str, object]) -> Mapping[str, object]:
+def _call(tools: ToolBox, params: Mapping[str, object]) -> Mapping[str, object]:
     name = params.get("name")
     try:
-        said = sandbox.call(name if isinstance(name, str) else "", params.get("arguments") or {})
+        result = tools.call(name if isinstance(name, str) else "", params.get("arguments") or {})
     except WireError as error:
         if error.cause == "not_found":
             raise RpcError(INVALID_PARAMS, str(error)) from error
-        said = {"ok": False, "error": str(error)}
-    return {"content": [{"type": "text", "text": json_text(said)}], "isError": not said["ok"]}
+        result = {"ok": False, "error": str(error)}
+    return {"content": [{"type": "text", "text": json_text(result)}], "isError": not result["ok"]}

@@ -1,7 +1,4 @@
-"""Whether a request that is passed on goes where the operator said and names the one model he pays for.
-
-Caller: passthrough.
-"""
+"""Check that a forwarded request goes to the configured origin and requests the configured model."""
 
 from __future__ import annotations
 
@@ -11,25 +8,27 @@ import re
 
 from insitu.gateway.body_cache import INLINE_BYTES
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.request import crowded
+from insitu.gateway.request import too_many_values
 from insitu.gateway.routes import Route
 
 _ACTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 
 
 def plain(action: str) -> bool:
-    """It can only name something below the version: no dot segment, no query, nothing to be decoded."""
+    """Return whether the path stays below the version: no dot segment, no query, nothing to decode."""
     return _ACTION.fullmatch(action) is not None and not any(p in (".", "..") for p in action.split("/"))
 
 
-async def checked_model(route: Route, body: bytes, ours: str, max_items: int) -> None:
-    """`check_model`, off the event loop when the body is long. Raises WireError, also for a body with more
-    than `max_items` values."""
+async def checked_model(route: Route, body: bytes, model: str, max_items: int) -> None:
+    """Run `check_model`, in a worker thread when the body is long.
+
+    Raises WireError, also for a body with more than `max_items` values.
+    """
 
     def check() -> None:
-        if crowded(body, max_items):
+        if too_many_values(body, max_items):
             raise WireError("invalid_request", "The request body has too many items.")
-        check_model(route, body, ours)
+        check_model(route, body, model)
 
     if len(body) <= INLINE_BYTES:
         check()
@@ -37,11 +36,11 @@ async def checked_model(route: Route, body: bytes, ours: str, max_items: int) ->
         await asyncio.to_thread(check)
 
 
-def check_model(route: Route, body: bytes, ours: str) -> None:
-    """The request names the operator's model, once, and no other. Raises WireError.
+def check_model(route: Route, body: bytes, model: str) -> None:
+    """Raise WireError unless the request names the configured model, once, and no other.
 
-    Names of top-level fields are compared without case, and a doubled one is refused: readers differ in which
-    they take. `models` is what routers of providers call their list of other models to try.
+    Names of top-level fields are compared without case, and a repeated one is refused: parsers differ in
+    which they take. `models` is the list of fallback models of routing providers.
     """
     if route.dialect == "gemini":
         named: list[object] = [route.action.removeprefix("models/").rpartition(":")[0]]
@@ -49,13 +48,13 @@ def check_model(route: Route, body: bytes, ours: str) -> None:
     else:
         named = _named(body)
         if len(named) != 1:
-            raise WireError("invalid_request", f"model must be named once, as {ours}.", "model")
-    if any(name != ours for name in named):
-        raise WireError("not_found", f"The model does not exist here; ask for {ours}.", "model")
+            raise WireError("invalid_request", f"model must be named once, as {model}.", "model")
+    if any(name != model for name in named):
+        raise WireError("not_found", f"The model does not exist here; ask for {model}.", "model")
 
 
 def _named(body: bytes) -> list[object]:
-    """Values of every top-level field that names a model. Raises WireError."""
+    """Return the values of every top-level field that names a model. Raises WireError."""
     try:
         text = body.decode("utf-8")
         pairs = json.loads(text, object_pairs_hook=list)

@@ -1,7 +1,4 @@
-"""What a request continues, and the ids between that and the reply to it: only what is new.
-
-Callers: turn, which samples behind them; retold, which puts a teacher's words there.
-"""
+"""New prompt ids of a request: those between the stored path it continues and its reply."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ from insitu.types import IntArray, Message, ModelRequest
 
 
 def leading_system(messages: Sequence[Message]) -> list[Message]:
-    """The system messages that a conversation begins with: they belong to the root block."""
+    """Return the leading system messages, which belong to the root block."""
     return list(takewhile(lambda m: m.role == "system", messages))
 
 
 def new_ids(renderer: ChatRenderer, forest: Forest, plan: PromptPlan, request: ModelRequest) -> IntArray:
-    """Raises RenderError."""
+    """Return the ids to append to the stored path. Raises RenderError."""
     if plan.base is None:
         parts = [renderer.open(leading_system(request.messages), request.tools)]
         parts.append(renderer.append(plan.replace))
@@ -36,8 +33,10 @@ def new_ids(renderer: ChatRenderer, forest: Forest, plan: PromptPlan, request: M
 
 
 async def planned(forest: Forest, request: ModelRequest, fingerprint: str) -> PromptPlan:
-    """`Forest.plan`; known messages of a long body are parsed again, if need be, in a worker thread. Raises
-    WireError for a body that is refused as a whole."""
+    """Return `Forest.plan`, with known messages of a long body parsed again in a worker thread if needed.
+
+    Raises WireError for a body that is refused when read completely.
+    """
     messages = request.messages
     if not isinstance(messages, History):
         return forest.plan(request, fingerprint)
@@ -50,7 +49,7 @@ async def planned(forest: Forest, request: ModelRequest, fingerprint: str) -> Pr
 
 
 def fresh_texts(plan: PromptPlan, request: ModelRequest) -> list[str]:
-    """Texts from outside that this request adds."""
+    """Return the texts from outside that this request adds."""
     texts = [text for message in plan.replace for text in (message.text, message.reasoning)]
     texts += [text for m in plan.replace for call in m.tool_calls for text in (call.name, call.arguments)]
     if plan.base is None:

@@ -1,8 +1,7 @@
-"""What a provider's answer says it cost, in tokens: read from the reply or the events of any wire format.
+"""Tokens that a provider bills, read from the reply or the events of any wire format; pure.
 
-Pure. What came after the last usage that an answer names (a stream that nobody asked for it, one that was
-cut: its beginning may name the prompt's) is estimated from the bytes, so that a limit on cost cannot be
-slipped past. Caller: black_sandbox_call.
+What follows the last reported usage (a stream without usage, one that was cut) is estimated from its bytes,
+so that a cost limit cannot be evaded.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from dataclasses import dataclass
 import orjson
 
 BYTES_PER_TOKEN = 3
-"""Fewer than any tokenizer needs for English or code: an estimate errs towards more tokens. Of a stream each
-event is rounded up, since most hold one token."""
+"""Fewer than any tokenizer needs for English or code, so estimates are too high rather than too low. Each
+event of a stream is rounded up, since most contain one token."""
 
 _PROMPT = ("prompt_tokens", "input_tokens", "promptTokenCount")
 _SAMPLED = ("completion_tokens", "output_tokens", "candidatesTokenCount", "thoughtsTokenCount")
-_SAID = ("choices", "delta", "content_block", "candidates")
-"""Where the four formats put what an event adds."""
+_CONTENT = ("choices", "delta", "content_block", "candidates")
+"""Fields of the four formats for the content of an event."""
 _NO_TEXT = frozenset(
     {"type", "role", "id", "index", "status", "finish_reason", "finishReason", "stop_reason", "logprobs"}
     | {"logprobsResult", "safetyRatings", "citationMetadata", "groundingMetadata"}
 )
-"""Names within them of what was not sampled."""
+"""Names within them that are not sampled text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,25 +31,25 @@ class Usage:
     """Tokens of one call."""
 
     prompt_tokens: int
-    """All of the prompt, cached ones included."""
+    """All tokens of the prompt, including cached ones."""
     cached_tokens: int
-    """Of the prompt, read from the provider's cache."""
+    """Prompt tokens read from the provider's cache."""
     written_tokens: int = 0
-    """Of the prompt, written to the provider's cache."""
+    """Prompt tokens written to the provider's cache."""
     sampled_tokens: int
     estimated: bool = False
-    """The provider did not say all of it."""
+    """The provider did not report all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Per million tokens, in any one unit."""
+    """Prices per million tokens, in any unit."""
 
     input: float = 0.0
     cached: float = 0.0
     """0 = as `input`."""
     written: float = 0.0
-    """Of what is written to the provider's cache; 0 = as `input`."""
+    """Tokens written to the provider's cache; 0 = as `input`."""
     output: float = 0.0
 
     def cost(self, usage: Usage) -> float:
@@ -80,57 +79,57 @@ class Spent:
 
 
 def usage_of(request: bytes, reply: bytes, *, dropped: int = 0) -> Usage:
-    """Usage as the provider says it; what it did not say is estimated.
+    """Return the usage as reported by the provider, estimated where it is not reported.
 
     `dropped`: bytes of the reply that were not kept.
     """
-    told = _UsageEvents()
+    events = _UsageEvents()
     for part in _parts(reply):
-        told.hear(part)
-    if not told.read:
-        told.unsaid = _estimate(len(reply))
-    prompt = told.prompt or len(request) // BYTES_PER_TOKEN
-    if told.complete and not told.unsaid:
+        events.add(part)
+    if not events.read:
+        events.unreported = _estimate(len(reply))
+    prompt = events.prompt or len(request) // BYTES_PER_TOKEN
+    if events.complete and not events.unreported:
         # The last event says it all, also of what was not kept.
         dropped = 0
-    sampled = max(told.least, told.sampled + told.unsaid + _estimate(dropped))
+    sampled = max(events.at_start, events.sampled + events.unreported + _estimate(dropped))
     return Usage(
         prompt_tokens=prompt,
-        cached_tokens=min(told.cached, prompt),
-        written_tokens=min(told.written, prompt),
+        cached_tokens=min(events.cached, prompt),
+        written_tokens=min(events.written, prompt),
         sampled_tokens=sampled,
-        estimated=not (told.prompt and told.complete) or bool(told.unsaid or dropped),
+        estimated=not (events.prompt and events.complete) or bool(events.unreported or dropped),
     )
 
 
 def unanswered(request: bytes) -> Usage:
-    """Of a request for whose answer nobody waited: what the provider read is known, what it said is not."""
+    """Return the usage of a request without an answer: the prompt is known, the reply is not."""
     prompt = len(request) // BYTES_PER_TOKEN
     return Usage(prompt_tokens=prompt, cached_tokens=0, sampled_tokens=0, estimated=True)
 
 
 class _UsageEvents:
-    """What the objects of one answer say, in their order."""
+    """Accumulates the usage of the objects of one answer, in their order."""
 
     def __init__(self) -> None:
         self.read = False
-        """There was an object that says something."""
+        """An object had usage or content."""
         self.prompt = self.cached = self.written = self.sampled = 0
-        self.least = 0
-        """Sampled tokens that a beginning names: it cannot know how many more there will be."""
+        self.at_start = 0
+        """Sampled tokens reported at the start of a stream, before the final number is known."""
         self.complete = False
-        """The provider named its sampled tokens."""
-        self.unsaid = 0
-        """Estimate of what came after the provider last named them."""
+        """The provider reported its sampled tokens."""
+        self.unreported = 0
+        """Estimated tokens since the provider last reported them."""
 
-    def hear(self, part: _Part) -> None:
+    def add(self, part: _Part) -> None:
         if part.value is None:
-            self.unsaid += _estimate(part.size)
+            self.unreported += _estimate(part.size)
             return
         usage = _usage(part.value)
-        said = _said(part.value) if part.streamed else 0
-        self.read = self.read or usage is not None or said > 0
-        self.unsaid += _estimate(said)
+        content_bytes = _content_bytes(part.value) if part.streamed else 0
+        self.read = self.read or usage is not None or content_bytes > 0
+        self.unreported += _estimate(content_bytes)
         if usage is None:
             return
         # Streams repeat and complete it: the largest numbers are the last ones.
@@ -139,24 +138,24 @@ class _UsageEvents:
         self.written = max(self.written, written)
         sampled = sum(_count(usage, key) for key in _SAMPLED)
         if part.value.get("type") == "message_start":
-            self.least = max(self.least, sampled)
+            self.at_start = max(self.at_start, sampled)
         elif not part.streamed or any(key in usage for key in _SAMPLED):
-            self.sampled, self.complete, self.unsaid = max(self.sampled, sampled), True, 0
+            self.sampled, self.complete, self.unreported = max(self.sampled, sampled), True, 0
 
 
 def _estimate(size: int) -> int:
-    """Tokens of so many bytes, upwards."""
+    """Return the estimated tokens of so many bytes, rounded up."""
     return -(-size // BYTES_PER_TOKEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A whole answer, or one event or chunk of it."""
+    """A complete answer, or one event or chunk of it."""
 
     value: Mapping[str, object] | None
-    """None for an event that cannot be read, as where a stream was cut."""
+    """None for an unreadable event, e.g. where a stream was cut."""
     size: int
-    """Bytes of such an event."""
+    """Bytes of an unreadable event."""
     streamed: bool
 
 
@@ -175,9 +174,9 @@ def _parts(reply: bytes) -> Iterator[_Part]:
             yield _Part(value=value, size=0, streamed=isinstance(whole, list))
 
 
-def _said(value: Mapping[str, object]) -> int:
-    """Bytes of what a part of a stream adds to the answer: every string there that is no name of ours."""
-    held = [value.get(key) for key in _SAID]
+def _content_bytes(value: Mapping[str, object]) -> int:
+    """Return the bytes of text that a part of a stream adds to the answer."""
+    held = [value.get(key) for key in _CONTENT]
     item = value.get("item")
     if isinstance(item, dict):
         # Reasoning that the agent may not read was sampled, too; the rest of an item repeats its parts.
@@ -202,7 +201,7 @@ def _loads(raw: bytes) -> object:
 
 
 def _usage(value: Mapping[str, object]) -> Mapping[str, object] | None:
-    """The usage that one object names, None when it names none."""
+    """Return the usage in one object, None without one."""
     for holder in (value, value.get("message"), value.get("response")):
         if not isinstance(holder, dict):
             continue
@@ -214,7 +213,7 @@ def _usage(value: Mapping[str, object]) -> Mapping[str, object] | None:
 
 
 def _prompt(usage: Mapping[str, object]) -> tuple[int, int, int]:
-    """(all of the prompt, what of it was read from a cache, what of it was written to one)."""
+    """Return (all prompt tokens, those read from a cache, those written to one)."""
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     inside = _count(details, "cached_tokens") + _count(usage, "cachedContentTokenCount")
     # Anthropic counts what it cached beside the prompt, the others within it.

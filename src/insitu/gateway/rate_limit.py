@@ -1,8 +1,7 @@
-"""When the next request may go to a provider: so many at a time, so many a minute, and none while it is busy.
+"""Rate limits of a provider: requests at a time, requests per minute, and pauses while it is busy.
 
-What has to wait waits in order of asking, and only as long as the operator has patience; then the agent hears
-that there is no room. A provider that says that it is busy holds back every session, not only the one that
-was told. Caller: passthrough.
+Requests wait first come, first served, up to their deadline. A provider that reports being busy pauses all
+sessions.
 """
 
 from __future__ import annotations
@@ -16,43 +15,46 @@ from insitu.gateway.dialects.base import WireError
 
 MINUTE = 60.0
 BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
-"""HTTP statuses after which the same request may be answered later."""
+"""HTTP statuses after which a retry may succeed."""
 
 
 class RateLimiter:
-    """Over all sessions. One per provider."""
+    """One per provider, for all sessions."""
 
     def __init__(self, *, requests_per_minute: int, max_concurrent: int) -> None:
         self._per_minute, self._at_once = requests_per_minute, max_concurrent
-        self._turnstile = asyncio.Lock()
+        self._queue_lock = asyncio.Lock()
         self._left = asyncio.Event()
-        self._under_way = 0
-        self._begun: deque[float] = deque()
+        self._running = 0
+        self._started_at: deque[float] = deque()
         self._not_before = 0.0
 
     async def enter(self, ends: float) -> None:
-        """Take a place; `leave` gives it back. `ends`: reading of time.monotonic() until which to wait.
-        Raises WireError when there was no room until then."""
-        if self._turnstile.locked() or self._closed_s():
+        """Take a place; `leave` releases it.
+
+        `ends`: reading of time.monotonic() until which to wait. Raises WireError when there was no place in
+        time.
+        """
+        if self._queue_lock.locked() or self._wait_s():
             if time.monotonic() >= ends:
-                raise self._no_room()
+                raise self._rejection()
             await self._queue(ends)
-        self._under_way += 1
+        self._running += 1
         if self._per_minute:
-            self._begun.append(time.monotonic())
+            self._started_at.append(time.monotonic())
 
     def leave(self) -> None:
-        self._under_way -= 1
+        self._running -= 1
         self._left.set()
 
     def hold(self, seconds: float) -> None:
-        """The provider is busy: let nothing through for so long."""
+        """Pause all requests for so long."""
         self._not_before = max(self._not_before, time.monotonic() + seconds)
 
     async def _queue(self, ends: float) -> None:
         try:
-            async with asyncio.timeout(max(0.0, ends - time.monotonic())), self._turnstile:
-                while wait_s := self._closed_s():
+            async with asyncio.timeout(max(0.0, ends - time.monotonic())), self._queue_lock:
+                while wait_s := self._wait_s():
                     self._left.clear()
                     try:
                         async with asyncio.timeout(None if math.isinf(wait_s) else wait_s):
@@ -60,22 +62,22 @@ class RateLimiter:
                     except TimeoutError:
                         continue
         except TimeoutError:
-            raise self._no_room() from None
+            raise self._rejection() from None
 
-    def _closed_s(self) -> float:
-        """Seconds until there may be room; infinite when somebody has to leave first."""
+    def _wait_s(self) -> float:
+        """Return the seconds until there may be a place; infinite until another request leaves."""
         now = time.monotonic()
-        while self._begun and self._begun[0] <= now - MINUTE:
-            self._begun.popleft()
-        if self._under_way >= self._at_once:
+        while self._started_at and self._started_at[0] <= now - MINUTE:
+            self._started_at.popleft()
+        if self._running >= self._at_once:
             return math.inf
         wait_s = self._not_before - now
-        if self._per_minute and len(self._begun) >= self._per_minute:
-            wait_s = max(wait_s, self._begun[-self._per_minute] + MINUTE - now)
+        if self._per_minute and len(self._started_at) >= self._per_minute:
+            wait_s = max(wait_s, self._started_at[-self._per_minute] + MINUTE - now)
         return max(0.0, wait_s)
 
-    def _no_room(self) -> WireError:
-        wait_s = self._closed_s()
+    def _rejection(self) -> WireError:
+        wait_s = self._wait_s()
         if math.isinf(wait_s):
             return WireError("rate_limited", "Too many requests at a time.")
         if self._not_before > time.monotonic():

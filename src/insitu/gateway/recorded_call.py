@@ -1,8 +1,7 @@
-"""What a provider said, read from a text record: the request and the reply of one call in insitu's own form.
+"""Parse the request and reply of one call of a text log.
 
-Every wire format lets a client repeat the model's words in its next request, and the dialects read those. So
-a reply is brought into the shape of such an echo and read with its request: one reader, no second opinion.
-Pure. Caller: retold.
+Every wire format lets a client repeat the model's reply in its next request, and the dialects parse those. So
+a reply is converted into such a message and parsed with its request; pure.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import Any
 import orjson
 
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.routes import take_apart
+from insitu.gateway.routes import parse_path
 from insitu.gateway.server import DIALECTS
 from insitu.types import Message, ModelRequest
 
 Values = Sequence[Mapping[str, Any]]
-"""The JSON objects of a reply: itself, or its events."""
+"""The JSON objects of a reply: the reply itself, or its events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall:
-    """One call that was answered."""
+    """One answered call."""
 
     request: ModelRequest
     reply: Message
@@ -41,12 +40,13 @@ class _Echo:
 
 
 def parse_recorded_call(action: str, request: Mapping[str, Any], reply: object) -> RecordedCall | None:
-    """`action`: the route behind the version; `request` and `reply` as the record holds them, events as text.
+    """Return the parsed call; None for what is no model call.
 
-    None for what is no model call. Raises WireError for what insitu cannot read.
+    `action`: the route after the version; `request` and `reply` as in the log, events as text. Raises
+    WireError for what cannot be parsed.
     """
     version = "v1beta" if ":" in action else "v1"
-    route = take_apart(f"/{version}/{action}")
+    route = parse_path(f"/{version}/{action}")
     if route is None or route.kind != "call":
         return None
     read, close = _READERS[route.dialect]
@@ -58,12 +58,12 @@ def parse_recorded_call(action: str, request: Mapping[str, Any], reply: object) 
     whole = dialect.parse({**body, grows: [*body[grows], *echo.elements, close]}, action).request
     said = whole.messages[len(asked.messages) :]
     if len(said) != 2 or said[0].role != "assistant":
-        raise WireError("invalid_request", f"the reply to {action} says nothing that can be told again")
+        raise WireError("invalid_request", f"the reply to {action} cannot be parsed")
     return RecordedCall(request=asked, reply=said[0], cut=echo.cut)
 
 
 def _self_contained(request: Mapping[str, Any], grows: str) -> dict[str, Any]:
-    """The body without what only says how the provider should keep it, its list as a list."""
+    """Return the body without storage options, its list as a list."""
     body = {name: value for name, value in request.items() if name != "store"}
     given = body.get(grows)
     if isinstance(given, str):
@@ -128,10 +128,8 @@ def _anthropic(values: Values) -> _Echo:
     arguments: dict[int, str] = {}
     cut = False
     for value in values:
-        parse_recorded_call = value.get("delta") if value.get("type") == "message_delta" else value
-        cut |= (
-            isinstance(parse_recorded_call, dict) and parse_recorded_call.get("stop_reason") == "max_tokens"
-        )
+        ending = value.get("delta") if value.get("type") == "message_delta" else value
+        cut |= isinstance(ending, dict) and ending.get("stop_reason") == "max_tokens"
         if value.get("type") == "message":
             blocks |= dict(enumerate(value.get("content") or ()))
         elif value.get("type") == "content_block_start":
@@ -177,4 +175,5 @@ _READERS: Mapping[str, tuple[Callable[[Values], _Echo], Mapping[str, Any]]] = {
     "responses": (_responses, _USER),
     "gemini": (_gemini, {"role": "user", "parts": [{"text": "."}]}),
 }
-"""By dialect: how a reply becomes an echo, and what the user says behind it: an assistant cannot be last."""
+"""By dialect: parser of a reply, and a following user message, because the last message cannot be an
+assistant's."""

@@ -1,4 +1,4 @@
-"""What a session checks of each generation besides what readers and forest check. Caller: turn."""
+"""Checks of each generation, besides those of the engine clients and the forest."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from insitu.types import FloatArray, Generation
 
 
 class ReplyChecks:
-    """Of one session."""
+    """Checks the generations of one session."""
 
     def __init__(self, engine: Engine, renderer: ChatRenderer, temperature: float) -> None:
         self._engine, self._renderer, self._temperature = engine, renderer, temperature
         self._zeros = 0
-        """Ids so far, all with a logprob of 0; -1 when one had another."""
+        """Number of ids so far if all have logprob 0; -1 when one had another."""
 
     def check(self, generation: Generation, max_tokens: int) -> None:
-        """Raises EngineError."""
+        """Raise EngineError for an invalid generation."""
         count = len(generation.ids)
         if generation.finish == "abort":
             raise EngineError("engine aborted the request")
-        if not count:  # an end would be a token too: nothing was sampled, and it may be asked again
+        if not count:  # even an end is a token: nothing was sampled, and a retry may succeed
             raise EngineUnavailable("engine returned no token")
         if count > max_tokens:
             raise EngineError(f"engine returned {count} tokens where 1 to {max_tokens} were asked for")
         if int(generation.ids.min()) < 0 or int(generation.ids.max()) >= self._renderer.vocab_size:
-            raise EngineError("engine returned an id outside the family's vocabulary")
+            raise EngineError("engine returned an id outside the renderer's vocabulary")
         held = self._engine.receipt.version
         if any(version > held for _, version in generation.version_runs):
             raise EngineError(f"engine claims a version newer than its receipt {held}")
@@ -35,7 +35,7 @@ class ReplyChecks:
             self._check_zeros(generation.logprobs)
 
     def _check_zeros(self, logprobs: FloatArray) -> None:
-        """Refuse logprobs of 0 throughout the session's replies, as engine.reply does within one."""
+        """Refuse a session whose logprobs are all 0, as engines.response_checks does for one reply."""
         if self._zeros < 0:
             return
         if bool(logprobs.any()):

@@ -1,7 +1,6 @@
-"""What a request is before a dialect sees it: its key, its hints and its decoded body, within limits.
+"""Reading of requests before a dialect sees them: key, labels and decoded body, within limits.
 
-Nothing here depends on a session. Bodies are read with a cap on what they unpack to, a deadline and a cap on
-their nesting. Caller: server.
+Bodies are read with limits on their unpacked size, their time, their nesting and their number of values.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _INLINE_UNPACK = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """Limits of the server itself; those of a rollout are its Limits."""
+    """Limits and options of the server; those of a rollout are its Limits."""
 
     model_name: str = "policy"
     """What replies call the model, whatever the agent asked for."""
@@ -38,26 +37,27 @@ class GatewayConfig:
     """After decompression."""
     max_json_depth: int = 128
     max_json_items: int = 250_000
-    """Values in all arrays and objects of a body. A conversation has fewer than tokens; a JSON reader lets
-    nothing else run until it is through, for 0.1 us a value."""
+    """Values in all arrays and objects of a body. Conversations have fewer than tokens; a JSON parser blocks
+    the event loop for 0.1 us per value."""
     max_intake_bytes: int = 512 << 20
-    """Of all bodies together that are being read, unpacked or parsed."""
+    """All bodies together that are being read, unpacked or parsed."""
     max_connections: int = 4096
     """Per listener; more are closed at once."""
     max_tool_body_bytes: int = 1 << 20
-    """Of one call of a host tool."""
+    """One call of a host tool."""
     body_timeout_s: float = 60.0
     hold_headers_s: float = 10.0
-    """A stream's status line waits this long for the engine, so that early failures keep a real status."""
+    """A stream waits this long for the engine before its status line, so that early failures have a real
+    status."""
     keep_alive_s: float = 10.0
     engine_deadline_s: float = 600.0
-    """Of one generation. A call that takes longer fails; the agent may ask again."""
+    """One generation. A call that takes longer fails; the agent may retry."""
     write_timeout_s: float = 60.0
-    """A client that does not read its reply for so long is gone."""
+    """A client that does not read its reply for this long is considered gone."""
     disconnect_grace_s: float = 2.0
-    """How long a call without client waits for its retry before it is aborted at the engine."""
+    """Time that a call without a client waits for its retry before it is aborted at the engine."""
     max_concurrent_calls: int = 16
-    """Per session, at the engine; further ones wait for those, as long as for an engine."""
+    """Per session, at the engine; further ones wait, up to the engine deadline."""
     max_waiting_calls: int = 256
     """Per session; further ones are refused."""
     inline_chars: int = 100_000
@@ -65,15 +65,15 @@ class GatewayConfig:
     auxiliary: Literal["exclude", "train"] = "exclude"
     """Turns of side calls (capture.segments): left out of training, or trained as a sub-agent's."""
     keep_reasoning: Literal["all", "template"] = "all"
-    """Reasoning of earlier turns: kept as it was sampled, or dropped where the family's rules drop it."""
+    """Reasoning of earlier turns: kept as sampled, or dropped where the renderer drops it."""
     tools: tuple[HostTool, ...] = ()
-    """Host tools of sessions that are opened without their own."""
+    """Host tools of sessions that are opened without tools of their own."""
     shim: TextShim | None = None
-    """Text -> tool call, for sessions that are opened without their own."""
+    """Text -> tool call, for sessions that are opened without a shim of their own."""
     log_dir: Path | None = None
-    """Folder in which each session keeps a log of its forest while it lives; None = no logs."""
+    """Folder with a log of each live session of tokens; None = no logs."""
     sealed_kept: int = 4096
-    """How many sealed sessions are remembered, so that late calls are told so."""
+    """Number of sealed sessions whose secrets still get "session closed" instead of "unauthorized"."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,21 +91,21 @@ class GatewayCounters:
 
 
 class MemoryBudget:
-    """Bytes of the bodies that no session has taken on yet, over all connections of a gateway."""
+    """Bytes of the bodies that no session has taken yet, over all connections of a gateway."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.held = 0
 
     def take(self, count: int) -> None:
-        """Raises WireError, which agents answer by asking again, when that is more than may be held."""
+        """Reserve bytes. Raises WireError when the limit is exceeded; agents retry."""
         if self.held + count > self._limit:
             raise WireError("rate_limited", "Too much is being sent at a time.")
         self.held += count
 
 
 class MemoryShare:
-    """What one request holds of an Intake, until it leaves the `with` block."""
+    """Bytes of a MemoryBudget reserved by one request, until it leaves the `with` block."""
 
     __slots__ = ("_count", "_intake")
 
@@ -129,7 +129,7 @@ async def read_body(
     max_bytes: int | None = None,
     share: MemoryShare | None = None,
 ) -> bytes:
-    """The body, unpacked. Raises WireError when it is too large or too slow."""
+    """Return the body, unpacked. Raises WireError when it is too large or too slow."""
     chunks: list[bytes] = []
     size = 0
     limit = config.max_body_bytes if max_bytes is None else max_bytes
@@ -156,14 +156,14 @@ async def read_body(
         except TimeoutError as error:
             raise WireError("invalid_request", "The request body did not arrive in time.") from error
     raw = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    plain = await _plain(http, raw, limit)
+    plain = await _unpack(http, raw, limit)
     if share is not None:
         share.take(len(plain) - len(raw) if plain is not raw else 0)
     return plain
 
 
-async def _plain(http: web.BaseRequest, raw: bytes, limit: int) -> bytes:
-    """Unpacked, if it was packed. Raises WireError."""
+async def _unpack(http: web.BaseRequest, raw: bytes, limit: int) -> bytes:
+    """Unpack a packed body. Raises WireError."""
     encoding = http.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding in ("identity", ""):
         return raw
@@ -179,15 +179,15 @@ _ESCAPE = re.compile(
     rb"|\\(u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
     re.DOTALL,
 )
-"""Many whole pairs at a time, or another escape; the group is a half."""
+"""Many complete pairs at a time, or another escape; the group is a lone half."""
 
 
-def mended(raw: bytes) -> bytes:
-    """JSON text with U+FFFD for each escaped half of a surrogate pair.
+def replace_lone_surrogates(raw: bytes) -> bytes:
+    """Replace each escaped half of a surrogate pair by U+FFFD.
 
-    JavaScript agents cut texts within an emoji, and no strict reader takes what is left.
+    JavaScript agents cut texts within an emoji, which no strict parser accepts.
     """
-    # Not searched for a half first: in one search of a long body no other call of the gateway goes on.
+    # No search for a half first: one search of a long body would block the event loop.
     return _ESCAPE.sub(lambda found: found[0] if found[1] is None else b"\\ufffd", raw)
 
 
@@ -196,12 +196,14 @@ _LONG = b"0" * 19
 
 
 def loads(raw: bytes) -> Any:
-    """The JSON value, whole numbers of any size exact. Raises orjson.JSONDecodeError; halves of surrogate
-    pairs are looked for only then."""
+    """Return the JSON value with exact integers of any size. Raises orjson.JSONDecodeError.
+
+    Only a body that is refused is searched for halves of surrogate pairs.
+    """
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError:
-        raw = mended(raw)
+        raw = replace_lone_surrogates(raw)
         value = orjson.loads(raw)
     # orjson makes a float of a number beyond 64 bits, and an agent may echo one in a call's arguments.
     if _LONG in raw.translate(_DIGITS):
@@ -212,7 +214,7 @@ def loads(raw: bytes) -> Any:
 
 
 def sorted_json(value: object) -> bytes:
-    """One spelling for all JSON texts of a value that `loads` gave."""
+    """Return the same text for all spellings of a JSON value that `loads` returned."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # a number beyond 64 bits
@@ -220,18 +222,20 @@ def sorted_json(value: object) -> bytes:
 
 
 async def read_json(http: web.BaseRequest, config: GatewayConfig, max_bytes: int) -> Mapping[str, object]:
-    """The body as a JSON object. Raises WireError."""
+    """Return the body as a JSON object. Raises WireError."""
     return decode(await read_body(http, config, max_bytes), config.max_json_depth, config.max_json_items)
 
 
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-"""A JSON string, or what is left when it has no end: each byte is looked at once."""
+"""A JSON string, or an unterminated one; each byte is looked at once."""
 
 
-def crowded(raw: bytes, max_items: int) -> bool:
-    """True when the arrays and objects of a JSON text surely hold more than `max_items` values; False may
-    still hold twice as many. Told by its commas and brackets: readers let nothing else run until they are
-    through, and that is seconds for tens of millions of values."""
+def too_many_values(raw: bytes, max_items: int) -> bool:
+    """Return whether the arrays and objects of a JSON text surely hold more than `max_items` values.
+
+    False may still mean up to twice as many. Counts commas and brackets, because a parser blocks the event
+    loop for seconds on tens of millions of values.
+    """
     if len(raw) <= max_items:
         return False
     commas = containers = at = 0
@@ -249,8 +253,8 @@ def crowded(raw: bytes, max_items: int) -> bool:
 
 
 def decode(raw: bytes, max_depth: int, max_items: int) -> Mapping[str, object]:
-    """The JSON object that `raw` is. Raises WireError for anything else or anything too large."""
-    if crowded(raw, max_items):
+    """Return the JSON object in `raw`. Raises WireError for anything else or anything too large."""
+    if too_many_values(raw, max_items):
         raise WireError("invalid_request", "The request body has too many items.")
     try:
         body = loads(raw)
@@ -264,7 +268,7 @@ def decode(raw: bytes, max_depth: int, max_items: int) -> Mapping[str, object]:
 
 
 def _unpacked(raw: bytes, limit: int) -> bytes:
-    """Never makes more than `limit` bytes and one. Raises WireError."""
+    """Unpack at most `limit` bytes. Raises WireError."""
     unpack = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or zlib, by its header
     try:
         body = unpack.decompress(raw, limit + 1)
@@ -278,8 +282,10 @@ def _unpacked(raw: bytes, limit: int) -> bytes:
 
 
 def secret_of(http: web.BaseRequest) -> str | None:
-    """The key from the headers that providers use, and from the query `key` of Gemini's paths, as some of its
-    clients send it: no path or query is logged here."""
+    """Return the key from the headers that providers use.
+
+    Also from the query `key` of Gemini paths, as some clients send it: no path or query is logged.
+    """
     scheme, _, bearer = http.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer" and bearer.strip():
         return bearer.strip()
@@ -291,7 +297,7 @@ def secret_of(http: web.BaseRequest) -> str | None:
 
 
 def dialect_name(http: web.BaseRequest, route: Route | None) -> str:
-    """Name of the wire format of the answer, by the path or else by headers of the clients."""
+    """Return the name of the wire format of the answer, by the path or else by client headers."""
     name = dialect_of(http.path) if route is None else route.dialect
     if name:
         return name
@@ -315,10 +321,10 @@ _HINT_CHARS = 128
 
 
 def hints_of(http: web.BaseRequest) -> tuple[tuple[str, str], ...]:
-    """What the agent says of itself in its headers: labels, never keys. Bytes that are no UTF-8 reach us as
-    lone surrogates, which no file can hold."""
+    """Return client metadata from the headers: labels, never keys."""
     return tuple((name, _plain_text(http.headers[name])) for name in _HINTS if name in http.headers)
 
 
 def _plain_text(value: str) -> str:
+    # Bytes that are not UTF-8 arrive as lone surrogates, which no file can hold.
     return value[:_HINT_CHARS].encode("utf-8", "replace").decode()

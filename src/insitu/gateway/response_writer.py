@@ -1,8 +1,8 @@
-"""Writing a reply to its client: whole, or as a stream that is kept alive until the reply is there.
+"""Delivery of a reply: complete, or as a stream that is kept alive until the reply is ready.
 
-Headers of a stream are held until the engine answered or failure is no longer likely; then the dialect's
-keep-alive frames follow, then well-formed events. A call is marked delivered only after the last byte, and
-released when its client is gone before. Caller: server.
+Headers of a stream are held until the engine answered or failure is no longer likely; then keep-alive frames
+and well-formed events follow. A call is marked delivered after the last byte, and released when its client is
+gone before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """One call on its way back to one client."""
+    """Delivery of one call to one client."""
 
     request: AgentRequest
     server: ServerState
@@ -41,7 +41,7 @@ class Delivery:
     begun: float = field(default_factory=time.monotonic)
 
     def report(self, failure: str = "") -> CallReport:
-        """What became of it; `failure` is the cause when there was no reply."""
+        """Return the report of the call; `failure` is the cause when there was no reply."""
         task = self.call.task
         answered = task.done() and not task.cancelled() and task.exception() is None
         answer = task.result() if answered else None
@@ -62,8 +62,10 @@ class Delivery:
         )
 
     async def run(self) -> tuple[web.StreamResponse, str]:
-        """Wait for the call and write its reply; also the cause of a failure that was told in the stream.
-        Raises WireError while a status can still be sent, ConnectionResetError when the client is gone."""
+        """Wait for the call and write its reply; return also the cause of a failure sent in the stream.
+
+        Raises WireError while a status can still be sent, ConnectionResetError when the client is gone.
+        """
         try:
             return await (self._stream() if self.wire.request.stream else self._whole())
         except (ConnectionResetError, TimeoutError) as error:
@@ -112,7 +114,7 @@ class Delivery:
         return response, ""
 
     def _store(self, body: Mapping[str, object]) -> None:
-        """Before the client can ask for it."""
+        """Store the reply before the client can refer to it."""
         if self.wire.kept is not None:
             self.calls.bodies.stored.keep(self.wire.kept, body)
 
@@ -121,7 +123,7 @@ class Delivery:
         self.server.counters.replies += 1
 
     async def _write(self, response: web.StreamResponse, frames: bytes, *, last: bool = False) -> None:
-        """The last frames and the end go out together: each packet costs more than its bytes."""
+        """Write frames; the last ones together with the end, which saves a packet."""
         async with asyncio.timeout(self.server.config.write_timeout_s):
             if not response.prepared:
                 await response.prepare(self.request.http)
@@ -143,7 +145,7 @@ class Delivery:
 
 
 def _result(call: ModelCall) -> Answer:
-    """The finished call's answer. Raises WireError; a defect was kept by the session."""
+    """Return the answer of a finished call. Raises WireError; the session keeps defects."""
     if call.task.cancelled():
         raise WireError("session_closed", "This session is closed.")
     error = call.task.exception()

@@ -1,8 +1,8 @@
-"""Which request is meant by a path; pure.
+"""Routes by path; pure.
 
-A session's routes stand under `/s/{public_id}`, under the compatibility prefix `/rollout/{id}` (public id, or
-a rollout id without a slash) and, for agents that can set nothing but a key, under no prefix. The id routes
-and names; it never authorises. Caller: server.
+A session's routes are below `/s/{public_id}`, below the compatibility prefix `/rollout/{id}` (public id, or a
+rollout id without a slash) and, for agents that can set only a key, without a prefix. The id never
+authorises.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["call", "count", "models", "model", "exit", "hello", "tool", "tools", "mcp"]
-"""What is asked for: a model call, a token count, the model list, one model, the session's end, a sign of
-life, a host tool, their list or their MCP server."""
+"""A model call, a token count, the model list, one model, the end of the session, a health check, a host
+tool, their list or their MCP server."""
 
 SCOPE: Mapping[Kind, str] = {"tool": "tool", "tools": "tool", "mcp": "tool"}
-"""Whose secret opens a kind of route; `agent` where nothing is said."""
+"""Scope of the secret that opens a route, if not `agent`."""
 
 METHODS: Mapping[Kind, tuple[str, ...]] = {
     "models": ("GET", "HEAD"),
@@ -24,7 +24,7 @@ METHODS: Mapping[Kind, tuple[str, ...]] = {
     "hello": ("GET", "HEAD"),
     "tools": ("GET", "HEAD"),
 }
-"""Methods of a kind; POST where nothing is said."""
+"""HTTP methods of a kind, if not POST."""
 
 _V1: Mapping[str, tuple[str, Kind]] = {
     "chat/completions": ("chat", "call"),
@@ -46,19 +46,19 @@ _GEMINI: Mapping[str, Kind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A request's path, taken apart."""
+    """A parsed request path."""
 
     public_id: str | None
     """None on the key-only routes."""
     dialect: str
-    """Name of the wire format the answer takes, "" where the path does not say."""
+    """Wire format of the answer, "" where the path does not determine it."""
     action: str
     """The path behind the version; for a host tool its name."""
     kind: Kind
 
     @property
     def scope(self) -> str:
-        """`agent` or `tool`: whose secret opens it."""
+        """`agent` or `tool`: the scope of its secret."""
         return SCOPE.get(self.kind, "agent")
 
     @property
@@ -66,8 +66,8 @@ class Route:
         return METHODS.get(self.kind, ("POST",))
 
 
-def take_apart(path: str) -> Route | None:
-    """The route of a decoded path, None when there is none."""
+def parse_path(path: str) -> Route | None:
+    """Return the route of a decoded path, None when there is none."""
     public_id, rest = _prefix(path)
     version, _, action = rest.partition("/")
     if rest in ("mcp", "v1/mcp"):
@@ -87,7 +87,7 @@ def take_apart(path: str) -> Route | None:
 
 
 def dialect_of(path: str) -> str:
-    """Name of the wire format in which a path that leads nowhere is refused; "" where it does not say."""
+    """Return the wire format for the error of an unknown path, "" where it does not determine one."""
     _, rest = _prefix(path)
     if rest.startswith(("v1beta/", "v1alpha/")):
         return "gemini"

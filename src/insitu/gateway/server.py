@@ -22,7 +22,7 @@ from aiohttp import web
 from insitu.gateway import mcp
 from insitu.gateway.backend import AgentRequest, ServerState, SessionBackend
 from insitu.gateway.call_reports import CallReport, CallReporter
-from insitu.gateway.connection import name_request, vouch
+from insitu.gateway.connection import mark_known, name_request
 from insitu.gateway.dialects.anthropic import AnthropicDialect
 from insitu.gateway.dialects.base import Dialect, WireError
 from insitu.gateway.dialects.chat import ChatDialect
@@ -39,7 +39,7 @@ from insitu.gateway.request import (
     secret_of,
 )
 from insitu.gateway.response_writer import json_response
-from insitu.gateway.routes import Route, take_apart
+from insitu.gateway.routes import Route, parse_path
 from insitu.gateway.session import Session, secret_digest
 from insitu.gateway.session_spec import SessionSpec
 from insitu.gateway.text_tool_calls import TextShim
@@ -178,7 +178,7 @@ class Gateway:
     async def _respond(self, listener: Path | None, http: web.BaseRequest) -> web.StreamResponse:
         """Answer every failure in the provider's error format: the request boundary."""
         self.counters.requests += 1
-        route = take_apart(http.path)
+        route = parse_path(http.path)
         dialect = DIALECTS.get(dialect_name(http, route), DIALECTS["chat"])
         try:
             return await self._answer(listener, http, route, dialect)
@@ -224,7 +224,7 @@ class Gateway:
             if route.kind == "call":
                 self.reports.refused("", dialect.name, error.cause)
             raise
-        vouch(http)
+        mark_known(http)
         if http.method not in route.methods:
             raise WireError("method_not_allowed", f"Not allowed: {http.method} {http.path}.")
         if route.kind == "exit":

@@ -1,7 +1,7 @@
-"""A sealed session as bytes: JSON for a person or a script, NPZ for a trainer. Pure; callers: admin, serve.
+"""Export of a sealed session: JSON for a person or a script, NPZ for a trainer; pure.
 
-Forms are those of `Forest.export`. Rows of `chains` and `per_request` stand end to end in an NPZ: row i is
-`name[offsets[i]:offsets[i + 1]]`. A `tree` is its own arrays, with the kinds of its nodes as text.
+Forms are those of `Forest.export`. In an NPZ the rows of `chains` and `per_request` are concatenated: row i
+is `name[offsets[i]:offsets[i + 1]]`. A `tree` is its own arrays, with the kinds of its nodes as text.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Shape = Sequence[Segment] | TokenTree
 
 
 def export_json(form: str, shape: Shape, trajectory: Trajectory, *, temperature: float | None) -> bytes:
-    """One object: form, temperature, rows or tree, turns, drifts, ledger.
+    """Return one object: form, temperature, rows or tree, turns, drifts, ledger.
 
-    The logprobs are those at `temperature`; None, where a log has not kept it, becomes null.
+    The logprobs are those at `temperature`; None, for a log without it, becomes null.
     """
-    told = {
+    content = {
         "form": form,
         "temperature": temperature,
         "tree" if isinstance(shape, TokenTree) else "rows": shape,
@@ -37,11 +37,11 @@ def export_json(form: str, shape: Shape, trajectory: Trajectory, *, temperature:
         "drifts": trajectory.drifts,
         "ledger": trajectory.ledger,
     }
-    return orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
+    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
 
 
 def export_npz(form: str, shape: Shape, trajectory: Trajectory, *, temperature: float | None) -> bytes:
-    """Arrays `ids, mask, logprobs, versions`, what else the form has, and the temperature, NaN for None."""
+    """Return arrays `ids, mask, logprobs, versions`, those of the form, and the temperature (NaN = None)."""
     arrays = _tree(shape) if isinstance(shape, TokenTree) else _rows(shape)
     arrays["form"] = np.array(form)
     arrays["temperature"] = np.array(math.nan if temperature is None else temperature)
@@ -73,7 +73,7 @@ def _joined(parts: Sequence[npt.NDArray[np.generic]], kind: type[np.generic]) ->
 
 
 def _plain(value: object) -> object:
-    """What orjson does not write by itself: arrays that are views."""
+    """Convert what orjson does not write: arrays that are views."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, Mapping):

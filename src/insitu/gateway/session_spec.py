@@ -1,4 +1,4 @@
-"""What a session was opened with, and what it counts."""
+"""Options and counters of a session."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from insitu.gateway.text_tool_calls import TextShim
 from insitu.types import Limits
 
 AWAY_MOST_S = 3600.0
-"""Seconds that a session's wall time grows by at most."""
+"""Largest extension of a session's wall time by engine downtime, in seconds."""
 MESSAGE_CHARS = 200
-"""Of a rejection's reason that are kept."""
+"""Characters kept of a rejection's reason."""
 
 
 @dataclass(slots=True)
 class Rejections:
-    """Requests of one session's agent that were answered with an error, those with a wrong key among them."""
+    """Requests of a session's agent that were answered with an error, including those with a wrong key."""
 
     count: int = 0
     last: str = ""
-    """Status and message of the last one that was a model call, or else of the first one."""
+    """Status and message of the last rejected model call, or else of the first request."""
 
     def add(self, error: WireError, call: bool) -> None:
-        """`call`: the request was for a model call."""
+        """Count one; `call`: it was a model call."""
         self.count += 1
         if call or not self.last:
             self.last = f"HTTP {error.status}: {str(error)[:MESSAGE_CHARS]}"
@@ -38,48 +38,48 @@ class SessionStats(Spent):
     waited_s: float = 0.0
     """Seconds that calls waited for a provider's rate limits."""
     away_s: float = 0.0
-    """Seconds that calls waited for an engine of ours that was mended, got new weights, slept, or trained in
-    the same process: the wall time is longer by as much."""
+    """Seconds that calls waited while the engine was down: restarted, got new weights, slept or trained. The
+    wall time is extended by them."""
     away_since: float | None = None
-    """Reading of the loop's clock since when one waits; None while none does."""
+    """Loop time since which a call waits; None while none does."""
     engine_failures: int = 0
-    """Calls that the engine left unanswered."""
+    """Calls that failed at the engine."""
     budget_stop: str = ""
     """First budget that ran out: calls, tokens, prompt_tokens, nodes, wall or refusals; empty when none
     did."""
     stops: int = 0
-    """Synthetic replies given since."""
+    """Number of synthetic replies."""
     refusals: int = 0
-    """Calls turned away because too many were under way."""
+    """Calls refused because too many were running."""
     rejections: Rejections = field(default_factory=Rejections)
     truncated: bool = False
     """A reply was cut by a token limit, or a prompt did not fit."""
     overflows: int = 0
     malformed: int = 0
     injections: int = 0
-    """Control markers found as plain text in messages from outside."""
+    """Control markers in the text of messages from outside."""
     edited: int = 0
-    """Requests that showed an assistant message other than what was sampled."""
+    """Requests with an assistant message other than the sampled one."""
     forks: int = 0
-    """Requests that left the newest line: new root, rewind, rewritten context."""
+    """Requests that branched off the newest line: new root, rewind, rewritten context."""
     replays: int = 0
-    """Replies written again after a delivery that failed."""
+    """Replies sent again after a failed delivery."""
     aborted: int = 0
-    """Calls given up because their client was gone."""
+    """Calls cancelled because their client was gone."""
     shimmed: list[int] = field(default_factory=list)
-    """Turns whose text was translated into a tool call on the wire."""
+    """Turns whose text was translated into a tool call."""
     infra_error: str = ""
     """First failure that makes the rollout unscorable."""
 
     def away(self, now: float) -> float:
-        """`away_s` up to `now`, a reading of the loop's clock, bounded by `AWAY_MOST_S`."""
+        """Return `away_s` at the loop time `now`, bounded by `AWAY_MOST_S`."""
         going_on = 0.0 if self.away_since is None else now - self.away_since
         return min(AWAY_MOST_S, self.away_s + going_on)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """What a session was opened with."""
+    """Options of one session."""
 
     rollout_id: str
     seed: int

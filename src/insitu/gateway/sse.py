@@ -1,5 +1,7 @@
-"""Server-sent events: frames as bytes. A frame is one line of data and an empty line; comments keep a
-connection alive. Callers: dialects and the server."""
+"""Server-sent events: frames as bytes.
+
+A frame is one line of data and an empty line; comments keep a connection alive.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ HEADERS: Mapping[str, str] = {
 
 
 def data(value: Mapping[str, object]) -> bytes:
-    """One `data:` frame. JSON text has no raw line breaks, so one line is enough."""
+    """Return one `data:` frame. JSON text has no raw line breaks, so one line is enough."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 def event(value: Mapping[str, object]) -> bytes:
-    """A frame named after the value's `type`, as providers with typed events send them."""
+    """Return a frame named after the value's `type`, as providers with typed events send them."""
     return f"event: {value['type']}\n".encode() + data(value)

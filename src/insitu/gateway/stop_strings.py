@@ -1,9 +1,9 @@
-"""Stop strings: a wish that may only shorten a reply, kept on sampled ids.
+"""Stop strings, applied to sampled ids.
 
-Engines sample on neutral terms, so a stop string takes effect after them: the ids end with the first one
-that completes the string in the visible text, never within reasoning or a call, and the agent gets the text
-before the string. What was sampled behind it never becomes part of the session; the ledger counts it
-(`after_stop`). So ids, logprobs and the text echoed later stay one thing. Caller: turn.
+Engines sample without stop strings: the ids are cut after the first one that completes the string in the
+visible text, never within reasoning or a call, and the agent gets the text before the string. The rest never
+becomes part of the session; the ledger counts it (`after_stop`). So ids, logprobs and the text sent back
+later agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from insitu.types import Generation, IntArray, ToolSpec
 def cut_at_stop(
     renderer: ChatRenderer, generation: Generation, stops: Sequence[str], tools: Sequence[ToolSpec] = ()
 ) -> tuple[Generation, ParsedReply, str]:
-    """What is kept of the generation, its meaning, and the stop string that ended it, not part of it."""
+    """Return the kept generation, its parsed reply, and the stop string, which is not part of the text."""
     parsed = renderer.parse(generation.ids, tools)
     ends = [parsed.text.find(stop) + len(stop) for stop in stops if stop in parsed.text]
     if not ends:
@@ -39,11 +39,11 @@ def cut_at_stop(
 def _completing(
     renderer: ChatRenderer, ids: IntArray, whole: ParsedReply, visible: str, tools: Sequence[ToolSpec]
 ) -> int:
-    """How many ids say the text `visible`, with which the text of the whole reply begins.
+    """Return how many ids produce the text `visible`, a prefix of the whole text.
 
-    An open call reads as text until it closes, so that a prefix of the ids may hold text that the whole reply
-    does not. But once its text begins as the whole one does, so does that of every longer prefix, with a call
-    open behind it or not: that can be bisected.
+    An open call parses as text until it closes, so a prefix of the ids may have text that the whole reply
+    does not have. But once the text of a prefix begins like the whole text, so does that of every longer
+    prefix, which allows bisection.
     """
     low, high = 1, len(ids)
     while low < high:

@@ -1,8 +1,7 @@
-"""Responses that the client may refer to by id (`store` of the Responses format), for the life of a session.
+"""Responses that the client may refer to by id (`store` of the Responses format), per session.
 
-The client then sends `previous_response_id`, or `item_reference` in place of what it got, and the gateway
-puts the items back before anything reads the body. Texts are kept once, however often a conversation repeats
-them. Callers: bodies, deliver.
+The client sends `previous_response_id`, or `item_reference` in place of an item; the gateway inserts the
+items before the body is parsed. Texts are kept once, however often a conversation repeats them.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ import orjson
 from insitu.gateway.dialects.base import WireError, json_text
 
 MAX_BYTES = 16 << 20
-"""Of text kept for one session; past it the oldest responses are forgotten, and their ids are not found."""
+"""Limit of text per session; beyond it the oldest responses are dropped and their ids are unknown."""
 
 
 @dataclass(slots=True)
 class _Text:
     id: str
-    """Of the item that was sent as it; empty for one that only came."""
+    """Id of the item that was sent with it; empty for one that was received."""
     uses: int = 0
-    """Responses in whose conversations it stands."""
+    """Number of responses whose conversations contain it."""
 
 
 class StoredResponses:
-    """One event loop owns it."""
+    """Stored responses of one session; used on one event loop."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._texts: dict[str, _Text] = {}
-        """By the JSON text of an item."""
+        """By JSON text of an item."""
         self._size = 0
         self._responses: dict[str, tuple[str, ...]] = {}
         """Response id -> JSON texts of the items of its conversation and its own output. Oldest first."""
@@ -40,13 +39,15 @@ class StoredResponses:
         """Item id -> JSON text of an item that was sent."""
 
     def keep(self, conversation: Sequence[str], response: Mapping[str, object]) -> None:
-        """`conversation`: JSON texts of the items that `response`, a reply's body, answers. The newest
-        response stays, however long it is."""
+        """Store a response and its conversation, given as JSON texts of the items.
+
+        The newest response is kept, however long it is.
+        """
         output = response.get("output")
         items = [item for item in output if isinstance(item, dict)] if isinstance(output, list) else []
         sent = {json_text(item): str(item.get("id")) for item in items}
         name = str(response.get("id"))
-        self._forget(name)  # a reply that is written again
+        self._forget(name)  # of a reply that is sent again
         self._responses[name] = tuple(self._text(text, sent.get(text, "")) for text in (*conversation, *sent))
         while self._size > self._max_bytes and len(self._responses) > 1:
             self._forget(next(iter(self._responses)))
@@ -71,8 +72,10 @@ class StoredResponses:
                 self._items.pop(held.id, None)
 
     def expand(self, body: Mapping[str, object]) -> Mapping[str, object]:
-        """The body with the items that it refers to in their places; the same object when it refers to none.
-        Raises WireError for ids that are not known."""
+        """Return the body with the referenced items inserted; the same object without references.
+
+        Raises WireError for unknown ids.
+        """
         given = body.get("input")
         items = given if isinstance(given, list) else []
         before = body.get("previous_response_id")

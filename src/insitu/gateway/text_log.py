@@ -1,7 +1,6 @@
-"""Requests and replies of one black box session on disk, as text: no ids, no logprobs, never trainable.
+"""Log of a provider's sessions as text, one file each: no ids, no logprobs, never trainable.
 
-One JSON object per line, appended when a call is over, whatever became of it. Bodies only: no header is
-written, so no key is. Caller: passthrough.
+One JSON object per line, appended when a call is over. Only bodies are written, no headers, so no keys.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -18,21 +16,21 @@ import orjson
 
 from insitu.errors import RecordError, boundary
 from insitu.gateway.provider_usage import Spent, Usage
-from insitu.gateway.routes import take_apart
+from insitu.gateway.routes import parse_path
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextCall:
-    """One call that is over."""
+    """One finished call."""
 
     turn: int
     path: str
     status: int
-    """HTTP status of the provider; 0 when it gave none."""
+    """HTTP status of the provider; 0 without an answer."""
     complete: bool
-    """The provider's answer was written to the agent to its end."""
+    """The complete answer was written to the agent."""
     request: bytes
     reply: bytes
     truncated: bool
@@ -51,7 +49,7 @@ class TextRecord:
         self._writing = asyncio.Lock()
 
     async def append(self, call: TextCall) -> None:
-        """Raises RecordError when the disk does not take it."""
+        """Append one call. Raises RecordError when the file cannot be written."""
         async with self._writing:
             await asyncio.to_thread(self._write, call)
 
@@ -60,14 +58,14 @@ class TextRecord:
             {
                 "schema_version": SCHEMA,
                 "rollout_id": self._rollout_id,
-                **{k: v for k, v in _plain(call).items() if k not in ("request", "reply")},
+                **{k: v for k, v in asdict(call).items() if k not in ("request", "reply")},
                 "request": _readable(call.request),
                 "reply": _readable(call.reply),
             }
         )
         with boundary(RecordError, f"write {self.path}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab", opener=_for_us_only) as file:
+            with open(self.path, "ab", opener=_private) as file:
                 file.write(line + b"\n")
 
 
@@ -103,23 +101,19 @@ def spent_in(records: Path) -> Spent:
                 if not line.endswith(b"\n"):
                     continue
                 entry = orjson.loads(line)
-                route = take_apart(f"/v1/{entry['path']}")
+                route = parse_path(f"/v1/{entry['path']}")
                 if route is not None and route.kind == "call":
                     spent.add(Usage(**entry["usage"]), entry["cost"])
     return spent
 
 
-def _for_us_only(path: str, flags: int) -> int:
-    """Prompts are in it: nobody else of the machine reads them."""
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read: it contains prompts."""
     return os.open(path, flags, 0o600)
 
 
-def _plain(call: TextCall) -> Mapping[str, object]:
-    return asdict(call)
-
-
 def _readable(raw: bytes) -> object:
-    """JSON where it is JSON, else text."""
+    """Return JSON parsed, other data as text."""
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError:

@@ -1,9 +1,8 @@
-"""Text -> tool call, for models that cannot call tools. Off by default, chosen per session; pure.
+"""Text -> tool call, for models that cannot call tools; per session, off by default; pure.
 
-Only the reply on the wire is translated: the sampled ids stay as they are, the text stays beside the call,
-and the session remembers which turns were translated. The order of the forms is that of a JSON object
-anywhere in the text, a fenced shell block, a call written as Python, and, where the operator says so, the
-whole text. Callers: turn; server, whose ShimWatch tells of a shim that does nothing.
+Only the reply on the wire is translated: the sampled ids stay unchanged, and the text is sent along with the
+call. Forms, in this order: a JSON object anywhere in the text, a fenced shell block, a Python call and, as an
+option, the whole text.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MAX_NAMES, _MAX_NAME = 8, 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextShim:
-    """How a session's text becomes calls."""
+    """Options of the translation of text into calls."""
 
     tool: str = "bash"
     """The agent's tool that runs a command."""
@@ -38,30 +37,31 @@ class TextShim:
 
 
 class ShimWatch:
-    """Tells once of a shim whose tool the agents do not have: it translates nothing, and every text ends the
-    agent's loop."""
+    """Logs once that agents do not offer the tool of the shim: nothing is translated then."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._over = False
+    def __init__(self, log_line: Callable[[str], None]) -> None:
+        self._log_line = log_line
+        self._checked = False
 
-    def saw(self, shim: TextShim | None, tools: Sequence[ToolSpec]) -> None:
-        """The tools that a request offers; a request without any (a title, a summary) says nothing."""
-        if shim is None or self._over or not tools:
+    def check(self, shim: TextShim | None, tools: Sequence[ToolSpec]) -> None:
+        """Check the tools of a request; one without any (a title, a summary) is ignored."""
+        if shim is None or self._checked or not tools:
             return
-        self._over = True
+        self._checked = True
         if any(tool.name == shim.tool for tool in tools):
             return
         names = ", ".join(repr(tool.name[:_MAX_NAME]) for tool in tools[:_MAX_NAMES])
-        self._say(
+        self._log_line(
             f"gateway.shim_tool {shim.tool!r} is not among the tools that the agent offers ({names}): no text"
             " becomes a call"
         )
 
 
 def translate(shim: TextShim, text: str) -> ParsedCall | None:
-    """The call that `text` stands for, None when it is an answer. A text that names both a command and a
-    final answer is a command."""
+    """Return the call in `text`, None for an answer.
+
+    A text with both a command and a final answer is a command.
+    """
     command = _from_json(shim, text)
     if command is None and not _answers(text):
         command = _from_fence(text) or _from_python(shim, text)
@@ -73,7 +73,7 @@ def translate(shim: TextShim, text: str) -> ParsedCall | None:
 
 
 def _objects(text: str) -> list[dict[str, object]]:
-    """JSON objects that stand in the text, outermost only."""
+    """Return the JSON objects in the text, outermost only."""
     decoder = json.JSONDecoder()
     found: list[dict[str, object]] = []
     behind = 0

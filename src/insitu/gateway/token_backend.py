@@ -137,7 +137,7 @@ class TokenCalls:
             return json_response(dialect.count(await self.count_tokens(wire.request)))
         try:
             wire, name = await self._read(request)
-            self._shim_watch.saw(self.session.spec.shim, wire.request.tools)
+            self._shim_watch.check(self.session.spec.shim, wire.request.tools)
             hints = hints_of(request.http)
             asked = replace(wire.request, hints=wire.request.hints + hints) if hints else wire.request
             call = self.admit(name, asked)
@@ -186,7 +186,7 @@ class TokenCalls:
         return call
 
     def _busy(self) -> int:
-        """Running calls, whether or not their clients are still there."""
+        """Return the number of running calls, with or without clients."""
         return self._counting + sum(call.attached or not call.task.done() for call in self._calls)
 
     async def count_tokens(self, request: ModelRequest) -> int:

@@ -257,8 +257,7 @@ class Turns:
     async def _render(
         self, plan: PromptPlan, request: ModelRequest, fresh: list[str]
     ) -> tuple[IntArray, int]:
-        """Return the new ids between what the plan continues and the reply, and the number of control markers
-        in the new texts.
+        """Return the new ids after the stored path and the number of control markers in the new texts.
 
         Raises WireError for text that cannot fit, before it is encoded.
         """

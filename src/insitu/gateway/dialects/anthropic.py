@@ -1,9 +1,9 @@
-"""Anthropic Messages, as its official clients and Claude Code read and write them; pure.
+"""Anthropic Messages; pure.
 
-Blocks of an assistant message are joined without anything between, those of others by a line break. A user
-message falls into one `tool` message per tool result and one `user` message per run of text between them.
-The billing block that Claude Code puts before its system prompt changes between calls and is left out, as is
-every `cache_control`. A thinking block carries the gateway's pointer as its signature.
+Blocks of an assistant message are joined directly, those of others by a line break. A user message becomes
+one `tool` message per tool result and one `user` message per run of text between them. The billing block
+before Claude Code's system prompt changes between calls and is dropped, as is every `cache_control`. The
+signature of a thinking block is the gateway's turn reference.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class AnthropicDialect:
 
 
 def _refuse(body: Mapping[str, object]) -> None:
-    """Refuse what would need memory or another kind of answer than one neutral sample. Raises WireError."""
+    """Raise WireError for parameters that need memory or more than one neutral sample."""
     if body.get("thread"):
         # Official clients send all of the conversation again when they read this code, and only then.
         raise WireError(
@@ -173,7 +173,7 @@ def _refuse(body: Mapping[str, object]) -> None:
 
 
 def _format(body: Mapping[str, object]) -> str:
-    """What the model is asked for where the client wants its answer in a format."""
+    """Return the instruction for the model if the client wants its answer in a format."""
     config = mapping(body.get("output_config") or {}, "output_config")
     shape = mapping(config.get("format") or body.get("output_format") or {}, "output_config.format")
     return format_request(shape.get("type"), shape.get("schema"), shape)
@@ -183,7 +183,7 @@ def _format(body: Mapping[str, object]) -> str:
 
 
 def _system(value: object) -> list[Message]:
-    """The system prompt as one message, none when nothing is left of it."""
+    """Return the system prompt as one message, none if it is empty."""
     if isinstance(value, list):
         blocks = [_text(block, f"system.{i}") for i, block in enumerate(value)]
     else:
@@ -193,7 +193,7 @@ def _system(value: object) -> list[Message]:
 
 
 def _unbilled(text: str) -> str:
-    """`text` without the line that Claude Code changes from call to call."""
+    """Return `text` without the line that Claude Code changes from call to call."""
     return text.partition("\n")[2] if text.startswith(_BILLING) else text
 
 
@@ -274,7 +274,7 @@ def _result(block: Mapping[str, object], param: str) -> Message:
 
 
 def _text(raw: object, param: str) -> str:
-    """Text of a block that has some. Raises WireError for any other block."""
+    """Return the text of a block. Raises WireError for a block without text."""
     block = mapping(raw, param)
     kind = block.get("type", "text")
     if kind == "text":
@@ -291,7 +291,7 @@ def _text(raw: object, param: str) -> str:
 
 
 def _tools(body: Mapping[str, object]) -> tuple[tuple[ToolSpec, ...], tuple[tuple[str, str], ...]]:
-    """The tools sent for the model, and a label for each that only the provider itself could run."""
+    """Return the tools for the model, and a label for each that only the provider could run."""
     offered: list[ToolSpec] = []
     dropped: list[tuple[str, str]] = []
     for i, raw in enumerate(sequence(body.get("tools"), "tools")):
@@ -319,7 +319,7 @@ def _tools(body: Mapping[str, object]) -> tuple[tuple[ToolSpec, ...], tuple[tupl
 
 
 def _no_tool(body: Mapping[str, object]) -> bool:
-    """No tool may be called."""
+    """Return whether no tool may be called."""
     choice = body.get("tool_choice")
     return choice is not None and mapping(choice, "tool_choice").get("type") == "none"
 
@@ -330,7 +330,7 @@ _Block = tuple[dict[str, object], dict[str, object], list[dict[str, object]]]
 
 
 def _blocks(reply: Reply, envelope: Envelope) -> list[_Block]:
-    """Each content block whole, as it is opened in a stream, and the deltas that fill it."""
+    """Return each content block complete, as it is opened in a stream, and the deltas that fill it."""
     blocks: list[_Block] = []
     if reply.reasoning:
         signature = reply.pointer or envelope.id

@@ -1,11 +1,10 @@
-"""The seam between wire formats and everything behind them.
+"""Interface between wire formats and the rest of the gateway.
 
-A Dialect is pure: it parses a decoded JSON body into a ModelRequest, builds the provider's reply from a
-Reply and frames it as events. It knows no session, no token and no clock; ids and times come in an Envelope.
-Parsing is per message without look-ahead, so equal message prefixes give equal ModelRequest prefixes; only
-assistant messages that stand side by side become one, as clients split and merge them. Unknown fields are
-tolerated; what insitu cannot honour is refused with a WireError, which each dialect clothes as its provider
-would.
+A Dialect is pure: it parses a decoded JSON body into a ModelRequest, builds the provider's reply from a Reply
+and frames it as events; ids and times come in an Envelope. Parsing is per message without look-ahead, so
+equal message prefixes give equal ModelRequest prefixes; only adjacent assistant messages are joined, because
+clients split and merge them. Unknown fields are tolerated; what cannot be supported is refused with a
+WireError in the provider's format.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ STATUS: Mapping[Cause, int] = {
     "session_failed": 403,
     "engine_failed": 500,
 }
-"""HTTP status of each cause; the same for every provider insitu imitates."""
+"""HTTP status of each cause; the same for every provider."""
 
 
 class WireError(GatewayError):
-    """A refusal that the agent sees. Holds no secret, no header and no prompt text."""
+    """An error for the agent. Contains no secret, header or prompt text."""
 
     def __init__(
         self,
@@ -65,9 +64,11 @@ class WireError(GatewayError):
         code: str = "",
         unsupported: Sequence[str] = (),
     ) -> None:
-        """`used` and `limit`: tokens, for context_length_exceeded; agents know it by a provider's words.
-        `code`: the provider's own name of this error, where clients act on it; `unsupported`: the features
-        that it names."""
+        """Create an error.
+
+        `used` and `limit`: tokens, for context_length_exceeded. `code`: the provider's own name of the error,
+        where clients act on it; `unsupported`: the features that it names.
+        """
         super().__init__(message)
         self.cause: Cause = cause
         self.param = param
@@ -83,30 +84,30 @@ class WireError(GatewayError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireCall:
-    """A parsed body: what goes to the model, and what only shapes the answer on the wire."""
+    """A parsed body: the request for the model, and options of the answer on the wire."""
 
     request: ModelRequest
     include_usage: bool = False
     """The client asked for usage at the end of the stream."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Tool name as the model sees it -> JSON text that lets the dialect put the call back into its wire form
+    """Tool name for the model -> JSON text with which the dialect restores the wire form of its calls
     (namespaces, free-form tools)."""
     content_type: str = EVENT_STREAM
-    """Of a streamed answer; `Envelope` hands it back to `events`."""
+    """Content type of a streamed answer, passed on to `events` in the Envelope."""
     compaction: bool = False
     """The reply is a summary that becomes a compaction item."""
     history: tuple[str, ...] | None = None
-    """JSON texts of the items before that one, where the answer is a whole new history."""
+    """JSON texts of the items before the summary, where the answer is a complete new history."""
     kept: tuple[str, ...] | None = None
     """JSON texts of the items that the reply answers, where the client may refer to them by its id later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What a reply carries besides its content."""
+    """Fields of a reply besides its content."""
 
     id: str
-    """Hex; the dialect puts its provider's prefix before it. The same whenever the same turn is answered."""
+    """Hex; the dialect adds its provider's prefix. The same whenever the same turn is answered."""
     created: int
     """Unix seconds."""
     model: str
@@ -116,11 +117,11 @@ class Envelope:
     content_type: str = EVENT_STREAM
     compaction: bool = False
     history: tuple[str, ...] | None = None
-    """These two: as in the request's `WireCall`."""
+    """`compaction` and `history` of the request."""
     stored: bool = False
     """The client may refer to this reply by its id."""
     kept_alive: int = 0
-    """How many `keep_alive` frames stand before what is to be built."""
+    """Number of `keep_alive` frames sent before."""
 
 
 class Dialect(Protocol):
@@ -131,52 +132,57 @@ class Dialect(Protocol):
 
     @property
     def grows(self) -> str:
-        """Key of the list that grows from call to call, when its elements after one of the user's side are
-        translated without looking back: `parse` of a body with only these gives exactly their messages."""
+        """Key of the list that grows from call to call; empty if bodies cannot be cut.
+
+        Its elements after one of the user's side are translated without looking back: `parse` of a body with
+        only these returns exactly their messages.
+        """
 
     @property
     def in_band(self) -> frozenset[Cause]:
-        """Failures that a streamed call reports as an event even while the status is still free, because the
-        provider's clients know them only so."""
+        """Failures that a streamed call always reports as an event, as the provider's clients expect."""
 
     def parse(self, body: Mapping[str, object], action: str) -> WireCall:
-        """`action` is the route behind the version prefix, query included, which some providers use for model
-        and streaming. Raises WireError."""
+        """Parse a body. Raises WireError.
+
+        `action` is the route after the version prefix with its query, which some providers use for model and
+        streaming.
+        """
 
     def reply(self, reply: Reply, envelope: Envelope) -> Mapping[str, object]:
-        """Body of an unstreamed answer."""
+        """Return the body of an unstreamed answer."""
 
     def events(self, reply: Reply, envelope: Envelope) -> Iterator[bytes]:
-        """Frames of a streamed answer; the last one is the terminal event."""
+        """Yield the frames of a streamed answer; the last one is the terminal event."""
 
     def keep_alive(self, envelope: Envelope) -> bytes:
-        """The frame that tells a waiting client that the call lives; `envelope.kept_alive` came before it."""
+        """Return a keep-alive frame; `envelope.kept_alive` frames were sent before it."""
 
     def error(self, error: WireError) -> Mapping[str, object]:
-        """Error body."""
+        """Return the body of an error."""
 
     def error_event(self, error: WireError, envelope: Envelope) -> bytes:
-        """Frames of a failure after the headers went out; they end the stream."""
+        """Return the frames of a failure after the headers were sent; they end the stream."""
 
     def count(self, tokens: int) -> Mapping[str, object]:
-        """Body that answers how many tokens a prompt has."""
+        """Return the body of a token count."""
 
     def models(self, model: str) -> Mapping[str, object]:
-        """Body of the model list."""
+        """Return the body of the model list."""
 
     def model(self, model: str) -> Mapping[str, object]:
-        """Body of one model's description."""
+        """Return the body of one model's description."""
 
 
 def mapping(value: object, param: str) -> Mapping[str, object]:
-    """`value` as a JSON object. Raises WireError naming `param`."""
+    """Return `value` if it is a JSON object. Raises WireError with `param`."""
     if not isinstance(value, dict):
         raise WireError("invalid_request", f"'{param}' must be an object.", param)
     return value
 
 
 def sequence(value: object, param: str) -> Sequence[object]:
-    """`value` as a JSON array, null as an empty one. Raises WireError naming `param`."""
+    """Return `value` if it is a JSON array; null is an empty one. Raises WireError with `param`."""
     if value is None:
         return ()
     if not isinstance(value, list):
@@ -185,7 +191,7 @@ def sequence(value: object, param: str) -> Sequence[object]:
 
 
 def string(value: object, param: str) -> str:
-    """`value` as text, null as "". Raises WireError naming `param`."""
+    """Return `value` if it is text; null is "". Raises WireError with `param`."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -194,7 +200,7 @@ def string(value: object, param: str) -> str:
 
 
 def positive(value: object, param: str) -> int | None:
-    """`value` as a positive integer, also one written as 10.0, or None. Raises WireError naming `param`."""
+    """Return a positive integer, also one written as 10.0, or None. Raises WireError with `param`."""
     if value is None:
         return None
     if isinstance(value, float) and value.is_integer():
@@ -205,7 +211,7 @@ def positive(value: object, param: str) -> int | None:
 
 
 def json_text(value: object) -> str:
-    """Compact JSON, key order kept, nothing escaped that need not be."""
+    """Return compact JSON with the key order kept and minimal escapes."""
     try:
         return orjson.dumps(value).decode()
     except TypeError:  # an integer beyond 64 bits, from a reader that keeps them
@@ -213,15 +219,15 @@ def json_text(value: object) -> str:
 
 
 UNPARSED = "unparsed_arguments"
-"""Key under which arguments that are not a JSON object travel where the wire wants an object."""
+"""Key for arguments that are not a JSON object, where the wire requires an object."""
 
 _MAX_ARGUMENTS_DEPTH = 64
 
 
 def arguments_object(arguments: str) -> object:
-    """Arguments for a wire field that must be a JSON object, digit by digit as sampled, on one line.
+    """Return arguments for a wire field that must be a JSON object, with the sampled digits, on one line.
 
-    What is no object is wrapped, so that the agent can complain; `arguments_text` undoes exactly this.
+    Other values are wrapped, so that the agent can report the error; `arguments_text` undoes this.
     """
     try:
         value = orjson.loads(arguments) if arguments.strip() else {}
@@ -237,14 +243,16 @@ def arguments_object(arguments: str) -> object:
 
 
 def arguments_text(value: Mapping[str, object]) -> str:
-    """JSON text of echoed arguments."""
+    """Return the JSON text of arguments that a client sent back."""
     raw = value.get(UNPARSED)
     return raw if isinstance(raw, str) and len(value) == 1 else json_text(value)
 
 
 def join_assistants(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Assistant messages that stand side by side are one turn that the client split; pure in every prefix
-    that does not end between them."""
+    """Join adjacent assistant messages: one turn that the client split.
+
+    Pure in every prefix that does not end between them.
+    """
     joined: list[Message] = []
     for message in messages:
         if message.role == "assistant" and joined and joined[-1].role == "assistant":
@@ -261,7 +269,7 @@ def join_assistants(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def stop_strings(value: object, param: str) -> tuple[str, ...]:
-    """One stop string or a list of them; empty ones mean nothing. Raises WireError naming `param`."""
+    """Return one stop string or a list of them; empty ones are dropped. Raises WireError with `param`."""
     given = [value] if isinstance(value, str) else sequence(value, param)
     return tuple(stop for stop in (string(one, param) for one in given) if stop)
 
@@ -270,15 +278,13 @@ _LABELS, _LABEL_CHARS = 64, 512
 
 
 def labels(given: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """What an agent says of itself, each once and within bounds: labels are kept, so they may not be of any
-    size."""
+    """Return client metadata without repetitions, bounded because labels are stored."""
     cut = dict.fromkeys((name[:_LABEL_CHARS], value[:_LABEL_CHARS]) for name, value in given)
     return tuple(islice(cut, _LABELS))
 
 
 def deeper(value: object, limit: int, items: int = 1 << 62) -> bool:
-    """True when the JSON value is nested more than `limit` levels, or holds more than `items` values in its
-    arrays and objects; without recursion."""
+    """Return whether a JSON value is nested deeper than `limit` or has more than `items` values."""
     level: list[object] = [value]
     held = 0
     for _ in range(limit):

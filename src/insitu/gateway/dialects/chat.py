@@ -1,7 +1,7 @@
-"""OpenAI chat completions, as its official clients read and write them; pure.
+"""OpenAI chat completions; pure.
 
-Called by Pi, OpenCode, Qwen Code and mini-swe-agent. Parts of one message are joined: an assistant's without
-anything between (clients split and merge them), others by a line break. `developer` is `system`.
+Parts of one message are joined: those of an assistant directly (clients split and merge them), others by a
+line break. `developer` is `system`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _FIELDS = Fields(
 )
 
 _UNWRITTEN = ("function_call", "name", "audio")
-"""Fields of messages that are left out, with a label."""
+"""Fields of messages that are dropped, with a label."""
 
 _TYPES: Mapping[str, str] = {
     "rate_limited": "rate_limit_error",
@@ -171,7 +171,7 @@ class ChatDialect:
 
 
 def _refuse(body: Mapping[str, object]) -> None:
-    """Refuse what would need memory or another kind of answer than one neutral sample. Raises WireError."""
+    """Raise WireError for parameters that need memory or more than one neutral sample."""
     _FIELDS.check(body)
     if body.get("n") not in (None, 1):
         raise refuse("n")
@@ -180,14 +180,14 @@ def _refuse(body: Mapping[str, object]) -> None:
 
 
 def _format(body: Mapping[str, object]) -> str:
-    """What the model is asked for where the client wants its answer in a format."""
+    """Return the instruction for the model if the client wants its answer in a format."""
     shape = mapping(body.get("response_format") or {}, "response_format")
     held = mapping(shape.get("json_schema") or {}, "response_format.json_schema")
     return format_request(shape.get("type"), held.get("schema"), shape)
 
 
 def _hints(body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
-    """What the agent says of itself in the body."""
+    """Return client metadata from the body."""
     names = ("user", "prompt_cache_key", "safety_identifier")
     hints = [(name, value) for name in names if isinstance(value := body.get(name), str)]
     for name, value in mapping(body.get("metadata") or {}, "metadata").items():
@@ -197,7 +197,7 @@ def _hints(body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
 
 
 def _dropped(messages: Sequence[object]) -> list[tuple[str, str]]:
-    """A label for each field of messages that no family can write, in the order in which they come."""
+    """Return a label for each field of messages that no renderer can write, in their order."""
     # Agents repeat a tool's name beside its answer; nothing is lost with it.
     said = [m for m in messages if isinstance(m, dict) and m.get("role") != "tool"]
     names = dict.fromkeys(name for m in said for name in _UNWRITTEN if m.get(name) is not None)
@@ -225,7 +225,7 @@ def _message(raw: object, param: str) -> Message:
 
 
 def _content(value: object, param: str, between: str) -> str:
-    """Text of a content: string, null, or a list of text parts. Raises WireError for any other part."""
+    """Return the text of a content: string, null, or text parts. Raises WireError for other parts."""
     if not isinstance(value, list):
         return string(value, param)
     texts = []

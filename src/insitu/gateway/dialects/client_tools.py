@@ -1,8 +1,7 @@
-"""Tools that providers define and the client runs: their public schemas, and the items of Responses for their
-calls; pure.
+"""Provider-defined tools that the client runs: their public schemas, and their items in Responses; pure.
 
-A client names such a tool by its type alone, since the provider's models were trained with it; a policy that
-was not must see what the tool takes. Callers: the Anthropic and the Responses dialects.
+Clients name such a tool only by its type, since the provider's models are trained with it; other models need
+its schema.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def _computer(*actions: str) -> _Json:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the model is shown of a tool."""
+    """Description and schema of a tool for the model."""
 
     about: str
     takes: _Json
@@ -117,13 +116,13 @@ _ANTHROPIC: Mapping[str, _Known] = {
     "computer_20241022": _Known("Use a screen, a mouse and a keyboard.", _computer(*_COMPUTER_1)),
     "computer_20250124": _Known("Use a screen, a mouse and a keyboard.", _computer(*_COMPUTER_2)),
 }
-"""By type, with or without its date: dates that are not listed take what stands without."""
+"""By type, with or without its date; unlisted dates use the entry without one."""
 _SHOWN = ("display_width_px", "display_height_px", "display_number", "max_characters")
-"""Options of a tool that the model should know."""
+"""Options of a tool that are passed to the model."""
 
 
 def anthropic_tool(kind: str, tool: _Json, param: str) -> ToolSpec | None:
-    """The tool as the model is offered it; None for one that the provider runs. Raises WireError."""
+    """Return the tool for the model; None for one that the provider runs. Raises WireError."""
     plain, _, date = kind.rpartition("_")
     known = _ANTHROPIC.get(kind) or (_ANTHROPIC.get(plain) if date.isdigit() else None)
     if known is None:
@@ -158,18 +157,18 @@ _TEXTS = {"type": "array", "items": {"type": "string"}}
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A tool of Responses: what it takes, and where the arguments stand in the item of a call."""
+    """A tool of Responses: its schema, and the place of the arguments in the item of a call."""
 
     about: str
     takes: _Json
     call: str
     """Type of the item."""
     field: str
-    """Field of the item that holds the arguments; empty = they are fields of the item."""
+    """Field of the item for the arguments; empty = they are fields of the item."""
     fixed: _Json
-    """Members of that field which are not the model's choice."""
+    """Constant members of that field."""
     filled: _Json
-    """What clients need where the model left it out; also the defaults in `takes`."""
+    """Values that clients need where the model omitted them; also the defaults in `takes`."""
 
 
 _RESPONSES: Mapping[str, _Form] = {
@@ -240,7 +239,7 @@ _REMOTE = ("container_auto", "container_reference")
 
 
 def responses_tool(kind: str, tool: _Json, param: str) -> ToolSpec | None:
-    """The tool as the model is offered it; None for one that the provider runs. Raises WireError."""
+    """Return the tool for the model; None for one that the provider runs. Raises WireError."""
     form = _RESPONSES.get(kind)
     place = mapping(tool.get("environment") or {}, f"{param}.environment") if kind == "shell" else {}
     if form is None or place.get("type") in _REMOTE:
@@ -249,8 +248,10 @@ def responses_tool(kind: str, tool: _Json, param: str) -> ToolSpec | None:
 
 
 def responses_item(kind: str, call: ToolCall, place: str) -> dict[str, object] | None:
-    """The item of a call of the tool `kind`; None when it is none of these tools. `place`: of the call within
-    the session."""
+    """Return the item of a call of the tool `kind`; None for another tool.
+
+    `place`: of the call within the session.
+    """
     form = _RESPONSES.get(kind)
     if form is None:
         return None
@@ -268,7 +269,7 @@ def responses_item(kind: str, call: ToolCall, place: str) -> dict[str, object] |
 
 
 def responses_call(item: _Json, param: str) -> ToolCall:
-    """The call that an echoed item is. Raises WireError."""
+    """Return the call of an item that the client sent back. Raises WireError."""
     kind = str(item.get("type"))
     name, form = next((name, form) for name, form in _RESPONSES.items() if form.call == kind)
     if kind == "computer_call" and item.get("action") is not None:
@@ -283,7 +284,7 @@ def responses_call(item: _Json, param: str) -> ToolCall:
 
 
 def responses_answer(item: _Json) -> object:
-    """The content of an answer to such a call, for the reader of texts."""
+    """Return the content of an answer to such a call, as text or text parts."""
     output = item.get("output")
     if isinstance(output, list) and item.get("type") == "shell_call_output":
         return json_text(output)

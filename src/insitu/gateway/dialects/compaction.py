@@ -1,9 +1,8 @@
-"""Compaction as the Responses format has it: a history becomes one opaque item that stands for it; pure.
+"""Compaction in the Responses format: one opaque item replaces a history; pure.
 
 A client asks by `POST …/responses/compact` or by an item `compaction_trigger` at the end of its input. The
-policy is asked for a summary in the user's place, below the same system text and tools. The summary travels
-in the item's `encrypted_content`, readable only by us, so nothing is stored; in a later request it is one
-message of the user. Caller: the Responses dialect.
+policy is asked for a summary in a user message, below the same system text and tools. The summary is sent in
+the item's `encrypted_content`, so nothing is stored; in a later request it is one user message.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ REQUEST = (
     "rest: what was asked, what was done and found, which files and commands matter, and what is still to "
     "be done. Answer with the summary as text only and call no tools."
 )
-"""What the policy is asked."""
+"""Request for a summary."""
 OPENING = "Summary of the conversation so far, which is not shown any more:\n"
-"""Before the summary, in the prompts that follow."""
+"""Prefix of the summary in later prompts."""
 NOTHING = "(no summary was given)"
 _MARK = "insitu1."
 
@@ -30,12 +29,12 @@ ASKED = Message(role="user", text=REQUEST)
 
 
 def sealed(summary: str) -> str:
-    """The `encrypted_content` that carries a summary."""
+    """Return the `encrypted_content` with a summary."""
     return _MARK + base64.urlsafe_b64encode(summary.encode("utf-8", "surrogatepass")).decode()
 
 
 def opened(content: str, param: str) -> Message:
-    """The message that a compaction item stands for. Raises WireError for one that insitu did not make."""
+    """Return the message of a compaction item. Raises WireError for one of another provider."""
     try:
         if not content.startswith(_MARK):
             raise ValueError("another provider's")
@@ -48,14 +47,14 @@ def opened(content: str, param: str) -> Message:
 
 
 def without_trigger(items: Sequence[object]) -> tuple[Sequence[object], bool]:
-    """The items before a trigger at their end, and whether there is one."""
+    """Return the items before a trailing trigger, and whether there is one."""
     last = items[-1]
     asked = isinstance(last, dict) and last.get("type") == "compaction_trigger"
     return (items[:-1] if asked else items), asked
 
 
 def kept(items: Sequence[object]) -> Iterator[Mapping[str, object]]:
-    """The items that stay before the compaction item: what the user said."""
+    """Return the items kept before the compaction item: those of the user."""
     for item in items:
         if isinstance(item, dict) and item.get("type", "message") == "message" and item.get("role") == "user":
             content = item.get("content")
@@ -64,6 +63,6 @@ def kept(items: Sequence[object]) -> Iterator[Mapping[str, object]]:
 
 
 def item(reply: Reply, envelope: Envelope) -> dict[str, object]:
-    """The compaction item that a reply is."""
+    """Return the compaction item of a reply."""
     summary = reply.text.strip() or NOTHING
     return {"id": f"cmp_{envelope.id}", "type": "compaction", "encrypted_content": sealed(summary)}

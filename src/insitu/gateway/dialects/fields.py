@@ -1,9 +1,9 @@
-"""What becomes of the top-level fields of a request body; pure. Callers: the dialects.
+"""Handling of the top-level fields of request bodies; pure.
 
-A field is read, recorded beside the turn (`advisory`) or refused; each dialect lists all that its provider's
-clients can send. A field that is not listed is recorded by its name, unless its name says that a part of the
-conversation is kept elsewhere: a request must not be answered as if it were all of it. Names that only tag a
-request (`conversation_id`, `thread_id`, `session_state`) are recorded: their clients send the whole history.
+A field is read, recorded with the turn (`advisory`) or refused; each dialect lists all fields that its
+provider's clients can send. An unlisted field is recorded by its name, unless its name shows that part of the
+conversation is stored elsewhere: such a request is incomplete. Names that only tag a request
+(`conversation_id`, `thread_id`, `session_state`) are recorded: their clients send the whole history.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from dataclasses import dataclass
 from insitu.gateway.dialects.base import WireError, json_text
 from insitu.types import Message
 
-_WISH_CHARS, _NAMED, _NAME_CHARS = 512, 16, 64
+_VALUE_CHARS, _NAMED, _NAME_CHARS = 512, 16, 64
 
 _STATE = re.compile(
     r"previous|continu|resum|checkpoint|histor|snapshot|cached|^(conversation|thread|container|messages)$"
 )
-"""Names of fields by which providers refer to what they keep, in snake case."""
+"""Names, in snake case, of fields that refer to data stored at a provider."""
 _CAMEL = re.compile(r"(?<=[a-z0-9])[A-Z]")
 
 
 def refuse(param: str, why: str = "is not supported with this value by this model") -> WireError:
-    """The refusal of a field that would need another kind of answer than one neutral sample."""
+    """Return the error for a field that needs more than one neutral sample."""
     return WireError("invalid_request", f"'{param}' {why}.", param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """The top-level fields of one wire format by what becomes of them."""
+    """The top-level fields of one wire format by their handling."""
 
     read: frozenset[str]
-    """Followed, kept as labels, marks of the wire only, or refused for some of their values."""
+    """Followed, kept as labels, relevant only to the wire, or refused for some values."""
     advisory: tuple[str, ...]
     """Recorded, in this order."""
     refused: frozenset[str] = frozenset()
-    """Refused with any value that asks for something."""
+    """Refused with any true value."""
 
     def check(self, body: Mapping[str, object], within: str = "") -> None:
-        """Raises WireError for a field that is refused, and for an unlisted one that refers to state."""
+        """Raise WireError for a refused field, and for an unlisted one that refers to stored state."""
         for name, value in body.items():
             if not value or name in self.read or name in self.advisory:
                 continue
@@ -49,28 +49,32 @@ class Fields:
                 raise refuse(within + name[:_NAME_CHARS])
 
     def ignored_params(self, body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
-        """What the body wishes and insitu does not follow, as (name, JSON text, cut short): advisory fields,
-        and under `unknown_fields` the names of those that are not listed."""
-        told = [(n, json_text(body[n])[:_WISH_CHARS]) for n in self.advisory if body.get(n) is not None]
-        strange = self.unlisted(body)
-        if strange:
-            told.append(unknown_fields(strange))
-        return tuple(told)
+        """Return the parameters of a body that are not followed, as (name, JSON text, cut short).
+
+        These are the advisory fields and, as `unknown_fields`, the names of unlisted ones.
+        """
+        ignored = [(n, json_text(body[n])[:_VALUE_CHARS]) for n in self.advisory if body.get(n) is not None]
+        unlisted = self.unlisted(body)
+        if unlisted:
+            ignored.append(unknown_fields(unlisted))
+        return tuple(ignored)
 
     def unlisted(self, body: Mapping[str, object]) -> list[str]:
-        """Names of fields that say something and are not listed."""
+        """Return the names of unlisted fields that are not null."""
         listed = self.read | self.refused
         return [n for n in body if n not in listed and n not in self.advisory and body[n] is not None]
 
 
 def unknown_fields(names: Sequence[str]) -> tuple[str, str]:
-    """The wish that records fields by their names."""
+    """Return the entry that records fields by name."""
     return "unknown_fields", json_text([name[:_NAME_CHARS] for name in names[:_NAMED]])
 
 
 def refers_to_state(name: str, value: object) -> bool:
-    """Whether a field that no dialect knows refers to something kept at the provider: by its name, or by the
-    names within it. A switch or a number refers to nothing."""
+    """Return whether an unlisted field refers to data stored at the provider.
+
+    Decided by its name and the names within it. A boolean or a number refers to nothing.
+    """
     if isinstance(value, (bool, int, float)):
         return False
     names = [name, *(value if isinstance(value, dict) else ())][: _NAMED + 1]
@@ -78,13 +82,12 @@ def refers_to_state(name: str, value: object) -> bool:
 
 
 def strict_tools(tools: Sequence[object], inner: str = "") -> tuple[tuple[str, str], ...]:
-    """As a wish: the tools whose arguments should be held to their schema; `inner`: the key below which a
-    tool stands."""
+    """Return the entry that records tools with `strict`; `inner`: the key below which a tool is."""
     bare = [tool.get(inner) if inner else tool for tool in tools if isinstance(tool, dict)]
     names = [
         str(tool.get("name"))[:_NAME_CHARS] for tool in bare if isinstance(tool, dict) and tool.get("strict")
     ]
-    return (("tools.strict", json_text(names)[:_WISH_CHARS]),) if names else ()
+    return (("tools.strict", json_text(names)[:_VALUE_CHARS]),) if names else ()
 
 
 # --------------------------------------------------------------------------- formats of the answer
@@ -98,8 +101,10 @@ _OTHER = "Write the final answer in this format, and as nothing else:\n"
 
 
 def format_request(kind: object, schema: object, whole: object) -> str:
-    """What the model is asked where a client wants its answer in a format: sampling is not constrained, so
-    the wish goes into the prompt. Empty for plain text. `whole`: the format as it was sent."""
+    """Return the instruction for an answer format; empty for plain text. `whole`: the format as sent.
+
+    Sampling is not constrained, so the format is requested in the prompt.
+    """
     if kind in PLAIN_TEXT and not schema:
         return ""
     if kind == "text/x.enum" and schema:
@@ -112,8 +117,10 @@ def format_request(kind: object, schema: object, whole: object) -> str:
 
 
 def with_format(messages: Sequence[Message], asked: str) -> tuple[Message, ...]:
-    """`messages` with the request for a format below the system prompt. It stands there, and not with the
-    newest message, so that later prompts go on from earlier ones."""
+    """Return `messages` with a format instruction in the system prompt.
+
+    In the newest message it would change the prefix of later prompts.
+    """
     if not asked:
         return tuple(messages)
     if messages and messages[0].role == "system":

@@ -1,9 +1,9 @@
-"""Gemini generateContent, streamed or not, as the official clients and Gemini CLI read and write it; pure.
+"""Gemini generateContent, streamed or not; pure.
 
-Parts of a model content are joined without anything between, text parts of others by a line break. A content
-of the user falls into one `tool` message per function response and one `user` message per run of text
-between them. A response without an id answers the first call of its name that is still open. Model and
-streaming stand in the path; without `alt=sse` a stream is one JSON array.
+Parts of a model content are joined directly, text parts of others by a line break. A user content becomes one
+`tool` message per function response and one `user` message per run of text between them. A response without
+an id answers the first open call of its name. Model and streaming are in the path; without `alt=sse` a stream
+is one JSON array.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GeminiDialect:
         yield b"]" + _BREAK
 
     def keep_alive(self, envelope: Envelope) -> bytes:
-        """Empty lines: the clients take a comment for JSON."""
+        """Return empty lines: clients would parse a comment as JSON."""
         return _BREAK + _BREAK
 
     def error(self, error: WireError) -> Mapping[str, object]:

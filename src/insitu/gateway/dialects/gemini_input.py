@@ -1,6 +1,6 @@
-"""A body of the Gemini format -> WireCall; pure. Caller: gemini.
+"""Parser of Gemini bodies; pure.
 
-Field names are read in camel case and, as the provider does, in snake case.
+Field names are read in camel case and, like the provider does, in snake case.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Json = Mapping[str, object]
 
 
 def parse(body: _Json, action: str) -> WireCall:
-    """`action` is `models/{model}:{method}` with its query. Raises WireError."""
+    """Parse a body; `action` is `models/{model}:{method}` with its query. Raises WireError."""
     path, _, query = action.partition("?")
     model, _, method = path.removeprefix("models/").rpartition(":")
     inner = get(body, "generateContentRequest")
@@ -67,7 +67,7 @@ def parse(body: _Json, action: str) -> WireCall:
 
 
 def get(fields: _Json, name: str) -> object:
-    """The field `name`, or what stands under its name in snake case."""
+    """Return the field `name`, in camel or snake case."""
     value = fields.get(name)
     return fields.get(_snake(name)) if value is None else value
 
@@ -78,7 +78,7 @@ def _snake(name: str) -> str:
 
 
 def _refuse(body: _Json, config: _Json) -> None:
-    """Refuse what would need memory or another kind of answer than one neutral sample. Raises WireError."""
+    """Raise WireError for parameters that need memory or more than one neutral sample."""
     _FIELDS.check(body)
     _CONFIG.check(config, "generationConfig.")
     if get(config, "candidateCount") not in (None, 1):
@@ -89,7 +89,7 @@ def _refuse(body: _Json, config: _Json) -> None:
 
 
 def _format(config: _Json) -> str:
-    """What the model is asked for where the client wants its answer in a format."""
+    """Return the instruction for the model if the client wants its answer in a format."""
     whole = get(config, "responseFormat")
     if whole:
         shape = mapping(mapping(whole, "responseFormat").get("text") or {}, "responseFormat.text")
@@ -100,13 +100,15 @@ def _format(config: _Json) -> str:
 
 
 def _advisory(body: _Json, config: _Json) -> tuple[tuple[str, str], ...]:
-    named = {name: get(config, name) for name in _CONFIG_WISHES} | {name: get(body, name) for name in _WISHES}
-    strange = _FIELDS.unlisted(body) + [f"generationConfig.{n}" for n in _CONFIG.unlisted(config)]
-    return (*_RECORDED.ignored_params(named), *([unknown_fields(strange)] if strange else ()))
+    named = {name: get(config, name) for name in _CONFIG_ADVISORY} | {
+        name: get(body, name) for name in _ADVISORY
+    }
+    unlisted = _FIELDS.unlisted(body) + [f"generationConfig.{n}" for n in _CONFIG.unlisted(config)]
+    return (*_RECORDED.ignored_params(named), *([unknown_fields(unlisted)] if unlisted else ()))
 
 
 def _labels(body: _Json) -> tuple[tuple[str, str], ...]:
-    """What the agent says of itself in the body."""
+    """Return client metadata from the body."""
     labels = mapping(body.get("labels") or {}, "labels")
     return tuple((f"labels.{name}", value) for name, value in labels.items() if isinstance(value, str))
 
@@ -115,39 +117,39 @@ def _spelled(*names: str) -> frozenset[str]:
     return frozenset({*names, *map(_snake, names)})
 
 
-_CONFIG_WISHES = (
+_CONFIG_ADVISORY = (
     *("temperature", "topP", "topK", "seed", "presencePenalty", "frequencyPenalty", "maxOutputTokens"),
     *("thinkingConfig", "responseMimeType", "responseSchema", "responseJsonSchema", "responseFormat"),
     *("logprobs", "routingConfig", "modelSelectionConfig", "mediaResolution", "speechConfig", "imageConfig"),
     *("audioTimestamp", "audioTranscriptionConfig", "enableEnhancedCivicAnswers"),
 )
-_WISHES = (
+_ADVISORY = (
     *("toolConfig", "safetySettings", "serviceTier", "modelArmorConfig", "generationOutputConfig", "store"),
 )
-_RECORDED = Fields(read=frozenset(), advisory=(*_CONFIG_WISHES, *_WISHES))
-"""Under their names in camel case."""
+_RECORDED = Fields(read=frozenset(), advisory=(*_CONFIG_ADVISORY, *_ADVISORY))
+"""Recorded with their names in camel case."""
 
 _FIELDS = Fields(
     read=_spelled(
         *("contents", "systemInstruction", "tools", "generationConfig", "generateContentRequest", "labels"),
-        *("model", *_WISHES),
+        *("model", *_ADVISORY),
     ),
     advisory=(),
     refused=_spelled("cachedContent", "continuationToken"),
 )
 _CONFIG = Fields(
-    read=_spelled("stopSequences", "candidateCount", "responseModalities", *_CONFIG_WISHES),
+    read=_spelled("stopSequences", "candidateCount", "responseModalities", *_CONFIG_ADVISORY),
     advisory=(),
     refused=_spelled("responseLogprobs"),
 )
-"""Of the body, and of its configuration: recorded fields are listed as read, in both spellings."""
+"""Fields of the body and of its configuration; recorded ones are listed as read, in both spellings."""
 
 
 # --------------------------------------------------------------------------- tools
 
 
 def _tools(body: _Json) -> tuple[tuple[ToolSpec, ...], tuple[tuple[str, str], ...]]:
-    """The functions sent for the model, and a label for each tool that only the provider could run."""
+    """Return the functions for the model, and a label for each tool that only the provider could run."""
     offered: list[ToolSpec] = []
     dropped: list[tuple[str, str]] = []
     for i, raw in enumerate(sequence(body.get("tools"), "tools")):
@@ -163,7 +165,7 @@ def _tools(body: _Json) -> tuple[tuple[ToolSpec, ...], tuple[tuple[str, str], ..
 
 
 def _no_tool(body: _Json) -> bool:
-    """No function may be called."""
+    """Return whether no function may be called."""
     config = mapping(get(body, "toolConfig") or {}, "toolConfig")
     calling = mapping(get(config, "functionCallingConfig") or {}, "functionCallingConfig")
     return calling.get("mode") == "NONE"
@@ -254,7 +256,7 @@ def _model(parts: Sequence[object], param: str) -> Message:
 
 
 def _user(parts: Sequence[object], param: str, waiting: list[ToolCall]) -> list[Message]:
-    """`waiting`: calls not answered yet; the answered ones are taken from it."""
+    """Return the messages of user parts; answered calls are removed from `waiting`."""
     messages: list[Message] = []
     texts: list[str] = []
     for i, raw in enumerate(parts):
@@ -287,7 +289,7 @@ def _result(answer: _Json, param: str, waiting: list[ToolCall]) -> Message:
 
 
 def _outcome(response: _Json) -> str:
-    """The text in a function's response where it is one text, else all of it as JSON."""
+    """Return the text of a function's response if it is one text, else all of it as JSON."""
     if len(response) == 1:
         (key, value), *_ = response.items()
         if isinstance(value, str) and key in ("output", "result", "content"):
@@ -298,7 +300,7 @@ def _outcome(response: _Json) -> str:
 
 
 def _text(part: _Json, param: str) -> str:
-    """Text of a part that has some, or is empty. Raises WireError for any other part."""
+    """Return the text of a part, which may be empty. Raises WireError for any other part."""
     value = part.get("text")
     if value is None:
         for key in part:
@@ -311,12 +313,12 @@ def _text(part: _Json, param: str) -> str:
 
 
 def sealed(pointer: str) -> str:
-    """A pointer as a signature: the format wants bytes in base64."""
+    """Return a turn reference as a signature: the format requires base64."""
     return base64.b64encode(pointer.encode()).decode()
 
 
 def unsealed(signature: str) -> str:
-    """The pointer in an echoed signature; one of somebody else's is handed on as it is."""
+    """Return the turn reference in a signature; a foreign signature is returned unchanged."""
     try:
         plain = signature.replace("-", "+").replace("_", "/")
         return base64.b64decode(plain, validate=True).decode()

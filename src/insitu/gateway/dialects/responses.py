@@ -1,11 +1,10 @@
-"""OpenAI Responses, as its official clients and Codex read and write it; pure.
+"""OpenAI Responses; pure.
 
-Items that the model said side by side (reasoning, message, calls) are one assistant message; a reasoning
-item, and a message after a call, open the next one. `instructions`, `developer` and `system` are system
-messages. Tools of a namespace are offered as `namespace__tool`, free-form tools as a function with one string
-argument, and both are put back into their own form on the way out. What a body refers to by the id of an
-earlier reply was put back into it before (gateway/stored). An item of reasoning carries the gateway's pointer
-as its encrypted content, an item of compaction the summary.
+Adjacent items of the model (reasoning, message, calls) are one assistant message; a reasoning item, and a
+message after a call, open the next one. `instructions`, `developer` and `system` are system messages. Tools
+of a namespace are offered as `namespace__tool`, free-form tools as a function with one string argument; their
+calls are converted back. References to earlier replies are resolved before (gateway/stored_responses). The
+encrypted content of a reasoning item is the gateway's turn reference, that of a compaction item the summary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A body of the Responses format -> WireCall; pure. Caller: responses."""
+"""Parser of Responses bodies; pure."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ _FREE_FORM = json_text(
         "additionalProperties": False,
     }
 )
-"""What a free-form tool takes, as the model is told."""
+"""Schema of a free-form tool for the model."""
 
 
 def parse(body: Mapping[str, object], *, compact: bool = False) -> WireCall:
-    """`compact`: the body of the route that only compacts. Raises WireError."""
+    """Parse a body; `compact`: of the route that only compacts. Raises WireError."""
     _refuse(body)
     messages: list[Message] = []
     instructions = string(body.get("instructions"), "instructions")
@@ -112,7 +112,7 @@ def parse(body: Mapping[str, object], *, compact: bool = False) -> WireCall:
 
 
 def _refuse(body: Mapping[str, object]) -> None:
-    """Refuse what would need memory or another kind of answer than one neutral sample. Raises WireError."""
+    """Raise WireError for parameters that need memory or more than one neutral sample."""
     _FIELDS.check(body)
     if body.get("previous_response_id") is not None:  # known ids were resolved before
         raise refuse("previous_response_id")
@@ -121,14 +121,14 @@ def _refuse(body: Mapping[str, object]) -> None:
 
 
 def _format(body: Mapping[str, object]) -> str:
-    """What the model is asked for where the client wants its answer in a format."""
+    """Return the instruction for the model if the client wants its answer in a format."""
     text = mapping(body.get("text") or {}, "text")
     shape = mapping(text.get("format") or {}, "text.format")
     return format_request(shape.get("type"), shape.get("schema"), shape)
 
 
 def _hints(body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
-    """What the agent says of itself in the body."""
+    """Return client metadata from the body."""
     names = ("prompt_cache_key", "user", "safety_identifier")
     hints = [(name, value) for name in names if isinstance(value := body.get(name), str)]
     for table in ("client_metadata", "metadata"):
@@ -143,15 +143,15 @@ def _hints(body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
 
 @dataclass(slots=True)
 class _Tools:
-    """What the model is offered, how to write its calls back, and what was left out."""
+    """Tools for the model, the wire form of their calls, and labels of dropped tools."""
 
     offered: list[ToolSpec] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     dropped: list[tuple[str, str]] = field(default_factory=list)
     strict: list[dict[str, object]] = field(default_factory=list)
-    """Tools that ask for it, under their names for the model."""
+    """Tools with `strict`, with their names for the model."""
     taken: set[str] = field(default_factory=set)
-    """Names under which the model knows a tool."""
+    """Names of the tools for the model."""
 
 
 def _offer(tools: _Tools, body: Mapping[str, object]) -> None:
@@ -203,7 +203,7 @@ def _one(tools: _Tools, tool: Mapping[str, object], space: str, param: str) -> N
 
 
 def flat_name(space: str, name: str) -> str:
-    """The name under which the model knows a tool of a namespace."""
+    """Return the name of a namespaced tool for the model."""
     return f"{space}__{name}" if space else name
 
 
@@ -212,7 +212,7 @@ def flat_name(space: str, name: str) -> str:
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads items in order; the assistant's words are gathered until somebody else speaks."""
+    """Reads items in order and gathers adjacent assistant items."""
 
     messages: list[Message]
     tools: _Tools
@@ -249,7 +249,7 @@ class _Reader:
             )
 
     def _additional(self, item: Mapping[str, object]) -> None:
-        """Tools that came up on the way: told here, so that the root they stand below stays what it was."""
+        """Add later tools as a message, which leaves the root block unchanged."""
         more = _Tools()
         _offer(more, item)
         self.tools.names.update(more.names)
@@ -305,7 +305,7 @@ class _Reader:
             self._say(before, tool_calls=(*before.tool_calls, call))
 
     def _before(self) -> Message | None:
-        """The assistant message that the next item may belong to."""
+        """Return the assistant message that the next item may belong to."""
         last = self.messages[-1] if self.messages else None
         return last if last is not None and last.role == "assistant" else None
 
@@ -328,12 +328,12 @@ class _Reader:
 
 
 def free_form(text: str) -> str:
-    """Arguments of the function that stands for a free-form tool."""
+    """Return the arguments of the function for a free-form tool."""
     return json_text({"input": text})
 
 
 def free_form_text(arguments: str) -> str:
-    """The free-form input in a model's arguments; arguments of another shape are handed on as they are."""
+    """Return the free-form input in arguments; arguments of another shape are returned unchanged."""
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
@@ -344,12 +344,12 @@ def free_form_text(arguments: str) -> str:
 
 
 def _output(value: object, param: str) -> str:
-    """A tool's answer: text, or a list of text parts."""
+    """Return a tool's answer: text, or a list of text parts."""
     return _texts(value, param, "\n")
 
 
 def _texts(value: object, param: str, between: str) -> str:
-    """Text of a content: string, null, or a list of text parts. Raises WireError for any other part."""
+    """Return the text of a content: string, null, or text parts. Raises WireError for other parts."""
     if not isinstance(value, list):
         return string(value, param)
     texts = []

@@ -1,7 +1,7 @@
-"""A Reply -> a body or the events of the Responses format, in the official order; pure. Caller: responses.
+"""Bodies and events of the Responses format, in the official order; pure.
 
-A stream that had to wait opened with its first keep-alive: `response.created`, then `response.in_progress` as
-often as it was kept alive, so that clients which time events and not bytes go on waiting.
+A stream that has to wait begins with its first keep-alive: `response.created`, then a `response.in_progress`
+for each further one, because some clients count time between events, not bytes.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _usage(reply: Reply) -> _Json:
 
 
 def _history(envelope: Envelope) -> Iterator[_Json]:
-    """The items that stay before a compaction item, under ids of ours."""
+    """Yield the items before a compaction item, with ids of the gateway."""
     for index, text in enumerate(envelope.history or ()):
         yield {"id": f"msg_{envelope.id}_{index}", **orjson.loads(text)}
 
@@ -167,7 +167,7 @@ def _text_part(text: str) -> _Json:
 
 
 def _call(call: ToolCall, place: str, envelope: Envelope) -> _Json:
-    """A call in the form of the tool it names."""
+    """Return a call in the wire form of its tool."""
     form = orjson.loads(envelope.names.get(call.name, "{}"))
     item = client_tools.responses_item(str(form.get("type")), call, place)
     if item is not None:
@@ -186,7 +186,7 @@ def _call(call: ToolCall, place: str, envelope: Envelope) -> _Json:
 
 
 def _item_events(item: _Json, index: int) -> Iterator[_Json]:
-    """One item from opening to end."""
+    """Yield the events of one item."""
     place: _Json = {"item_id": item["id"], "output_index": index}
     opened = {key: value for key, value in item.items() if key != "encrypted_content"}
     if "status" in item:

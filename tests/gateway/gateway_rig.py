@@ -63,7 +63,7 @@ class Rig:
         engine.setdefault("sampled", True)
         self._renderer, self._engine_options = renderer, engine
         self._unix, self._config = unix, config or GatewayConfig()
-        self._limits = limits or Limits(max_call_tokens=512, max_context_tokens=100_000)
+        self._limits = limits or Limits(max_calls=32, max_call_tokens=512, max_context_tokens=100_000)
         self._stack = AsyncExitStack()
         self.reports: list[CallReport] = []
 

@@ -27,7 +27,7 @@ def grown(n: int) -> list[dict[str, str]]:
     [
         (Limits(max_calls=2), "calls", 2),
         (Limits(max_session_tokens=5), "tokens", 1),
-        (Limits(wall_s=0.0), "wall", 0),
+        (Limits(wall_s=1e-9), "wall", 0),
     ],
 )
 async def test_an_exhausted_budget_stops_the_agent(

@@ -38,7 +38,7 @@ class ToolRig(Rig):
     async def __aenter__(self) -> ToolRig:
         await super().__aenter__()
         self.session = self.gateway.open_session(
-            "r/tools", seed=7, limits=Limits(max_context_tokens=100_000), tools=(SUBMIT, NOTE)
+            "r/tools", seed=7, limits=Limits(max_calls=32, max_context_tokens=100_000), tools=(SUBMIT, NOTE)
         )
         self.base = f"{self.origin}/s/{self.session.public_id}/v1"
         self.auth = {"Authorization": f"Bearer {self.session.secret}"}

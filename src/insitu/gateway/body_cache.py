@@ -182,7 +182,7 @@ class BodyCache:
             tuple(said.request.messages),
             DigestCache(),
             known=cut.messages,
-            before=record.memory.told,
+            before=record.memory.digests,
             parse=lambda: self._all(dialect, raw, action),
             long=lambda: len(raw) > INLINE_BYTES or _count_values(raw) > INLINE_VALUES,
         )
@@ -190,7 +190,7 @@ class BodyCache:
         known = tuple(c for c in record.cuts if c.end <= cut.end)
         later = replace(record, memory=history.memory, cuts=known)
         self._records.remove(record)
-        part = _Part(raw, cut.end, mark, len(history), cut.wire, base)
+        part = _BodyPart(raw, cut.end, mark, len(history), cut.wire, base)
         self._learn(dialect, action, later, part, elements(new.decode(), 0))
         return replace(base, request=replace(base.request, messages=history))
 
@@ -228,11 +228,11 @@ class BodyCache:
         )
         start = hashlib.sha256(place.encode() + b"\0")
         none = _without_messages(dialect.parse({**body, dialect.grows: [_ASK]}, action))
-        part = _Part(raw, 0, start, len(history), none, _without_messages(wire))
+        part = _BodyPart(raw, 0, start, len(history), none, _without_messages(wire))
         self._learn(dialect, action, record, part, found)
         return replace(wire, request=replace(wire.request, messages=history))
 
-    def _learn(self, dialect: Dialect, action: str, record: _Record, part: _Part, found: Elements) -> None:
+    def _learn(self, dialect: Dialect, action: str, record: _Record, part: _BodyPart, found: Elements) -> None:
         """Store the cuts of a body: after the last few elements of the user's side."""
         cut_after = [i for i, value in enumerate(found.values) if _of_user(dialect, value)][-CUTS:]
         running, at = part.mark.copy(), part.start
@@ -279,7 +279,7 @@ def _count_values(raw: bytes) -> int:
     return raw.count(b",") + raw.count(b"{") + raw.count(b"[")
 
 
-class _Part(NamedTuple):
+class _BodyPart(NamedTuple):
     """A part of a body and its elements."""
 
     raw: bytes
@@ -303,7 +303,7 @@ def _without_messages(wire: WireCall) -> WireCall:
 
 
 def _wires(
-    dialect: Dialect, action: str, part: _Part, values: list[object], cut_after: list[int]
+    dialect: Dialect, action: str, part: _BodyPart, values: list[object], cut_after: list[int]
 ) -> list[WireCall]:
     """Return the parsed call up to each of the elements `cut_after`.
 
@@ -323,7 +323,7 @@ def _wires(
 
 def _same_rest(record: _Record, raw: bytes) -> bool:
     close = len(raw) - record.rest_size
-    if close < 0 or record.memory.told is None:
+    if close < 0 or record.memory.digests is None:
         return False
     return hashlib.sha256(memoryview(raw)[close:]).digest() == record.rest
 

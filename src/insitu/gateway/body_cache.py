@@ -182,7 +182,7 @@ class BodyCache:
             tuple(said.request.messages),
             DigestCache(),
             known=cut.messages,
-            before=record.memory.digests,
+            before=record.memory.told,
             parse=lambda: self._all(dialect, raw, action),
             long=lambda: len(raw) > INLINE_BYTES or _count_values(raw) > INLINE_VALUES,
         )
@@ -232,7 +232,9 @@ class BodyCache:
         self._learn(dialect, action, record, part, found)
         return replace(wire, request=replace(wire.request, messages=history))
 
-    def _learn(self, dialect: Dialect, action: str, record: _Record, part: _BodyPart, found: Elements) -> None:
+    def _learn(
+        self, dialect: Dialect, action: str, record: _Record, part: _BodyPart, found: Elements
+    ) -> None:
         """Store the cuts of a body: after the last few elements of the user's side."""
         cut_after = [i for i, value in enumerate(found.values) if _of_user(dialect, value)][-CUTS:]
         running, at = part.mark.copy(), part.start
@@ -323,7 +325,7 @@ def _wires(
 
 def _same_rest(record: _Record, raw: bytes) -> bool:
     close = len(raw) - record.rest_size
-    if close < 0 or record.memory.digests is None:
+    if close < 0 or record.memory.told is None:
         return False
     return hashlib.sha256(memoryview(raw)[close:]).digest() == record.rest
 

@@ -138,7 +138,7 @@ class Lab:
         memory, known, before = DigestCache(), 0, None
         for earlier, kept in self._asked:
             if known < len(earlier) and messages[: len(earlier)] == earlier:
-                known, before = len(earlier), kept.told
+                known, before = len(earlier), kept.digests
         self._asked.append((messages, memory))
         return History(messages[known:], memory, known=known, before=before, parse=lambda: messages)
 

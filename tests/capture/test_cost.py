@@ -75,14 +75,14 @@ def test_each_spelling_of_arguments_is_parsed_once(monkeypatch: pytest.MonkeyPat
 def test_a_request_deep_in_a_long_line_looks_at_each_held_turn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     forest, messages = long_chain(2000)
     looked = 0
-    holds = match.DigestedMessages.holds
+    holds = match.DigestedMessages.contains
 
     def counted(self: match.DigestedMessages, run: match.DigestRun, start: int) -> bool:
         nonlocal looked
         looked += 1
         return holds(self, run, start)
 
-    monkeypatch.setattr(match.DigestedMessages, "holds", counted)
+    monkeypatch.setattr(match.DigestedMessages, "contains", counted)
     plan = forest.plan(Lab.request([*messages[:-1], user("another way")]), FINGERPRINT)
     assert plan.base is not None
     assert looked <= 2000 + 10
@@ -115,7 +115,7 @@ def test_a_request_that_begins_like_an_earlier_one_goes_on_where_that_ended(
         tuple(messages[-2:]),
         memory,
         known=len(before[0]),
-        before=before[1].told,
+        before=before[1].digests,
         parse=lambda: tuple(messages),
     )
     monkeypatch.setattr(Nodes, "below", counted)

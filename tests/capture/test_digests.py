@@ -124,13 +124,13 @@ def test_a_run_of_messages_is_held_where_each_means_the_same() -> None:
     for before in ([], [user("x")], [says("s", reasoning="r"), user("x")]):
         for middle, fits in ((run[1], True), (says("a"), True), (says("a", reasoning="no"), False)):
             told = MessageHasher().conversation([*before, run[0], middle, run[2], user("more")])
-            assert told.holds(held, len(before)) is fits
-            assert not told.holds(held, len(before) + 1)
-            assert told.rest(len(before)).holds(held, 0) is fits
+            assert told.contains(held, len(before)) is fits
+            assert not told.contains(held, len(before) + 1)
+            assert told.rest(len(before)).contains(held, 0) is fits
     told = MessageHasher().conversation([user("u"), says("a", reasoning="why")])
-    assert not told.holds(held, 0)
+    assert not told.contains(held, 0)
     plain = MessageHasher().conversation([says("a")]).run()
-    assert not MessageHasher().conversation([says("a", reasoning="made up")]).holds(plain, 0)
+    assert not MessageHasher().conversation([says("a", reasoning="made up")]).contains(plain, 0)
 
 
 def test_differences_are_named_in_wire_order() -> None:

@@ -60,7 +60,7 @@ class Talk:
         self.request = ModelRequest(messages=tuple(self.history), tools=(TOOL,))
         self.questions = 0
         self.odd = False
-        self.forest = Forest("r", asking=dropping_roles(chat_renderer))
+        self.forest = Forest("r", reset_roles=dropping_roles(chat_renderer))
         self.engine = ScriptedEngine(chat_renderer, self._say, sampled=True)
 
     def _say(self, ids: IntArray, key: RequestKey) -> IntArray:

@@ -118,7 +118,7 @@ class Lab:
         request = ModelRequest(messages=wire.request.messages, tools=wire.request.tools)
         plan = self.forest.plan(request, "f")
         told = Forest("r/1").plan(whole.request, "f")
-        assert (plan.root_key, plan.told.run()) == (told.root_key, told.told.run())
+        assert (plan.root_key, plan.digests.run()) == (told.root_key, told.digests.run())
         assert len(request.messages) == len(whole.request.messages)
         if isinstance(request.messages, History):  # to iterate over it would parse the body again
             assert request.messages.fresh == tuple(whole.request.messages)[request.messages.known :]

@@ -1,9 +1,9 @@
-"""What makes two messages the same: digests of meaning, never raw text.
+"""Digests of the meaning of messages, never of raw text.
 
-Agents re-order argument keys, re-dump JSON and drop reasoning. Text is compared exactly: no agent measured
-trims it. Numbers compare by value (1.0 is 1, integers are exact), the last of duplicate keys wins, and
-arguments that no JSON reader agrees on (malformed, beyond a double) compare as text. A message of a request
-costs one digest; no text is kept. Caller: forest, once per request.
+Agents re-order argument keys, re-dump JSON and drop reasoning. Text is compared exactly: no agent is known to
+trim it. Numbers compare by value (1.0 is 1, integers are exact), the last of duplicate keys wins, and
+arguments on which JSON parsers disagree (malformed, beyond a double) compare as text. A message of a request
+costs one digest; no text is kept.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ SIZE = 16
 
 
 class MessageDigest(NamedTuple):
-    """Meaning of one message; reasoning stands apart because an echo may leave it out."""
+    """Digest of one message; reasoning is separate because clients may omit it."""
 
-    said: bytes
+    content: bytes
     """Digest of role, text, tool names, canonical arguments and of the call that a tool message answers."""
     reasoning: bytes
-    """Digest of it, empty when the message carries none."""
+    """Digest of the reasoning, empty without any."""
 
 
 class PartDigests(NamedTuple):
-    """Digests of an assistant message part by part, so that a difference can be named."""
+    """Digests of the parts of an assistant message, to name a difference."""
 
     reasoning: bytes
     text: bytes
@@ -46,37 +46,37 @@ class PartDigests(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DigestRun:
-    """Consecutive messages as a context node holds them."""
+    """Consecutive messages of a context node."""
 
-    said: bytes = field(repr=False)
-    """`Meaning.said` of each, joined."""
+    content: bytes = field(repr=False)
+    """`MessageDigest.content` of each, joined."""
     reasoning: Mapping[int, bytes] | None = field(default=None, repr=False)
-    """Digest by index of each message that carries any; None when no assistant message is among them."""
+    """Digest by index of each message with reasoning; None without assistant messages."""
 
     def __len__(self) -> int:
-        return len(self.said) // SIZE
+        return len(self.content) // SIZE
 
 
 class DigestedMessages:
-    """Meanings of the messages of one request."""
+    """Digests of the messages of one request."""
 
-    __slots__ = ("_echoes", "_questions", "_reasoning", "_said", "_size", "messages", "reader")
+    __slots__ = ("_content", "_echoes", "_reasoning", "_resets", "_size", "messages", "reader")
 
     def __init__(
         self,
         messages: Sequence[Message],
-        said: bytes,
+        content: bytes,
         reasoning: Mapping[int, bytes],
         echoes: Mapping[int, Message],
-        questions: Sequence[int],
+        resets: Sequence[int],
         reader: MessageHasher,
     ) -> None:
-        """`questions`: index of each message that makes the family drop the reasoning before it."""
+        """Take the digests; `resets`: index of each message before which reasoning is dropped."""
         self.reader = reader
-        self._questions = questions
+        self._resets = resets
         self.messages = messages
-        self._said = said
-        self._size = len(said) // SIZE
+        self._content = content
+        self._size = len(content) // SIZE
         self._reasoning = reasoning
         self._echoes = echoes
 
@@ -84,93 +84,94 @@ class DigestedMessages:
         return self._size
 
     def __getitem__(self, index: int) -> MessageDigest:
-        return MessageDigest(self._said[index * SIZE : (index + 1) * SIZE], self._reasoning.get(index, b""))
+        content = self._content[index * SIZE : (index + 1) * SIZE]
+        return MessageDigest(content, self._reasoning.get(index, b""))
 
     @property
-    def question(self) -> int:
+    def reset_at(self) -> int:
         """Index of the last message before which reasoning is dropped; -1 = all of it is kept."""
-        return self._questions[-1] if self._questions else -1
+        return self._resets[-1] if self._resets else -1
 
     def echo(self, index: int) -> Message:
-        """What names the turn that this assistant message echoes: its call ids and pointers, nothing else."""
+        """Return the call ids and turn references of an assistant message, without its text."""
         return self._echoes[index]
 
     def rest(self, start: int) -> DigestedMessages:
-        """The messages from `start` on."""
+        """Return the messages from `start` on."""
         messages = self.messages[start:]
         at = range(start, start + len(messages))
         reasoning = {i - start: self._reasoning[i] for i in at if i in self._reasoning}
         echoes = {i - start: self._echoes[i] for i in at if i in self._echoes}
-        questions = [i - start for i in self._questions if i >= start]
-        said = self._said[start * SIZE :]
-        return DigestedMessages(messages, said, reasoning, echoes, questions, self.reader)
+        resets = [i - start for i in self._resets if i >= start]
+        content = self._content[start * SIZE :]
+        return DigestedMessages(messages, content, reasoning, echoes, resets, self.reader)
 
-    def told(self, system: bytes, tools: bytes, lead: int, walk: TreeWalk | None) -> MessageDigests:
-        """What a later request that begins with these messages need not read again."""
+    def cacheable(self, system: bytes, tools: bytes, lead: int, walk: TreeWalk | None) -> MessageDigests:
+        """Return what a later request that begins with these messages can reuse."""
         return MessageDigests(
             walk=walk,
             system=system,
             tools=tools,
             lead=lead,
-            said=self._said,
+            content=self._content,
             reasoning=tuple(self._reasoning.items()),
             echoes=tuple(self._echoes.items()),
-            questions=tuple(self._questions),
+            resets=tuple(self._resets),
         )
 
     def run(self) -> DigestRun:
-        """All of it, without the messages."""
+        """Return all digests, without the messages."""
         spoken = any(message.role == "assistant" for message in self.messages)
-        return DigestRun(self._said, dict(self._reasoning) if spoken else None)
+        return DigestRun(self._content, dict(self._reasoning) if spoken else None)
 
-    def holds(self, run: DigestRun, start: int) -> bool:
-        """True when the messages at `start` mean what `run` means, each by the rule of `same_meaning`."""
+    def contains(self, run: DigestRun, start: int) -> bool:
+        """Return whether the messages at `start` equal `run`, each by the rule of `same_meaning`."""
         at = start * SIZE
-        if self._said[at : at + len(run.said)] != run.said:
+        if self._content[at : at + len(run.content)] != run.content:
             return False
         if run.reasoning is None:
             return True
         echoed = ((i, self._reasoning.get(start + i)) for i in range(len(run)))
         return all(got is None or got == run.reasoning.get(i) for i, got in echoed)
 
-    def says(self, index: int, held: MessageDigest) -> bool:
-        """`same(held, self[index])`, without making the latter."""
-        if self._said[index * SIZE : (index + 1) * SIZE] != held[0]:
+    def matches(self, index: int, stored: MessageDigest) -> bool:
+        """Return `same_meaning(stored, self[index])` without creating the latter."""
+        if self._content[index * SIZE : (index + 1) * SIZE] != stored[0]:
             return False
         got = self._reasoning.get(index)
-        return got is None or got == held[1]
+        return got is None or got == stored[1]
 
 
-def same_meaning(held: MessageDigest, got: MessageDigest) -> bool:
-    """True when `got` (from a request) means what `held` means. Reasoning that is not echoed equals any."""
-    return held[0] == got[0] and (not got[1] or held[1] == got[1])
+def same_meaning(stored: MessageDigest, got: MessageDigest) -> bool:
+    """Return whether `got` (from a request) equals `stored`. Omitted reasoning equals any."""
+    return stored[0] == got[0] and (not got[1] or stored[1] == got[1])
 
 
 def digest(*parts: str | bytes) -> bytes:
-    """16 bytes over length-prefixed parts: no two different lists of parts run together."""
+    """Return 16 bytes over length-prefixed parts, so that different lists of parts differ."""
     raws = [part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass") for part in parts]
     whole = b"".join([piece for raw in raws for piece in (len(raw).to_bytes(8, "big"), raw)])
     return hashlib.blake2b(whole, digest_size=SIZE).digest()
 
 
 def system_digest(system: Sequence[Message]) -> bytes:
-    """Of the leading system messages."""
+    """Return the digest of the leading system messages."""
     return digest(*(message.text for message in system))
 
 
 def tools_digest(tools: Sequence[ToolSpec]) -> bytes:
-    """Of the offered tools; order counts, for it is rendered."""
+    """Return the digest of the offered tools; their order counts, because it is rendered."""
     return digest(*(part for tool in tools for part in (tool.name, tool.description, tool.parameters)))
 
 
 @lru_cache(256)
 def root_key(fingerprint: str, system: bytes, tools: bytes) -> str:
-    """Hex SHA-256 over family, leading system messages and tools."""
+    """Return hex SHA-256 over renderer, leading system messages and tools."""
     return hashlib.sha256(digest(fingerprint, system, tools)).hexdigest()
 
 
 def leading_system(messages: Sequence[Message]) -> int:
-    """How many system messages stand before anything else: they belong to the root."""
+    """Return the number of leading system messages, which belong to the root."""
     for index, message in enumerate(messages):
         if message.role != "system":
             return index
@@ -178,7 +179,7 @@ def leading_system(messages: Sequence[Message]) -> int:
 
 
 def _number(text: str) -> int | float:
-    """JavaScript agents write 1.0 as 1, so whole floats are the same as ints."""
+    """Parse a number; whole floats become ints, because JavaScript agents write 1.0 as 1."""
     value = float(text)
     if isinf(value):
         raise ValueError(f"{text} is beyond a double")
@@ -194,22 +195,22 @@ _WRITE = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 def read_arguments(text: str) -> object:
-    """The JSON value that `text` spells; empty and null mean none. Raises ValueError, RecursionError."""
+    """Return the JSON value of `text`; empty and null are {}. Raises ValueError, RecursionError."""
     value = _READ.decode(text) if text.strip() else {}
     return {} if value is None else value
 
 
 def canonical_json(value: object) -> str:
-    """One spelling for all JSON texts of the same value."""
+    """Return the same text for all spellings of a JSON value."""
     return _WRITE.encode(value)
 
 
 Defaults = Mapping[str, str]
-"""Argument -> canonical JSON of the value that the tool's own schema declares for its absence."""
+"""Argument -> canonical JSON of its default in the tool's schema."""
 
 
 def declared_defaults(tools: Sequence[ToolSpec]) -> Mapping[str, Defaults]:
-    """By tool; tools without any are left out. Agents validate calls and echo these values filled in."""
+    """Return the defaults by tool, without tools that have none. Agents fill them into calls."""
     found = {tool.name: _defaults_of(tool.parameters) for tool in tools}
     return {name: defaults for name, defaults in found.items() if defaults}
 
@@ -225,8 +226,10 @@ def _defaults_of(schema: str) -> Defaults:
 
 
 def canonical_arguments(text: str, defaults: Defaults | None = None) -> str:
-    """One spelling for all JSON texts of the same value, arguments at their default left out; text that is
-    not JSON stands for itself."""
+    """Return the same text for all spellings of the arguments, without those at their default.
+
+    Text that is not JSON is returned unchanged.
+    """
     try:
         value = read_arguments(text)
         if defaults and isinstance(value, dict):
@@ -236,70 +239,72 @@ def canonical_arguments(text: str, defaults: Defaults | None = None) -> str:
         return "text:" + text
 
 
-class _Owners:
-    """Which call a tool message answers: the newest with its id. Most answer one of the last turn's few
-    calls; the others are looked up only when there is one that does not."""
+class _CallFinder:
+    """Finds the call of a tool message: the newest with its id.
+
+    Most answer one of the last turn's few calls; the index of all calls is built only for others.
+    """
 
     _FEW = 8
 
     def __init__(self, turns: list[Sequence[ToolCall]]) -> None:
-        """`turns`: the calls of each assistant message so far; taken over."""
+        """Take the calls of each assistant message so far; the list is modified."""
         self._unread = turns
         self._newest = turns[-1] if turns else ()
         self._turns = 0
-        """Those in `_by_id`."""
+        """Number of turns in `_by_id`."""
         self._by_id: dict[str, tuple[int, int]] = {}
 
     def add(self, calls: Sequence[ToolCall]) -> None:
-        """The calls of the next assistant message."""
+        """Add the calls of the next assistant message."""
         self._unread.append(calls)
         self._newest = calls
 
-    def head(self, message: Message) -> str:
-        """How the meaning of a message that is no assistant's begins."""
+    def prefix(self, message: Message) -> str:
+        """Return the prefix of the hashed text of a message that is not an assistant's."""
         if message.role != "tool":
             return message.role
-        wanted = message.tool_call_id
+        call_id = message.tool_call_id
         if len(self._newest) <= self._FEW:
             for ordinal in range(len(self._newest) - 1, -1, -1):
-                if self._newest[ordinal].id == wanted:
+                if self._newest[ordinal].id == call_id:
                     return f"tool 0.{ordinal}"
         for calls in self._unread:
             self._turns += 1
             for ordinal, call in enumerate(calls):
                 self._by_id[call.id] = (self._turns, ordinal)
         self._unread = []
-        if wanted not in self._by_id:
+        if call_id not in self._by_id:
             return "tool"
-        turn, ordinal = self._by_id[wanted]
+        turn, ordinal = self._by_id[call_id]
         return f"tool {self._turns - turn}.{ordinal}"
 
 
 class MessageHasher:
-    """Reads requests; remembers which spellings of tool calls mean what, so that each is parsed once."""
+    """Hashes messages; caches the digests of tool calls by their text, so that each is parsed once."""
 
     _KEPT = 1 << 14
-    """Spellings remembered; past that, all are forgotten."""
+    """Size of the cache; when full it is cleared."""
 
     def __init__(
-        self, defaults: Mapping[str, Defaults] | None = None, asking: frozenset[str] = frozenset()
+        self, defaults: Mapping[str, Defaults] | None = None, reset_roles: frozenset[str] = frozenset()
     ) -> None:
-        """`defaults` of the tools that these requests offer; `asking` as in `Forest`."""
+        """Take the `defaults` of the tools of these requests; `reset_roles` as in `Forest`."""
         self.defaults = defaults or {}
-        self._asking = asking
+        self._reset_roles = reset_roles
         self._spelled: dict[bytes, bytes] = {}
 
     def meaning(self, message: Message) -> MessageDigest:
-        """Of one assistant message."""
+        """Return the digest of one assistant message."""
         reasoning = digest(message.reasoning) if message.reasoning else b""
         return MessageDigest(self._assistant(message.text, message.tool_calls), reasoning)
 
     def parts(self, message: Message) -> PartDigests:
-        """Of one assistant message."""
+        """Return the digests of the parts of one assistant message."""
         return self.both(message)[1]
 
     def both(self, message: Message) -> tuple[MessageDigest, PartDigests]:
-        """Meaning and parts of one assistant message, its arguments read once."""
+        """Return digest and parts of one assistant message, its arguments parsed once."""
         calls = message.tool_calls
         canonical = [self._canonical(call) for call in calls]
         reasoning = digest(message.reasoning) if message.reasoning else b""
@@ -315,34 +320,36 @@ class MessageHasher:
         return canonical_arguments(call.arguments, self.defaults.get(call.name))
 
     def conversation(self, messages: Sequence[Message]) -> DigestedMessages:
-        """Meanings of `messages`; known ones of a History are taken from there. A tool message is tied to its
-        call by position (assistant turns back, ordinal), so an agent that invents new ids consistently still
-        matches."""
+        """Return the digests of `messages`; those of known ones are taken from the History.
+
+        A tool message is tied to its call by position (assistant turns back, ordinal), so an agent that
+        consistently invents new ids still matches.
+        """
         known, fresh, before = 0, messages, None
         if isinstance(messages, History) and messages.before is not None:
             known, fresh, before = messages.known, messages.fresh, messages.before
-        said = [] if before is None else [before.said[: known * SIZE]]
+        content = [] if before is None else [before.content[: known * SIZE]]
         reasoning, echoes = ({}, {}) if before is None else before.first(known)
-        questions = [] if before is None else [i for i in before.questions if i < known]
-        owners = _Owners([echo.tool_calls for echo in echoes.values()])
+        resets = [] if before is None else [i for i in before.resets if i < known]
+        finder = _CallFinder([echo.tool_calls for echo in echoes.values()])
         for index, message in enumerate(fresh, known):
             role = message.role
             if role == "assistant":
                 echoes[index] = _echo(message)
-                owners.add(message.tool_calls)
+                finder.add(message.tool_calls)
                 if message.reasoning:
                     reasoning[index] = digest(message.reasoning)
-                said.append(self._assistant(message.text, message.tool_calls))
+                content.append(self._assistant(message.text, message.tool_calls))
                 continue
-            if role in self._asking:
-                questions.append(index)
-            said.append(_hash(f"{owners.head(message)}\0{message.text}"))
-        return DigestedMessages(messages, b"".join(said), reasoning, echoes, questions, self)
+            if role in self._reset_roles:
+                resets.append(index)
+            content.append(_hash(f"{finder.prefix(message)}\0{message.text}"))
+        return DigestedMessages(messages, b"".join(content), reasoning, echoes, resets, self)
 
     def _assistant(
         self, text: str, calls: Sequence[ToolCall], canonical: Sequence[str] | None = None
     ) -> bytes:
-        """Digest of what was said; `canonical` are the calls' arguments, where they were read already."""
+        """Return the digest of text and calls; `canonical`: the calls' parsed arguments, if available."""
         if not calls:
             return _hash(f"assistant\0{text}")
         spelled = "".join([f"{len(c.name)} {c.name}{len(c.arguments)} {c.arguments}" for c in calls])
@@ -359,18 +366,18 @@ class MessageHasher:
 
 
 def _echo(message: Message) -> Message:
-    """The names in an assistant message, without anything it says."""
+    """Return the call ids and turn references of an assistant message, without its text."""
     calls = tuple(ToolCall(id=call.id, name="", arguments="") for call in message.tool_calls)
     return Message(role="assistant", tool_calls=calls, pointers=message.pointers)
 
 
 def _hash(text: str) -> bytes:
-    """SHA-256 cut short: processors do it in hardware, and this is the one pass over every request's text."""
+    """Return truncated SHA-256, which processors compute in hardware: every request is hashed once."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:SIZE]
 
 
 def wire_digest(messages: Sequence[Message]) -> bytes:
-    """Digest of everything a family may render of `messages`, spelling and ids included."""
+    """Return the digest of everything a renderer may use of `messages`, spelling and ids included."""
     parts: list[str] = []
     for message in messages:
         parts += [message.role, message.text, message.reasoning, message.tool_call_id]

@@ -1,7 +1,6 @@
-"""What capture tells people: drifts with their diagnosis, and the agent's hints. Labels, never keys.
+"""Log of drifts with their diagnosis and of client metadata; labels, never keys.
 
-Kept by the forest in the order of the requests; `drift_lines` prints them. Nothing here holds a text of the
-conversation. Callers: forest, and whoever shows a rollout.
+In the order of the requests; contains no text of the conversation.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from insitu.capture.nodes import Nodes
 from insitu.types import DriftNote
 
 MAX_HINTS, MAX_LABEL_CHARS = 16, 256
-MAX_WISHES, MAX_WISH_CHARS = 32, 512
+MAX_PARAMS, MAX_PARAM_CHARS = 32, 512
 
 Pairs = tuple[tuple[str, str], ...]
 
@@ -35,71 +34,73 @@ class DriftLog:
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
-        self._noted: list[_DriftEntry] = []
+        self._entries: list[_DriftEntry] = []
         self._last: Pairs = ()
-        self._wished: tuple[Sequence[tuple[str, str]], Pairs] = ((), ())
-        """As it came last, and as it is kept."""
+        self._ignored: tuple[Sequence[tuple[str, str]], Pairs] = ((), ())
+        """As last received, and as stored."""
 
     def add(self, plan: PromptPlan, context: int, diagnosis: Diagnosis | None) -> None:
-        """Remember the drift of a request, unless it was clean."""
+        """Record the drift of a request, unless it was clean."""
         if plan.drift.kind != "clean":
-            self._noted.append(_DriftEntry(plan.drift, context, plan.echoes, diagnosis))
+            self._entries.append(_DriftEntry(plan.drift, context, plan.echoes, diagnosis))
 
     def hints(self, hints: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-        """Bounded; equal to the last request's means the same object, so that a session holds few."""
+        """Return client metadata, bounded; equal values share one object."""
         kept = tuple((_plain(name), _plain(value)) for name, value in hints[:MAX_HINTS])
         if kept != self._last:
             self._last = kept
         return self._last
 
     def ignored_params(self, ignored_params: Sequence[tuple[str, str]]) -> Pairs:
-        """Bounded. Agents wish the same with each call, and that is one object: what is kept for a session
-        grows with the changes."""
-        given, kept = self._wished
-        if ignored_params is not given and ignored_params != given:
+        """Return ignored parameters, bounded; equal values share one object.
+
+        Agents send the same ones with each call, so memory grows only with changes.
+        """
+        received, kept = self._ignored
+        if ignored_params is not received and ignored_params != received:
             kept = tuple(
-                (_plain(name), _plain(value, MAX_WISH_CHARS)) for name, value in ignored_params[:MAX_WISHES]
+                (_plain(name), _plain(value, MAX_PARAM_CHARS)) for name, value in ignored_params[:MAX_PARAMS]
             )
-        self._wished = ignored_params, kept
+        self._ignored = ignored_params, kept
         return kept
 
     def drifts(self) -> tuple[DriftNote, ...]:
-        return tuple(self._note(noted) for noted in self._noted)
+        return tuple(self._note(entry) for entry in self._entries)
 
-    def _note(self, noted: _DriftEntry) -> DriftNote:
-        drift, found = noted.drift, noted.diagnosis or Diagnosis(cause=noted.drift.cause)
-        asked = self._nodes.context(noted.context)
+    def _note(self, entry: _DriftEntry) -> DriftNote:
+        drift, found = entry.drift, entry.diagnosis or Diagnosis(cause=entry.drift.cause)
+        request = self._nodes.context(entry.context)
         return DriftNote(
             kind=drift.kind,
             cause=found.cause,
-            request=min((self._nodes.sampled(child).turn for child in asked.children), default=-1),
+            request=min((self._nodes.sampled(child).turn for child in request.children), default=-1),
             turn=-1 if drift.turn is None else drift.turn,
             token=found.token,
-            tokens=self._concerned(noted, found.token),
+            tokens=self._concerned(entry, found.token),
             detail=_plain(found.detail),
         )
 
-    def _concerned(self, noted: _DriftEntry, token: int) -> int:
-        """Sampled ids of held turns that the request re-renders as context, or leaves out."""
-        turns = set(noted.echoes)
+    def _concerned(self, entry: _DriftEntry, token: int) -> int:
+        """Return how many sampled ids the request re-renders as context or leaves out."""
+        turns = set(entry.echoes)
         shared = 0
-        if noted.drift.kind == "edited" and noted.drift.node is not None:
-            turns.add(noted.drift.node)
+        if entry.drift.kind == "edited" and entry.drift.node is not None:
+            turns.add(entry.drift.node)
             shared = max(token, 0)
         return sum(len(self._nodes.sampled(node).generation.ids) for node in turns) - shared
 
 
 def _plain(text: str, most: int = MAX_LABEL_CHARS) -> str:
-    """Short, and without lone surrogates, which no file can hold."""
+    """Return short text without lone surrogates, which no file can hold."""
     return text[:most].encode("utf-8", "replace").decode()
 
 
 def drift_lines(drifts: Sequence[DriftNote]) -> list[str]:
-    """One line per drift, newest last, and a total per cause; empty when there was none."""
+    """Return one line per drift, newest last, and a total per cause."""
     lines = []
     for note in drifts:
-        asked = f"turn {note.request}" if note.request >= 0 else "a call without reply"
-        line = f"{note.kind} before {asked}: {note.cause}"
+        request = f"turn {note.request}" if note.request >= 0 else "a call without reply"
+        line = f"{note.kind} before {request}: {note.cause}"
         if note.detail:
             line += f" ({note.detail})"
         if note.turn >= 0:
@@ -111,7 +112,7 @@ def drift_lines(drifts: Sequence[DriftNote]) -> list[str]:
 
 
 def drift_totals(drifts: Sequence[DriftNote]) -> list[str]:
-    """One line per kind and cause, with the sampled tokens concerned."""
+    """Return one line per kind and cause, with the number of sampled tokens concerned."""
     counts = Counter((note.kind, note.cause) for note in drifts)
     tokens: Counter[tuple[str, str]] = Counter()
     for note in drifts:

@@ -1,8 +1,8 @@
-"""The same trained tokens in other shapes, from a sealed or stored trajectory alone.
+"""Other shapes of the trained tokens, from a sealed or stored trajectory; pure.
 
 `chains` are the segments themselves: linear rows, each sampled token masked in once. `per_request` has one
-row per call, prompts repeated. `tree` (capture/tree) holds every id once. All three train the same tokens
-with the same logprobs, and their sums are those of the turns. Pure. Callers: trainers' bridges, tests.
+row per call, with prompts repeated. `tree` (capture/tree) holds every id once. All three train the same
+tokens with the same logprobs, and their sums are those of the turns.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Form = Literal["chains", "tree", "per_request"]
 
 
 def kind_of(turn: Turn) -> SegmentKind | None:
-    """What a turn's tokens may train, or None when they are excluded or there are none."""
+    """Return what a turn's tokens may train, None when they are excluded or there are none."""
     if not len(turn.ids) or turn.excluded not in ("", "demonstrated"):
         return None
     return "demonstrated" if turn.excluded else "sampled"
 
 
 def by_index(turns: Sequence[Turn]) -> dict[int, Turn]:
-    """Turns by index, in turn order. Raises CaptureError when a parent does not come before its child."""
+    """Return the turns by index. Raises CaptureError when a parent does not come before its child."""
     known: dict[int, Turn] = {}
     for turn in sorted(turns, key=lambda turn: turn.index):
         if turn.parent != -1 and turn.parent not in known:
@@ -37,7 +37,7 @@ def by_index(turns: Sequence[Turn]) -> dict[int, Turn]:
 
 
 def chain_ends(turns: dict[int, Turn]) -> list[Turn]:
-    """Turns that end a row of their kind, in turn order: one per segment."""
+    """Return the turns that end a row of their kind, in turn order: one per segment."""
     ends: list[Turn] = []
     for kind in ("sampled", "demonstrated"):
         inner: set[int] = set()
@@ -50,7 +50,7 @@ def chain_ends(turns: dict[int, Turn]) -> list[Turn]:
 
 
 def chain_of(turns: dict[int, Turn], end: Turn) -> list[Turn]:
-    """Turns from the root to `end`, both included."""
+    """Return the turns from the root to `end`, both included."""
     path = [end]
     while path[-1].parent != -1:
         path.append(turns[path[-1].parent])
@@ -59,13 +59,16 @@ def chain_of(turns: dict[int, Turn], end: Turn) -> list[Turn]:
 
 
 def chains(trajectory: Trajectory) -> tuple[Segment, ...]:
-    """One row per branch; a turn shared by several is masked in only in the first."""
+    """Return one row per branch; a turn shared by several is masked in only in the first."""
     return trajectory.segments
 
 
 def per_request(trajectory: Trajectory) -> tuple[Segment, ...]:
-    """One row per call that trains anything: its whole prompt, then its reply, masked in. Rows carry the
-    label of the chain that trains the call. Raises CaptureError when segments and turns do not fit."""
+    """Return one row per trained call: its whole prompt, then its reply, masked in.
+
+    Rows have the label of the chain that trains the call. Raises CaptureError when segments and turns do not
+    match.
+    """
     turns = by_index(trajectory.turns)
     labels = _labels(trajectory, turns)
     rows: list[Segment] = []
@@ -78,7 +81,7 @@ def per_request(trajectory: Trajectory) -> tuple[Segment, ...]:
 
 
 def _labels(trajectory: Trajectory, turns: dict[int, Turn]) -> dict[int, Segment]:
-    """Turn -> the segment in which it is masked in."""
+    """Return the segment in which each turn is masked in."""
     ends = chain_ends(turns)
     if len(ends) != len(trajectory.segments):
         raise CaptureError(f"{len(trajectory.segments)} segments for {len(ends)} branches")

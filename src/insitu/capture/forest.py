@@ -1,10 +1,10 @@
-"""The Forest: every token of one session, held once, as an append-only tree of deltas.
+"""Tokens of one session, stored once, as an append-only tree of deltas.
 
-The gateway's order per call: `plan` (what does the request continue), render only `plan.replace`, `extend`,
-`path_ids` to the engine, `commit` the generation, then `mark_delivered` or `mark_aborted`. A request that
-gets no generation ends with `mark_aborted` on its context node; replaying a held reply needs no `extend`.
-Nothing sampled is ever encoded again: a matched turn is spliced by its stored ids. `trajectory` seals.
-All failures are CaptureError naming rollout, turn and token index.
+Order of calls per request: `plan` (what does the request continue), render only `plan.replace`, `extend`,
+`path_ids` to the engine, `commit` the generation, then `mark_delivered` or `mark_aborted`. A request without
+a generation ends with `mark_aborted` on its context node; sending a stored reply again needs no `extend`.
+Sampled ids are never encoded again: a matched turn is spliced by its stored ids. `trajectory` seals. All
+failures are CaptureError with rollout, turn and token index.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from insitu.capture.digests import (
     tools_digest,
     wire_digest,
 )
-from insitu.capture.drift import PromptPlan, classify, held_context, longest_match
+from insitu.capture.drift import PromptPlan, classify, longest_match, stored_context
 from insitu.capture.drift_diagnosis import Diagnosis, first_difference
 from insitu.capture.drift_log import DriftLog
 from insitu.capture.export import Form, chains, per_request
@@ -47,70 +47,75 @@ from insitu.types import (
 )
 
 MAX_READERS = 64
-"""Tool lists remembered per session; past that, all are read anew."""
+"""Tool lists cached per session; when full, the cache is cleared."""
 
 
 class Forest:
-    """One session's capture. Not thread-safe: one event loop owns it."""
+    """Capture of one session; used on one event loop."""
 
     def __init__(
         self,
         rollout_id: str,
         pointer_key: bytes = b"",
-        asking: frozenset[str] = frozenset(),
+        reset_roles: frozenset[str] = frozenset(),
         *,
         train_auxiliary: bool = False,
     ) -> None:
-        """`pointer_key` is a secret of this session that no agent sees; without one nothing is signed.
-        `asking`: roles of the messages before which turns with reasoning are not spliced but rendered again,
-        without it; none = it stays as it was sampled. `train_auxiliary`: side calls are trained too."""
+        """Create an empty forest.
+
+        `pointer_key`: a secret of this session that no agent sees; without one nothing is signed.
+        `reset_roles`: roles of the messages before which turns with reasoning are rendered again without it;
+        none = reasoning stays as sampled. `train_auxiliary`: side calls are trained too.
+        """
         self._rollout_id = rollout_id
         self._nodes = Nodes(rollout_id)
-        self._names = TurnIndex(self._nodes, pointer_key)
-        self._asking = asking
+        self._index = TurnIndex(self._nodes, pointer_key)
+        self._reset_roles = reset_roles
         self._readers: dict[bytes, MessageHasher] = {}
         """By digest of the offered tools."""
         self._tools: tuple[Sequence[ToolSpec], bytes] = ((), tools_digest(()))
-        self._notes = DriftLog(self._nodes)
+        self._drift_log = DriftLog(self._nodes)
         self._turns: set[int] = set()
         self._train_auxiliary = train_auxiliary
         self._deliveries = 0
         self._sealed: Trajectory | None = None
 
     def __len__(self) -> int:
-        """Number of nodes, for the session's budget."""
+        """Return the number of nodes."""
         return len(self._nodes.all)
 
     @property
     def drifts(self) -> tuple[DriftNote, ...]:
-        """Requests so far that did not simply continue what was held, in order."""
-        return self._notes.drifts()
+        """Requests that did not simply continue stored tokens, in order."""
+        return self._drift_log.drifts()
 
     def plan(self, request: ModelRequest, fingerprint: str) -> PromptPlan:
-        """Find the deepest sampled turn that the request continues. Changes nothing.
+        """Return the deepest sampled turn that the request continues; changes nothing.
 
-        Every assistant message on the way must mean what was sampled.
+        Every assistant message on the path must equal what was sampled.
         """
         self._refuse_sealed("a request")
         tools = self._tools_digest(request.tools)
-        told, system, lead = self._read(request.messages, tools)
+        digests, system, lead = self._digest(request.messages, tools)
         key = root_key(fingerprint, system, tools)
-        found = longest_match(self._nodes, self._names, key, told, self._walked(request.messages, key, tools))
+        found = longest_match(
+            self._nodes, self._index, key, digests, self._known_path(request.messages, key, tools)
+        )
         if isinstance(request.messages, History):
-            # A way that a later question closes is not remembered.
-            walk = None if self._asking else found.walk(key, self._nodes.forks)
-            request.messages.memory.told = told.told(system, tools, lead, walk)
+            # A path that a later message may invalidate is not cached.
+            walk = None if self._reset_roles else found.walk(key, self._nodes.forks)
+            request.messages.memory.digests = digests.cacheable(system, tools, lead, walk)
         base = found.base
-        rest = told.rest(found.start)
-        echoes = self._names.echoed(rest.messages)
-        held = held_context(self._nodes, key, base, rest)
+        rest = digests.rest(found.start)
+        echoes = self._index.referenced(rest.messages)
+        stored = stored_context(self._nodes, key, base, rest)
         return PromptPlan(
             root_key=key,
             base=base,
-            parent=held,
+            parent=stored,
             replace=tuple(rest.messages),
-            drift=classify(self._nodes, key, base, rest, echoes, held),
-            told=rest,
+            drift=classify(self._nodes, key, base, rest, echoes, stored),
+            digests=rest,
             tools=bool(request.tools),
             tool_choice_none=request.tool_choice_none,
             streamed=request.stream,
@@ -119,21 +124,21 @@ class Forest:
         )
 
     def _tools_digest(self, tools: Sequence[ToolSpec]) -> bytes:
-        """The same object comes with every call of a conversation that `gateway/bodies` knows."""
+        """Return the digest of the tools; the calls of a known conversation share one object."""
         if self._tools[0] is not tools:
             self._tools = (tools, tools_digest(tools))
         return self._tools[1]
 
     def _reader(self, tools: bytes) -> MessageHasher:
-        """Of requests that offer the tools last digested, `tools`."""
+        """Return the hasher of requests with the tools last digested, `tools`."""
         if tools not in self._readers:
             if len(self._readers) >= MAX_READERS:
                 self._readers.clear()
-            self._readers[tools] = MessageHasher(declared_defaults(self._tools[0]), self._asking)
+            self._readers[tools] = MessageHasher(declared_defaults(self._tools[0]), self._reset_roles)
         return self._readers[tools]
 
-    def _read(self, messages: Sequence[Message], tools: bytes) -> tuple[DigestedMessages, bytes, int]:
-        """The conversation after the leading system messages, the digest of those and how many they are."""
+    def _digest(self, messages: Sequence[Message], tools: bytes) -> tuple[DigestedMessages, bytes, int]:
+        """Return the digested conversation, the digest of the leading system messages and their number."""
         reader = self._reader(tools)
         before = messages.before if isinstance(messages, History) else None
         if isinstance(messages, History) and before is not None and before.tools == tools:
@@ -141,8 +146,8 @@ class Forest:
         lead = leading_system(messages)
         return reader.conversation(messages[lead:]), system_digest(messages[:lead]), lead
 
-    def _walked(self, messages: Sequence[Message], key: str, tools: bytes) -> TreeWalk | None:
-        """The part of the way that an earlier request went, if this one must go it too."""
+    def _known_path(self, messages: Sequence[Message], key: str, tools: bytes) -> TreeWalk | None:
+        """Return the path of an earlier request, if this one must take it too."""
         before = messages.before if isinstance(messages, History) else None
         if not isinstance(messages, History) or before is None or before.walk is None:
             return None
@@ -151,36 +156,36 @@ class Forest:
         return walk if same and before.lead + walk.depends <= messages.known else None
 
     def extend(self, plan: PromptPlan, delta: IntArray, diagnosis: Diagnosis | None = None) -> int:
-        """Open one request: the context node for `plan`, with the ids rendered for it; returns its id.
+        """Add the context node for `plan` with the ids rendered for it; return its id.
 
-        `delta` is everything between `plan.base` and the sampled span to come: close (or root block),
-        context, generation prompt. A prompt that is held already is re-used with its stored ids; the same
-        messages rendered to other ids are a family that is not pure: CaptureError. `diagnosis` explains
-        `plan.drift` when that is an edit.
+        `delta` is everything between `plan.base` and the sampled ids to come: close (or root block), context,
+        generation prompt. A prompt that is already stored is re-used with its ids; the same messages rendered
+        to other ids mean that the renderer is not pure: CaptureError. `diagnosis` explains `plan.drift` when
+        that is an edit.
         """
         self._refuse_sealed("a prompt")
         self._check_delta(plan, delta)
         wire = wire_digest(plan.replace)
-        held = held_context(self._nodes, plan.root_key, plan.base, plan.told)
-        if held is None:
+        stored = stored_context(self._nodes, plan.root_key, plan.base, plan.digests)
+        if stored is None:
             node = self._new_context(plan, delta, wire)
         else:
-            node = self._nodes.context(held)
+            node = self._nodes.context(stored)
             node.streamed = node.streamed or plan.streamed
-            # Other spelling of the same meaning may render differently; then the held ids stand.
+            # An equivalent spelling may render differently; the stored ids are used then.
             if node.wire == wire and not np.array_equal(node.ids, delta):
                 raise CaptureError(
-                    f"rollout {self._rollout_id} node {held} token {first_difference(node.ids, delta)}: "
+                    f"rollout {self._rollout_id} node {stored} token {first_difference(node.ids, delta)}: "
                     "the same messages were rendered to other ids"
                 )
-        # A request after a lost one wants the same sample again; any other wants one more.
-        if node.lost:
-            node.lost -= 1
+        # A request after a lost_requests one is its retry; any other needs one more sample.
+        if node.lost_requests:
+            node.lost_requests -= 1
         else:
-            node.wanted += 1
+            node.pending_samples += 1
         for echo in plan.echoes:
-            self._nodes.sampled(echo).echoed = True
-        self._notes.add(plan, node.id, diagnosis)
+            self._nodes.sampled(echo).referenced = True
+        self._drift_log.add(plan, node.id, diagnosis)
         return node.id
 
     def _new_context(self, plan: PromptPlan, delta: IntArray, wire: bytes) -> ContextNode:
@@ -192,8 +197,8 @@ class Forest:
             top=node_id if base is None else base.top,
             root_key=plan.root_key,
             ids=frozen_ids(delta),
-            run=plan.told.run(),
-            reader=plan.told.reader,
+            run=plan.digests.run(),
+            reader=plan.digests.reader,
             wire=wire,
             chained=chain(b"" if base is None else base.chained, delta),
             tools=plan.tools,
@@ -201,7 +206,7 @@ class Forest:
             streamed=plan.streamed,
             echoes=plan.echoes,
             answers=bool(plan.replace) and plan.replace[-1].role != "user",
-            hints=self._notes.hints(plan.hints),
+            hints=self._drift_log.hints(plan.hints),
         )
         tops = self._nodes.tops
         self._nodes.place(node, tops.setdefault(plan.root_key, []) if base is None else base.children)
@@ -214,7 +219,7 @@ class Forest:
             raise CaptureError(f"rollout {self._rollout_id}: a root prompt is empty")
 
     def path_ids(self, node: int) -> IntArray:
-        """Full ids from the root to `node`: what the engine receives, or has received and produced."""
+        """Return the ids from the root to `node`: what the engine receives, or has received and produced."""
         return joined(self._nodes.path(node))
 
     def commit(
@@ -229,13 +234,13 @@ class Forest:
         labels: Sequence[str] = (),
         advisory: Sequence[tuple[str, str]] = (),
     ) -> int:
-        """Keep what the engine produced for context node `node`; returns the sampled node.
+        """Store the generation for context node `node`; return the sampled node.
 
-        `reply` is the message as delivered, with the gateway's minted call ids. A synthetic reply was not
-        sampled: it carries no logprobs and is never trained. `discarded` ids were sampled behind
-        a stop string: the ledger counts them, nothing else knows them. `labels` join the turn's hints,
-        `advisory` is what the agent wished for it. Raises CaptureError when ids, logprobs or version runs
-        break invariant 1 or 2, and for a turn or call id that was used before.
+        `reply` is the message as delivered, with the minted call ids. A synthetic reply was not sampled: it
+        has no logprobs and is never trained. `discarded` ids were sampled after a stop string; only the
+        ledger counts them. `labels` are added to the turn's hints, `advisory` are parameters that were not
+        followed. Raises CaptureError when ids, logprobs or version runs break invariant 1 or 2, and for a
+        turn or call id that was used before.
         """
         self._refuse_sealed(f"turn {turn}")
         where = f"rollout {self._rollout_id} turn {turn}"
@@ -246,7 +251,7 @@ class Forest:
         minted = [call.id for call in reply.tool_calls if call.id]
         if turn < 0 or turn in self._turns:
             raise CaptureError(f"{where}: turn numbers are used once, from 0")
-        if len(set(minted)) < len(minted) or self._names.taken(minted):
+        if len(set(minted)) < len(minted) or self._index.taken(minted):
             raise CaptureError(f"{where}: a minted call id was used before")
         if reply.role != "assistant":
             raise CaptureError(f"{where}: a reply has role assistant, not {reply.role}")
@@ -264,32 +269,32 @@ class Forest:
             synthetic=synthetic,
             discarded=discarded,
             labels=tuple(labels),
-            advisory=self._notes.ignored_params(advisory),
+            advisory=self._drift_log.ignored_params(advisory),
         )
         self._nodes.place(sampled, context.children)
         self._turns.add(turn)
-        self._names.mint(minted, sampled.id)
+        self._index.mint(minted, sampled.id)
         return sampled.id
 
     def pointer(self, node: int) -> str:
-        """Signed pointer to a sampled node, for the reply's opaque field; empty without a key."""
-        return self._names.pointer(node)
+        """Return the signed reference to a sampled node; empty without a key."""
+        return self._index.pointer(node)
 
     def said(self, node: int, message: Message) -> bool:
-        """Whether a sampled node was delivered as a message that means `message`."""
+        """Return whether a sampled node was delivered as a message equal to `message`."""
         turn = self._nodes.sampled(node)
         return turn.meaning == self._nodes.context(turn.parent).reader.meaning(message)
 
     def turns_named(self, message: Message) -> int:
-        """How many held turns a message names by call id or pointer."""
-        return len(self._names.of(message))
+        """Return how many turns a message references by call id or signed reference."""
+        return len(self._index.of(message))
 
     def sampled(self, node: int) -> Generation:
-        """What the engine produced at a sampled node, for `Family.close`."""
+        """Return the generation of a sampled node."""
         return self._nodes.sampled(node).generation
 
     def mark_delivered(self, node: int) -> None:
-        """The terminal event of this turn's reply was written to the client. Idempotent; final."""
+        """Record that the terminal event of this turn's reply was written. Idempotent."""
         self._refuse_sealed(f"delivery of node {node}")
         turn = self._nodes.sampled(node)
         if turn.delivered:
@@ -297,24 +302,25 @@ class Forest:
         self._deliveries += 1
         turn.delivered = self._deliveries
         context = self._nodes.context(turn.parent)
-        if turn.aborted and context.lost:
-            context.lost -= 1
+        if turn.aborted and context.lost_requests:
+            context.lost_requests -= 1
 
     def mark_aborted(self, node: int) -> None:
-        """The client left before the reply was fully written (sampled node; ignored when delivered), or the
-        request ended without a generation (context node). The turn still counts if a later request echoes
-        it."""
+        """Record that a delivery failed (sampled node), or that there was no generation (context node).
+
+        The turn still counts if a later request contains it. Ignored for a delivered turn.
+        """
         self._refuse_sealed(f"abort of node {node}")
         found = self._nodes.get(node)
         if isinstance(found, ContextNode):
-            found.lost = min(found.lost + 1, found.wanted)
+            found.lost_requests = min(found.lost_requests + 1, found.pending_samples)
         elif not found.delivered and not found.aborted:
             found.aborted = True
             context = self._nodes.context(found.parent)
-            context.lost = min(context.lost + 1, context.wanted)
+            context.lost_requests = min(context.lost_requests + 1, context.pending_samples)
 
     def exclude(self, node: int, reason: str) -> None:
-        """Never train this turn, for a reason from EXCLUSIONS. The first reason stands."""
+        """Exclude this turn from training for a reason from EXCLUSIONS. The first reason is kept."""
         self._refuse_sealed(f"exclusion of node {node}")
         if reason not in EXCLUSIONS:
             raise CaptureError(f"rollout {self._rollout_id}: no such reason to exclude: {reason!r}")
@@ -322,16 +328,16 @@ class Forest:
         turn.excluded = turn.excluded or reason
 
     def trajectory(self) -> Trajectory:
-        """Seal, and export segments, turns and ledger. Later changes are refused; asking again is free.
+        """Seal, and return segments, turns and ledger. Later changes are refused; repeated calls are cheap.
 
-        Raises CaptureError when any invariant does not hold over what is exported.
+        Raises CaptureError when any invariant does not hold.
         """
         if self._sealed is None:
             self._sealed = export(self._nodes, self.drifts, train_auxiliary=self._train_auxiliary)
         return self._sealed
 
     def export(self, form: Form, weights: WeightMode = "once") -> tuple[Segment, ...] | TokenTree:
-        """The sealed session in one of three shapes that train the same tokens; seals if need be.
+        """Return the sealed session in one of three shapes that train the same tokens; seals if needed.
 
         Raises CaptureError as `trajectory` does.
         """

@@ -1,7 +1,7 @@
-"""What a generation must be to be kept, and why a kept turn is not trained.
+"""Checks of generations, and the ledger: why a turn is not trained.
 
 Every sampled token is captured; it is trained, or excluded for exactly one reason. `exclusion_reasons`
-decides per turn, from the forest alone, and nothing later turns an excluded turn back on.
+decides per turn, from the forest alone; an excluded turn is never included later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from insitu.types import EXCLUSIONS, FloatArray, Generation, Ledger, VersionRuns
 
 
 def check_generation(where: str, generation: Generation, *, synthetic: bool) -> None:
-    """Invariants 1 and 2. `where` names rollout and turn. Raises CaptureError with the token index."""
+    """Check invariants 1 and 2; `where` names rollout and turn. Raises CaptureError with the token index."""
     ids = generation.ids
     if ids.dtype != np.int32 or ids.ndim != 1:
         raise CaptureError(f"{where}: sampled ids are {ids.dtype}{list(ids.shape)}, not a row of int32")
@@ -62,31 +62,33 @@ def _check_runs(where: str, runs: VersionRuns, count: int, *, synthetic: bool) -
 
 
 def exclusion_reasons(nodes: Nodes, auxiliary: Set[int]) -> dict[int, str]:
-    """Sampled node -> reason why it is not trained, or empty. `auxiliary` are tops of auxiliary trees.
+    """Return the reason why each sampled node is not trained, or empty.
 
-    A demonstrated turn is eligible here (empty): the ledger and `Turn.excluded` name it later.
+    `auxiliary` are tops of auxiliary trees. A demonstrated turn is eligible here: the ledger and
+    `Turn.excluded` name it later.
     """
     reasons: dict[int, str] = {}
     for context in nodes.contexts():
-        reasons.update(_sibling_fates(nodes, context))
+        reasons.update(_sibling_reasons(nodes, context))
     for node in nodes.turns():
         if not reasons[node.id] and node.top in auxiliary:
             reasons[node.id] = "auxiliary"
     return reasons
 
 
-def _sibling_fates(nodes: Nodes, context: ContextNode) -> dict[int, str]:
-    """Fates of the turns sampled from one prompt.
+def _sibling_reasons(nodes: Nodes, context: ContextNode) -> dict[int, str]:
+    """Return the reasons of the turns sampled from one prompt.
 
-    Only turns the client had count. As many stay as samples were `wanted`: first those that were taken up,
-    then those delivered last. A retry of a lost sample repeats its want, a twin sent on purpose adds one; so
-    twins stay when the agent goes on with one of them, and of a retry and what it replaced one stays.
+    Only turns that the client received count. As many are kept as there were `pending_samples`: first those
+    seen in a later request, then those delivered last. A retry of a lost sample adds none, a parallel twin
+    adds one: both twins are kept when the agent continues one of them, and one of a retry and what it
+    replaced.
     """
     turns = [nodes.sampled(child) for child in context.children]
     reasons = {turn.id: _own_reason(turn) for turn in turns}
     left = [turn for turn in turns if not reasons[turn.id]]
-    left.sort(key=lambda turn: (turn.taken_up, turn.delivered), reverse=True)
-    losers = [turn for turn in left[context.wanted :] if not turn.taken_up]
+    left.sort(key=lambda turn: (turn.seen_by_client, turn.delivered), reverse=True)
+    losers = [turn for turn in left[context.pending_samples :] if not turn.seen_by_client]
     reasons.update((turn.id, "retry_sibling") for turn in losers)
     return reasons
 
@@ -96,16 +98,16 @@ def _own_reason(turn: SampledNode) -> str:
         return "synthetic"
     if turn.excluded:
         return turn.excluded
-    return "" if turn.delivered or turn.taken_up else "undelivered"
+    return "" if turn.delivered or turn.seen_by_client else "undelivered"
 
 
-def final_reason(turn: SampledNode, fate: str) -> str:
-    """Why no token of this turn may be trained by RL, or empty."""
-    return fate or ("demonstrated" if turn.kind == "demonstrated" else "")
+def final_reason(turn: SampledNode, reason: str) -> str:
+    """Return why no token of this turn may be trained by RL, or empty."""
+    return reason or ("demonstrated" if turn.kind == "demonstrated" else "")
 
 
 def account(nodes: Nodes, reasons: Mapping[int, str], trained: int) -> Ledger:
-    """The ledger of a session. Raises CaptureError when it does not balance or a reason is unknown."""
+    """Return the ledger of a session. Raises CaptureError when it does not balance or a reason is unknown."""
     excluded: dict[str, int] = {}
     captured = 0
     for turn in nodes.turns():
@@ -125,9 +127,11 @@ def account(nodes: Nodes, reasons: Mapping[int, str], trained: int) -> Ledger:
 
 
 def reassign(ledger: Ledger, reason: str, tokens: int | None = None) -> Ledger:
-    """The ledger after `tokens` of what was still to be trained are excluded for `reason`, all of it by
-    default: the whole rollout is stale, degenerate, an evaluation, ... Tokens already excluded keep their
-    reason. Raises CaptureError for a reason outside EXCLUSIONS and for more tokens than there are."""
+    """Return the ledger with `tokens` of the trained ones (default: all) excluded for `reason`.
+
+    For rollouts that are stale, degenerate, an evaluation, ... Tokens already excluded keep their reason.
+    Raises CaptureError for a reason outside EXCLUSIONS and for more tokens than there are.
+    """
     if reason not in EXCLUSIONS:
         raise CaptureError(f"no such reason to exclude: {reason!r}")
     moved = ledger.trained if tokens is None else tokens

@@ -1,9 +1,8 @@
-"""The messages of a request of which the first ones are known from an earlier request.
+"""Messages of a request whose first ones are known from an earlier request.
 
 An agent sends its whole history with every call. The gateway proves by bytes how much of it an earlier
-request of the session held; only the rest is parsed and hashed, and the forest takes what it made of
-the earlier request from `DigestCache`. A Memory holds digests and ids, no text. Callers: gateway/bodies,
-forest.
+request of the session contained; only the rest is parsed and hashed, and the forest takes the digests of the
+known messages from `DigestCache`. Digests and ids are kept, no text.
 """
 
 from __future__ import annotations
@@ -18,40 +17,42 @@ from insitu.types import Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeWalk:
-    """How far a request went down a tree where no two ways were open: one that begins with the same messages
-    goes the same way, while the forest has no new fork."""
+    """Path of a request down a tree without a choice.
+
+    A request that begins with the same messages takes the same path while the forest has no new fork.
+    """
 
     root_key: str
     base: int
-    """The sampled node reached."""
+    """The last sampled node."""
     start: int
-    """Messages that it accounts for, behind the leading system messages."""
+    """Number of messages on the path, after the leading system messages."""
     depends: int
-    """How many of the messages must be the same."""
+    """Number of messages that must be the same."""
     forks: int
-    """`Nodes.forks` at the time."""
+    """`Nodes.forks` at that time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageDigests:
-    """What the forest keeps of a request's messages; immutable, so that requests may share it."""
+    """Digests of a request's messages; immutable, so that requests may share it."""
 
     system: bytes
     """Digest of the leading system messages."""
     tools: bytes
-    """Digest of the offered tools: what arguments mean depends on their schemas."""
+    """Digest of the offered tools, on whose schemas the meaning of arguments depends."""
     lead: int
-    """How many those are; the rest of this counts from there."""
-    said: bytes = field(repr=False)
+    """Number of leading system messages; the other fields do not count them."""
+    content: bytes = field(repr=False)
     reasoning: tuple[tuple[int, bytes], ...] = field(repr=False)
     echoes: tuple[tuple[int, Message], ...] = field(repr=False)
-    """(index, what names a turn: call ids and pointers only) of each assistant message."""
-    questions: tuple[int, ...] = field(repr=False)
+    """(index, call ids and turn references only) of each assistant message."""
+    resets: tuple[int, ...] = field(repr=False)
     """Index of each message before which reasoning is dropped."""
     walk: TreeWalk | None = field(repr=False)
 
     def first(self, known: int) -> tuple[dict[int, bytes], dict[int, Message]]:
-        """Reasoning and echoes of the first `known` messages."""
+        """Return reasoning and assistant messages of the first `known` messages."""
         reasoning, echoes = dict(self.reasoning), dict(self.echoes)
         if echoes and self.echoes[-1][0] >= known:
             echoes = {i: echo for i, echo in self.echoes if i < known}
@@ -60,16 +61,16 @@ class MessageDigests:
 
 
 class DigestCache:
-    """Where the forest leaves what a later request can use."""
+    """Holds the digests of a request for a later one."""
 
-    __slots__ = ("told",)
+    __slots__ = ("digests",)
 
     def __init__(self) -> None:
-        self.told: MessageDigests | None = None
+        self.digests: MessageDigests | None = None
 
 
 class Unread(Exception):
-    """Known messages are wanted that it takes long to parse again; nothing was done."""
+    """Known messages are needed that take long to parse again; nothing was done."""
 
     def __init__(self, history: History) -> None:
         super().__init__()
@@ -77,9 +78,9 @@ class Unread(Exception):
 
 
 class History(Sequence[Message]):
-    """Messages of one request; known ones are parsed only when somebody looks at them."""
+    """Messages of one request; known ones are parsed only on access."""
 
-    __slots__ = ("_fresh", "_long", "_origin", "_parse", "_spared", "_whole", "before", "known", "memory")
+    __slots__ = ("_fresh", "_long", "_no_parsing", "_origin", "_parse", "_whole", "before", "known", "memory")
 
     def __init__(
         self,
@@ -92,9 +93,11 @@ class History(Sequence[Message]):
         long: Callable[[], bool] = lambda: False,
         origin: History | None = None,
     ) -> None:
-        """The first `known` messages are the first of those that `before` was made of; `parse` gives all
-        messages again, for whoever looks at one of them; `long` says whether that takes long. `origin`: what
-        `parse` looks at, where that is a history too."""
+        """Create a history whose first `known` messages are the first of `before`.
+
+        `parse` returns all messages, for access to known ones; `long` returns whether that takes long.
+        `origin`: the history that `parse` reads, if any.
+        """
         self.memory = memory
         self.known = known
         self.before = before
@@ -102,7 +105,7 @@ class History(Sequence[Message]):
         self._parse = parse
         self._long = long
         self._origin: History = self if origin is None else origin
-        self._spared = False
+        self._no_parsing = False
         self._whole = fresh if parse is None else ()
 
     def __len__(self) -> int:
@@ -129,7 +132,7 @@ class History(Sequence[Message]):
         return iter(self._all())
 
     def after(self, start: int) -> History:
-        """The messages from `start` on, the known ones among them still unparsed."""
+        """Return the messages from `start` on, the known ones still unparsed."""
         if start >= self.known:
             return History(self[start:], self.memory)
         rest = (lambda: self._all()[start:]) if self._parse is not None else None
@@ -139,7 +142,7 @@ class History(Sequence[Message]):
         )
 
     def changed(self, change: Callable[[Message], Message]) -> History:
-        """The same with `change` made to each message, which must be what it was when the known ones came."""
+        """Return the history with `change` applied to each message; known messages must be unaffected."""
         parse = None if self._parse is None else (lambda: tuple(map(change, self._all())))
         fresh = tuple(map(change, self._fresh))
         return History(
@@ -148,7 +151,7 @@ class History(Sequence[Message]):
 
     @property
     def fresh(self) -> tuple[Message, ...]:
-        """The messages after the known ones."""
+        """Messages after the known ones."""
         return self._fresh
 
     def read(self) -> None:
@@ -156,18 +159,18 @@ class History(Sequence[Message]):
         self._all()
 
     @contextmanager
-    def spared(self) -> Iterator[None]:
-        """Within it, looking at known messages raises Unread where parsing them takes long."""
+    def without_parsing(self) -> Iterator[None]:
+        """Raise Unread inside the context on access to known messages that take long to parse."""
         origin = self._origin
-        origin._spared = True
+        origin._no_parsing = True
         try:
             yield
         finally:
-            origin._spared = False
+            origin._no_parsing = False
 
     def _all(self) -> tuple[Message, ...]:
         if not self._whole and self._parse is not None:
-            if self._spared and self._long():
+            if self._no_parsing and self._long():
                 raise Unread(self)
             self._whole = self._parse()
         return self._whole

@@ -1,8 +1,8 @@
-"""The store under a forest: nodes in creation order, each with its token delta only.
+"""Nodes of a forest in creation order, each with its token delta only.
 
 A path alternates context, sampled, context, ... from a top context node (no parent) downwards. Node ids are
 list positions, so a child's id is always larger than its parent's. `chained` is a running digest of the
-path's ids: recomputed at export, it proves that nothing changed since the engine saw them.
+path's ids: recomputed at export, it proves that nothing changed since the engine received them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from insitu.types import Generation, IntArray, SegmentKind
 
 @dataclass(slots=True, kw_only=True)
 class ContextNode:
-    """Ids that came from outside: scaffold, user, tools, foreign assistant messages."""
+    """Ids from outside: scaffold, user, tools, foreign assistant messages."""
 
     id: int
     parent: int | None
@@ -30,27 +30,27 @@ class ContextNode:
     ids: IntArray = field(repr=False)
     run: DigestRun = field(repr=False)
     wire: bytes = field(repr=False)
-    """`wire_digest` of the messages as they first came."""
+    """`wire_digest` of the messages as first received."""
     chained: bytes = field(repr=False)
     reader: MessageHasher = field(repr=False)
-    """Knows what the tools of this root make of arguments."""
+    """Hashes arguments by the schemas of this root's tools."""
     tools: bool
     """Whether the request offered tools."""
     tool_choice_none: bool
-    """Whether it sent tools and let none be called."""
+    """Whether it sent tools and forbade calls."""
     streamed: bool
     """Whether it asked for a stream."""
     echoes: frozenset[int]
-    """Sampled nodes that this context names by call id or pointer: they were re-rendered here."""
+    """Sampled nodes that this context references: they were re-rendered here."""
     answers: bool = False
-    """The newest message is no user's: a tool's answer, or what the model said."""
+    """The newest message is not a user's, but a tool's answer or the model's."""
     hints: tuple[tuple[str, str], ...] = ()
-    """What the agent said of itself: labels, never keys."""
+    """Client metadata: labels, never keys."""
     children: list[int] = field(default_factory=list)
-    wanted: int = 0
-    """How many samples of exactly this prompt were asked for; a retry of a lost one asks for no other."""
-    lost: int = 0
-    """Requests that ended without a delivered reply and were not asked again yet."""
+    pending_samples: int = 0
+    """Number of samples requested for exactly this prompt, without retries of lost_requests ones."""
+    lost_requests: int = 0
+    """Requests that ended without a delivered reply and were not retried yet."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,18 +67,18 @@ class SampledNode:
     chained: bytes = field(repr=False)
     synthetic: bool
     discarded: int = 0
-    """Ids sampled behind a stop string: counted, but not part of the path."""
+    """Ids sampled after a stop string: counted, but not part of the path."""
     labels: tuple[str, ...] = ()
-    """What the gateway did to the reply, a translated text for instance."""
+    """Changes to the reply by the gateway, e.g. a translated text."""
     advisory: tuple[tuple[str, str], ...] = ()
-    """What the agent wished for this call and did not get."""
+    """Parameters of the request that were not followed."""
     aborted: bool = False
     """The client left before the reply was fully written."""
     delivered: int = 0
     """Order of delivery within the session, from 1; 0 = not delivered."""
     excluded: str = ""
-    echoed: bool = False
-    """A later request named this turn by call id or pointer and had it rendered anew."""
+    referenced: bool = False
+    """A later request referenced this turn and had it rendered again."""
     children: list[int] = field(default_factory=list)
 
     @property
@@ -88,25 +88,25 @@ class SampledNode:
 
     @property
     def continued(self) -> bool:
-        """A later request goes on from this turn's own tokens."""
+        """Whether a later request continues this turn's own tokens."""
         return bool(self.children)
 
     @property
-    def taken_up(self) -> bool:
-        """A later request shows this turn, so the client had it."""
-        return self.echoed or bool(self.children)
+    def seen_by_client(self) -> bool:
+        """Whether a later request contains this turn, so the client received it."""
+        return self.referenced or bool(self.children)
 
 
 Node = ContextNode | SampledNode
 
 
 def chain(parent: bytes, ids: IntArray) -> bytes:
-    """Digest of a path that ends in `ids` after a path with digest `parent`."""
+    """Return the digest of a path that ends in `ids` after a path with digest `parent`."""
     return digest(parent, ids.tobytes())
 
 
 def frozen_ids(ids: IntArray) -> IntArray:
-    """A read-only copy."""
+    """Return a read-only copy."""
     copy = ids.copy()
     copy.setflags(write=False)
     return copy
@@ -120,34 +120,34 @@ class Nodes:
         self.all: list[Node] = []
         self.tops: dict[str, list[int]] = {}
         self.forks = 0
-        """How often a node came to stand beside another."""
+        """Number of nodes that were added beside another."""
 
     def place(self, node: Node, beside: list[int]) -> None:
-        """Keep a node; `beside` are those with its parent, or the tops of its root key."""
+        """Add a node; `beside` are those with its parent, or the tops of its root key."""
         self.forks += bool(beside)
         self.all.append(node)
         beside.append(node.id)
 
     def context(self, node: int) -> ContextNode:
-        """Raises CaptureError when `node` is not a context node."""
+        """Return a context node. Raises CaptureError for any other."""
         found = self.get(node)
         if not isinstance(found, ContextNode):
             raise CaptureError(f"rollout {self.rollout_id}: node {node} is not a context node")
         return found
 
     def sampled(self, node: int) -> SampledNode:
-        """Raises CaptureError when `node` is not a sampled node."""
+        """Return a sampled node. Raises CaptureError for any other."""
         found = self.get(node)
         if not isinstance(found, SampledNode):
             raise CaptureError(f"rollout {self.rollout_id}: node {node} is not a sampled node")
         return found
 
     def is_sampled(self, node: int) -> bool:
-        """Whether there is such a node, and an engine produced it."""
+        """Return whether this is a sampled node."""
         return 0 <= node < len(self.all) and isinstance(self.all[node], SampledNode)
 
     def get(self, node: int) -> Node:
-        """Raises CaptureError when there is no such node."""
+        """Return a node. Raises CaptureError when there is none."""
         if not 0 <= node < len(self.all):
             raise CaptureError(f"rollout {self.rollout_id}: there is no node {node}")
         return self.all[node]
@@ -156,17 +156,17 @@ class Nodes:
         return (node for node in self.all if isinstance(node, ContextNode))
 
     def turns(self) -> list[SampledNode]:
-        """Sampled nodes by turn, the order in which they were asked for."""
+        """Return the sampled nodes in the order of their turns."""
         return sorted((node for node in self.all if isinstance(node, SampledNode)), key=lambda n: n.turn)
 
     def below(self, root_key: str, base: int | None) -> list[ContextNode]:
-        """Context nodes that continue `base`, or the tops of a root key."""
+        """Return the context nodes that continue `base`, or the tops of a root key."""
         ids = self.tops.get(root_key, ()) if base is None else self.all[base].children
         found = [self.all[node] for node in ids]
         return [node for node in found if isinstance(node, ContextNode)]
 
     def path(self, node: int) -> list[Node]:
-        """Nodes from the top to `node`, both included."""
+        """Return the nodes from the top to `node`, both included."""
         nodes = [self.get(node)]
         while (parent := nodes[-1].parent) is not None:
             nodes.append(self.all[parent])
@@ -175,10 +175,10 @@ class Nodes:
 
 
 def node_ids(node: Node) -> IntArray:
-    """The delta of either kind of node."""
+    """Return the ids of either kind of node."""
     return node.ids if isinstance(node, ContextNode) else node.generation.ids
 
 
 def joined(path: list[Node]) -> IntArray:
-    """Full ids of a path."""
+    """Return the ids of a path."""
     return np.concatenate([node_ids(node) for node in path], dtype=np.int32)

@@ -3,14 +3,14 @@
 Chains are taken in turn order; a turn shared by several is masked in only in the first. Labels come from the
 forest alone:
 - auxiliary: a tree of single calls under another root key than those that can act. In a session that offers
-  tools those with tools can act; in one without, those with a streamed call (an agent streams what it works
-  on, and asks for a title or a commit message whole). Where neither is found nothing is auxiliary. Its turns
-  are excluded, so no row carries this label, unless the session trains them.
+  tools those with tools can act; in one without, those with a streamed call (agents stream their work, but
+  not titles or commit messages). Without either nothing is auxiliary. Its turns are excluded, so no row has
+  this label, unless the session trains them.
 - main line: the first other tree; a later tree takes it over when the line is never continued after that
   tree starts and the tree has the same root key or re-renders one of the line's turns. A tree that re-renders
-  one of them and whose tools were only barred for the call (`tool_choice` none: a plan, a final answer), or
-  that has none and ends in a tool's answer or in what the model said (a final answer, the agent that work was
-  handed to), is the line too. Others: subagent.
+  one of them and whose calls were only forbidden for the request (`tool_choice` none: a plan, a final
+  answer), or that has no tools and ends in an answer of a tool or of the model (a final answer, a handoff),
+  is the line too. Others: subagent.
 - on the main line: `final` is the last chain; `wipe` was left behind by a later prompt (compaction, rewind,
   edit); `append` is another sample that nothing replaced.
 A sub-agent that is the last thing a session did under the main line's own root key looks like compaction.
@@ -34,7 +34,7 @@ KINDS: tuple[SegmentKind, ...] = ("sampled", "demonstrated")
 
 @dataclass(slots=True)
 class _Tree:
-    """What labels need to know of the nodes under one top."""
+    """Properties of the nodes under one top, for the labels."""
 
     top: ContextNode
     nodes: set[int] = field(default_factory=set)
@@ -44,7 +44,7 @@ class _Tree:
     deep: bool = False
     """Some turn was continued."""
     streamed: bool = False
-    """Some call was."""
+    """Some call was streamed."""
 
     def add(self, node: Node) -> None:
         self.nodes.add(node.id)
@@ -64,7 +64,7 @@ class Lines:
 
 
 def find_lines(nodes: Nodes, *, train_auxiliary: bool = False) -> Lines:
-    """Tell auxiliary trees and the main line apart by the rules of this module."""
+    """Return the auxiliary trees and the main line by the rules of this module."""
     grown: dict[int, _Tree] = {}
     for node in nodes.all:
         if isinstance(node, ContextNode) and node.parent is None:
@@ -77,10 +77,10 @@ def find_lines(nodes: Nodes, *, train_auxiliary: bool = False) -> Lines:
     tool_choice_none: list[_Tree] = []
     for tree in trees:  # in order of their first request
         known = any(line.nodes & tree.top.echoes for line in (*main, *tool_choice_none))
-        goes_on = not tree.top.tools and tree.top.answers and bool(tree.top.echoes)
-        if known and (tree.top.tool_choice_none or goes_on):
+        continues = not tree.top.tools and tree.top.answers and bool(tree.top.echoes)
+        if known and (tree.top.tool_choice_none or continues):
             tool_choice_none.append(tree)
-        elif tree.top.root_key not in acting and not (tree.deep or goes_on or train_auxiliary):
+        elif tree.top.root_key not in acting and not (tree.deep or continues or train_auxiliary):
             auxiliary.add(tree.top.id)
         elif not main or _takes_over(main[-1], tree, known):
             main.append(tree)
@@ -90,7 +90,7 @@ def find_lines(nodes: Nodes, *, train_auxiliary: bool = False) -> Lines:
 
 
 def _acting(trees: list[_Tree]) -> set[str]:
-    """Root keys of the trees that can act."""
+    """Return the root keys of the trees that can act."""
     signs = ([tree for tree in trees if tree.top.tools], [tree for tree in trees if tree.streamed], trees)
     return {tree.top.root_key for tree in next(filter(None, signs), ())}
 
@@ -100,13 +100,13 @@ def _takes_over(line: _Tree, tree: _Tree, known: bool) -> bool:
 
 
 def _eligible(nodes: Nodes, reasons: Mapping[int, str], kind: SegmentKind) -> list[SampledNode]:
-    """Turns of one kind that may be masked in, in turn order."""
+    """Return the turns of one kind that may be masked in, in turn order."""
     turns = (turn for turn in nodes.turns() if turn.kind == kind and not reasons[turn.id])
     return [turn for turn in turns if len(turn.generation.ids)]
 
 
 def _chain_ends(nodes: Nodes, turns: list[SampledNode]) -> list[SampledNode]:
-    """Those of `turns` that have none of them below."""
+    """Return those of `turns` with none of them below."""
     inner: set[int] = set()
     for turn in turns:
         above: int | None = turn.parent
@@ -141,7 +141,7 @@ class _Labels:
 
 
 def version_row(runs: VersionRuns, count: int) -> IntArray:
-    """Policy version of each of `count` ids."""
+    """Return the policy version of each of `count` ids."""
     row = np.zeros(count, dtype=np.int32)
     for start, version in runs:
         row[start:] = version
@@ -151,7 +151,7 @@ def version_row(runs: VersionRuns, count: int) -> IntArray:
 def _segment(
     nodes: Nodes, path: list[Node], fresh: set[int], *, index: int, kind: SegmentKind, label: str
 ) -> Segment:
-    """One row over `path`; the turns in `fresh` are masked in."""
+    """Return one row over `path`; the turns in `fresh` are masked in."""
     ids = joined(path)
     mask = np.zeros(len(ids), dtype=np.bool_)
     logprobs = np.zeros(len(ids), dtype=np.float32)
@@ -179,8 +179,10 @@ def _segment(
 
 
 def build_segments(nodes: Nodes, reasons: Mapping[int, str], lines: Lines) -> tuple[Segment, ...]:
-    """Rows in the order of their last turns. A row is of one kind and ends at a turn of that kind; turns of
-    the other kind are context in it."""
+    """Return the rows in the order of their last turns.
+
+    A row is of one kind and ends at a turn of that kind; turns of the other kind are context in it.
+    """
     chains: list[tuple[SampledNode, SegmentKind]] = []
     fresh: set[int] = set()
     for kind in KINDS:
@@ -202,7 +204,7 @@ def build_segments(nodes: Nodes, reasons: Mapping[int, str], lines: Lines) -> tu
 
 
 def _check_segment(nodes: Nodes, segment: Segment, path: list[Node], fresh: set[int]) -> None:
-    """Invariants 1 and 2 again over the row itself: ids as the engine saw them, logprobs where masked."""
+    """Check invariants 1 and 2 over the row itself: the engine's ids, and logprobs where masked."""
     chained, start = b"", 0
     for node in path:
         stop = start + len(node_ids(node))
@@ -219,7 +221,7 @@ def _check_segment(nodes: Nodes, segment: Segment, path: list[Node], fresh: set[
 
 
 def build_turns(nodes: Nodes, reasons: Mapping[int, str]) -> tuple[Turn, ...]:
-    """Every committed call in turn order, as deltas."""
+    """Return every committed call in turn order, as deltas."""
     turns = []
     for node in nodes.turns():
         context = nodes.context(node.parent)
@@ -242,7 +244,7 @@ def build_turns(nodes: Nodes, reasons: Mapping[int, str]) -> tuple[Turn, ...]:
 
 
 def _check_once(nodes: Nodes, reasons: Mapping[int, str], segments: tuple[Segment, ...]) -> int:
-    """Invariant 3: the masked tokens are exactly the eligible ones. Returns how many are trained by RL."""
+    """Check invariant 3, that exactly the eligible tokens are masked; return how many RL trains."""
     trained = 0
     for kind in KINDS:
         eligible = sum(len(turn.generation.ids) for turn in _eligible(nodes, reasons, kind))
@@ -256,7 +258,7 @@ def _check_once(nodes: Nodes, reasons: Mapping[int, str], segments: tuple[Segmen
 
 
 def export(nodes: Nodes, drifts: tuple[DriftNote, ...] = (), *, train_auxiliary: bool = False) -> Trajectory:
-    """Everything a session gives to training. Raises CaptureError when an invariant is broken."""
+    """Return all segments, turns and the ledger. Raises CaptureError when an invariant is broken."""
     lines = find_lines(nodes, train_auxiliary=train_auxiliary)
     reasons = exclusion_reasons(nodes, lines.auxiliary)
     segments = build_segments(nodes, reasons, lines)

@@ -1,9 +1,9 @@
-"""One rollout as a token tree: every id once, nodes in depth-first order, for trainers with tree attention.
+"""A rollout as a token tree, for trainers with tree attention: every id once, depth-first; pure.
 
-`expand` is the reference of what such a trainer must do: a parent per token, positions, and which earlier
-tokens each token sees. `check_tree` proves that every branch of the tree is a chain of the trajectory and
-that the same tokens are trained. Weights are explicit: `once` is 1 per trained token; `branch_mean` is the
-fraction of branches (of the token's kind) that pass through it. Pure. Callers: trainers' bridges, tests.
+`expand` defines what such a trainer needs: a parent per token, positions, and which earlier tokens each token
+sees. `check_tree` proves that every branch of the tree is a chain of the trajectory and that the same tokens
+are trained. Weights: `once` is 1 per trained token; `branch_mean` is the fraction of branches (of the token's
+kind) through it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Expanded:
     parents: IntArray = field(repr=False)
     """Token before this one on its branch; -1 for the first token of a root."""
     positions: IntArray = field(repr=False)
-    """Distance from the root's first token: what rotary embeddings get."""
+    """Distance from the root's first token, for rotary embeddings."""
     ends: IntArray = field(repr=False)
     """One past the last token below this one: token i sees token j when j <= i < ends[j]."""
 
@@ -69,7 +69,7 @@ class _Node:
 
 
 def tree(trajectory: Trajectory, mode: WeightMode) -> TokenTree:
-    """All branches that train anything. Raises CaptureError for turns that make no tree."""
+    """Return all trained branches. Raises CaptureError for turns that form no tree."""
     turns = by_index(trajectory.turns)
     nodes, node_of = _grow(turns)
     total: dict[SegmentKind, int] = {"sampled": 0, "demonstrated": 0}
@@ -85,7 +85,7 @@ def tree(trajectory: Trajectory, mode: WeightMode) -> TokenTree:
 
 
 def _grow(turns: dict[int, Turn]) -> tuple[list[_Node], dict[int, int]]:
-    """(nodes, parents first; turn -> node). Turns with one prompt share its context node."""
+    """Return (nodes, parents first; turn -> node). Turns with one prompt share its context node."""
     nodes: list[_Node] = []
     node_of: dict[int, int] = {-1: -1}
     contexts: dict[tuple[int, bytes], int] = {}
@@ -103,7 +103,7 @@ def _grow(turns: dict[int, Turn]) -> tuple[list[_Node], dict[int, int]]:
 
 
 def _depth_first(nodes: list[_Node]) -> list[int]:
-    """Nodes on some branch, parents first, a subtree in one piece."""
+    """Return the nodes on some branch, depth-first."""
     order: list[int] = []
     left = [index for index, node in enumerate(nodes) if node.parent < 0]
     left.reverse()
@@ -155,17 +155,17 @@ def _joined(parts: list[IntArray]) -> IntArray:
     return np.concatenate(parts, dtype=np.int32) if parts else np.zeros(0, dtype=np.int32)
 
 
-def expand(held: TokenTree) -> Expanded:
-    """What a tree attention mask over the tokens in their stored order needs."""
-    size, count = len(held.ids), len(held.parents)
+def expand(whole: TokenTree) -> Expanded:
+    """Return the arrays for a tree attention mask over the tokens in their stored order."""
+    size, count = len(whole.ids), len(whole.parents)
     parents = np.arange(-1, size - 1, dtype=np.int32)
     positions = np.zeros(size, dtype=np.int32)
     ends = np.zeros(size, dtype=np.int32)
     last = np.full(count, -1, dtype=np.int32)  # last token on the path up to and with a node
-    reach = held.starts[1:].copy()  # one past the last token of a node's subtree
+    reach = whole.starts[1:].copy()  # one past the last token of a node's subtree
     for node in range(count):
-        start, stop = int(held.starts[node]), int(held.starts[node + 1])
-        above = int(held.parents[node])
+        start, stop = int(whole.starts[node]), int(whole.starts[node + 1])
+        above = int(whole.parents[node])
         before = -1 if above < 0 else int(last[above])
         depth = 0 if before < 0 else int(positions[before]) + 1
         if stop > start:
@@ -173,41 +173,41 @@ def expand(held: TokenTree) -> Expanded:
             positions[start:stop] = np.arange(depth, depth + stop - start, dtype=np.int32)
         last[node] = stop - 1 if stop > start else before
     for node in range(count - 1, -1, -1):
-        above = int(held.parents[node])
+        above = int(whole.parents[node])
         if above >= 0:
             reach[above] = max(reach[above], reach[node])
-        ends[held.starts[node] : held.starts[node + 1]] = reach[node]
-    return Expanded(ids=held.ids, parents=parents, positions=positions, ends=ends)
+        ends[whole.starts[node] : whole.starts[node + 1]] = reach[node]
+    return Expanded(ids=whole.ids, parents=parents, positions=positions, ends=ends)
 
 
 def dense_mask(expanded: Expanded) -> BoolArray:
-    """[n, n] True where token i (row) sees token j (column): j is i itself or before it on its branch."""
+    """Return [n, n] True where token i (row) sees token j (column): itself or before it on its branch."""
     at = np.arange(len(expanded.ids))
     seen: BoolArray = (at[None, :] <= at[:, None]) & (at[:, None] < expanded.ends[None, :])
     return seen
 
 
-def branch(held: TokenTree, node: int) -> IntArray:
-    """Token places from the root to the end of `node`."""
+def branch(whole: TokenTree, node: int) -> IntArray:
+    """Return the token indices from the root to the end of `node`."""
     path = [node]
-    while held.parents[path[-1]] >= 0:
-        path.append(int(held.parents[path[-1]]))
-    spans = [np.arange(held.starts[n], held.starts[n + 1], dtype=np.int32) for n in reversed(path)]
+    while whole.parents[path[-1]] >= 0:
+        path.append(int(whole.parents[path[-1]]))
+    spans = [np.arange(whole.starts[n], whole.starts[n + 1], dtype=np.int32) for n in reversed(path)]
     return _joined(spans)
 
 
-def check_tree(held: TokenTree, trajectory: Trajectory) -> None:
-    """Raises CaptureError unless the tree's branches are the chains and the same tokens are trained."""
-    expanded = expand(held)
-    node_of = {int(turn): node for node, turn in enumerate(held.turns) if turn >= 0}
+def check_tree(whole: TokenTree, trajectory: Trajectory) -> None:
+    """Raise CaptureError unless the branches are the chains and the same tokens are trained."""
+    expanded = expand(whole)
+    node_of = {int(turn): node for node, turn in enumerate(whole.turns) if turn >= 0}
     ends = chain_ends(by_index(trajectory.turns))
     if len(ends) != len(trajectory.segments):
         raise CaptureError(f"{len(trajectory.segments)} segments for {len(ends)} branches")
-    trained = np.zeros(len(held.ids), dtype=np.int32)
+    trained = np.zeros(len(whole.ids), dtype=np.int32)
     for end, segment in zip(ends, trajectory.segments, strict=True):
         where = f"branch of turn {end.index}"
-        path = branch(held, node_of[end.index])
-        if not np.array_equal(held.ids[path], segment.ids):
+        path = branch(whole, node_of[end.index])
+        if not np.array_equal(whole.ids[path], segment.ids):
             raise CaptureError(f"{where}: the tree holds other ids than the chain")
         before = np.concatenate([np.array([-1], dtype=np.int32), path[:-1]])
         if not np.array_equal(expanded.parents[path], before):
@@ -216,8 +216,8 @@ def check_tree(held: TokenTree, trajectory: Trajectory) -> None:
             raise CaptureError(f"{where}: a token's position is not its place in the chain")
         masked = path[segment.mask]
         trained[masked] += 1
-        same_logprobs = np.array_equal(held.logprobs[masked], segment.logprobs[segment.mask])
-        if not same_logprobs or not np.array_equal(held.versions[masked], segment.versions[segment.mask]):
+        same_logprobs = np.array_equal(whole.logprobs[masked], segment.logprobs[segment.mask])
+        if not same_logprobs or not np.array_equal(whole.versions[masked], segment.versions[segment.mask]):
             raise CaptureError(f"{where}: the tree holds other logprobs or versions than the chain")
-    if not np.array_equal(trained, held.mask.astype(np.int32)):
+    if not np.array_equal(trained, whole.mask.astype(np.int32)):
         raise CaptureError("the tree does not train exactly the tokens that the chains train")

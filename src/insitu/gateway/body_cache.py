@@ -182,7 +182,7 @@ class BodyCache:
             tuple(said.request.messages),
             DigestCache(),
             known=cut.messages,
-            before=record.memory.told,
+            before=record.memory.digests,
             parse=lambda: self._all(dialect, raw, action),
             long=lambda: len(raw) > INLINE_BYTES or _count_values(raw) > INLINE_VALUES,
         )
@@ -325,7 +325,7 @@ def _wires(
 
 def _same_rest(record: _Record, raw: bytes) -> bool:
     close = len(raw) - record.rest_size
-    if close < 0 or record.memory.told is None:
+    if close < 0 or record.memory.digests is None:
         return False
     return hashlib.sha256(memoryview(raw)[close:]).digest() == record.rest
 

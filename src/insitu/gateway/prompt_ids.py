@@ -41,7 +41,7 @@ async def planned(forest: Forest, request: ModelRequest, fingerprint: str) -> Pr
     if not isinstance(messages, History):
         return forest.plan(request, fingerprint)
     try:
-        with messages.spared():
+        with messages.without_parsing():
             return forest.plan(request, fingerprint)
     except Unread as unread:
         await asyncio.to_thread(unread.read)

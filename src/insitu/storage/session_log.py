@@ -22,7 +22,7 @@ import numpy.typing as npt
 import orjson
 
 from insitu.capture.digests import DigestedMessages, MessageHasher
-from insitu.capture.drift import Drift, PromptPlan, held_context
+from insitu.capture.drift import Drift, PromptPlan, stored_context
 from insitu.capture.drift_diagnosis import Diagnosis
 from insitu.capture.forest import Forest
 from insitu.errors import CaptureError, RecordError, boundary
@@ -99,17 +99,17 @@ class LoggedForest(Forest):
         rollout_id: str,
         pointer_key: bytes,
         log: LogFile,
-        asking: frozenset[str] = frozenset(),
+        reset_roles: frozenset[str] = frozenset(),
         *,
         train_auxiliary: bool = False,
     ) -> None:
-        super().__init__(rollout_id, pointer_key, asking, train_auxiliary=train_auxiliary)
+        super().__init__(rollout_id, pointer_key, reset_roles, train_auxiliary=train_auxiliary)
         self._log = log
         self._advisory: Sequence[tuple[str, str]] = ()
 
     def extend(self, plan: PromptPlan, delta: IntArray, diagnosis: Diagnosis | None = None) -> int:
         node = super().extend(plan, delta, diagnosis)
-        run = plan.told.run()
+        run = plan.digests.run()
         event = {
             "op": "extend",
             "node": node,
@@ -117,9 +117,9 @@ class LoggedForest(Forest):
             "base": plan.base,
             "messages": plan.replace,
             # Logged because the digests depend on preceding call ids, which may differ from the stored ones.
-            "said": run.said.hex(),
+            "said": run.content.hex(),
             "reasoning": [(index, digest.hex()) for index, digest in (run.reasoning or {}).items()],
-            "defaults": plan.told.reader.defaults,
+            "defaults": plan.digests.reader.defaults,
             "tools": plan.tools,
             "tool_choice_none": plan.tool_choice_none,
             "streamed": plan.streamed,
@@ -269,10 +269,10 @@ class _ReplayedForest(Forest):
         plan = PromptPlan(
             root_key=event["root_key"],
             base=base,
-            parent=held_context(self._nodes, event["root_key"], base, digests),
+            parent=stored_context(self._nodes, event["root_key"], base, digests),
             replace=messages,
             drift=Drift(**event["drift"]),
-            told=digests,
+            digests=digests,
             tools=event["tools"],
             tool_choice_none=event["tool_choice_none"],
             streamed=event["streamed"],

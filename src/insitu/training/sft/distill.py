@@ -29,7 +29,7 @@ def distill_session(
 ) -> tuple[Segment, ...]:
     """The rows of one session; `drop_reasoning`: as sessions with retention `template` do. Raises RenderError
     for a call that cannot be told, RecordError for a file that cannot be read."""
-    forest = Forest(rollout_id, asking=dropping_roles(renderer) if drop_reasoning else frozenset())
+    forest = Forest(rollout_id, reset_roles=dropping_roles(renderer) if drop_reasoning else frozenset())
     ids: set[str] = set()
     for turn, call in enumerate(_answered(record)):
         try:

@@ -24,7 +24,7 @@ from insitu.grading.grader import Grader
 from insitu.sandbox.base import SandboxBackend, SandboxSpec
 from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.conformance.agent_tools import PLAYS, AgentTools
+from insitu.suites.conformance.agent_tools import AGENT_TOOLS, AgentTools
 from insitu.suites.conformance.run import make_harness
 from insitu.suites.conformance.scripted_policy import FILES, PROMPT, RIGHT, ScriptedPolicy
 from insitu.suites.open_renderer import Splitter, open_renderer
@@ -52,7 +52,7 @@ LIMITS = Limits(
     max_calls=60,
     max_call_tokens=2048,
     max_session_tokens=1 << 20,
-    max_context_tokens=PLAYS["pi"].window_tokens,
+    max_context_tokens=AGENT_TOOLS["pi"].window_tokens,
 )
 CASES = tuple(Case(function="area", args=(w, h), expected=w * h) for w, h in ((3, 4), (2, 9), (0, 5)))
 KNOCK = "import socket; socket.socket().connect_ex(('192.0.2.7', 80))"
@@ -126,8 +126,8 @@ async def attempts(
     lab: Lab, name: str, play: AgentTools, model: Path, tmp_path: Path
 ) -> AsyncIterator[tuple[AttemptExecutor, ScriptedEngine]]:
     renderer: TemplateRenderer = open_renderer(model)
-    director = ScriptedPolicy(renderer, Splitter(model / "tokenizer.json", seed=5), play)
-    engine = ScriptedEngine(renderer, director, sampled=True)
+    policy = ScriptedPolicy(renderer, Splitter(model / "tokenizer.json", seed=5), play)
+    engine = ScriptedEngine(renderer, policy, sampled=True)
     told = ModelAccess(
         public_id="",
         secret="",
@@ -159,7 +159,7 @@ async def test_an_agent_that_mends_it_is_resolved_and_every_token_kept(
     lab: Lab, name: str, model: Path, tmp_path: Path
 ) -> None:
     setup = Setup(image=lab.image, commands=("echo set up > made.txt",))
-    rollout, engine = await attempt(lab, name, PLAYS[name], model, tmp_path, setup)
+    rollout, engine = await attempt(lab, name, AGENT_TOOLS[name], model, tmp_path, setup)
     assert (rollout.status, rollout.error, rollout.reward) == (Status.OK, "", 1.0)
     assert rollout.verdict is not None
     assert (rollout.verdict.outcome, rollout.verdict.trust) == (Outcome.RESOLVED, "strong")
@@ -221,7 +221,7 @@ BROKEN = replace(named_recipe("codex"), name="broken")
 async def test_one_that_looks_for_the_answer_outside_earns_nothing(
     lab: Lab, name: str, model: Path, tmp_path: Path
 ) -> None:
-    play = PLAYS[name]
+    play = AGENT_TOOLS[name]
     knocks = replace(play, edit=lambda path, old, new: play.run(f'python3 -c "{KNOCK}"'))
     quiet, _ = await attempt(
         lab, name, replace(play, edit=lambda path, old, new: play.run("true")), model, tmp_path, Setup()

@@ -13,7 +13,7 @@ from insitu.agents.codex import RECIPE
 from insitu.gateway.dialects.compaction import REQUEST
 from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance import run
-from insitu.suites.conformance.agent_tools import PLAYS
+from insitu.suites.conformance.agent_tools import AGENT_TOOLS
 
 pytestmark = pytest.mark.full
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.full
 async def test_codex_goes_on_from_a_compaction_by_its_provider(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    play = replace(PLAYS["codex"], summarise=REQUEST[:40])
-    monkeypatch.setattr(run, "PLAYS", {"codex": play})
+    play = replace(AGENT_TOOLS["codex"], summarise=REQUEST[:40])
+    monkeypatch.setattr(run, "AGENT_TOOLS", {"codex": play})
     named_openai = str(TEXT).replace('name = "insitu"', 'name = "OpenAI"')
     recipe = replace(RECIPE, config_files={CONFIG: named_openai})
     finding = await run.conform(recipe, LocalBackend("auto"), tmp_path)

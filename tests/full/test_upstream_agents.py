@@ -25,7 +25,7 @@ from insitu.gateway.text_log import spent_in
 from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.grader import Grader
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.conformance.agent_tools import PLAYS
+from insitu.suites.conformance.agent_tools import AGENT_TOOLS
 from insitu.suites.conformance.run import make_harness
 from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
 from insitu.suites.open_renderer import Splitter, open_renderer
@@ -39,7 +39,7 @@ LIMITS = Limits(
     max_calls=60,
     max_call_tokens=2048,
     max_session_tokens=1 << 20,
-    max_context_tokens=PLAYS["pi"].window_tokens,
+    max_context_tokens=AGENT_TOOLS["pi"].window_tokens,
 )
 GRADING = GradingPlan(runner="json_io", entry="app.py")
 TASK = Task(
@@ -59,9 +59,9 @@ ORACLE = Oracle(
 async def upstream(agent: str, tmp_path: Path) -> AsyncIterator[tuple[Gateway, ScriptedEngine]]:
     """A scripted model behind a gateway, as a provider, and the pass-through before it."""
     renderer = open_renderer(tmp_path)
-    play = replace(PLAYS[agent], spawn=None, wait=None, compacts=False, repeats=0)
-    director = ScriptedPolicy(renderer, Splitter(tmp_path / "tokenizer.json", seed=5), play)
-    engine = ScriptedEngine(renderer, director, sampled=True)
+    play = replace(AGENT_TOOLS[agent], spawn=None, wait=None, compacts=False, repeats=0)
+    policy = ScriptedPolicy(renderer, Splitter(tmp_path / "tokenizer.json", seed=5), play)
+    engine = ScriptedEngine(renderer, policy, sampled=True)
     async with Gateway(TokenBackend(engine, renderer)) as inner, inner.listen_tcp() as listener:
         session = inner.open_session("provider", seed=0, limits=LIMITS)
         options = ProviderOptions(

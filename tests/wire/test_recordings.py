@@ -11,7 +11,7 @@ from recordings_lab import FOLDER, Replay, paths, read, replay, said
 
 from insitu.agents.recipe import shipped_recipes
 from insitu.chat.template import TemplateRenderer
-from insitu.suites.conformance.agent_tools import PLAYS
+from insitu.suites.conformance.agent_tools import AGENT_TOOLS
 from insitu.suites.open_renderer import Splitter, open_renderer
 
 FILES = sorted(FOLDER.glob("*.jsonl.xz"))
@@ -45,7 +45,7 @@ async def replayed(
 
 
 def test_there_is_one_of_every_agent_in_its_pinned_version() -> None:
-    versions = {name: shipped_recipes()[name].version for name in PLAYS}
+    versions = {name: shipped_recipes()[name].version for name in AGENT_TOOLS}
     assert {read(path).agent: read(path).version for path in FILES} == versions
     assert len(versions) == 7
 

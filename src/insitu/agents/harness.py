@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from insitu.agents.artifacts import NOTHING, Artifacts
+from insitu.agents.artifacts import AGENT_PROCESSES, NOTHING, Artifacts
 from insitu.agents.base import PLAIN, FinishedCheck, ModelAccess
 from insitu.agents.install import Installed, find_node, install
 from insitu.agents.node_binary import sealed_node
 from insitu.agents.recipe import NODE_AT, Recipe, Start
 from insitu.agents.termination import GRACE_S, KILL_S, attend
-from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, sandbox_template, write_task_files
+from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, write_task_files
 from insitu.errors import HarnessError
-from insitu.sandbox.base import Bind, Sandbox, SandboxBackend
+from insitu.sandbox.base import Bind, Sandbox, SandboxBackend, SandboxSpec
 from insitu.types import Setup, Task
 
 LOG_BYTES = 1 << 20
@@ -104,14 +104,23 @@ class RecipeHarness:
 
     def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> SandboxWorker:
         recipe = self._launch.recipe
-        template = sandbox_template(
-            self._backend,
-            gateway_socket,
-            setup,
+        spec = SandboxSpec(
+            image=setup.image,
+            workdir=setup.workdir,
+            root_setup=bool(setup.root_commands),
             # A one-character fix can keep a file's size and mtime second, so a stale .pyc would be used.
             env={"PYTHONDONTWRITEBYTECODE": "1"},
             binds=tuple(self._binds),
-            process_memory_bytes=recipe.process_memory_bytes,
+            network="gateway_only",
+            gateway_socket=gateway_socket,
+        )
+        if "resource_limits" in self._backend.capabilities:
+            spec = replace(spec, memory_bytes=recipe.process_memory_bytes, max_processes=AGENT_PROCESSES)
+        template = SandboxTemplate(
+            backend=self._backend,
+            spec=spec,
+            gateway_socket=gateway_socket,
+            setup=setup,
             artifacts=self._artifacts,
         )
         return (recipe.worker or CommandWorker)(template, self._launch)

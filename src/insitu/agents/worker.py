@@ -17,18 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from insitu.agents.artifacts import (
-    AGENT_MEMORY_BYTES,
-    AGENT_PROCESSES,
-    NOTHING,
-    Artifacts,
-    attribute_loss,
-    collect_tree,
-    redact,
-)
-from insitu.agents.base import PLAIN, AgentExit, AgentResult, FinishedCheck, ModelAccess, never_finished
+from insitu.agents.artifacts import Artifacts, attribute_loss, collect_tree, redact
+from insitu.agents.base import AgentExit, AgentResult, FinishedCheck, ModelAccess, never_finished
 from insitu.errors import HarnessError, SandboxError, SandboxLost
-from insitu.sandbox.base import Bind, Sandbox, SandboxBackend, SandboxSpec, memory_kills
+from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec, memory_kills
 from insitu.sandbox.base_tree import is_plain, set_up
 from insitu.sandbox.egress import egress_attempts
 from insitu.types import Setup, Task, Tree
@@ -47,53 +39,22 @@ class AgentEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxTemplate:
-    """Backend, spec, setup and artifacts of a worker's sandboxes."""
+    """What the sandboxes of a worker have in common."""
 
     backend: SandboxBackend
     spec: SandboxSpec
-    setup: Setup = PLAIN
-    artifacts: Artifacts = NOTHING
-
-    @property
-    def gateway_socket(self) -> Path:
-        """Gateway socket of the spec; raises HarnessError when there is none."""
-        if self.spec.gateway_socket is None:
-            raise HarnessError("a worker's sandbox needs the gateway's socket")
-        return self.spec.gateway_socket
-
-
-def sandbox_template(
-    backend: SandboxBackend,
-    gateway_socket: Path,
-    setup: Setup,
-    *,
-    env: Mapping[str, str],
-    binds: tuple[Bind, ...] = (),
-    process_memory_bytes: int = AGENT_MEMORY_BYTES,
-    artifacts: Artifacts = NOTHING,
-) -> SandboxTemplate:
-    """Return the template of an agent's sandboxes for a task's setup."""
-    spec = SandboxSpec(
-        image=setup.image,
-        workdir=setup.workdir,
-        root_setup=bool(setup.root_commands),
-        env=env,
-        binds=binds,
-        network="gateway_only",
-        gateway_socket=gateway_socket,
-    )
-    if "resource_limits" in backend.capabilities:
-        spec = replace(spec, memory_bytes=process_memory_bytes, max_processes=AGENT_PROCESSES)
-    return SandboxTemplate(backend=backend, spec=spec, setup=setup, artifacts=artifacts)
+    gateway_socket: Path
+    setup: Setup
+    artifacts: Artifacts
 
 
 class SandboxWorker(ABC):
     """Worker with a sandbox; subclasses implement `_prepare` and `_run_agent`."""
 
-    def __init__(self, name: str, sandbox_template: SandboxTemplate, *, uses: int = 1) -> None:
+    def __init__(self, name: str, template: SandboxTemplate, *, uses: int = 1) -> None:
         self._name = name
-        self._template = sandbox_template
-        self._uses_left = uses if is_plain(sandbox_template.setup) else 1
+        self._template = template
+        self._uses_left = uses if is_plain(template.setup) else 1
         self._sandbox: Sandbox | None = None
         self._dirty = False
         """The sandbox has served a rollout and must be wiped before the next."""

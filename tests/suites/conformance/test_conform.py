@@ -52,12 +52,10 @@ async def test_lost_or_changed_tokens_fail_the_checks(
     kept = run.judge
     seen: list[ConformanceResult] = []
 
-    def twisted(
-        version, play, director, engine, session, result, trajectory: Trajectory
-    ) -> ConformanceResult:
+    def twisted(version, play, policy, engine, session, result, trajectory: Trajectory) -> ConformanceResult:
         def again(**changes: object) -> ConformanceResult:
             changed = replace(trajectory, **changes)
-            return kept(version, play, director, engine, session, result, changed)
+            return kept(version, play, policy, engine, session, result, changed)
 
         turns, ledger = trajectory.turns, trajectory.ledger
         odd = replace(turns[0], ids=np.flip(turns[0].ids))
@@ -110,8 +108,10 @@ async def test_an_agent_whose_own_prompt_fills_the_window_gets_a_larger_one(
 
     async def conformed(recipe: Recipe, play: AgentTools, *_: object) -> ConformanceResult:
         windows.append(play.window_tokens)
-        crowded = play.window_tokens < 100_000
-        return ConformanceResult(crowded=crowded, failures=("the task is not done",) if crowded else ())
+        window_too_small = play.window_tokens < 100_000
+        return ConformanceResult(
+            window_too_small=window_too_small, failures=("the task is not done",) if window_too_small else ()
+        )
 
     monkeypatch.setattr(run, "_conform", conformed)
     assert (await run.conform(named_recipe("qwen_code"), LocalBackend("auto"))).ok
@@ -124,7 +124,7 @@ def test_agents_are_chosen_by_name() -> None:
         ("claude_code", named_recipe("claude_code").version),
         ("pi@0.86.1", "0.86.1"),
     ]
-    assert set(command.choose("", "", None)) == set(run.PLAYS)
+    assert set(command.choose("", "", None)) == set(run.AGENT_TOOLS)
     with pytest.raises(ConfigError, match="unknown name 'codx' of kind agents; did you mean codex"):
         command.choose("codx", "", None)
 

@@ -19,7 +19,7 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.session_spec import SessionStats
 from insitu.gateway.token_backend import TokenBackend
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.conformance.agent_tools import PLAYS
+from insitu.suites.conformance.agent_tools import AGENT_TOOLS
 from insitu.suites.conformance.run import make_harness
 from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
 from insitu.suites.open_renderer import Splitter
@@ -30,7 +30,7 @@ ENDINGS: tuple[Ending, ...] = ("budget", "engine", "overflow")
 CALLS = 12
 SMALL = {"pi": 1200, "mini_swe": 1200}
 """Contexts that the first prompts of these agents do not fill at once; 9000 tokens for the others."""
-OTHERS = sorted(set(PLAYS) - {"pi"})
+OTHERS = sorted(set(AGENT_TOOLS) - {"pi"})
 
 
 async def rollout(
@@ -43,9 +43,9 @@ async def rollout(
         max_calls=4 if ending == "budget" else CALLS,
         max_call_tokens=500 if tight else 2048,
         max_session_tokens=1 << 20,
-        max_context_tokens=SMALL.get(name, 9000) if tight else PLAYS[name].window_tokens,
+        max_context_tokens=SMALL.get(name, 9000) if tight else AGENT_TOOLS[name].window_tokens,
     )
-    engine = ScriptedEngine(renderer, ScriptedPolicy(renderer, splitter, PLAYS[name]), sampled=True)
+    engine = ScriptedEngine(renderer, ScriptedPolicy(renderer, splitter, AGENT_TOOLS[name]), sampled=True)
     if ending == "engine":
         engine.fail = lambda key: EngineError("gone") if key.turn >= 2 else None
     access = ModelAccess(

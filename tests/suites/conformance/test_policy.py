@@ -11,7 +11,7 @@ from insitu.agents.recipe import shipped_recipes
 from insitu.chat.renderer import ParsedReply
 from insitu.chat.template import TemplateRenderer
 from insitu.suites.conformance import checks
-from insitu.suites.conformance.agent_tools import PLAYS
+from insitu.suites.conformance.agent_tools import AGENT_TOOLS
 from insitu.suites.conformance.prompt_reader import read_prompt
 from insitu.suites.conformance.scripted_policy import MAIN, MOST_LOOKS, PROMPT, RIGHT, ScriptedPolicy
 from insitu.suites.open_renderer import Splitter
@@ -54,14 +54,14 @@ class Playing:
     """A Director that is asked turn after turn."""
 
     def __init__(self, renderer: TemplateRenderer, splitter: Splitter, name: str) -> None:
-        self.director = ScriptedPolicy(renderer, splitter, PLAYS[name])
+        self.policy = ScriptedPolicy(renderer, splitter, AGENT_TOOLS[name])
         self._renderer = renderer
         self._turn = 0
 
     def ask(self, *messages: Message, tools: Sequence[str] = ("bash", "read", "edit", "task")) -> ParsedReply:
         key = RequestKey(seed=1, rollout_id="r", turn=self._turn)
         self._turn += 1
-        return self._renderer.parse(self.director(prompt(self._renderer, messages, tools), key))
+        return self._renderer.parse(self.policy(prompt(self._renderer, messages, tools), key))
 
 
 def user(text: str) -> Message:
@@ -78,7 +78,7 @@ def test_the_main_line_reads_edits_runs_and_spawns(renderer: TemplateRenderer, s
     assert replies[0].text.startswith("  I look")
     assert replies[1].reasoning
     assert r"caf\u00e9" in replies[1].calls[1].arguments
-    split = [spoken.split for spoken in play.director.spoken.values()]
+    split = [spoken.split for spoken in play.policy.replies.values()]
     assert split == [True, False] * 3
 
 
@@ -92,14 +92,14 @@ def test_sub_agents_summaries_and_others_are_told_apart(
     assert [call.name for call in play.ask(asked).calls] == ["read"]
     answer = play.ask(asked, Message(role="assistant", text="x"), Message(role="tool", text="Notes."))
     assert "[[part 2]] is done" in answer.text
-    assert play.director.finished_parts == {"2"}
+    assert play.policy.finished_parts == {"2"}
     assert not play.ask(user("Name this conversation"), tools=()).calls
     summary = play.ask(user(PROMPT), user("Do not mention the summary process"))
     assert MAIN in summary.text
-    assert play.director.compactions == 0
+    assert play.policy.compactions == 0
     play.ask(user(summary.text))
-    assert play.director.compactions == 1
-    assert [spoken.kind for spoken in play.director.spoken.values()] == [
+    assert play.policy.compactions == 1
+    assert [spoken.kind for spoken in play.policy.replies.values()] == [
         *("main", "part", "part", "part", "other", "summary", "main"),
     ]
 
@@ -107,12 +107,12 @@ def test_sub_agents_summaries_and_others_are_told_apart(
 def test_a_summary_before_the_opening_is_said_is_noted(
     renderer: TemplateRenderer, splitter: Splitter
 ) -> None:
-    for replies, crowded in ((2, True), (5, False)):
+    for replies, window_too_small in ((2, True), (5, False)):
         play = Playing(renderer, splitter, "opencode")
         for _ in range(replies):
             play.ask(user(PROMPT))
         play.ask(user(PROMPT), user("Do not mention the summary process"))
-        assert play.director.crowded is crowded
+        assert play.policy.window_too_small is window_too_small
 
 
 def test_sub_agents_that_run_one_after_another_are_seen(
@@ -132,9 +132,9 @@ def test_sub_agents_that_run_one_after_another_are_seen(
         assert looks == (1 if overlap else MOST_LOOKS)
         play.ask(second)
         play.ask(second, *told)
-        assert play.director.finished_parts == {"1", "2"}
-        assert play.director.overlapped == overlap
-        words = " ".join(checks._coverage(PLAYS["opencode"], play.director, [True]))
+        assert play.policy.finished_parts == {"1", "2"}
+        assert play.policy.overlapped == overlap
+        words = " ".join(checks._coverage(AGENT_TOOLS["opencode"], play.policy, [True]))
         assert ("did not run at the same time" in words) != overlap
 
 
@@ -173,4 +173,4 @@ def test_agents_are_answered_in_their_own_forms(renderer: TemplateRenderer, spli
 
 
 def test_every_agent_with_a_play_can_be_installed() -> None:
-    assert set(PLAYS) <= {*shipped_recipes()}
+    assert set(AGENT_TOOLS) <= {*shipped_recipes()}

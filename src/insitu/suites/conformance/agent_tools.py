@@ -1,7 +1,7 @@
-"""How each agent is asked for each thing: by its own tools, in its own argument names.
+"""Tools and argument names of each agent, so that a scripted policy can call them.
 
-A tool is named as the agent names it on the wire; where a dialect joins a namespace to it, the end of the
-name decides. An agent without an entry is asked to use the tools of its first request.
+Names are those on the wire; where a dialect adds a namespace, the end of the name is compared. For an agent
+without an entry the tools are taken from its first request.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ class AgentTools:
     """(path, old text, new text)."""
     run: Callable[[str], Call]
     summarise: str
-    """Pattern in the last user or system block of a prompt that asks for a summary of the conversation, and
-    in no summary."""
+    """Pattern of a request for a summary, in the last user or system block of a prompt; must not match a
+    summary."""
     spawn: Callable[[str], Call] | None = None
-    """Prompt of a sub-agent -> the call that starts it; None where the agent has none."""
+    """Prompt of a sub-agent -> call that starts it; None = no sub-agents."""
     wait: Callable[[str], Call] | None = None
-    """What the spawning calls answered -> the call that waits for the sub-agents, where one is needed."""
+    """Results of the spawning calls -> call that waits for the sub-agents, if one is needed."""
     answer: Callable[[str], Call] | None = None
-    """Answer of a sub-agent -> the call that hands it in; None where a text ends it."""
+    """Answer of a sub-agent -> call that returns it; None = a text ends the sub-agent."""
     finish: Call | None = None
-    """The call that ends the run; None where a text ends it."""
+    """Call that ends the run; None = a text ends it."""
     summary: str = "<analysis>Short.</analysis>\n<summary>{}</summary>"
-    """Form in which the agent takes a summary."""
+    """Format of a summary."""
     review: str = ""
-    """Pattern that asks for the same summary once more."""
-    muses: bool = False
+    """Pattern of a request to repeat the summary."""
+    continues_after_text: bool = False
     """A reply without a call does not end the run."""
     repeats: int = 0
-    """Same commands in a row that make the agent say something in the user's place."""
+    """Number of identical commands after which the agent inserts a user message."""
     compacts: bool = True
-    """It has a compaction."""
+    """The agent compacts its context."""
     window_tokens: int = 48_000
-    """Context of the policy: small, so that the agent has to compact. An agent whose own prompt nearly fills
-    it gets a larger one (run.py)."""
+    """Context of the policy: small, so that the agent has to compact. Enlarged by run.py if the agent's own
+    prompt nearly fills it."""
     grow_bytes: int = 8_000
     """Output of one command while the context is filled."""
     solves: bool = True
@@ -57,7 +57,7 @@ class AgentTools:
 
 
 def _replace(path: str, old: str, new: str) -> str:
-    """A shell command for agents that edit with no tool of their own."""
+    """Return a shell command, for agents without an edit tool."""
     code = f"import pathlib as p; f=p.Path({path!r}); f.write_text(f.read_text().replace({old!r}, {new!r}))"
     return f'python3 -c "{code}"'
 
@@ -87,7 +87,7 @@ def tools_from_schemas(schemas: Mapping[str, Mapping[str, Any]]) -> AgentTools:
     The task is done with a tool that runs shell commands, if there is one; else any tool is called.
     """
     finish = [name for name in schemas if _FINISH.search(name)]
-    plays = replace(OWN_AGENT, finish=(finish[0], _arguments(schemas[finish[0]])) if finish else None)
+    tools = replace(OWN_AGENT, finish=(finish[0], _arguments(schemas[finish[0]])) if finish else None)
     for name, schema in schemas.items():
         for parameter in SHELL_PARAMETERS:
             if parameter in schema.get("properties", {}):
@@ -96,7 +96,7 @@ def tools_from_schemas(schemas: Mapping[str, Mapping[str, Any]]) -> AgentTools:
                     return tool, _arguments(schemas[tool], **{key: command})
 
                 return replace(
-                    plays,
+                    tools,
                     run=run,
                     read=lambda path: run(f"cat {path}"),
                     edit=lambda path, old, new: run(_replace(path, old, new)),
@@ -104,7 +104,7 @@ def tools_from_schemas(schemas: Mapping[str, Mapping[str, Any]]) -> AgentTools:
                 )
     other = [name for name in schemas if name not in finish]
     call: Call = (other[0], _arguments(schemas[other[0]])) if other else ("", {})
-    return replace(plays, run=lambda _: call, read=lambda _: call, edit=lambda *_: call)
+    return replace(tools, run=lambda _: call, read=lambda _: call, edit=lambda *_: call)
 
 
 OWN_AGENT = AgentTools(
@@ -115,8 +115,8 @@ OWN_AGENT = AgentTools(
     compacts=False,
     solves=False,
 )
-"""An agent that is not in PLAYS: what its tools are shows in its first request."""
-PLAYS: Mapping[str, AgentTools] = {
+"""Of an agent that is not in AGENT_TOOLS, until its first request shows its tools."""
+AGENT_TOOLS: Mapping[str, AgentTools] = {
     "claude_code": AgentTools(
         read=lambda path: ("Read", {"file_path": f"{WORKDIR}/{path}"}),
         edit=lambda path, old, new: (
@@ -182,7 +182,7 @@ PLAYS: Mapping[str, AgentTools] = {
         run=lambda command: ("run_shell_command", {"description": "Run it", "command": command}),
         spawn=lambda prompt: ("invoke_agent", {"prompt": prompt, "agent_name": "generalist"}),
         answer=lambda text: ("complete_task", {"result": {"response": text}}),
-        # It cuts only at what stands in the user's place: here at its warning of a loop.
+        # It compacts only at user messages; its warning of a loop is one.
         repeats=5,
         summarise=r"generate the updated <state_snapshot>|evaluate the <state_snapshot>",
         summary="<state_snapshot>{}</state_snapshot>",
@@ -193,7 +193,7 @@ PLAYS: Mapping[str, AgentTools] = {
         edit=lambda path, old, new: ("bash", {"command": _replace(path, old, new)}),
         run=lambda command: ("bash", {"command": command}),
         finish=("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
-        muses=True,
+        continues_after_text=True,
         summarise=r"(?!)",
         compacts=False,
     ),

@@ -1,8 +1,8 @@
-"""Takes other people's prose out of a recorded request: their prompts and tool descriptions are theirs.
+"""Mask the prose of other authors in a recorded request: prompts and tool descriptions of agents.
 
-Every word becomes a made-up one of the same length, always the same one, so that equal texts stay equal,
-different ones different, and lengths and punctuation as they were. What the policy and the tools said stays,
-as do names, types and ids. Pure; the recorder calls it.
+Each word is replaced by a made-up one of the same length, always the same, so that equal texts stay equal,
+and lengths and punctuation do not change. Text of the policy and of tools is kept,
+as are names, types and ids.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Mapping
 PROSE = ("system", "instructions", "systemInstruction", "system_instruction")
 TURNS = ("messages", "input", "contents")
 OTHERS = ("user", "system", "developer")
-"""Roles of what neither the policy nor a tool said."""
+"""Roles of text that comes neither from the policy nor from a tool."""
 _WORD = re.compile(r"[A-Za-z]{3,}")
 
 
 def masked(body: Mapping[str, object]) -> dict[str, object]:
-    """A decoded request body of any wire format, without the prose in it."""
+    """Return a decoded request body of any wire format with its prose masked."""
     kept = dict(body)
     for key in PROSE:
         if key in kept:
@@ -42,7 +42,7 @@ def _turn(turn: object) -> object:
 
 
 def _all_text(value: object) -> object:
-    """Text itself, or the `text` of parts that are nothing but text."""
+    """Mask a text, or the `text` of parts."""
     if isinstance(value, str):
         return _words(value)
     if isinstance(value, list):

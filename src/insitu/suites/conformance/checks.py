@@ -1,7 +1,7 @@
-"""The checks of `insitu conformance`: what must be true of a session whatever its agent did.
+"""Checks of `insitu conformance`: invariants of a session, whatever its agent did.
 
-The policy's own notes and the engine's list of prompts stand on one side, the sealed trajectory on the other;
-neither is derived from the other.
+They compare the sealed trajectory with two independent records: the policy's replies and the engine's
+prompts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from insitu.types import EXCLUSIONS, IntArray, Ledger, Trajectory, Tree, Turn
 LEAST_SPLIT = 0.2
 LEAST_TRAINED = 0.99
 LINES = ("main", "part")
-"""What the director said on the main line and as a sub-agent: all of it must be trainable."""
+"""Replies to the main agent and to sub-agents: all of them must be trainable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConformanceResult:
-    """What became of one agent."""
+    """Result of one agent."""
 
     version: str = ""
     sampled: int = 0
@@ -43,8 +43,8 @@ class ConformanceResult:
     split: float = 0.0
     """Share of the replies with tokens that no tokenizer would choose."""
     duration_s: float = 0.0
-    crowded: bool = False
-    """It compacted before the task was done: its own prompt nearly fills the window."""
+    window_too_small: bool = False
+    """The agent compacted before the task was done: its own prompt nearly fills the window."""
     failures: tuple[str, ...] = ()
     log: bytes = field(default=b"", repr=False)
     """Redacted output of the agent."""
@@ -68,25 +68,25 @@ class ConformanceResult:
 
 def judge(
     version: str,
-    play: AgentTools,
-    director: ScriptedPolicy,
+    tools: AgentTools,
+    policy: ScriptedPolicy,
     engine: ScriptedEngine,
     session: Session,
     result: AgentResult,
     trajectory: Trajectory,
 ) -> ConformanceResult:
-    """Everything that can be said once the session is sealed."""
+    """Check a sealed session."""
     ledger = trajectory.ledger
-    sampled = sum(_produced(director, sent) for sent in engine.sent)
+    sampled = sum(_produced(policy, sent) for sent in engine.sent)
     explained = ledger.trained + sum(n for reason, n in ledger.excluded.items() if reason in EXCLUSIONS)
-    split = [spoken.split for spoken in director.spoken.values()]
+    split = [reply.split for reply in policy.replies.values()]
     failures = [
-        *_agent_failures(play, result, session),
-        *_exactness(trajectory.turns, engine.sent, director),
+        *_agent_failures(tools, result, session),
+        *_exactness(trajectory.turns, engine.sent, policy),
         *training_faults(trajectory, {key.turn: answer for key, answer in engine.answers.items()}),
         *_books(trajectory, ledger, sampled, explained),
-        *_lines(trajectory.turns, director, engine.sent),
-        *_coverage(play, director, split),
+        *_lines(trajectory.turns, policy, engine.sent),
+        *_coverage(tools, policy, split),
     ]
     return ConformanceResult(
         version=version,
@@ -94,27 +94,27 @@ def judge(
         trained=ledger.trained,
         excluded=dict(ledger.excluded),
         unexplained=sampled - explained,
-        compactions=director.compactions,
-        subagents=len(director.finished_parts),
+        compactions=policy.compactions,
+        subagents=len(policy.finished_parts),
         calls=len(engine.sent),
         split=sum(split) / max(1, len(split)),
         duration_s=result.duration_s,
-        crowded=director.crowded,
+        window_too_small=policy.window_too_small,
         failures=tuple(failures),
         log=result.log,
     )
 
 
-def _produced(director: ScriptedPolicy, sent: SentRequest) -> int:
-    """Tokens the engine gave for this request: none for one that was aborted."""
-    spoken = director.spoken.get(sent.key.turn)
-    return 0 if spoken is None else min(len(spoken.ids), sent.params.max_tokens)
+def _produced(policy: ScriptedPolicy, sent: SentRequest) -> int:
+    """Return the number of tokens that the engine returned for a request; 0 if it was aborted."""
+    reply = policy.replies.get(sent.key.turn)
+    return 0 if reply is None else min(len(reply.ids), sent.params.max_tokens)
 
 
-def _agent_failures(play: AgentTools, result: AgentResult, session: Session) -> Iterator[str]:
+def _agent_failures(tools: AgentTools, result: AgentResult, session: Session) -> Iterator[str]:
     if result.exit != "finished":
         yield f"the agent {result.exit}: {result.detail}"
-    if play.solves and not task_done(result.tree):
+    if tools.solves and not task_done(result.tree):
         yield "the task is not done"
     if session.stats.infra_error:
         yield f"the session failed: {session.stats.infra_error}"
@@ -125,13 +125,13 @@ def _agent_failures(play: AgentTools, result: AgentResult, session: Session) -> 
 
 
 def task_done(tree: Tree) -> bool:
-    """The fault is mended and the check was run."""
-    mended = "app.py" in tree and RIGHT.encode() in tree["app.py"].content
-    return mended and "ran.txt" in tree and tree["ran.txt"].content.strip() == b"checked"
+    """Return whether the bug is fixed and the check was run."""
+    fixed = "app.py" in tree and RIGHT.encode() in tree["app.py"].content
+    return fixed and "ran.txt" in tree and tree["ran.txt"].content.strip() == b"checked"
 
 
-def _exactness(turns: Sequence[Turn], sent: Sequence[SentRequest], director: ScriptedPolicy) -> Iterator[str]:
-    """Path ids are the ids that the engine got and gave."""
+def _exactness(turns: Sequence[Turn], sent: Sequence[SentRequest], policy: ScriptedPolicy) -> Iterator[str]:
+    """Check that path ids are the ids that the engine received and returned."""
     paths: dict[int, IntArray] = {-1: np.zeros(0, dtype=np.int32)}
     received = {request.key.turn: request.ids for request in sent}
     for turn in turns:
@@ -139,10 +139,10 @@ def _exactness(turns: Sequence[Turn], sent: Sequence[SentRequest], director: Scr
         paths[turn.index] = np.concatenate([prompt, turn.ids])
         if turn.index not in received or not np.array_equal(prompt, received[turn.index]):
             yield f"turn {turn.index}: the path is not the prompt that the engine got"
-        spoken = director.spoken.get(turn.index)
-        if spoken is None or not np.array_equal(turn.ids, spoken.ids[: len(turn.ids)]):
+        reply = policy.replies.get(turn.index)
+        if reply is None or not np.array_equal(turn.ids, reply.ids[: len(turn.ids)]):
             yield f"turn {turn.index}: the ids kept are not those sampled"
-    lost = sorted(set(director.spoken) - set(paths))
+    lost = sorted(set(policy.replies) - set(paths))
     if lost:
         yield f"turns {lost} were sampled and are not in the trajectory"
 
@@ -158,11 +158,11 @@ def _books(trajectory: Trajectory, ledger: Ledger, sampled: int, explained: int)
         yield f"{kept} tokens stand in turns that are not excluded, {ledger.trained} are booked as trained"
 
 
-def _lines(turns: Sequence[Turn], director: ScriptedPolicy, sent: Sequence[SentRequest]) -> Iterator[str]:
-    """What main line and sub-agents said is trained. Which turns are theirs the director says, not the
-    ledger: a forest that took all for side calls would otherwise lose nothing."""
-    kinds = {turn: spoken.kind for turn, spoken in director.spoken.items()}
-    said = sum(_produced(director, request) for request in sent if kinds.get(request.key.turn) in LINES)
+def _lines(turns: Sequence[Turn], policy: ScriptedPolicy, sent: Sequence[SentRequest]) -> Iterator[str]:
+    """Check that replies to the main agent and to sub-agents are trained."""
+    # The kind of a turn comes from the policy: a forest that labels every call auxiliary would lose nothing.
+    kinds = {turn: reply.kind for turn, reply in policy.replies.items()}
+    said = sum(_produced(policy, request) for request in sent if kinds.get(request.key.turn) in LINES)
     own = [turn for turn in turns if kinds.get(turn.index) in LINES]
     lost = said - sum(len(turn.ids) for turn in own if not turn.excluded)
     if not said:
@@ -176,20 +176,20 @@ def _lines(turns: Sequence[Turn], director: ScriptedPolicy, sent: Sequence[SentR
 
 
 def traffic_failures(counters: GatewayCounters) -> Iterator[str]:
-    """Every request was the session's own and was understood as far as that is the gateway's part."""
+    """Check that every request was authorized and that the gateway had no internal error."""
     if counters.defects:
         yield f"the gateway itself failed at {counters.defects} requests"
     if counters.unauthorized:
         yield f"{counters.unauthorized} requests came without the session's secret"
 
 
-def _coverage(play: AgentTools, director: ScriptedPolicy, split: Sequence[bool]) -> Iterator[str]:
-    """The run was a test of what it should test."""
-    if play.compacts and not director.compactions:
+def _coverage(tools: AgentTools, policy: ScriptedPolicy, split: Sequence[bool]) -> Iterator[str]:
+    """Check that compaction, sub-agents and odd splits occurred."""
+    if tools.compacts and not policy.compactions:
         yield "the agent never compacted"
-    if play.spawn is not None and len(director.finished_parts) < PARTS:
-        yield f"{len(director.finished_parts)} of {PARTS} sub-agents finished"
-    if play.spawn is not None and not director.overlapped:
+    if tools.spawn is not None and len(policy.finished_parts) < PARTS:
+        yield f"{len(policy.finished_parts)} of {PARTS} sub-agents finished"
+    if tools.spawn is not None and not policy.overlapped:
         yield "the sub-agents did not run at the same time"
     if sum(split) < LEAST_SPLIT * len(split):
         yield f"only {sum(split)} of {len(split)} replies were split"

@@ -1,4 +1,4 @@
-"""The verb: agents one after the other, a table, the JSON line, and what failed in words."""
+"""`insitu conformance`: run agents one after the other and print a table, failures and a JSON line."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from insitu.agents.recipe import Recipe, parse_agent, resolve_agent
 from insitu.config import HarnessTable
 from insitu.sandbox.local import LocalBackend
 from insitu.shutdown import run_interruptible
-from insitu.suites.conformance.agent_tools import PLAYS
+from insitu.suites.conformance.agent_tools import AGENT_TOOLS
 from insitu.suites.conformance.checks import ConformanceResult
 from insitu.suites.conformance.run import conform
 
 LOG_TAIL = 2000
 WIDTH = 130
-"""Of the table where it goes to no terminal."""
+"""Width of the table if the output is not a terminal."""
 
 
 def choose(agents: str, command: str, config: Path | None) -> dict[str, Recipe]:
-    """Return the agents of the command line by their name in the report; all with a play if none is given.
+    """Return the agents of the command line by their name in the report; all of AGENT_TOOLS if none is given.
 
     Raises ConfigError.
     """
@@ -35,7 +35,7 @@ def choose(agents: str, command: str, config: Path | None) -> dict[str, Recipe]:
         recipes["command"] = resolve_agent(HarnessTable(command=tuple(shlex.split(command))))
     if config is not None:
         recipes[config.stem] = parse_agent(str(config))
-    return recipes or {name: parse_agent(name) for name in PLAYS}
+    return recipes or {name: parse_agent(name) for name in AGENT_TOOLS}
 
 
 def run(recipes: Mapping[str, Recipe], *, json: bool, record: Path | None) -> bool:
@@ -78,4 +78,4 @@ def print_report(findings: Mapping[str, ConformanceResult], console: Console) ->
             console.print(f"{name}: {failure}", markup=False, highlight=False)
         if not found.ok and found.log:
             tail = found.log[-LOG_TAIL:].decode("utf-8", "replace")
-            console.print(f"{name} said last:\n{tail}", markup=False, highlight=False)
+            console.print(f"last output of {name}:\n{tail}", markup=False, highlight=False)

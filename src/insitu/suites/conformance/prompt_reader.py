@@ -1,7 +1,7 @@
-"""What a scripted policy sees: the prompt's ids, read back as a conversation.
+"""Parse a prompt's ids into a conversation, for a scripted policy.
 
-The policy gets nothing but the ids that the engine gets, so what it does shows that they carry everything an
-agent said. Blocks are found by control ids, never by text. Only for `suites.open_renderer`.
+The policy gets only the ids that the engine gets, so its behaviour shows that they carry everything that the
+agent sent. Blocks are found by control ids, never by text. Only for `suites.open_renderer`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PromptBlock:
 
     role: str
     text: str = field(repr=False)
-    """Reasoning and calls of an assistant included, as text."""
+    """Includes reasoning and calls of an assistant as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,12 @@ class PromptTranscript:
     messages: tuple[PromptBlock, ...]
 
     def texts(self, *roles: str) -> str:
-        """All text of these roles."""
+        """Return all text of these roles."""
         return "\n".join(said.text for said in self.messages if said.role in roles)
 
 
 def read_prompt(codec: Codec, ids: IntArray) -> PromptTranscript:
-    """The conversation that `ids` render, without the generation prompt at their end."""
+    """Return the conversation that `ids` render, without the generation prompt at their end."""
     opens = codec.control["<|im_start|>"]
     ends = codec.control["<|im_end|>"]
     starts = [at for at in codec.control_positions(ids) if int(ids[at]) == opens]

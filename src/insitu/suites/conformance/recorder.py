@@ -1,9 +1,9 @@
-"""A relay in front of the gateway that keeps what an agent sends and what it gets: the wire recordings.
+"""Proxy in front of the gateway that records the HTTP traffic of an agent.
 
-One file per agent, JSON lines under xz: a head (agent, version, rollout, seed, limits, and in `books` what
-came of the session), then every HTTP exchange in order of arrival {"i", "method", "path", "headers", "body",
-"status", "reply"}. Headers are the agent's own hints only; the session's secret and id are blanked out, and
-other people's prose is masked.
+One file per agent, JSON lines compressed with xz: a head (agent, version, rollout, seed, limits, `books` with
+the session's shape), then every exchange in order of arrival {"i", "method", "path", "headers", "body",
+"status", "reply"}. Only the agent's own headers are kept; secret and id of the session are removed, and
+prose of other authors is masked.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ HINTS = (
     *("x-claude-code-", "x-codex-", "x-session-", "x-parent-", "session-id", "thread-id"),
     *("x-stainless-retry-count", "anthropic-version", "anthropic-beta"),
 )
-"""Headers that begin so are kept."""
+"""Prefixes of the headers that are kept."""
 _HOP = frozenset({"transfer-encoding", "content-length", "connection", "keep-alive", "content-encoding"})
 
 
 @dataclass(slots=True, kw_only=True)
 class RecordedExchange:
-    """One request with its reply, as they came."""
+    """One request with its reply."""
 
     method: str
     path: str
@@ -43,7 +43,7 @@ class RecordedExchange:
 
 
 class WireRecorder:
-    """Listens on a socket of its own and passes everything on to the gateway's, both ways, as it comes."""
+    """Proxy on its own socket; passes requests and streamed replies on unchanged."""
 
     def __init__(self, gateway_socket: Path, max_body_bytes: int = 64 << 20) -> None:
         self.exchanges: list[RecordedExchange] = []
@@ -95,7 +95,7 @@ class WireRecorder:
             return response
 
     def write(self, path: Path, head: Mapping[str, object], hidden: dict[str, str]) -> None:
-        """`hidden`: text to blank out -> what stands there instead."""
+        """Write the recording; `hidden` maps text to its replacement."""
         lines: list[object] = [{"format": FORMAT, **head}]
         for at, kept in enumerate(self.exchanges):
             lines.append(
@@ -113,5 +113,5 @@ class WireRecorder:
         for secret, shown in hidden.items():
             text = text.replace(secret.encode(), shown.encode())
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Bodies repeat over distances that gzip does not see.
+        # Bodies repeat over distances beyond gzip's window.
         path.write_bytes(lzma.compress(text, preset=6))

@@ -1,6 +1,6 @@
-"""One agent through the real gateway in a real sandbox, and the checks of what came of it.
+"""Run one agent in a real sandbox at the real gateway, and check the result.
 
-    Director <-ids- ScriptedEngine <- Gateway <-socket- (Recorder) <- sandbox with the unmodified agent
+    ScriptedPolicy <-ids- ScriptedEngine <- Gateway <-socket- (Recorder) <- sandbox with the unmodified agent
 
 Nothing but the gateway can be reached from the sandbox, so all model traffic is in its session. Every token
 that the policy produced must be in the ledger: trained, or excluded for a named reason.
@@ -24,7 +24,7 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.token_backend import TokenBackend
 from insitu.sandbox.base import SandboxBackend
-from insitu.suites.conformance.agent_tools import OWN_AGENT, PLAYS, AgentTools
+from insitu.suites.conformance.agent_tools import AGENT_TOOLS, OWN_AGENT, AgentTools
 from insitu.suites.conformance.checks import ConformanceResult, judge, traffic_failures
 from insitu.suites.conformance.recorder import WireRecorder
 from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
@@ -51,38 +51,38 @@ async def conform(recipe: Recipe, backend: SandboxBackend, record: Path | None =
 
     An agent that failed and whose own prompt nearly fills the window is run again with a larger one.
     """
-    play = PLAYS.get(recipe.name, OWN_AGENT)
-    finding = await _conform(recipe, play, backend, record)
-    while finding.crowded and not finding.ok and play.window_tokens < MOST_WINDOW_TOKENS:
-        play = replace(play, window_tokens=play.window_tokens * 3 // 2)
-        finding = await _conform(recipe, play, backend, record)
+    tools = AGENT_TOOLS.get(recipe.name, OWN_AGENT)
+    finding = await _conform(recipe, tools, backend, record)
+    while finding.window_too_small and not finding.ok and tools.window_tokens < MOST_WINDOW_TOKENS:
+        tools = replace(tools, window_tokens=tools.window_tokens * 3 // 2)
+        finding = await _conform(recipe, tools, backend, record)
     return finding
 
 
 async def _conform(
-    recipe: Recipe, play: AgentTools, backend: SandboxBackend, record: Path | None
+    recipe: Recipe, tools: AgentTools, backend: SandboxBackend, record: Path | None
 ) -> ConformanceResult:
     access = ModelAccess(
-        public_id="", secret="", max_call_tokens=MAX_CALL_TOKENS, max_context_tokens=play.window_tokens
+        public_id="", secret="", max_call_tokens=MAX_CALL_TOKENS, max_context_tokens=tools.window_tokens
     )
     try:
         harness = await asyncio.to_thread(make_harness, recipe, backend, access)
         with tempfile.TemporaryDirectory(prefix="insitu-") as folder:
-            return await _run(harness, play, Path(folder), record)
+            return await _run(harness, tools, Path(folder), record)
     except InsituError as error:
         return ConformanceResult(failures=(str(error),))
 
 
-async def _run(harness: Harness, play: AgentTools, folder: Path, record: Path | None) -> ConformanceResult:
+async def _run(harness: Harness, tools: AgentTools, folder: Path, record: Path | None) -> ConformanceResult:
     renderer = await asyncio.to_thread(open_renderer, folder / "model")
-    director = ScriptedPolicy(renderer, Splitter(folder / "model" / "tokenizer.json", seed=1), play)
-    engine = ScriptedEngine(renderer, director, sampled=True)
+    policy = ScriptedPolicy(renderer, Splitter(folder / "model" / "tokenizer.json", seed=1), tools)
+    engine = ScriptedEngine(renderer, policy, sampled=True)
     limits = Limits(
         wall_s=WALL_S,
         max_calls=200,
         max_call_tokens=MAX_CALL_TOKENS,
         max_session_tokens=1 << 20,
-        max_context_tokens=play.window_tokens,
+        max_context_tokens=tools.window_tokens,
     )
     task = Task(id="conformance", prompt=PROMPT, files=FILES, limits=limits)
     async with AsyncExitStack() as stack:
@@ -99,7 +99,7 @@ async def _run(harness: Harness, play: AgentTools, folder: Path, record: Path | 
         result, trajectory = await _rollout(harness, session, task, entrance)
         if record:
             hidden = {session.secret: "***", f"/s/{session.public_id}": "", session.public_id: "ID"}
-            # Some agents tell the model what machine they run on.
+            # Some agents report the machine to the model.
             hidden |= {platform.release(): "RELEASE", platform.version(): "VERSION"}
             path = record / f"{harness.name}.jsonl.xz"
             head = {
@@ -107,12 +107,12 @@ async def _run(harness: Harness, play: AgentTools, folder: Path, record: Path | 
                 **{"seed": SEED, "limits": limits.model_dump(), "books": _books(trajectory)},
             }
             await asyncio.to_thread(recorder.write, path, head, hidden)
-    finding = judge(harness.version, director.play, director, engine, session, result, trajectory)
+    finding = judge(harness.version, policy.tools, policy, engine, session, result, trajectory)
     return replace(finding, failures=(*finding.failures, *traffic_failures(gateway.counters)))
 
 
 def _books(trajectory: Trajectory) -> dict[str, object]:
-    """What of a session depends on its messages alone, not on the vocabulary: its shape, and what drifted."""
+    """Return what depends on a session's messages alone, not on the vocabulary: its shape and drifts."""
     return {
         "parents": [turn.parent for turn in trajectory.turns],
         "labels": [segment.label for segment in trajectory.segments],

@@ -1,9 +1,8 @@
-"""The scripted policy: reads, edits, runs, asks in parallel, spawns, fills the context, stops.
+"""Scripted policy: reads, edits, runs, calls in parallel, spawns sub-agents, fills the context, stops.
 
-It sees prompts as ids and answers with ids, part of them in splits that no tokenizer would choose, with odd
-spacing and escapes in the arguments, and with reasoning now and then. What a prompt is (the main line, a
-sub-agent, a request for a summary, anything else) it tells by marks of its own that travel through the
-agent. One Director plays one session.
+It gets prompts as ids and returns ids: half of the replies in splits that no tokenizer would choose, with odd
+spacing and escapes in the arguments, some with reasoning. It recognises a prompt (main agent, sub-agent,
+request for a summary, other) by its own marks, which travel through the agent. One object per session.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ FILES: Tree = {
 CHECK = "python3 check.py > ran.txt; cat ran.txt"
 PARTS = 2
 MOST_LOOKS = 12
-"""Replies of a sub-agent that waits for the others to begin."""
+"""Replies of a sub-agent until it stops waiting for the others."""
 MOST_GROWTH = 14
-"""Commands with much output after which an agent should have compacted."""
+"""Most commands with long output; by then an agent should have compacted."""
 LOOK = "I look first."
-"""What the policy says in its first reply."""
+"""Text of the first reply."""
 _PART = re.compile(r"\[\[part (\d+)\]\]")
 _SUMMARY = re.compile(r"\[\[summary (\d+)\]\]")
 
@@ -46,7 +45,7 @@ Kind = Literal["main", "part", "summary", "other"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedReply:
-    """What the policy says."""
+    """Reply before rendering."""
 
     text: str = ""
     reasoning: str = ""
@@ -55,38 +54,38 @@ class ScriptedReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledReply:
-    """One reply as it left the policy."""
+    """Reply as token ids."""
 
     kind: Kind
     ids: IntArray = field(repr=False)
     split: bool
-    """Said with tokens that no tokenizer would choose."""
+    """Contains tokens that no tokenizer would choose."""
 
 
 class ScriptedPolicy:
     """Implements `insitu.engines.scripted.Policy`."""
 
-    def __init__(self, renderer: TemplateRenderer, splitter: Splitter, play: AgentTools) -> None:
-        self.spoken: dict[int, SampledReply] = {}
+    def __init__(self, renderer: TemplateRenderer, splitter: Splitter, tools: AgentTools) -> None:
+        self.replies: dict[int, SampledReply] = {}
         """By turn."""
         self.finished_parts: set[str] = set()
-        """Sub-agents that gave their answer."""
+        """Sub-agents that have finished."""
         self.overlapped = False
-        """All sub-agents had begun when the first of them gave its answer."""
+        """All sub-agents had started when the first of them finished."""
         self.compactions = 0
-        """Summaries that the agent asked for and went on from."""
-        self.crowded = False
-        """A summary was asked for before the opening was said."""
+        """Summaries that the agent requested and then used."""
+        self.window_too_small = False
+        """A summary was requested before the opening was over."""
         self._renderer = renderer
         self._splitter = splitter
-        self.play = play
+        self.tools = tools
         self._summaries = 0
         self._done = 0
-        """Steps of the main line that are behind."""
+        """Steps of the main agent that are done."""
         self._grown = 0
         self._repeated = 0
         self._looks: dict[str, int] = {}
-        """By sub-agent that has begun: its replies that looked at something."""
+        """Number of file reads by sub-agent."""
 
     def __call__(self, ids: IntArray, key: RequestKey) -> IntArray:
         seen = read_prompt(self._renderer.codec, ids)
@@ -95,81 +94,84 @@ class ScriptedPolicy:
         split = key.turn % 2 == 0
         said = self._splitter.split(canonical) if split else canonical
         split = split and not np.array_equal(said, canonical)
-        self.spoken[key.turn] = SampledReply(kind=kind, ids=said, split=split)
+        self.replies[key.turn] = SampledReply(kind=kind, ids=said, split=split)
         return said
 
     def _react(self, seen: PromptTranscript) -> tuple[Kind, ScriptedReply]:
         asked = seen.messages[-1] if seen.messages else PromptBlock(role="user", text="")
-        play = self.play
+        tools = self.tools
         if self._wants_summary(asked, seen):
-            self.crowded = self.crowded or self._done < len(self._opening())
-            self._summaries += not (play.review and re.search(play.review, asked.text))
+            self.window_too_small = self.window_too_small or self._done < len(self._opening())
+            self._summaries += not (tools.review and re.search(tools.review, asked.text))
             said = f"[[summary {self._summaries}]] {PROMPT} Most of it is done."
-            return "summary", ScriptedReply(text=play.summary.format(said))
-        # Some agents tell a summary in the user's place, some in the model's.
+            return "summary", ScriptedReply(text=tools.summary.format(said))
+        # Some agents insert a summary as a user message, some as an assistant message.
         told = seen.texts("user", "system", "assistant")
         if MAIN not in told:
             part = _PART.search(told)
             return ("part", self._part(part[1], seen)) if part else ("other", ScriptedReply(text="A task"))
-        if self.play is OWN_AGENT:
-            self.play = tools_from_schemas(seen.tools)
+        if self.tools is OWN_AGENT:
+            self.tools = tools_from_schemas(seen.tools)
         shown = [int(number) for number in _SUMMARY.findall(told)]
         self.compactions = max([self.compactions, *(n for n in shown if n <= self._summaries)])
         return "main", self._next(seen)
 
     def _wants_summary(self, asked: PromptBlock, seen: PromptTranscript) -> bool:
-        """Without tools only words can be wanted, and words about what was done are a summary, however
-        a version puts it. Agents that offer their tools all the same are known by their words."""
+        """Return whether the prompt requests a summary."""
+        # A request without tools about work that has begun is one, whatever its words in this version.
         if asked.role not in ("user", "system"):
             return False
-        if re.search(self.play.summarise, asked.text):
+        if re.search(self.tools.summarise, asked.text):
             return True
         whole = seen.texts("user", "system", "assistant")
         done = LOOK in whole or _SUMMARY.search(whole) is not None
-        return self.play.compacts and not seen.tools and MAIN in whole and done
+        return self.tools.compacts and not seen.tools and MAIN in whole and done
 
     def _next(self, seen: PromptTranscript) -> ScriptedReply:
-        """The main line goes on by what was said, not by what is still to be seen: compaction forgets."""
+        """Return the next reply to the main agent."""
+        # Progress is counted here, not read from the prompt: compaction removes earlier replies.
         opening, step = self._opening(), self._done
         self._done += 1
         if step < len(opening):
             return opening[step]
-        if step == len(opening) and self.play.wait is not None:
-            return ScriptedReply(calls=[self.play.wait(_latest_answers(seen))])
+        if step == len(opening) and self.tools.wait is not None:
+            return ScriptedReply(calls=[self.tools.wait(_latest_answers(seen))])
         return self._grow()
 
     def _opening(self) -> list[ScriptedReply]:
-        play = self.play
-        both = [play.read("notes.txt"), play.run("echo caf\u00e9; ls")]
+        tools = self.tools
+        both = [tools.read("notes.txt"), tools.run("echo caf\u00e9; ls")]
         replies = [
-            ScriptedReply(text=f"  {LOOK}\n\n", calls=[play.read("app.py")]),
+            ScriptedReply(text=f"  {LOOK}\n\n", calls=[tools.read("app.py")]),
             ScriptedReply(reasoning="Two at once.", calls=both),
-            ScriptedReply(text="Now the edit.", calls=[play.edit("app.py", WRONG, RIGHT)]),
-            ScriptedReply(reasoning="Is it right?", calls=[play.run(CHECK)]),
+            ScriptedReply(text="Now the edit.", calls=[tools.edit("app.py", WRONG, RIGHT)]),
+            ScriptedReply(reasoning="Is it right?", calls=[tools.run(CHECK)]),
         ]
-        if play.muses:
+        if tools.continues_after_text:
             replies.append(ScriptedReply(text="That looks right."))
-        if play.spawn is not None:
+        if tools.spawn is not None:
             asked = (f"[[part {n}]] Read notes.txt and say what it says." for n in range(1, PARTS + 1))
-            replies.append(ScriptedReply(text="Two helpers.", calls=[play.spawn(prompt) for prompt in asked]))
+            replies.append(
+                ScriptedReply(text="Two helpers.", calls=[tools.spawn(prompt) for prompt in asked])
+            )
         # An agent without tools gets its final text at once.
         return [reply for reply in replies if all(name for name, _ in reply.calls)]
 
     def _grow(self) -> ScriptedReply:
-        """Much to read until the agent has compacted; then the end."""
-        play = self.play
-        if self._repeated < play.repeats:
+        """Return commands with long output until the agent has compacted, then the final text."""
+        tools = self.tools
+        if self._repeated < tools.repeats:
             self._repeated += 1
-            return ScriptedReply(calls=[play.run("echo again")])
-        if play.compacts and not self.compactions and self._grown < MOST_GROWTH:
+            return ScriptedReply(calls=[tools.run("echo again")])
+        if tools.compacts and not self.compactions and self._grown < MOST_GROWTH:
             self._grown += 1
-            code = f"for n in range({play.grow_bytes // 20}): print(n, {self._grown}, 'line of output')"
-            return ScriptedReply(reasoning="More to read.", calls=[play.run(f'python3 -c "{code}"')])
+            code = f"for n in range({tools.grow_bytes // 20}): print(n, {self._grown}, 'line of output')"
+            return ScriptedReply(reasoning="More to read.", calls=[tools.run(f'python3 -c "{code}"')])
         text = "The task is done: app.py is mended and checked.\n"
-        return ScriptedReply(text=text, calls=[play.finish] if play.finish else ())
+        return ScriptedReply(text=text, calls=[tools.finish] if tools.finish else ())
 
     def _say(self, reply: ScriptedReply, seen: PromptTranscript) -> IntArray:
-        """Ids of the reply as a tokenizer would choose them, stop id included."""
+        """Return the ids of a reply as a tokenizer would choose them, with the stop id."""
         text = f"<think>\n{reply.reasoning}\n</think>\n\n" if reply.reasoning else ""
         text += reply.text
         for at, (name, arguments) in enumerate(reply.calls):
@@ -181,7 +183,7 @@ class ScriptedPolicy:
         return np.concatenate([self._renderer.codec.encode(text), end]).astype(np.int32)
 
     def _part(self, number: str, seen: PromptTranscript) -> ScriptedReply:
-        """Looks, and then answers: once the others have begun, or when waiting for them leads to nothing."""
+        """Return a file read, or the answer once all sub-agents have started or MOST_LOOKS is reached."""
         looks = self._looks.setdefault(number, 0)
         together = len(self._looks) >= PARTS
         if any(said.role == "tool" for said in seen.messages) and (together or looks >= MOST_LOOKS):
@@ -189,23 +191,23 @@ class ScriptedPolicy:
             self.finished_parts.add(number)
             text = f"[[part {number}]] is done: a rectangle is width times height."
             return (
-                ScriptedReply(calls=[self.play.answer(text)])
-                if self.play.answer
+                ScriptedReply(calls=[self.tools.answer(text)])
+                if self.tools.answer
                 else ScriptedReply(text=text)
             )
         self._looks[number] += 1
-        path = ("notes.txt", "app.py")[looks % 2]  # agents take a call that is repeated for a loop
-        return ScriptedReply(reasoning=f"Part {number} needs a look.", calls=[self.play.read(path)])
+        path = ("notes.txt", "app.py")[looks % 2]  # agents take a repeated call for a loop
+        return ScriptedReply(reasoning=f"Part {number} needs a look.", calls=[self.tools.read(path)])
 
 
 def _offered(name: str, tools: Collection[str]) -> str:
-    """`name` as the prompt offers it: as it is, or behind the namespace it came in."""
+    """Return the tool's name as offered in the prompt: unchanged or with a namespace."""
     behind = sorted(tool for tool in tools if tool.endswith(name))
     return name if name in tools or not behind else behind[0]
 
 
 def _latest_answers(seen: PromptTranscript) -> str:
-    """What the tools said since the model spoke last."""
+    """Return the tool results since the last assistant message."""
     texts: list[str] = []
     for said in reversed(seen.messages):
         if said.role == "assistant":

@@ -76,6 +76,14 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
     "advantages": {
         name: f"insitu.training.plan.advantage:{name}" for name in ("dr_grpo", "grpo", "rloo", "maxrl")
     },
+    "sandboxes": {name: f"insitu.runtime.sandboxes:{name}_backend" for name in ("local", "docker", "harbor")},
+    "engines": {
+        "embedded": "insitu.engines.embedded.engine:EmbeddedEngine",
+        "vllm": "insitu.engines.vllm:open_vllm",
+        "sglang": "insitu.engines.sglang:open_sglang",
+        "external": "insitu.engines.external:ExternalEngine",
+        "upstream": "insitu.runtime.upstream:open_upstream",
+    },
 }
 """Dotted paths of the extensions that ship with insitu, by kind and name; imported at first use."""
 

@@ -9,7 +9,6 @@ from insitu.config.load import (
     model_folder,
     read_toml,
 )
-from insitu.config.sandbox import SandboxKind
 from insitu.config.tables import Config, HarnessTable, ToyKind
 from insitu.config.training import TrainTable
 
@@ -17,7 +16,6 @@ __all__ = [
     "WARM_START",
     "Config",
     "HarnessTable",
-    "SandboxKind",
     "ToyKind",
     "TrainTable",
     "demo_preset",

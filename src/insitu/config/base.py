@@ -28,11 +28,13 @@ __all__ = [
     "Agent",
     "Count",
     "CountOrZero",
+    "EngineName",
     "Fraction",
     "Keys",
     "LossName",
     "OwnPath",
     "RewardName",
+    "SandboxName",
     "Seconds",
     "SecondsOrZero",
     "Table",
@@ -75,6 +77,8 @@ Agent = Annotated[str, _named("agents")]
 """Name, path or object of an agent; see `insitu.registry`. The same for the types below."""
 RewardName = Annotated[str, _named("rewards")]
 TaskSourceName = Annotated[str, _named("tasks")]
+SandboxName = Annotated[str, _named("sandboxes")]
+EngineName = Annotated[str, _named("engines")]
 LossName = Annotated[str, _named("losses")]
 AdvantageName = Annotated[str, _named("advantages")]
 

@@ -6,7 +6,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from insitu.config.base import Count, CountOrZero, Keys, OwnPath, Seconds, SecondsOrZero, Table, only
+from insitu.config.base import (
+    Count,
+    CountOrZero,
+    EngineName,
+    Keys,
+    OwnPath,
+    Seconds,
+    SecondsOrZero,
+    Table,
+    only,
+)
 from insitu.types import MIN_TEMPERATURE
 
 _EMBEDDED = only("kind", "embedded")
@@ -35,8 +45,9 @@ class ProviderKeys(Keys):
 class EngineTable(ProviderKeys, Table):
     """The sampler."""
 
-    kind: Literal["embedded", "vllm", "sglang", "external", "upstream"] = "embedded"
-    """embedded = in the learner; vllm, sglang = a server; external = a trainer; upstream = a provider."""
+    kind: EngineName = "embedded"
+    """embedded = in the learner; vllm, sglang = a server; external = a trainer; upstream = a provider; or an
+    own one, as entry point, module:attribute or file.py:attribute."""
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0
     """Sampling temperature in training and evaluation, and of the trainer's log-probabilities."""
     max_rows: Annotated[int, Field(ge=8, multiple_of=8), _EMBEDDED] = 32

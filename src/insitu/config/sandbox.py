@@ -6,9 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from insitu.config.base import Count, CountOrZero, Keys, Seconds, Table, UsedWith
+from insitu.config.base import Count, CountOrZero, Keys, SandboxName, Seconds, Table, UsedWith
 
-SandboxKind = Literal["local", "docker", "harbor"]
 _LOCAL = UsedWith(("backend", "fallback"), ("local",))
 _DOCKER = UsedWith(("backend", "fallback"), ("docker",))
 _HARBOR = UsedWith(("backend", "fallback"), ("harbor",))
@@ -32,10 +31,11 @@ class PoolKeys(Keys):
 class SandboxTable(PoolKeys, Table):
     """Where agents run and are graded."""
 
-    backend: SandboxKind = "local"
+    backend: SandboxName = "local"
     """local = namespaces of this machine; docker = containers, which tasks with images need; harbor =
-    sandboxes of Harbor's environments (clouds), for grading: no agent reaches the gateway from there."""
-    fallback: SandboxKind | Literal[""] = ""
+    sandboxes of Harbor's environments (clouds), for grading: no agent reaches the gateway from there; or an
+    own one, as entry point, module:attribute or file.py:attribute."""
+    fallback: SandboxName = ""
     """Backend used while `backend` is down; empty = none: sandboxes wait for it, or fail."""
     environment: Annotated[str, _HARBOR] = ""
     """Kind of environment (e2b, modal, daytona, ...), or dotted path of a function that creates one:
@@ -66,7 +66,7 @@ class SandboxTable(PoolKeys, Table):
     """Circuit breaker: first cooldown; doubled by each failed trial."""
 
     @property
-    def kinds(self) -> tuple[SandboxKind, ...]:
+    def kinds(self) -> tuple[str, ...]:
         """The backends in use, the preferred one first."""
         return (self.backend, self.fallback) if self.fallback else (self.backend,)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
@@ -62,6 +62,7 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
+@runtime_checkable
 class LoadingEngine(Engine, Protocol):
     """An engine that can load other weights (a server)."""
 

@@ -11,8 +11,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
 import numpy as np
@@ -23,16 +23,14 @@ from insitu.engines.external import ExternalEngine
 from insitu.engines.external_http import serve_external, split_address
 from insitu.engines.http import HttpOptions, checked_url
 from insitu.engines.probe import probe_engine
-from insitu.engines.sglang import open_sglang
-from insitu.engines.vllm import open_vllm
 from insitu.errors import ConfigError, EngineError, EngineUnavailable
+from insitu.registry import find
 from insitu.types import IntArray, Message, ToolSpec
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 """Seconds between two connection attempts to a server that is not up yet."""
-Opener = Callable[[HttpOptions], AbstractAsyncContextManager[LoadingEngine]]
 
 
 class ProbeRenderer(Protocol):
@@ -138,31 +136,37 @@ async def _attach(config: Config, announce: Callable[[str], None]) -> AsyncItera
     elif config.engine.kind == "external":
         async with _open_external(config, announce) as external:
             yield external
-    else:
+    elif config.engine.kind in _NOT_OPENED:
         raise ConfigError(f"engine.kind {config.engine.kind}: {_NOT_OPENED[config.engine.kind]}")
+    else:
+        async with find("engines", config.engine.kind)(config) as own:
+            yield own
 
 
 @asynccontextmanager
 async def _attach_server(config: Config, announce: Callable[[str], None]) -> AsyncIterator[LoadingEngine]:
     """Attach to a server, waiting up to `engine.start_timeout_s` for it to come up."""
-    openers: Mapping[str, Opener] = {"vllm": open_vllm, "sglang": open_sglang}
-    if config.engine.kind not in openers:
-        raise ConfigError(f"engine.kind {config.engine.kind} cannot load weights from the insitu trainer")
-    opener, options, most_s = openers[config.engine.kind], http_options(config), config.engine.start_timeout_s
+    kind, most_s = config.engine.kind, config.engine.start_timeout_s
+    if kind in (*_NOT_OPENED, "external"):
+        raise ConfigError(f"engine.kind {kind} cannot load weights from the insitu trainer")
+    opener = find("engines", kind)
+    options = http_options(config) if kind in ("vllm", "sglang") else None
     began, announced = time.monotonic(), False
     async with AsyncExitStack() as stack:
         while True:
             try:
-                engine = await stack.enter_async_context(opener(options))
+                engine = await stack.enter_async_context(opener(options or config))
                 break
             except EngineUnavailable as error:
                 if time.monotonic() - began >= most_s:
                     late = f"; waited {most_s:g} s for it (engine.start_timeout_s)" if most_s else ""
                     raise EngineUnavailable(f"{error}{late}") from error
                 if not announced:
-                    announce(f"waiting for {config.engine.kind} at {options.url} ({most_s:g} s): {error}")
+                    announce(f"waiting for {kind} at {config.engine.url} ({most_s:g} s): {error}")
                     announced = True
             await asyncio.sleep(min(POLL_S, max(0.0, began + most_s - time.monotonic())))
+        if not isinstance(engine, LoadingEngine):
+            raise ConfigError(f"engine.kind {kind} cannot load weights: it is not a LoadingEngine")
         yield engine
 
 

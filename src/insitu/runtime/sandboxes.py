@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from insitu import registry
-from insitu.config import Config, SandboxKind
+from insitu.config import Config
 from insitu.errors import ConfigError, SetupError
 from insitu.grading.grader import RUNNERS
 from insitu.sandbox.base import Capability, SandboxBackend
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 WORK_BYTES = 128 << 20
 NO_AGENT = "single_turn"
 """The harness that opens no sandbox."""
-UNSUPPORTED: Mapping[SandboxKind, Mapping[Capability, str]] = {
+UNSUPPORTED: Mapping[str, Mapping[Capability, str]] = {
     "local": {
         "images": "it cannot run images",
         "root_setup": "its sandboxes share this machine's system",
@@ -80,22 +80,39 @@ def make_pool(config: Config, say: Callable[[str], None] = log.warning) -> Pool:
     return Pool(backends, options, say)
 
 
-def make_backend(
-    config: Config, kind: SandboxKind | None = None, *, work_bytes: int = WORK_BYTES
-) -> SandboxBackend:
+def make_backend(config: Config, kind: str = "", *, work_bytes: int = WORK_BYTES) -> SandboxBackend:
     """Return a backend, by default the preferred kind; raise SetupError if it cannot run here.
 
-    `work_bytes`: maximum size of a work folder in memory.
+    `work_bytes`: maximum size of a work folder in memory, for the built-in kinds.
     """
+    kind = kind or config.sandbox.backend
+    found = registry.find("sandboxes", kind)
+    if kind in registry.BUILT_IN["sandboxes"]:
+        return cast("SandboxBackend", found(config, work_bytes))
+    made = found if isinstance(found, SandboxBackend) and not isinstance(found, type) else found(config)
+    if not isinstance(made, SandboxBackend):
+        raise ConfigError(f"sandbox.backend: {kind} is not a SandboxBackend or a function returning one")
+    return made
+
+
+def local_backend(config: Config, work_bytes: int) -> LocalBackend:
+    """Return sandboxes in namespaces of this machine; raise SetupError."""
     table = config.sandbox
-    kind = kind or table.backend
-    if kind == "local":
-        local = LocalBackend(table.mode, work_bytes=work_bytes, memory_bytes=table.memory_mb << 20)
-        if local.cgroups is None and table.memory_mb != type(table).model_fields["memory_mb"].default:
-            raise SetupError(f"sandbox.memory_mb needs control groups; here: {local.why_no_cgroups}")
-        return local
-    if kind == "harbor":
-        return HarborBackend(table.environment, image=table.image, make=_factory(table.environment))
+    local = LocalBackend(table.mode, work_bytes=work_bytes, memory_bytes=table.memory_mb << 20)
+    if local.cgroups is None and table.memory_mb != type(table).model_fields["memory_mb"].default:
+        raise SetupError(f"sandbox.memory_mb needs control groups; here: {local.why_no_cgroups}")
+    return local
+
+
+def harbor_backend(config: Config, work_bytes: int) -> HarborBackend:
+    """Return sandboxes of one of Harbor's environments; raise SetupError."""
+    table = config.sandbox
+    return HarborBackend(table.environment, image=table.image, make=_factory(table.environment))
+
+
+def docker_backend(config: Config, work_bytes: int) -> DockerBackend:
+    """Return sandboxes in containers; raise SetupError."""
+    table = config.sandbox
     return DockerBackend(
         table.image,
         cache=cache_folder(),
@@ -120,7 +137,7 @@ def check_agents(config: Config) -> None:
     if config.harness.agent == NO_AGENT:
         return
     for kind in config.sandbox.kinds:
-        if why := UNSUPPORTED[kind].get("gateway_only"):
+        if why := UNSUPPORTED.get(kind, {}).get("gateway_only"):
             raise ConfigError(
                 f"no agent runs in sandboxes of {_key(config, kind)} = {kind}: {why};"
                 f" harness.agent = {NO_AGENT}, `insitu grade` and `insitu tasks validate` open sandboxes"
@@ -130,7 +147,7 @@ def check_agents(config: Config) -> None:
 
 def check_tasks(config: Config, tasks: Iterable[Task]) -> None:
     """Raise ConfigError for a task that could not run in the sandboxes of every backend."""
-    lacks = {kind: UNSUPPORTED[kind] for kind in config.sandbox.kinds}
+    lacks = {kind: UNSUPPORTED.get(kind, {}) for kind in config.sandbox.kinds}
     for task in tasks:
         runner = RUNNERS.get(task.grading.runner)
         for kind, words in lacks.items():
@@ -140,7 +157,7 @@ def check_tasks(config: Config, tasks: Iterable[Task]) -> None:
                 what, why = "it has root_commands", words["root_setup"]
             elif "binds" in words and runner is not None and runner.needs():
                 what, why = f"runner {runner.name} mounts a folder in its sandboxes", words["binds"]
-            elif kind != "local" and not task.setup.image and not config.sandbox.image:
+            elif kind in ("docker", "harbor") and not task.setup.image and not config.sandbox.image:
                 what, why = "it has no image", "sandbox.image names none"
             else:
                 continue
@@ -154,5 +171,5 @@ def examples_of(source: TaskSource) -> Iterable[Task]:
     return source.examples() if isinstance(source, RowSource) else source.tasks("train", 0, 1)
 
 
-def _key(config: Config, kind: SandboxKind) -> str:
+def _key(config: Config, kind: str) -> str:
     return "sandbox.backend" if kind == config.sandbox.backend else "sandbox.fallback"

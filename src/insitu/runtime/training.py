@@ -17,6 +17,7 @@ from insitu.engines.factory import open_server
 from insitu.engines.vllm import VllmEngine
 from insitu.errors import ConfigError, RecordError
 from insitu.gateway.token_backend import TokenBackend
+from insitu.registry import BUILT_IN
 from insitu.runtime.preflight import Prepared, check_reference, check_weights, prepare
 from insitu.runtime.run import open_runtime
 from insitu.runtime.sandboxes import examples_of
@@ -102,7 +103,7 @@ def committed(run: RunDir, store: Store) -> Committed:
 
 def check_trained(config: Config) -> None:
     """Raise ConfigError for an engine that takes no weights."""
-    if config.engine.kind not in TRAINED:
+    if config.engine.kind not in TRAINED and config.engine.kind in BUILT_IN["engines"]:
         raise ConfigError(
             f"engine.kind {config.engine.kind}: a training run samples with {', '.join(TRAINED)}, which take"
             " its weights and give a log-probability for every sampled token, as losses and corrections need"

@@ -174,6 +174,7 @@ class Sandbox(Protocol):
     ) -> None: ...
 
 
+@runtime_checkable
 class SandboxBackend(Protocol):
     """Makes sandboxes."""
 

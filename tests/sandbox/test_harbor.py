@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sandbox_rig import out
 
-from insitu.errors import ImageMissing, PolicyUnsupported, SandboxStartError, SetupError
+from insitu.errors import ImageMissing, PolicyUnsupported, SandboxLost, SandboxStartError, SetupError
 from insitu.grading.grader import Grader
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.harbor import HarborBackend
@@ -109,6 +109,22 @@ async def test_a_long_command_outlives_the_stream_that_started_it() -> None:
         assert cloud.made[-1].cuts >= 2
         late = await sandbox.exec(["sleep", "60"], timeout_s=1)
         assert (late.timed_out, late.exit_code) == (True, -9)
+
+
+async def test_kill_all_ends_what_cleared_its_environment_and_close_ends_the_sandbox() -> None:
+    sandbox = await HarborBackend("e2b", image="any", make=Cloud()).create(SandboxSpec())
+    hide = "(env -i setsid sh -c 'sleep 8282 & sleep 8282 & wait' >/dev/null 2>&1 &) ; sleep 0.2"
+    assert (await sandbox.exec(["sh", "-c", hide], timeout_s=20)).exit_code == 0
+    count = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'sleep 828[2]' || true"
+    assert await out(sandbox, count) == "1"
+    await sandbox.kill_all()
+    assert await out(sandbox, count) == "0"
+    with pytest.raises(PolicyUnsupported):
+        await sandbox.spawn(["true"])
+    for _ in range(2):
+        await sandbox.close()
+    with pytest.raises(SandboxLost):
+        await sandbox.exec(["true"], timeout_s=1)
 
 
 async def test_two_commands_at_once_keep_their_own_output() -> None:

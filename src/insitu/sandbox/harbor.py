@@ -1,10 +1,9 @@
 """The `harbor` backend: sandboxes of Harbor's environments (E2B, Daytona, Modal, HF sandboxes and others).
 
-Optional: `pip install 'insitu[harbor]'` on Python 3.12. `harbor_sdk.py` alone knows Harbor. Its environments
-run a command to the end and move files; all else is made of that: output and exit code come back through
-files, so that they are bytes and bounded, and a process is known by a mark in its environment. What an
-environment cannot promise is not among the capabilities, and a spec that asks for it is refused before
-anything starts.
+Optional: `pip install 'insitu[harbor]'` on Python 3.12. Only `harbor_sdk.py` imports Harbor. Its environments
+run a command to the end and move files. Output and exit code come back through files, as bounded bytes.
+Processes carry a mark in their environment. A spec that needs a capability the environment lacks is refused
+before anything starts.
 """
 
 from __future__ import annotations
@@ -29,40 +28,40 @@ from insitu.errors import (
     SandboxStartError,
     SetupError,
 )
-from insitu.sandbox import detached
 from insitu.sandbox import harbor_scripts as scripts
 from insitu.sandbox.archive import pack, unpack
-from insitu.sandbox.base import Capability, ExecResult, Owner, SandboxSpec
-from insitu.sandbox.harbor_process import HarborProcess
+from insitu.sandbox.base import Capability, ExecResult, Owner, Process, SandboxSpec
 from insitu.sandbox.harbor_sdk import Environment, Factory, Result, foreign, of_kind
 from insitu.sandbox.rootfs import HOME
 from insitu.sandbox.tree import parts_of
 from insitu.storage.ulid import new_ulid
 from insitu.types import FileEntry, Tree
 
-BOX = "INSITU_SANDBOX"
+MARK = "INSITU_SANDBOX"
+FOLDER = "/tmp/.insitu"
+RETRIES = 5
+"""Attempts of a call that may be repeated."""
 MARGIN_S = 60.0
-"""For the way to a cloud and back, on top of what a command may take."""
+"""Network latency to the cloud, on top of a command's own timeout."""
 ROUNDS = "100"
-"""Looks of one call for the end of a command: some 20 s, well below where streams are cut."""
+"""Polls per call for the end of a command: some 20 s, less than clouds allow a stream."""
 START_S = 1800.0
-"""Of one start, image and all; a pool allows less."""
+"""Timeout of one start, image included; a pool allows less."""
 SHARED = frozenset({"singularity", "hf-sandbox"})
-"""Environments whose sandboxes may share processes or a machine with others: no `pid_isolation`."""
+"""Environments whose sandboxes may share a PID namespace or a machine: no `pid_isolation`."""
 
 
 class HarborBackend:
     """Implements insitu.sandbox.base.SandboxBackend over one kind of Harbor's environments."""
 
     def __init__(self, kind: str, *, image: str, make: Factory | None = None) -> None:
-        """`image`: of specs that name none. Raises SetupError when Harbor or its vendor's library is not
-        there."""
+        """Raise SetupError without Harbor or the vendor's library. `image`: default of specs."""
         self._kind, self._image = kind, image
         self._make = make or of_kind(kind)
         self._no_network = self._enforces_no_network()
 
     def _enforces_no_network(self) -> bool:
-        """Harbor rejects a policy that an environment cannot enforce when it is made."""
+        # Harbor's constructor rejects a policy that the environment cannot enforce.
         folder = Path(tempfile.mkdtemp(prefix="insitu-harbor-"))
         try:
             with foreign(SetupError, f"harbor {self._kind}"):
@@ -127,23 +126,21 @@ class HarborBackend:
 
 
 class HarborSandbox:
-    """Implements insitu.sandbox.base.Sandbox. Everything in it runs as one user: `owner` is not told apart.
+    """Implements insitu.sandbox.base.Sandbox; all files belong to one user, so `owner` is ignored.
 
-    A sandbox at a cloud outlives an owner that is killed, and nothing here reaps it: it ends at the vendor's
-    own time limit. A timeout ends what carries the command's mark; what has cleared its environment goes with
-    `kill_all`, and never in a kind of sandbox that is SHARED.
+    A sandbox in a cloud outlives a killed owner until the vendor's own time limit; nothing reaps it. A timeout
+    kills the processes that carry the command's mark. Those that cleared their environment are killed by
+    `kill_all`, but not in a SHARED environment.
     """
 
     def __init__(self, environment: Environment, spec: SandboxSpec, folder: Path, *, alone: bool) -> None:
-        """`alone`: every process in the sandbox is ours to kill."""
+        """`alone`: every process in the sandbox may be killed."""
         self._env, self._spec, self._folder = environment, spec, folder
         self._id = new_ulid()
         self._alone, self._before = alone, ""
         self._closing: asyncio.Task[None] | None = None
-        self._spawned: list[HarborProcess] = []
-        self._looks = asyncio.Lock()
-        self._told: list[str] = []
-        """Folders of commands that have been told of; the next command removes them."""
+        self._finished: list[str] = []
+        """Folders of finished commands; the next command removes them."""
         self._places = (spec.workdir, HOME, "/tmp", *spec.places)
 
     async def begin(self) -> None:
@@ -167,8 +164,8 @@ class HarborSandbox:
     async def _sh(self, script: str, *arguments: str) -> str:
         result = await self._run(script, *arguments)
         if result.return_code != 0:
-            said = (result.stderr or result.stdout or "").strip().splitlines()
-            raise SandboxError(f"the sandbox: {said[-1] if said else f'exit code {result.return_code}'}")
+            output = (result.stderr or result.stdout or "").strip().splitlines()
+            raise SandboxError(f"the sandbox: {output[-1] if output else f'exit code {result.return_code}'}")
         return result.stdout or ""
 
     async def _upload(self, content: bytes, target: str) -> None:
@@ -202,11 +199,11 @@ class HarborSandbox:
         if not argv or any("\0" in part for part in argv):
             raise SandboxError("an empty command, or a NUL character in one")
         begun, call = time.monotonic(), new_ulid()
-        folder = f"{detached.FOLDER}/{call}"
-        done_with, self._told = self._told, []
-        # By file, not by argument: an environment may hold secrets.
-        merged = {"HOME": HOME, **self._spec.env, **(env or {}), BOX: self._id, "INSITU_CALL": call}
-        await self._sh('mkdir -p "$1" && shift && rm -rf "$@"', folder, *done_with)
+        folder = f"{FOLDER}/{call}"
+        finished, self._finished = self._finished, []
+        # In a file, not in an argument: an environment may hold secrets.
+        merged = {"HOME": HOME, **self._spec.env, **(env or {}), MARK: self._id, "INSITU_CALL": call}
+        await self._sh('mkdir -p "$1" && shift && rm -rf "$@"', folder, *finished)
         lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in merged.items())
         await self._upload(lines.encode(), f"{folder}/env")
         await self._upload(stdin, f"{folder}/input")
@@ -221,45 +218,41 @@ class HarborSandbox:
         finally:
             if not work.done():
                 work.cancel()
-                await asyncio.shield(self._surely(scripts.KILL_ALL, f"INSITU_CALL={call}"))
+                await asyncio.shield(self._retry(scripts.KILL_ALL, f"INSITU_CALL={call}"))
         try:
-            told = await self._surely(scripts.TELL_LATE, folder, most) if timed_out else await work
-            self._told.append(folder)
-            return _read(told, timed_out, max_output_bytes, time.monotonic() - begun)
+            result = await self._retry(scripts.REPORT_LATE, folder, most) if timed_out else await work
+            self._finished.append(folder)
+            return _read(result, timed_out, max_output_bytes, time.monotonic() - begun)
         except SandboxError:
             if self._closing is None:
                 raise
             return ExecResult(exit_code=None, stdout=b"", stderr=b"", duration_s=time.monotonic() - begun)
 
     async def _followed(self, follow: Sequence[str]) -> Result:
-        """What a command came to. It goes on when a call for it is cut, as clouds do after some minutes."""
+        """Poll a command until it ends; it goes on when a cloud cuts the call."""
         while True:
-            told = await self._surely(scripts.FOLLOW, *follow)
-            match (told.stdout or "").strip():
+            result = await self._retry(scripts.FOLLOW, *follow)
+            match (result.stdout or "").strip():
                 case "running":
                     continue
                 case "lost":
-                    raise SandboxError("a command in a sandbox was not begun")
-            return told
+                    raise SandboxError("a command in a sandbox was not started")
+            return result
 
-    async def _surely(self, script: str, *arguments: str) -> Result:
-        """As _run, for a script that may be run again: made again when it fails on the way."""
+    async def _retry(self, script: str, *arguments: str) -> Result:
+        """Run an idempotent script, with retries."""
         return await retry(
             lambda: self._run(script, *arguments),
             lambda error: isinstance(error, SandboxError) and not isinstance(error, SandboxLost),
-            attempts=detached.STUMBLES,
+            attempts=RETRIES,
             first_s=0.2,
             name="script",
         )
 
     async def spawn(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None
-    ) -> HarborProcess:
-        """A detached run: it has no input, and its complaints are part of its output."""
-        run = await detached.start(self, argv, env=env, cwd=cwd, hold=False, looks=self._looks)
-        process = HarborProcess(run)
-        self._spawned.append(process)
-        return process
+    ) -> Process:
+        raise PolicyUnsupported("a sandbox of Harbor runs commands to their end and has no pipes")
 
     def _path(self, path: str) -> str:
         for place in self._places:
@@ -288,12 +281,12 @@ class HarborSandbox:
         await self._lay(self.workdir, files, remove)
 
     async def _lay(self, at: str, files: Tree, remove: Sequence[str] = ()) -> None:
-        place = f"{detached.FOLDER}/{new_ulid()}"
-        gone = "\0".join("/".join(parts_of(path)) for path in remove)
+        place = f"{FOLDER}/{new_ulid()}"
+        removed = "\0".join("/".join(parts_of(path)) for path in remove)
         packed = await asyncio.to_thread(pack, files)
         top = next(each for each in self._places if PurePosixPath(at).is_relative_to(each))
         await self._sh(scripts.PLACE, place, at, top)
-        await self._upload(gone.encode(), f"{place}/remove")
+        await self._upload(removed.encode(), f"{place}/remove")
         await self._upload("\0".join(files).encode(), f"{place}/names")
         await self._upload(packed, f"{place}/tree.tar")
         await self._sh(scripts.LAY, at, place)
@@ -307,12 +300,10 @@ class HarborSandbox:
         return await asyncio.to_thread(unpack, packed, max_bytes, max_files)
 
     async def kill_all(self) -> None:
-        async with self._looks:
-            kept = [f"{detached.MARK}={process.id}" for process in self._spawned if process.poll() is None]
-            if self._alone:
-                await self._sh(scripts.KILL_REST, self._before, *kept)
-            else:
-                await self._sh(scripts.KILL_ALL, f"{BOX}={self._id}", *kept)
+        if self._alone:
+            await self._sh(scripts.KILL_REST, self._before)
+        else:
+            await self._sh(scripts.KILL_ALL, f"{MARK}={self._id}")
 
     async def wipe(self) -> None:
         for place in self._places:
@@ -325,8 +316,6 @@ class HarborSandbox:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        for process in self._spawned:
-            process.forget()
         with contextlib.suppress(SandboxError), foreign(SandboxError, "end a sandbox"):
             async with asyncio.timeout(MARGIN_S):
                 await self._env.stop(delete=True)
@@ -344,12 +333,12 @@ class HarborSandbox:
         await self.close()
 
 
-def _read(told: Result, timed_out: bool, most: int, duration_s: float) -> ExecResult:
-    lines = (told.stdout or "").split("\n")
+def _read(result: Result, timed_out: bool, most: int, duration_s: float) -> ExecResult:
+    lines = (result.stdout or "").split("\n")
     try:
         code, out, err = lines[0].strip(), *(base64.b64decode(line, validate=True) for line in lines[1:3])
     except ValueError as error:
-        raise SandboxError(f"a command in a sandbox: {(told.stderr or 'no answer').strip()}") from error
+        raise SandboxError(f"a command in a sandbox: {(result.stderr or 'no answer').strip()}") from error
     exit_code = int(code) if code.isdigit() else -9
     return ExecResult(
         exit_code=-9 if timed_out else exit_code,

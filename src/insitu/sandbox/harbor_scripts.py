@@ -1,4 +1,4 @@
-"""What the harbor backend runs in its sandboxes, for any POSIX shell with tar, find, xargs and base64."""
+"""Shell scripts of the harbor backend, for any POSIX shell with tar, find, xargs and base64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ echo $? > exit; n=0
 while [ $n -lt 20 ] && { kill -0 $a || kill -0 $b; } 2> /dev/null; do sleep 0.05; n=$((n + 1)); done
 : > done
 """
-_TELL = """
+_REPORT = """
 { cat exit 2> /dev/null || echo none; } && for f in out err; do
   { head -c "$most" $f 2> /dev/null | base64 | tr -d '\\n'; echo; }; done
 """
@@ -36,18 +36,17 @@ until [ -f done ]; do
   sleep $pause 2> /dev/null || sleep 1
 done
 """
-    + _TELL
+    + _REPORT
 )
-TELL_LATE = 'folder=$1; most=$2\ncd "$folder" || exit 125\n' + _TELL
+REPORT_LATE = 'folder=$1; most=$2\ncd "$folder" || exit 125\n' + _REPORT
 KILL_ALL = """
-mark=$1; shift
+mark=$1
 for round in 1 2 3 4 5 6 7 8 9 10; do
   found=
   for folder in /proc/[0-9]*; do
     pid=${folder#/proc/}; [ "$pid" != $$ ] || continue
     said=$({ tr '\\0' '\\n' < "$folder/environ"; } 2> /dev/null | grep -x "INSITU_[A-Z]*=[0-9A-Z]*")
     case "$said" in *"$mark"*) ;; *) continue ;; esac
-    for kept; do case "$said" in *"$kept"*) continue 2 ;; esac; done
     found="$found $pid"; kill -STOP "$pid" 2> /dev/null
   done
   [ -n "$found" ] || exit 0
@@ -89,17 +88,16 @@ for folder in /proc/[0-9]*; do pid=${folder#/proc/}; look "$pid" && printf ' %s:
 true
 """
 )
-# In a sandbox of our own everything goes but init, what ran before the sandbox was handed out (a vendor's
-# service), this command with its ancestors, and the processes that carry a mark, with their descendants. A
-# process whose first thread has ended looks like a zombie, and lives on in the others.
+# Kills everything but init, what ran before the sandbox was handed out (a vendor's service), and this command
+# with its ancestors. A process whose main thread exited shows as zombie while its other threads run.
 KILL_REST = (
     LOOK
     + """
-known=$1; shift
+known=$1
 mine=" 1 "; parent=$$
 while [ "$parent" -gt 1 ]; do mine="$mine$parent "; look "$parent" || break; done
 for round in 1 2 3 4 5 6 7 8 9 10; do
-  all=; kept=" "
+  all=
   for folder in /proc/[0-9]*; do
     pid=${folder#/proc/}
     case "$mine" in *" $pid "*) continue ;; esac
@@ -110,26 +108,11 @@ for round in 1 2 3 4 5 6 7 8 9 10; do
       [ -n "$others" ] || continue ;;
     esac
     case "$known" in *" $pid:$time "*) continue ;; esac
-    if [ $# -gt 0 ]; then
-      said=$({ tr '\\0' '\\n' < "$folder/environ"; } 2> /dev/null | grep -x "INSITU_[A-Z]*=[0-9A-Z]*")
-      for mark; do case "$said" in *"$mark"*) kept="$kept$pid "; continue 2 ;; esac; done
-    fi
-    all="$all $pid:$parent"
-  done
-  more=1
-  while [ -n "$more" ]; do
-    more=; rest=
-    for each in $all; do
-      case "$kept" in
-        *" ${each#*:} "*) kept="$kept${each%:*} "; more=1 ;;
-        *) rest="$rest $each" ;;
-      esac
-    done
-    all=$rest
+    all="$all $pid"
   done
   [ -n "$all" ] || exit 0
-  for each in $all; do kill -STOP "${each%:*}" 2> /dev/null; done
-  for each in $all; do kill -9 "${each%:*}" 2> /dev/null; done
+  kill -STOP $all 2> /dev/null
+  kill -9 $all 2> /dev/null
 done
 exit 1
 """

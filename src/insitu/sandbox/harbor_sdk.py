@@ -1,7 +1,4 @@
-"""The edge to Harbor: the one file that imports it, at the point of use, and what of its interface is used.
-
-Harbor's environments run a command to the end and move files; `harbor.py` makes sandboxes of that.
-"""
+"""The only imports of Harbor, at the point of use, and protocols for the part of its interface in use."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from insitu.storage.ulid import new_ulid
 
 
 class Flags(Protocol):
-    """harbor.environments.capabilities.EnvironmentCapabilities, as far as it is looked at."""
+    """harbor.environments.capabilities.EnvironmentCapabilities, the part in use."""
 
     disable_internet: bool
 
@@ -30,7 +27,7 @@ class Result(Protocol):
 
 
 class Environment(Protocol):
-    """harbor.environments.base.BaseEnvironment, as far as it is used."""
+    """harbor.environments.base.BaseEnvironment, the part in use."""
 
     @property
     def capabilities(self) -> Flags: ...
@@ -54,11 +51,11 @@ class Environment(Protocol):
 
 
 Factory = Callable[[SandboxSpec, Path], Environment]
-"""Makes an environment, not started, for a spec; the folder is its own on the host."""
+"""(spec, host folder of the environment) -> environment, not started."""
 
 
 def of_kind(kind: str) -> Factory:
-    """Harbor's environment of that name (`e2b`, `docker`, ...). Raises SetupError without Harbor."""
+    """Return the factory of an environment of Harbor (`e2b`, `docker`, ...). Raises SetupError."""
     try:
         factory = importlib.import_module("harbor.environments.factory").EnvironmentFactory
         kinds = importlib.import_module("harbor.models.environment_type").EnvironmentType
@@ -93,7 +90,7 @@ def of_kind(kind: str) -> Factory:
 
 @contextlib.contextmanager
 def foreign(kind: type[InsituError], doing: str) -> Iterator[None]:
-    """The edge to Harbor: each vendor's library has exceptions of its own, so everything is caught here."""
+    """Convert every exception of Harbor and of the vendors' libraries to `kind`."""
     try:
         yield
     except InsituError:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from insitu.errors import SetupError
-from insitu.sandbox.process_owner import gone, owner
+from insitu.sandbox.process_owner import is_dead, owner
 
 START_S = 60.0
 STOP_S = 30.0
@@ -104,7 +104,7 @@ def sweep(parent: Path) -> int:
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             # One that is still about to end is for the next time.
-            if gone((folder / "owner").read_text()) and not _lives(folder):
+            if is_dead((folder / "owner").read_text()) and not _lives(folder):
                 _unmount(folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 swept += 1

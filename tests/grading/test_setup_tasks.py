@@ -62,7 +62,7 @@ async def test_a_base_is_found_once_and_is_what_the_setup_leaves(watched: Watche
 
 
 async def test_a_budget_lets_the_oldest_base_go(watched: Watched) -> None:
-    bases = BaseTrees(watched, remember_bytes=1)
+    bases = BaseTrees(watched, cache_bytes=1)
     first, _ = make()
     other, _ = make(Setup(commands=("echo other > o",)))
     await bases.of(first)

@@ -186,6 +186,6 @@ def test_v2_is_used_only_where_it_is_ours(tmp_path: Path) -> None:
     mounts, paths = [("", tmp_path, "/")], {"": "/"}
     assert "no memory controller; start with `systemd-run" in cgroup.look(mounts, paths).why
     (tmp_path / "cgroup.controllers").write_text("memory pids\n")
-    assert "not ours to arrange" in cgroup.look(mounts, paths).why
+    assert "no write access" in cgroup.look(mounts, paths).why
     (tmp_path / "cgroup.subtree_control").write_text("")
     assert cgroup.look(mounts, paths).cgroups is None

@@ -127,13 +127,13 @@ async def test_downloads_hold_up_nothing_else(monkeypatch: pytest.MonkeyPatch, t
         *) echo removed;;
     esac"""
     cli = Cli(fake_docker(tmp_path, script))
-    has_kl_term = [asyncio.ensure_future(cli.run(["pull", str(n)], timeout_s=60)) for n in range(2)]
+    downloads = [asyncio.ensure_future(cli.run(["pull", str(n)], timeout_s=60)) for n in range(2)]
     assert (await cli.run(["rm", "a"], timeout_s=60))[1] == b"removed\n"
-    assert not any(pull.done() for pull in has_kl_term)
+    assert not any(pull.done() for pull in downloads)
     with pytest.raises(BackendTimeout, match=r"^docker pull did not end within 0\.2 s$"):
         await cli.run(["pull", "third"], timeout_s=0.2)
     (tmp_path / "done").touch()
-    assert [code for code, *_ in await asyncio.gather(*has_kl_term)] == [0, 0]
+    assert [code for code, *_ in await asyncio.gather(*downloads)] == [0, 0]
     assert (tmp_path / "pulls").read_text() == "x\nx\n", "the third waited for its turn under its deadline"
 
 

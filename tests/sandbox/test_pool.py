@@ -316,7 +316,7 @@ async def test_many_controls_at_once_all_get_their_sandbox() -> None:
 async def test_a_wait_for_a_permit_is_told_and_ends(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("insitu.sandbox.pool.TELL_S", 0.02)
+    monkeypatch.setattr("insitu.sandbox.pool.LOG_S", 0.02)
     async with Pool([FakeBackend()], options(max_sandboxes=1, permit_wait_s=0.05)) as pool:
         async with await pool.create(PLAIN):
             with pytest.raises(SandboxStartError, match="all 1 permits for sandboxes are held"):

@@ -1,5 +1,4 @@
-"""Trees as tar archives, for sandboxes that move files that way. Nothing is ever extracted to the host's
-disk."""
+"""Trees as tar archives; nothing is extracted to the host's disk."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from insitu.types import FileEntry, Tree
 
 
 def pack(files: Tree) -> bytes:
-    """With every folder by name: tar then replaces a link that stands where a folder must be."""
+    """Return a tar archive that names every folder, so that tar replaces a link in place of one."""
     packed, made = io.BytesIO(), set[PurePosixPath]()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for path, entry in files.items():
@@ -29,7 +28,7 @@ def pack(files: Tree) -> bytes:
 
 
 def unpack(packed: bytes, max_bytes: int, max_files: int) -> Tree:
-    """Regular files with names that stay inside; nothing is extracted. Raises TreeTooLarge."""
+    """Return the regular files of an archive whose paths stay inside. Raises TreeTooLarge."""
     found: dict[str, FileEntry] = {}
     entries, size = 0, 0
     try:
@@ -42,7 +41,7 @@ def unpack(packed: bytes, max_bytes: int, max_files: int) -> Tree:
                     raise TreeTooLarge("work folder is over a cap of entries or bytes")
                 entry = _entry(archive, member) if len(name.parts) <= MAX_DEPTH + 1 else None
                 if entry is not None:
-                    size += len(entry.content) - member.size  # a hard link says 0
+                    size += len(entry.content) - member.size  # 0 for a hard link
                     found[str(name)] = entry
     except tarfile.TarError as error:
         raise TreeTooLarge(f"work folder is over a cap: its archive ends early ({error})") from error
@@ -52,7 +51,6 @@ def unpack(packed: bytes, max_bytes: int, max_files: int) -> Tree:
 
 
 def _entry(archive: tarfile.TarFile, member: tarfile.TarInfo) -> FileEntry | None:
-    """A regular file, also one with more names, whose name is text and stays inside."""
     name = PurePosixPath(member.name)
     try:
         member.name.encode()

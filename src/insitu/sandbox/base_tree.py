@@ -1,8 +1,6 @@
-"""The tree that a task starts from, as the host knows it: the task's own files, or what its image and setup
-commands leave in the work folder of a sandbox where no agent ever was, with the task's files over it.
+"""The tree a task starts from: its files, over what its image and setup commands leave in the work folder.
 
-A sandbox is opened for it once per image, setup and files; the answer is kept, newest last, within a budget
-of bytes. Both sides of a rollout compare with it: the grader, and the record of what an agent changed.
+A fresh sandbox finds it, once per image, setup and files; an LRU cache keeps the trees.
 """
 
 from __future__ import annotations
@@ -24,40 +22,39 @@ MAX_FILES = 200_000
 
 @runtime_checkable
 class ResolvesImages(Protocol):
-    """A backend that can tell which image a reference means."""
+    """A backend that resolves image references."""
 
     async def image_digest(self, image: str) -> str:
-        """A name with a digest, a content id, or `image` itself where none is known. Raises
-        SandboxStartError."""
+        """Return a name with a digest, a content id, or `image` itself. Raises SandboxStartError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseTree:
-    """What a task starts from."""
+    """The tree a task starts from."""
 
     files: Tree = field(repr=False)
     image: str = ""
-    """The image with its digest, where the backend knows it; empty = the plain sandbox."""
+    """The image, with its digest where known; empty = the plain sandbox."""
 
 
 def is_plain(setup: Setup) -> bool:
-    """Whether a sandbox holds nothing but the task's files."""
+    """Return whether a sandbox holds only the task's files."""
     return not setup.image and not setup.commands and not setup.root_commands
 
 
 class BaseTrees:
-    """Finds base trees and remembers them; safe to call concurrently."""
+    """Cached base trees; safe to call concurrently."""
 
     def __init__(
-        self, backend: SandboxBackend, *, max_bytes: int = 512 << 20, remember_bytes: int = 1 << 30
+        self, backend: SandboxBackend, *, max_bytes: int = 512 << 20, cache_bytes: int = 1 << 30
     ) -> None:
-        """`max_bytes` bounds one tree, `remember_bytes` all that are kept (the newest is, in any case)."""
-        self._backend, self._max_bytes, self._budget = backend, max_bytes, remember_bytes
+        """`max_bytes` bounds one tree, `cache_bytes` the cache (the newest tree is always kept)."""
+        self._backend, self._max_bytes, self._budget = backend, max_bytes, cache_bytes
         self._known: OrderedDict[str, tuple[BaseTree, int]] = OrderedDict()
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def of(self, task: Task) -> BaseTree:
-        """Raises SandboxError, also when a command of the setup fails."""
+        """Return the tree. Raises SandboxError, also when a setup command fails."""
         if is_plain(task.setup):
             return BaseTree(files=task.files)
         key = await self._key(task)
@@ -68,10 +65,10 @@ class BaseTrees:
                 self._known[key] = found, size
             self._known.move_to_end(key)
             found, _ = self._known[key]
-            self._forget()
+            self._evict()
         return found
 
-    def _forget(self) -> None:
+    def _evict(self) -> None:
         while len(self._known) > 1 and sum(size for _, size in self._known.values()) > self._budget:
             key, _ = self._known.popitem(last=False)
             if not self._locks[key].locked():
@@ -106,8 +103,7 @@ class BaseTrees:
 
 
 async def set_up(sandbox: Sandbox, setup: Setup) -> None:
-    """Run a task's setup commands in its work folder, those of root first. The sandbox's spec has
-    `root_setup` where there are such. Raises SandboxError: the host's doing, or the row's."""
+    """Run a task's setup commands in its work folder, those of root first. Raises SandboxError."""
     deadline = time.monotonic() + setup.timeout_s
     if setup.root_commands:
         if not isinstance(sandbox, SupportsRootSetup):

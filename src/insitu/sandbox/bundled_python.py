@@ -1,8 +1,7 @@
-"""A Python to lend to sandboxes made of foreign images: loader, libraries and the few modules PID 1 needs.
+"""A Python bundle for PID 1 in any image: interpreter, loader, libraries and a few modules, some 10 MB.
 
-An image may hold no Python, an old one, another C library, or one that an earlier layer tampered with; this
-folder, shown read-only, starts in any of them. Made once per Python and supervisor in insitu's cache, some
-ten megabytes. Blocking: called when a backend is made.
+An image may have no Python, an old one or another C library. The bundle is mounted read-only, and cached per
+Python and supervisor.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from pathlib import Path
 from insitu.errors import SetupError
 from insitu.sandbox import rootfs as layout
 
-LENT_AT = "/run/insitu/python"
-RECIPE = 2
-"""Of this module; another one makes the folder anew."""
-TRY_S = 30
+MOUNT = "/run/insitu/python"
+FORMAT = 2
+"""Version of the bundle; bump to rebuild it."""
+TIMEOUT_S = 30
 _SONAME = re.compile(r"^.+?\.so\.\d+(?=\.)")
-"""Programs ask for libfoo.so.1 where the file is libfoo.so.1.2.3."""
+"""Programs link to libfoo.so.1, the file is libfoo.so.1.2.3."""
 
 _LIST = """
 import __future__, _socket, codecs, ctypes, encodings.ascii, encodings.latin_1, encodings.utf_8
@@ -45,30 +44,23 @@ for line in open("/proc/self/maps"):
 
 
 def _command(folder: str, loader: str) -> list[str]:
-    return [
-        f"{folder}/lib/{loader}",
-        "--library-path",
-        f"{folder}/lib",
-        f"{folder}/bin/python3",
-        "-I",
-        "-S",
-        "-B",
-    ]
+    library = f"{folder}/lib"
+    return [f"{library}/{loader}", "--library-path", library, f"{folder}/bin/python3", "-I", "-S", "-B"]
 
 
 def command() -> list[str]:
-    """How a sandbox starts its PID 1; the supervisor's arguments follow."""
-    return [*_command(LENT_AT, "loader"), f"{LENT_AT}/supervisor.pyc"]
+    """Return the command of PID 1, without the supervisor's arguments."""
+    return [*_command(MOUNT, "loader"), f"{MOUNT}/supervisor.pyc"]
 
 
 def stage_python(cache: Path) -> Path:
-    """The folder to show at LENT_AT. Raises SetupError."""
+    """Build the bundle where missing; return its folder, to mount at MOUNT. Raises SetupError."""
     inside = layout.python_inside()
     python = Path(sys.base_prefix, "bin", "python3") if inside.startswith(layout.OWN_PYTHON) else Path(inside)
     try:
         code = layout.compile_supervisor()
         version = f"{python.resolve()} {python.stat().st_mtime_ns} {platform.machine()}"
-        stamp = f"{RECIPE} {_LIST} {version}".encode()
+        stamp = f"{FORMAT} {_LIST} {version}".encode()
         folder = cache / f"sandbox-python-{hashlib.sha256(stamp + code).hexdigest()[:16]}"
         if not folder.exists():
             cache.mkdir(parents=True, exist_ok=True)
@@ -77,21 +69,21 @@ def stage_python(cache: Path) -> Path:
                 if not folder.exists():
                     Path(scratch, "made").rename(folder)
     except (OSError, subprocess.SubprocessError) as error:
-        raise SetupError(f"no Python to lend to sandboxes: {error}") from error
+        raise SetupError(f"no Python bundle for sandboxes: {error}") from error
     return folder
 
 
 def _make(folder: Path, python: Path, code: bytes) -> None:
-    said = subprocess.run(
-        [python, "-I", "-S", "-c", _LIST], capture_output=True, check=True, timeout=TRY_S, text=True
+    listed = subprocess.run(
+        [python, "-I", "-S", "-c", _LIST], capture_output=True, check=True, timeout=TIMEOUT_S, text=True
     ).stdout.split("\n")
-    executable, library = Path(said[0]).resolve(), Path(said[1])
+    executable, library = Path(listed[0]).resolve(), Path(listed[1])
     for part in ("bin", "lib"):
         (folder / part).mkdir(parents=True)
     shutil.copy2(executable, folder / "bin" / "python3")
     home = folder / "lib" / library.name
     loader = ""
-    for path in {Path(line) for line in said[2:] if line}:
+    for path in {Path(line) for line in listed[2:] if line}:
         if path.is_relative_to(library):
             targets = [home / path.relative_to(library)]
         else:
@@ -101,7 +93,7 @@ def _make(folder: Path, python: Path, code: bytes) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target)
     if not loader:
-        raise OSError(f"{python} has no loader of its own")
+        raise OSError(f"{python} has no dynamic loader")
     (folder / "lib" / loader).rename(folder / "lib" / "loader")
     (folder / "supervisor.pyc").write_bytes(code)
     for path in (folder, *folder.rglob("*")):
@@ -110,9 +102,9 @@ def _make(folder: Path, python: Path, code: bytes) -> None:
         [*_command(str(folder), "loader"), "-c", _LIST],
         capture_output=True,
         check=True,
-        timeout=TRY_S,
+        timeout=TIMEOUT_S,
         env={},
     )
-    strangers = [line for line in done.stdout.decode().split() if ".so" in line and str(folder) not in line]
-    if strangers:
-        raise OSError(f"{python} cannot do without {strangers[0]}")
+    outside = [line for line in done.stdout.decode().split() if ".so" in line and str(folder) not in line]
+    if outside:
+        raise OSError(f"{python} needs {outside[0]} outside of the bundle")

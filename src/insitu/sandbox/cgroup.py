@@ -1,10 +1,8 @@
-"""Control groups: one for each local sandbox, below the group of this process, so that every limit of ours
-holds.
+"""Control groups (cgroup v1 and v2): one per local sandbox, below the group of this process.
 
-A sandbox's first process enters before it does anything else, so all that the sandbox ever runs is in it.
-Both versions are served: v2, where this process's part of the tree is ours to arrange, and v1, where the
-memory and the pids hierarchy can be written. Where neither is so, sandboxes are made without, and
-`Found.why` says why. Callers: local, doctor, benchmarks.
+The first process of a sandbox enters its group before it does anything else. v2 needs a delegated group, v1
+write access to the memory and pids hierarchies. Without either, sandboxes have no group, and
+`CgroupSupport.why` gives the reason.
 """
 
 from __future__ import annotations
@@ -21,20 +19,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from insitu.sandbox.process_owner import gone, owner
+from insitu.sandbox.process_owner import is_dead, owner
 
 log = logging.getLogger(__name__)
 
 NEEDED = ("memory", "pids")
 PREFIX = "insitu-"
 LEAF = "insitu.host"
-"""v2: where this process and its relatives go, since a group with processes of its own can have no parts."""
+"""v2: the group of this process and its relatives: a group with processes can have no child groups."""
 REMOVE_S = 5.0
 PAUSE_S = 0.002
 OUTSIDE = 2
-"""Processes of a sandbox that are not the sandbox's own: its PID 1 and the one that waits for it."""
+"""Processes beside the sandbox's own: PID 1 and the parent that waits for it."""
 PROCESSES = 4096
-"""Processes and threads of a sandbox that names no limit."""
+"""Default limit of processes and threads."""
 DELEGATE = "systemd-run --user --scope -p Delegate=yes"
 _numbers = itertools.count(1)
 
@@ -44,23 +42,23 @@ ENTER = (
     'while [ "$1" != -- ]; do echo 0 >"$1" || exit 1; shift; done; shift; exec "$@"',
     "sh",
 )
-"""A command's first words: enter the groups whose files come next, then after `--` become what follows."""
+"""Command prefix: enter the groups whose files follow, then exec what comes after `--`."""
 
 
 class OomCounter:
-    """How many processes of a group the kernel has killed for want of memory."""
+    """Number of OOM kills in a group."""
 
     def __init__(self, events: Path | None = None) -> None:
-        """`events` is memory.events or, of v1, memory.oom_control; without, none are told. Raises OSError."""
+        """`events`: memory.events, or memory.oom_control (v1); None counts nothing. Raises OSError."""
         self._fd = -1 if events is None else os.open(events, os.O_RDONLY | os.O_CLOEXEC)
         self._count = 0
 
     def count(self) -> int:
-        """Once closed, what it was last."""
+        """Return the number of OOM kills; after `close` the last one."""
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # the group is gone
+            with contextlib.suppress(OSError):  # the group was removed
                 for line in os.pread(self._fd, 4096, 0).splitlines():
-                    if line.startswith(b"oom_kill "):  # not told before Linux 4.13
+                    if line.startswith(b"oom_kill "):  # missing before Linux 4.13
                         self._count = int(line.split()[1])
         return self._count
 
@@ -72,7 +70,7 @@ class OomCounter:
 
 
 class Cgroup:
-    """The control group of one sandbox; `folders` is one folder, or with v1 one for each controller."""
+    """The control group of one sandbox; v1 has one folder per controller."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = tuple(folders)
@@ -83,7 +81,7 @@ class Cgroup:
         return self._folders[0].name
 
     def limit(self, memory_bytes: int, processes: int) -> None:
-        """Raises OSError."""
+        """Set the limits. Raises OSError."""
         memory, pids = self._folders[0], self._folders[-1]
         if len(self._folders) == 1:
             _set(memory / "memory.max", memory_bytes)
@@ -97,14 +95,13 @@ class Cgroup:
         self.kills = OomCounter(memory / events)
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """`argv` as a command that enters the group before it starts."""
-        # Of v1 the file for one thread, which is all that the command has yet: a thread that moves itself
-        # takes no lock, where a process waits for every CPU (some 15 ms).
+        """Return `argv` with the prefix that enters the group."""
+        # v1: `tasks` moves the one thread without a lock; `cgroup.procs` waits for every CPU (some 15 ms).
         file = "tasks" if len(self._folders) > 1 else "cgroup.procs"
         return [*ENTER, *(str(folder / file) for folder in self._folders), "--", *argv]
 
     def kill(self) -> None:
-        """End everything in it; idempotent. One that forks meanwhile takes several calls."""
+        """Kill all processes; idempotent. Fork bombs take several calls."""
         for folder in self._folders:
             with contextlib.suppress(OSError):
                 _set(folder / "cgroup.kill", 1)
@@ -114,7 +111,7 @@ class Cgroup:
                     os.kill(pid, signal.SIGKILL)
 
     def try_remove(self) -> bool:
-        """Whether it is gone."""
+        """Remove the group if it is empty; return whether it is removed."""
         self.kills.close()
         left = False
         for folder in self._folders:
@@ -127,16 +124,16 @@ class Cgroup:
         return not left
 
     async def remove(self) -> None:
-        """End what is left in it, and it. Never raises: what cannot be removed is left to the reaper."""
+        """Kill and remove in a thread. Never raises: the reaper takes what cannot be removed."""
         if not self.try_remove():
             await asyncio.to_thread(self.end)
 
     def end(self) -> None:
-        """As `remove`, and blocks for as long as something in it is alive, REMOVE_S at most."""
+        """Kill and remove; blocks until the group is empty, REMOVE_S at most."""
         deadline = time.monotonic() + REMOVE_S
         while not self.try_remove():
             if time.monotonic() > deadline:
-                log.warning("a control group is left to the reaper name=%s", self.name)
+                log.warning("leaked control group name=%s", self.name)
                 return
             self.kill()
             time.sleep(PAUSE_S)
@@ -144,15 +141,15 @@ class Cgroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cgroups:
-    """Makes control groups. `parents` are the folders they go in: of v2 one, of v1 that of memory and that of
-    pids; `roots` the mounts these lie in."""
+    """A factory of control groups. `parents`: their folders, one for v2, memory and pids for v1."""
 
     version: int
     parents: tuple[Path, ...]
     roots: tuple[Path, ...]
+    """Mount points of the hierarchies."""
 
     def make(self, memory_bytes: int, processes: int | None) -> Cgroup:
-        """Raises OSError."""
+        """Make a group with limits. Raises OSError."""
         name = f"{PREFIX}{owner()}-{next(_numbers)}"
         made = Cgroup([parent / name for parent in self.parents])
         try:
@@ -165,29 +162,29 @@ class Cgroups:
         return made
 
     def names(self, mark: str = "") -> set[str]:
-        """Names of the groups that there are, by default those of this process."""
+        """Return the names of the groups of an owner, by default of this process."""
         start = f"{PREFIX}{mark or owner()}-"
         return {folder.name for folder in self._all() if folder.name.startswith(start)}
 
     def reap(self) -> int:
-        """Remove the groups of processes that are gone, with what runs in them; how many there were."""
+        """Remove the groups of dead owners with their processes; return how many."""
         dead: dict[str, list[Path]] = {}
         for folder in self._all():
-            if gone(folder.name.removeprefix(PREFIX).rpartition("-")[0]):
+            if is_dead(folder.name.removeprefix(PREFIX).rpartition("-")[0]):
                 dead.setdefault(folder.name, []).append(folder)
         for folders in dead.values():
             Cgroup(folders).end()
         return len(dead)
 
     def _all(self) -> Iterator[Path]:
-        """Groups of sandboxes, of any process: where an owner was started, its groups are."""
+        # Below the whole mount: an owner's groups lie below the group that it was started in.
         for root in self.roots:
             yield from _below(root)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CgroupSupport:
-    """What this machine has: `cgroups`, or the reason `why` there are none."""
+    """What this machine offers: `cgroups`, or the reason `why` there are none."""
 
     cgroups: Cgroups | None
     why: str = ""
@@ -195,7 +192,7 @@ class CgroupSupport:
 
 @functools.cache
 def find() -> CgroupSupport:
-    """Looks once. With v2 it moves this process and its relatives into a part of their own group."""
+    """Probe once. On v2 this may move this process and its relatives into a child group."""
     try:
         mounts = _mounts(Path("/proc/self/mountinfo").read_text())
         paths = _paths(Path("/proc/self/cgroup").read_text())
@@ -205,8 +202,7 @@ def find() -> CgroupSupport:
 
 
 def kills_of(pid: int) -> OomCounter:
-    """Those of the group that a process of another sandbox maker is in; none are told where it cannot be
-    seen."""
+    """Return the OOM counter of the group of a process; one that stays 0 where the group is not visible."""
     with contextlib.suppress(OSError):
         paths = _paths(Path(f"/proc/{pid}/cgroup").read_text())
         for mount in _mounts(Path("/proc/self/mountinfo").read_text()):
@@ -217,8 +213,11 @@ def kills_of(pid: int) -> OomCounter:
 
 
 def look(mounts: Sequence[tuple[str, Path, str]], paths: dict[str, str]) -> CgroupSupport:
-    """`mounts` are (controller, mount point, root of the mount), of v2 with the controller ""; `paths` are
-    this process's groups by controller. Tries what it finds with a group that nothing enters."""
+    """Return the first version whose groups can be made.
+
+    `mounts`: (controller, mount point, root of the mount), controller "" for v2; `paths`: this process's
+    groups by controller.
+    """
     reasons = []
     for names in (("",), NEEDED):
         here = [next((m for m in mounts if m[0] == name), None) for name in names]
@@ -233,57 +232,56 @@ def look(mounts: Sequence[tuple[str, Path, str]], paths: dict[str, str]) -> Cgro
             found = Cgroups(version=2 if names == ("",) else 1, parents=parents, roots=roots)
             found.make(1 << 30, 64).try_remove()
         except OSError as error:
-            reasons.append(f"v{2 if names == ('',) else 1}: {_told(error)}")
+            reasons.append(f"v{2 if names == ('',) else 1}: {_reason(error)}")
         else:
             return CgroupSupport(cgroups=found)
     return CgroupSupport(cgroups=None, why="; ".join(reasons) or "no control groups with memory and pids")
 
 
-def _told(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return f"{error.strerror} ({error.filename})" if error.filename else str(error)
 
 
 def _own(mount: tuple[str, Path, str], path: str) -> Path:
-    """The folder of our group. Raises OSError when it is not below the mount."""
+    """Return the folder of this process's group. Raises OSError when it is not below the mount."""
     _, point, root = mount
     if ".." in PurePosixPath(path).parts or not PurePosixPath(path).is_relative_to(root):
-        raise OSError("our own group is outside of what is mounted")
+        raise OSError("the group of this process is outside of the mount")
     return point / PurePosixPath(path).relative_to(root)
 
 
 def _arrange(own: Path) -> Path:
-    """v2: the group below which sandboxes get theirs, prepared for it. Raises OSError."""
+    """Enable the controllers for child groups (v2); return the parent group. Raises OSError."""
     place = own.parent if own.name == LEAF else own
     lacking = set(NEEDED) - set((place / "cgroup.controllers").read_text().split())
     if lacking:
-        raise OSError(
-            f"our group has no {' and no '.join(sorted(lacking))} controller; start with `{DELEGATE}`"
-        )
+        names = " and no ".join(sorted(lacking))
+        raise OSError(f"the group of this process has no {names} controller; start with `{DELEGATE}`")
     switch = place / "cgroup.subtree_control"
     if os.statvfs(place).f_flag & os.ST_RDONLY:
         raise OSError("mounted read-only")
     if not os.access(switch, os.W_OK):
-        raise OSError(f"our group is not ours to arrange; start with `{DELEGATE}`")
+        raise OSError(f"no write access to the group of this process; start with `{DELEGATE}`")
     if set(NEEDED) <= set(switch.read_text().split()):
         return place
     wanted = " ".join(f"+{name}" for name in NEEDED)
     try:
         _set(switch, wanted)
     except OSError:
-        _make_way(place)
+        _move_to_leaf(place)
         _set(switch, wanted)
     return place
 
 
-def _make_way(place: Path) -> None:
-    """Move all processes of our group into a part of it, if all are our relatives. Raises OSError."""
+def _move_to_leaf(place: Path) -> None:
+    """Move all processes of the group into LEAF, if all are relatives of this one. Raises OSError."""
     leaf = place / LEAF
     for _ in range(3):
         there = _pids(place)
         if not there:
             return
         if not set(there) <= _relatives():
-            raise OSError(f"our group holds processes of others; start with `{DELEGATE}`")
+            raise OSError(f"the group holds unrelated processes; start with `{DELEGATE}`")
         leaf.mkdir(exist_ok=True)
         for pid in there:
             with contextlib.suppress(ProcessLookupError):
@@ -291,7 +289,7 @@ def _make_way(place: Path) -> None:
 
 
 def _relatives() -> set[int]:
-    """This process, what it comes from and what it started."""
+    """Return this process, its ancestors and its descendants."""
     parents = {}
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -325,7 +323,7 @@ def _set(file: Path, value: object) -> None:
 
 
 def _pids(folder: Path) -> list[int]:
-    """0 stands for a process that this PID namespace cannot name."""
+    """Return the processes of a group; 0 for one outside of this PID namespace."""
     try:
         return [int(line) for line in (folder / "cgroup.procs").read_text().split()]
     except OSError:
@@ -346,6 +344,6 @@ def _mounts(mountinfo: str) -> list[tuple[str, Path, str]]:
 
 
 def _paths(text: str) -> dict[str, str]:
-    """Controller -> path of this process's group; v2 has the controller ""."""
+    """Return controller -> path of a process's group; controller "" for v2."""
     rows = (line.split(":", 2) for line in text.splitlines())
     return {name: path for _, names, path in rows for name in names.split(",")}

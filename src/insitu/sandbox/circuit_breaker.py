@@ -1,10 +1,9 @@
-"""A circuit breaker: what fails again and again is left alone for a while, then tried with one call.
+"""A circuit breaker.
 
     closed --threshold failures in the window--> open --cool-down over--> half open --success--> closed
                                                   ^--------- failure, cool-down doubled ---------|
 
-A success forgets every failure and every doubling. Used by the pool for each backend, and by the collector
-for a run as a whole (collect/breaker.py).
+A success resets the failures and the cool-down.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ class CircuitOptions:
     """When a circuit opens, and for how long."""
 
     threshold: int = 5
-    """Failures within the window that open it."""
+    """Failures within the window that open the circuit."""
     window_s: float = 60.0
     cooldown_s: float = 30.0
-    """Seconds it first stays open; doubled by each trial that fails."""
+    """First cool-down; doubled by each failed trial."""
     most_cooldown_s: float = 600.0
 
 
 class Circuit:
-    """Counts the failures of one thing. Not for use by more than one thread."""
+    """Failure counter of one resource; not thread-safe."""
 
     def __init__(self, options: CircuitOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self._options, self._clock = options, clock
@@ -40,9 +39,9 @@ class Circuit:
         self._until = 0.0
         self.state: State = "closed"
         self.cause = ""
-        """Of the last failure."""
+        """Message of the last failure."""
         self.trips = 0
-        """How often it has opened, trials that failed included."""
+        """Times it opened, failed trials included."""
 
     @property
     def failures(self) -> int:
@@ -53,11 +52,11 @@ class Circuit:
 
     @property
     def cooled_in_s(self) -> float:
-        """Seconds until a trial is due; 0 when it is, and while closed."""
+        """Seconds until a trial is due; 0 when it is due or the circuit is closed."""
         return max(0.0, self._until - self._clock()) if self.state == "open" else 0.0
 
     def try_again(self) -> bool:
-        """Whether the caller may make the one trial; True makes the circuit half open until it reports."""
+        """Return whether the caller may make the one trial; True half-opens the circuit."""
         if self.state != "open" or self.cooled_in_s > 0:
             return False
         self.state = "half_open"
@@ -69,7 +68,7 @@ class Circuit:
         self.state = "closed"
 
     def fail(self, cause: str) -> None:
-        """One more failure. While open it is news of a call that began before, and changes nothing."""
+        """Count a failure; while open it belongs to an earlier call and is ignored."""
         self.cause = cause
         if self.state == "open":
             return

@@ -1,5 +1,4 @@
-"""The host's end of the socket to a sandbox's PID 1: sends jobs with their descriptors, hears how they
-ended."""
+"""The host's end of the control socket to a sandbox's PID 1 (supervisor.py)."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ async def readable(fd: int) -> None:
 
 
 class Control:
-    """Every job gets a number; `started` jobs answer with an exit code, orders with success or not."""
+    """Numbered jobs over the control socket. A job answers with its exit code, an order with a number."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -49,26 +48,26 @@ class Control:
 
     @property
     def peer(self) -> int:
-        """Process at the other end of a socket that it connected to; 0 when it has no number here."""
-        told = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, _, _ = _CREDENTIALS.unpack(told)
+        """PID of the connected process; 0 outside of this PID namespace."""
+        peer = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, _, _ = _CREDENTIALS.unpack(peer)
         return int(pid)
 
     async def ready(self) -> list[int]:
-        """Wait for the first line; returns the descriptors that came with it. The caller sets a deadline."""
+        """Wait for the first line; return the descriptors sent with it. The caller sets a deadline."""
         await readable(self._sock.fileno())
         try:
             line, fds, _, _ = socket.recv_fds(self._sock, 64, MAX_FDS)
         except OSError as error:
-            raise SandboxError(f"no word from the sandbox: {error.strerror}") from error
+            raise SandboxError(f"no answer from the sandbox: {error.strerror}") from error
         if line != b"ready\n":
             for fd in fds:
                 os.close(fd)
             raise SandboxError("the sandbox ended while it was built")
-        self._loop.add_reader(self._sock, self._hear)
+        self._loop.add_reader(self._sock, self._receive)
         return fds
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             data = self._sock.recv(65536)
         except BlockingIOError:
@@ -93,13 +92,13 @@ class Control:
         for future in self._answers.values():
             if not future.done():
                 future.set_exception(SandboxLost("the sandbox is gone"))
-                future.exception()  # mark as seen: not every job has someone waiting
+                future.exception()  # mark as retrieved: not every job is awaited
         self._answers.clear()
 
     async def start(
         self, kind: str, fields: Sequence[str], fds: Sequence[int] = ()
     ) -> tuple[str, asyncio.Future[int]]:
-        """Send one order. Raises SandboxLost when the sandbox is gone."""
+        """Send one job; return its number and its answer. Raises SandboxLost."""
         job = str(next(self._numbers))
         parts = [os.fsencode(part) for part in (kind, job, *fields)]
         if any(b"\0" in part for part in parts):
@@ -116,12 +115,11 @@ class Control:
                     await self._loop.sock_sendall(self._sock, body)
             except (OSError, TimeoutError) as error:
                 self._lose()
-                raise SandboxLost(f"the sandbox does not listen: {error}") from error
+                raise SandboxLost(f"the control socket of the sandbox failed: {error}") from error
         return job, future
 
     async def order(self, kind: str, *fields: str) -> int:
-        """Send an order and wait for its answer, a number: what was asked for, or whether it was done. Raises
-        SandboxLost also when none comes in time."""
+        """Send an order and return its answer. Raises SandboxLost, also on a timeout."""
         _, future = await self.start(kind, fields)
         try:
             async with asyncio.timeout(ANSWER_S):

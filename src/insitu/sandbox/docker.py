@@ -1,10 +1,9 @@
-"""The `docker` backend: a sandbox is one container, made by the docker or podman command line.
+"""The `docker` backend: a sandbox is one container, started by the docker or podman command line.
 
-The container's first process is insitu's own supervisor.py, run by a Python that insitu lends (any image will
-do), and it is driven as in a local sandbox: over one socket, which is mounted into the container and gone
-once it is connected. So a command in a sandbox costs no call to the daemon, and files move through
-descriptors of the sandbox's folders. No network device but loopback: the way to the gateway is a listener of
-PID 1 that the host serves. A container ends with this process, whatever ends it, and the daemon removes it.
+PID 1 of the container is supervisor.py, run by bundled_python.py, so any image will do. As in a local sandbox
+the host drives it over one socket: commands need no call to the daemon, and files move through descriptors of
+the sandbox's folders. The only network device is loopback; PID 1 listens there for the gateway. A container
+ends when this process ends.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,33 +38,28 @@ from insitu.sandbox.docker_cli import Cli, classify
 from insitu.sandbox.docker_image import Image, Images
 from insitu.sandbox.docker_sandbox import DockerSandbox, remove, remove_after
 from insitu.sandbox.limits import allow_open_files
-from insitu.sandbox.process_owner import LABEL, gone, owner
+from insitu.sandbox.process_owner import LABEL, is_dead, owner
 from insitu.storage.temp_dirs import remove_stale_scratch, scratch_folder
 
 log = logging.getLogger(__name__)
 
 SANDBOX_AT = "/run/insitu/sandbox"
-LOOK_S = 2.0
-"""Seconds without word from a sandbox after which its container is looked at."""
+INSPECT_S = 2.0
+"""Interval of `inspect` while a container starts."""
 PIDS = 4096
-"""Processes and threads of a sandbox that names no limit."""
-
-
+"""Default limit of processes and threads."""
 ROOT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETPCAP", "SETUID")
-"""What root has while a task is set up: files and users, as in the build of an image. SETPCAP, to give all
-of them up."""
+"""Capabilities of root during setup: files and users, as in an image build; SETPCAP, to drop them all."""
 
 
 class DockerBackend:
-    """Makes docker sandboxes; implements insitu.sandbox.base.SandboxBackend.
+    """Implements insitu.sandbox.base.SandboxBackend.
 
-    `image` is what sandboxes are made of that name none; their system is read-only. `user` is "UID" or
-    "UID:GID" (0 is root without any capability, for images that only work as root); without root on this
-    side it is our own. `memory_bytes` bounds a whole sandbox with its writable places in memory, where the
-    daemon has that cgroup; a spec's `memory_bytes` each process. What a sandbox of a task's image writes to
-    its system and work folder lies on the daemon's disk; `disk_bytes` bounds it (0 = nothing does), with
-    storage that has quotas. Raises SetupError on construction when there is no daemon that can make such
-    sandboxes here.
+    `image`: default image, with a read-only system. `user`: "UID" or "UID:GID" (0: root without capabilities,
+    for images that only work as root); an unprivileged host uses its own ids. `memory_bytes`: of a whole
+    sandbox, tmpfs included, where the daemon has a memory cgroup. `disk_bytes`: what a sandbox of a task's
+    image may write to the daemon's disk (0 = unlimited), needs storage with quotas. Raises SetupError without
+    a suitable daemon.
     """
 
     def __init__(
@@ -123,17 +116,19 @@ class DockerBackend:
         return frozenset(some)
 
     async def image_digest(self, image: str) -> str:
-        """What `image` is now: a name with its registry's digest, or a content id. Raises ImageMissing."""
+        """Return the name with the registry's digest, or the content id. Raises ImageMissing."""
         return (await self._images.get(image)).digest
 
     async def reap(self) -> int:
-        """Remove the sandboxes of processes that are gone, and the folders in which these were starting
-        some; how many sandboxes there were. Raises SandboxError."""
+        """Remove sandboxes and scratch folders of dead owners; return the number of sandboxes.
+
+        Raises SandboxError.
+        """
         await asyncio.to_thread(remove_stale_scratch)
         form = f'{{{{.ID}}}} {{{{.Label "{LABEL}"}}}}'
-        said = await self._cli.call("ps", "--all", "--filter", f"label={LABEL}", "--format", form)
-        rows = (line.split() for line in said.decode("utf-8", "replace").splitlines())
-        left = [row[0] for row in rows if len(row) == 2 and gone(row[1])]
+        listed = await self._cli.call("ps", "--all", "--filter", f"label={LABEL}", "--format", form)
+        rows = (line.split() for line in listed.decode("utf-8", "replace").splitlines())
+        left = [row[0] for row in rows if len(row) == 2 and is_dead(row[1])]
         for container in left:
             await remove(self._cli, container)
         return len(left)
@@ -216,8 +211,7 @@ class DockerBackend:
     async def _connected(
         self, spec: SandboxSpec, image: Image, name: str, folder: Path, listener: socket.socket
     ) -> Control:
-        """Start the container and wait for its PID 1 to connect, once: nothing else in the sandbox ever
-        can."""
+        """Start the container and accept the one connection of its PID 1."""
         shown = folder / "in"
         shown.mkdir(mode=0o755)
         shown.chmod(0o755)
@@ -233,11 +227,11 @@ class DockerBackend:
         deadline = time.monotonic() + self._start_timeout_s
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(INSPECT_S):
                     control, _ = await asyncio.get_running_loop().sock_accept(listener)
                     return Control(control)
-            _, said, _ = await self._cli.run(["inspect", "--format", "{{.State.Status}}", name])
-            word = said.decode().strip() or "gone"
+            _, state, _ = await self._cli.run(["inspect", "--format", "{{.State.Status}}", name])
+            word = state.decode().strip() or "gone"
             if word != "running" or time.monotonic() > deadline:
                 raise SandboxStartError(
                     f"a sandbox did not report to {shown} (its container is {word}); is the daemon here?"
@@ -262,7 +256,7 @@ class DockerBackend:
                 argv += _memory_place(place, scratch, user, group)
             elif not spec.image:
                 argv += _memory_place(place, work, user, group)
-        argv += _bind(self._python, sandbox_python.LENT_AT) + _bind(shown, SANDBOX_AT)
+        argv += _bind(self._python, sandbox_python.MOUNT) + _bind(shown, SANDBOX_AT)
         argv += _bind(image.etc / "passwd", "/etc/passwd") + _bind(image.etc / "group", "/etc/group")
         for bind in spec.binds:
             argv += _bind(bind.source.resolve(), bind.target)
@@ -298,7 +292,7 @@ class DockerBackend:
         return argv
 
     def _environment(self, spec: SandboxSpec, image: Image) -> dict[str, str]:
-        """The image's own, under what every sandbox has: a task's programs are where its image says."""
+        """Return the image's environment below that of every sandbox, with the image's PATH."""
         common = layout.environment(spec)
         path = {} if "PATH" in spec.env or "PATH" not in image.env else {"PATH": image.env["PATH"]}
         return image.env | common | path
@@ -322,18 +316,17 @@ def _numbers(user: str) -> tuple[int, int]:
 
 
 def _check_quotas(info: dict[str, object]) -> None:
-    """Raises SetupError for storage that surely has no quotas. Whether those of xfs were switched on, the
-    daemon only says when it makes the first sandbox."""
+    """Raise SetupError for storage without quotas; xfs without pquota only fails at the first sandbox."""
     store, host = info.get("store"), info.get("host")
     if isinstance(store, dict) and isinstance(host, dict):  # podman
         driver, rows = str(store.get("graphDriverName")), store.get("graphStatus")
-        told = rows.get("Backing Filesystem", "") if isinstance(rows, dict) else ""
+        backing = rows.get("Backing Filesystem", "") if isinstance(rows, dict) else ""
     else:
         driver, rows = str(info.get("Driver")), info.get("DriverStatus")
         pairs = [row for row in rows if isinstance(row, list)] if isinstance(rows, list) else []
-        told = next((row[1] for row in pairs if len(row) == 2 and row[0] == "Backing Filesystem"), "")
-    if driver not in ("btrfs", "zfs") and not (driver.startswith("overlay") and told == "xfs"):
-        where = f"{driver} on {told}" if told else driver
+        backing = next((row[1] for row in pairs if len(row) == 2 and row[0] == "Backing Filesystem"), "")
+    if driver not in ("btrfs", "zfs") and not (driver.startswith("overlay") and backing == "xfs"):
+        where = f"{driver} on {backing}" if backing else driver
         raise SetupError(
             f"sandbox.disk_mb needs storage with quotas (overlay2 on xfs mounted with pquota, btrfs, zfs); "
             f"this daemon has {where}"
@@ -341,7 +334,7 @@ def _check_quotas(info: dict[str, object]) -> None:
 
 
 def _limits(info: dict[str, object], runtime: str) -> frozenset[str]:
-    """What this daemon can limit: of memory, swap, pids. Raises SetupError for a machine it cannot serve."""
+    """Return the limits that the daemon supports: memory, swap, pids. Raises SetupError."""
     host = info.get("host")
     if isinstance(host, dict):  # podman
         found = host.get("cgroupControllers") or ()
@@ -353,9 +346,5 @@ def _limits(info: dict[str, object], runtime: str) -> frozenset[str]:
     runtimes = info.get("Runtimes")
     if runtime and isinstance(runtimes, dict) and runtime not in runtimes:
         raise SetupError(f"docker has no runtime {runtime!r}; it has {', '.join(sorted(runtimes))}")
-    names: Sequence[tuple[str, str]] = (
-        ("memory", "MemoryLimit"),
-        ("swap", "SwapLimit"),
-        ("pids", "PidsLimit"),
-    )
+    names = (("memory", "MemoryLimit"), ("swap", "SwapLimit"), ("pids", "PidsLimit"))
     return frozenset(word for word, key in names if info.get(key) is True)

@@ -1,7 +1,4 @@
-"""The docker or podman command line as a subprocess: every call has a deadline and fails in one typed line.
-
-Callers: docker, docker_image, docker_sandbox.
-"""
+"""The docker or podman command line as a subprocess, with timeouts and typed errors."""
 
 from __future__ import annotations
 
@@ -20,10 +17,9 @@ import orjson
 from insitu.errors import BackendTimeout, ImageMissing, SandboxError, SandboxStartError, SetupError
 
 ATONCE = 8
-"""Calls under way: more would only make all of them slower."""
+"""Most concurrent calls: more would only slow down all of them."""
 PULLS = 4
-"""Downloads and builds under way, beside ATONCE: they take minutes, and what removes a sandbox must not
-wait."""
+"""Most concurrent downloads and builds. They take minutes: other calls must not wait for them."""
 ANSWER_S = 30.0
 
 _DAEMON = re.compile(
@@ -40,7 +36,7 @@ _MISSING = re.compile(
 
 
 class Cli:
-    """One program, `docker` or `podman`, and the daemon its environment points to."""
+    """`docker` or `podman`, with the daemon of its environment."""
 
     def __init__(self, program: str) -> None:
         found = shutil.which(program)
@@ -53,10 +49,10 @@ class Cli:
             raise SetupError(f"DOCKER_HOST is {host}: the daemon must run on this machine (unix://...)")
         self.program = found
         self.name = Path(program).name
-        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore, asyncio.Semaphore] | None = None
+        self._permits: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore, asyncio.Semaphore] | None = None
 
     def info(self) -> dict[str, object]:
-        """What the daemon says of itself. Blocking. Raises SetupError."""
+        """Return the output of `info`. Blocking. Raises SetupError."""
         try:
             done = subprocess.run(
                 [self.program, "info", "--format", "{{json .}}"],
@@ -68,37 +64,29 @@ class Cli:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SetupError(f"{self.name}: {error}") from error
         try:
-            said = orjson.loads(done.stdout)
+            info = orjson.loads(done.stdout)
         except orjson.JSONDecodeError:
-            said = None
-        errors = said.get("ServerErrors") if isinstance(said, dict) else None
-        if done.returncode or not isinstance(said, dict) or errors:
+            info = None
+        errors = info.get("ServerErrors") if isinstance(info, dict) else None
+        if done.returncode or not isinstance(info, dict) or errors:
             reason = str(errors[0]) if errors else last_line(done.stderr)
             raise SetupError(f"{self.name}'s daemon does not answer: {reason or done.returncode}")
-        return said
+        return info
 
-    async def call(self, *arguments: str, timeout_s: float = ANSWER_S, stdin: bytes = b"") -> bytes:
-        """Its standard output. Raises SandboxStartError for a daemon that is gone, ImageMissing for an image
-        that is nowhere, else SandboxError, and its subclasses are what they say."""
-        code, out, err = await self.run(arguments, timeout_s=timeout_s, stdin=stdin)
+    async def call(self, *arguments: str) -> bytes:
+        """Return the standard output. Raises SandboxError, see `classify`."""
+        code, out, err = await self.run(arguments)
         if code:
             raise classify(self.name, arguments[0], err)
         return out
 
-    async def run(
-        self,
-        arguments: Sequence[str],
-        *,
-        timeout_s: float = ANSWER_S,
-        stdin: bytes = b"",
-        patient: bool = True,
-    ) -> tuple[int, bytes, bytes]:
-        """Exit code, standard output and error. Raises BackendTimeout after the deadline, under which the
-        wait for a turn lies too; SandboxStartError for a program that cannot be run. `patient` waits for
-        the answer also when cancelled, so that the caller can undo what was done; else the call is ended."""
-        if not patient:
-            return await self._run(arguments, timeout_s, stdin)
-        task = asyncio.get_running_loop().create_task(self._run(arguments, timeout_s, stdin))
+    async def run(self, arguments: Sequence[str], *, timeout_s: float = ANSWER_S) -> tuple[int, bytes, bytes]:
+        """Return exit code, standard output and error.
+
+        Raises BackendTimeout, waiting for a permit included; SandboxStartError for a program that cannot be
+        run. Finishes even when cancelled, so that the caller can undo what was done.
+        """
+        task = asyncio.get_running_loop().create_task(self._run(arguments, timeout_s))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -106,29 +94,27 @@ class Cli:
                 await task
             raise
 
-    def _turn(self, verb: str) -> asyncio.Semaphore:
-        """A backend may serve one event loop after another; a semaphore serves one."""
+    def _permit(self, verb: str) -> asyncio.Semaphore:
+        # A backend may serve one event loop after another; a semaphore serves one.
         loop = asyncio.get_running_loop()
-        if self._turns is None or self._turns[0] is not loop:
-            self._turns = loop, asyncio.Semaphore(ATONCE), asyncio.Semaphore(PULLS)
-        _, calls, has_kl_term = self._turns
-        return has_kl_term if verb in ("pull", "build") else calls
+        if self._permits is None or self._permits[0] is not loop:
+            self._permits = loop, asyncio.Semaphore(ATONCE), asyncio.Semaphore(PULLS)
+        _, calls, downloads = self._permits
+        return downloads if verb in ("pull", "build") else calls
 
-    async def _run(
-        self, arguments: Sequence[str], timeout_s: float, stdin: bytes
-    ) -> tuple[int, bytes, bytes]:
+    async def _run(self, arguments: Sequence[str], timeout_s: float) -> tuple[int, bytes, bytes]:
         try:
-            async with asyncio.timeout(timeout_s), self._turn(arguments[0]):
-                return await self._process(arguments, stdin)
+            async with asyncio.timeout(timeout_s), self._permit(arguments[0]):
+                return await self._process(arguments)
         except TimeoutError as error:
             raise BackendTimeout(f"{self.name} {arguments[0]} did not end within {timeout_s:g} s") from error
 
-    async def _process(self, arguments: Sequence[str], stdin: bytes) -> tuple[int, bytes, bytes]:
+    async def _process(self, arguments: Sequence[str]) -> tuple[int, bytes, bytes]:
         try:
             process = await asyncio.create_subprocess_exec(
                 self.program,
                 *arguments,
-                stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
@@ -136,10 +122,10 @@ class Cli:
         except OSError as error:
             raise SandboxStartError(f"{self.name}: {error}") from error
         try:
-            out, err = await process.communicate(stdin or None)
+            out, err = await process.communicate()
         finally:
             if process.returncode is None:
-                # With what it started: a helper that lives on would keep the pipes, and so this wait, open.
+                # The whole group: a helper that lives on would keep the pipes open.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await asyncio.shield(process.wait())
@@ -147,20 +133,20 @@ class Cli:
 
 
 def last_line(errors: bytes) -> str:
-    """The one line of a complaint that says why."""
+    """Return the line of an error output that gives the reason."""
     lines = [line.strip() for line in errors.decode("utf-8", "replace").splitlines()]
     lines = [line for line in lines if line and not line.startswith(("See '", "Run '"))]
     return lines[-1].removeprefix("docker: ").removeprefix("Error: ")[:400] if lines else ""
 
 
-def says_daemon_gone(errors: bytes) -> bool:
+def is_daemon_down(errors: bytes) -> bool:
     return _DAEMON.search(errors.decode("utf-8", "replace")) is not None
 
 
 def classify(name: str, verb: str, errors: bytes) -> SandboxError:
-    """What a failed call means for the sandbox that wanted it."""
+    """Return the error of a failed call: ImageMissing, or SandboxStartError for all else."""
     text, reason = errors.decode("utf-8", "replace"), last_line(errors) or "no reason given"
-    if says_daemon_gone(errors):
+    if is_daemon_down(errors):
         return SandboxStartError(f"{name}'s daemon does not answer: {reason}")
     if _MISSING.search(text):
         return ImageMissing(f"{name} {verb}: {reason}")

@@ -1,6 +1,4 @@
-"""Images of docker sandboxes: a reference becomes an id that cannot move, fetched or built once, with what a
-sandbox takes from it. Callers: docker.
-"""
+"""Images of docker sandboxes: resolve a reference to a content id; pull or build it once."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from insitu.errors import (
     SandboxStartError,
     boundary,
 )
-from insitu.sandbox.docker_cli import Cli, classify, last_line, says_daemon_gone
+from insitu.sandbox.docker_cli import Cli, classify, is_daemon_down, last_line
 from insitu.sandbox.docker_sandbox import remove, remove_after
 from insitu.sandbox.process_owner import LABEL, owner
 from insitu.sandbox.rootfs import HOME
@@ -34,22 +32,21 @@ _ROOT = {"passwd": "root:x:0:0:root:/root:/bin/sh\n", "group": "root:x:0:\n"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """An image that is on this machine."""
+    """A local image."""
 
     id: str
-    """Content id; what sandboxes are made of."""
+    """Content id."""
     digest: str
-    """Name with the registry's digest where it came from one, else the id: what a verdict is stored with."""
+    """Name with the registry's digest, else the id; stored with verdicts."""
     env: dict[str, str]
     workdir: str
-    """Where its processes start."""
+    """WORKDIR of the image."""
     etc: Path
-    """Folder with the passwd and group files of its sandboxes: the image's own, and the sandbox's user."""
+    """Folder with passwd and group files: the image's users and the sandbox's user."""
 
 
 class Images:
-    """Looks references up, each once. `user` and `group` are the numbers sandboxes run as; `cache` keeps the
-    few files that sandboxes are shown in place of an image's."""
+    """Cached image lookups; `cache` is the folder of passwd and group files."""
 
     def __init__(self, cli: Cli, cache: Path, user: int, group: int, *, pull_timeout_s: float) -> None:
         self._cli = cli
@@ -60,8 +57,11 @@ class Images:
         self._cache = cache
 
     async def get(self, reference: str) -> Image:
-        """Raises ImageMissing, ImageUnavailable when it cannot be fetched now, and SandboxStartError when the
-        daemon does not answer."""
+        """Return the image, pulled or built where missing.
+
+        Raises ImageMissing, ImageUnavailable when it cannot be fetched now, and SandboxStartError when the
+        daemon does not answer.
+        """
         if reference.startswith("-") or not reference.strip():
             raise ImageMissing(f"{reference!r} is no image reference")
         if reference in self._known:
@@ -69,15 +69,15 @@ class Images:
         task = self._looking.get(reference)
         if task is None or task.done():
             task = asyncio.get_running_loop().create_task(self._look_up(reference))
-            task.add_done_callback(_seen)
+            task.add_done_callback(_retrieve_error)
             self._looking[reference] = task
-        # Whoever gives up waiting does not stop the download: the next try finds it further on, or done.
+        # A caller's timeout does not stop the download: a retry joins it.
         self._known[reference] = await asyncio.shield(task)
         self._looking.pop(reference, None)
         return self._known[reference]
 
     def forget(self, reference: str) -> None:
-        """The daemon no longer has it."""
+        """Drop a cached image that the daemon no longer has."""
         self._known.pop(reference, None)
 
     async def _look_up(self, reference: str) -> Image:
@@ -88,10 +88,10 @@ class Images:
             await self._fetch(reference)
             out = await self._cli.call("image", "inspect", reference)
         try:
-            said = orjson.loads(out)[0]
-            digests, config = said.get("RepoDigests") or (), said.get("Config") or {}
+            described = orjson.loads(out)[0]
+            digests, config = described.get("RepoDigests") or (), described.get("Config") or {}
             env = dict(item.split("=", 1) for item in config.get("Env") or () if "=" in item)
-            found, workdir = str(said["Id"]), str(config.get("WorkingDir") or "/")
+            found, workdir = str(described["Id"]), str(config.get("WorkingDir") or "/")
         except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
             raise SandboxStartError(f"{reference}: its description cannot be read") from error
         user, group = self._ids
@@ -117,14 +117,14 @@ class Images:
         except BackendTimeout as error:
             raise ImageUnavailable(f"image {reference}: {error}") from error
         if code:
-            if context is not None and not says_daemon_gone(err):
+            if context is not None and not is_daemon_down(err):
                 raise ImageMissing(f"image of {context}: docker build: {last_line(err) or 'no reason given'}")
             failure = classify(self._cli.name, "pull", err)
-            at_fault = isinstance(failure, ImageMissing) or says_daemon_gone(err)
+            at_fault = isinstance(failure, ImageMissing) or is_daemon_down(err)
             raise (type(failure) if at_fault else ImageUnavailable)(f"image {reference}: {failure}")
 
     async def _users(self, image: str, folder: Path) -> None:
-        """Write the users of the image, and the sandbox's among them: programs look up who they run as."""
+        """Write passwd and group with the sandbox's user: programs look up their own user."""
         name = f"insitu-{uuid.uuid4().hex}"
         marks = ("--name", name, "--label", f"{LABEL}={owner()}", "--network", "none")
         try:
@@ -154,8 +154,8 @@ class Images:
             return _ROOT[kind]
 
 
-def _seen(task: asyncio.Task[Image]) -> None:
-    """Its error is for whoever waits, if anybody still does."""
+def _retrieve_error(task: asyncio.Task[Image]) -> None:
+    # Otherwise asyncio logs the error of a task that no caller awaits any more.
     if not task.cancelled():
         task.exception()
 

@@ -1,4 +1,4 @@
-"""A live docker sandbox: ends when its container is gone. Made by docker.DockerBackend."""
+"""A live docker sandbox."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from insitu.sandbox import tree
 from insitu.sandbox.base import ExecResult, Owner, SandboxSpec
 from insitu.sandbox.cgroup import OomCounter
 from insitu.sandbox.control_channel import Control
-from insitu.sandbox.docker_cli import Cli, says_daemon_gone
+from insitu.sandbox.docker_cli import Cli, is_daemon_down
 from insitu.sandbox.supervised_sandbox import SupervisedSandbox
 
 REMOVE_S = 30.0
 GONE_S = 1.0
 LATE_S = 20.0
-"""After which a container is looked for that a slow daemon may have made when nobody waited any more."""
+"""Delay of a second removal: a slow daemon may create the container after the caller gave up."""
 _ROOT = {"HOME": "/root", "USER": "root", "LOGNAME": "root"}
 _late: set[asyncio.Task[None]] = set()
 log = logging.getLogger(__name__)
 
 
 class DockerSandbox(SupervisedSandbox):
-    """A live sandbox; implements insitu.sandbox.base.Sandbox. One with an image of the task keeps what the
-    image holds in the work folder, and cannot be wiped: the rest of the image may have been written to."""
+    """Implements insitu.sandbox.base.Sandbox.
+
+    A sandbox of a task's image keeps the image's work folder and cannot be wiped: its system is writable.
+    """
 
     def __init__(
         self,
@@ -51,28 +53,28 @@ class DockerSandbox(SupervisedSandbox):
         return self._kills.count()
 
     async def _fill(self) -> None:
-        # The daemon may map users: what counts is the number that the sandbox's home has on this side.
+        # The daemon may map users: take the owner of the sandbox's home as seen from the host.
         if os.geteuid() == 0:
             self._owner = os.fstat(self._folders[self._places[1]]).st_uid
         if not self._spec.image:
             await super()._fill()
             return
         if not self._spec.root_setup:
-            await self._give()
+            await self._chown_work()
         if self._spec.files:
             await self.lay(self._spec.files)
 
-    async def _give(self) -> None:
+    async def _chown_work(self) -> None:
         with boundary(SandboxError, "give the work folder to the sandbox"):
             await asyncio.to_thread(tree.give, self._work(), self._owner)
 
     async def exec_as_root(self, argv: Sequence[str], *, timeout_s: float) -> ExecResult:
-        """Implements insitu.sandbox.base.SupportsRootSetup."""
+        """Run a command as root; see SupportsRootSetup."""
         return await self._exec("root", argv, timeout_s=timeout_s, env=_ROOT)
 
     async def end_root(self) -> None:
         await self._control.order("user")
-        await self._give()
+        await self._chown_work()
 
     def _owner_id(self, owner: Owner) -> int:
         return tree.KEEPER if owner == "root" and self._owner == 0 else super()._owner_id(owner)
@@ -84,8 +86,8 @@ class DockerSandbox(SupervisedSandbox):
 
     async def _close(self) -> None:
         self._kills.close()
-        # Before PID 1 learns of it: a container that ends by itself is removed by the daemon meanwhile, and
-        # then it takes two calls to be sure.
+        # Before PID 1 ends: the daemon would remove the container at the same time, which takes a second
+        # call.
         await self._end()
         await super()._close()
 
@@ -96,14 +98,14 @@ class DockerSandbox(SupervisedSandbox):
         try:
             await remove(self._cli, self._container)
         except SandboxError as error:
-            log.warning("a sandbox is left to the reaper container=%s error=%s", self._container, error)
+            log.warning("leaked container=%s error=%s", self._container, error)
 
 
 async def remove(cli: Cli, container: str) -> None:
-    """Returns once it is gone. The daemon removes a container that ended by itself: both at once is no error.
+    """Remove a container, also one that the daemon removes at the same time.
 
-    Raises SandboxError when it is still there after REMOVE_S, or the daemon not back after GONE_S: a daemon
-    that starts again removes those whose PID 1 has ended.
+    Raises SandboxError after REMOVE_S, or after GONE_S without a daemon: a restarted daemon removes
+    containers whose PID 1 has ended.
     """
     began = time.monotonic()
     while True:
@@ -111,14 +113,13 @@ async def remove(cli: Cli, container: str) -> None:
         text = err.decode("utf-8", "replace").lower()
         if code == 0 or "no such container" in text:
             return
-        if time.monotonic() - began > (GONE_S if says_daemon_gone(err) else REMOVE_S):
+        if time.monotonic() - began > (GONE_S if is_daemon_down(err) else REMOVE_S):
             raise SandboxError(f"cannot remove container {container}: {text.strip()[:200]}")
         await asyncio.sleep(0.05)
 
 
 async def remove_after(cli: Cli, container: str, error: BaseException) -> None:
-    """Undo a start that failed, which may have made no container, or will make one only later. Never raises:
-    what is left, the reaper takes."""
+    """Remove the container of a failed start, now and, after a timeout, once more later. Never raises."""
     with contextlib.suppress(SandboxError):
         await remove(cli, container)
     if isinstance(error, BackendTimeout | asyncio.CancelledError):

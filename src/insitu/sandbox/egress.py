@@ -1,9 +1,7 @@
-"""Counts what a sandbox without a network tried to reach, from its kernel's own books.
+"""Network attempts of a sandbox without a network: the kernel's count of packets without a route.
 
-Counted, by the network namespace of the sandbox: every connection, datagram and name query that the kernel
-refused because nothing leads beyond the loopback. One wish may count more than once (two address families,
-a name server asked again) and the agent program's own attempts count like the model's. Not counted: what
-stays on the loopback, and what a program gives up before it asks the kernel.
+One request may count more than once (two address families, repeated name queries), and the agent program's
+own requests count as well. Loopback traffic does not.
 """
 
 from __future__ import annotations
@@ -11,22 +9,22 @@ from __future__ import annotations
 from insitu.errors import SandboxError
 from insitu.sandbox.base import Sandbox
 
-BOOKS = ("/proc/net/snmp", "/proc/net/snmp6")
+COUNTERS = ("/proc/net/snmp", "/proc/net/snmp6")
 READ_S = 10.0
 
 
 async def egress_attempts(sandbox: Sandbox) -> int | None:
-    """Since the sandbox was made. None where its kernel does not say; the sandbox must have no live agent."""
+    """Return the attempts since the start, None where the kernel does not count them."""
     try:
-        read = await sandbox.exec(["/bin/cat", *BOOKS], timeout_s=READ_S, max_output_bytes=64 << 10)
+        read = await sandbox.exec(["/bin/cat", *COUNTERS], timeout_s=READ_S, max_output_bytes=64 << 10)
     except SandboxError:
         return None
     return count(read.stdout.decode("ascii", "replace"))
 
 
-def count(books: str) -> int | None:
-    """Refusals for want of a route over both address families; None when `books` does not hold them."""
-    lines = [line.split() for line in books.splitlines()]
+def count(snmp: str) -> int | None:
+    """Return the sum over both address families of packets without a route, None if it is missing."""
+    lines = [line.split() for line in snmp.splitlines()]
     tables = [line for line in lines if line[:1] == ["Ip:"]]
     if len(tables) != 2:
         return None

@@ -128,9 +128,9 @@ class HarborBackend:
 class HarborSandbox:
     """Implements insitu.sandbox.base.Sandbox; all files belong to one user, so `owner` is ignored.
 
-    A sandbox in a cloud outlives a killed owner until the vendor's own time limit; nothing reaps it. A timeout
-    kills the processes that carry the command's mark. Those that cleared their environment are killed by
-    `kill_all`, but not in a SHARED environment.
+    A sandbox in a cloud outlives a killed owner until the vendor's own time limit; nothing reaps it. A
+    timeout kills the processes that carry the command's mark. Those that cleared their environment are killed
+    by `kill_all`, but not in a SHARED environment.
     """
 
     def __init__(self, environment: Environment, spec: SandboxSpec, folder: Path, *, alone: bool) -> None:

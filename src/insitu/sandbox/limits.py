@@ -1,5 +1,4 @@
-"""What this process needs of its own limits to hold many sandboxes, and the users that these run as.
-Callers: the backends."""
+"""The limit of open files of this process, and the user ids of sandboxes."""
 
 from __future__ import annotations
 
@@ -11,12 +10,11 @@ from pathlib import Path
 OPEN_FILES = 65536
 NOBODY = 65534
 FIRST_USER, USERS = 0x70000000, 1 << 26
-"""Numbers that neither people nor services nor containers are given."""
+"""User ids that neither people, services nor containers are given."""
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit: every sandbox takes some fifteen descriptors, and 1024 is the usual
-    default."""
+    """Raise the limit of open files: each sandbox needs some 15 descriptors, the usual default is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -24,13 +22,12 @@ def allow_open_files() -> None:
 
 
 def has_own_users() -> bool:
-    """Whether each sandbox can run as a user of its own: root can give it any number, but in some
-    containers."""
+    """Return whether each sandbox can run as its own user: needs root, and the ids mapped in containers."""
     return os.geteuid() == 0 and all(_mapped(kind) for kind in ("uid", "gid"))
 
 
 def _mapped(kind: str) -> bool:
-    """Whether this process's user namespace has the numbers."""
+    """Return whether this process's user namespace maps the ids."""
     for row in Path(f"/proc/self/{kind}_map").read_text().splitlines():
         first, _, count = (int(part) for part in row.split())
         if first <= FIRST_USER and first + count >= FIRST_USER + USERS:
@@ -39,6 +36,7 @@ def _mapped(kind: str) -> bool:
 
 
 def a_user() -> int:
-    """The user of a new sandbox, so that what the kernel counts by user is counted by sandbox. Drawn, since
-    nobody knows of all sandboxes of a machine; two with the same number share a limit and nothing else."""
+    """Draw the user id of a new sandbox, so that limits per user are limits per sandbox."""
+    # Drawn, since no process has a list of all sandboxes of a machine. Two with the same id share their
+    # limits.
     return FIRST_USER + secrets.randbelow(USERS)

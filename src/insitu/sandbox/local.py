@@ -1,8 +1,8 @@
-"""The `local` backend: a sandbox is one private set of Linux namespaces, with no daemon, image or network.
+"""The `local` backend: a sandbox is a set of Linux namespaces, without daemon, image or network.
 
-The first process of a sandbox is supervisor.py, driven over a socket; every later process is its child and so
-inherits the same walls. All writable places are memory file systems whose folder descriptors the host holds:
-files move without any path an agent could bend, and the kernel removes everything with the last process.
+PID 1 is supervisor.py, driven over a socket; every other process is its child and inherits its restrictions.
+All writable places are tmpfs, and the host holds descriptors of their folders. So files move without paths
+that an agent could redirect, and the kernel removes everything with the last process.
 """
 
 from __future__ import annotations
@@ -36,15 +36,13 @@ Mode = Literal["auto", "bubblewrap", "namespaces"]
 
 
 class LocalBackend:
-    """Makes local sandboxes; implements insitu.sandbox.base.SandboxBackend.
+    """Implements insitu.sandbox.base.SandboxBackend.
 
-    Raises SetupError on construction when this machine cannot isolate in the wanted mode.
-    `memory_bytes` bounds a whole sandbox with its writable places in memory, where `cgroups` finds a way; a
-    spec's `memory_bytes` the private memory of each process. `max_processes` counts threads; it is refused
-    below kernel 5.14, which counts those of all sandboxes of a user as one, unless a control group counts or
-    each sandbox has a user of its own.
-    The writable places live in memory: `work_bytes` bounds the work folder, `scratch_bytes` each other place.
-    No sandbox shows `hidden` folders, insitu's own or the current one, wherever they lie.
+    `memory_bytes`: of a whole sandbox, tmpfs included, where `cgroups` works. `work_bytes` and
+    `scratch_bytes`: size of the work folder and of each other writable place. `hidden`: folders that no
+    sandbox shows, beside insitu's own and the current one. `max_processes` of a spec counts threads; before
+    Linux 5.14, which counts all sandboxes of a user together, it needs cgroups or one user per sandbox.
+    Raises SetupError when this machine cannot isolate in the wanted mode.
     """
 
     def __init__(
@@ -83,12 +81,12 @@ class LocalBackend:
 
     @property
     def mode(self) -> Mode:
-        """What `auto` came to."""
+        """The mode in use, never `auto`."""
         return self._mode
 
     @property
     def cgroups(self) -> Cgroups | None:
-        """What whole sandboxes are limited by; None where nothing does."""
+        """Control groups of sandboxes, None where they cannot be made."""
         return self._found.cgroups
 
     @property
@@ -114,16 +112,14 @@ class LocalBackend:
 
     def _choose(self, wanted: Mode) -> Mode:
         reasons = []
-        # Only root can build a sandbox itself, and only that one shows files by inodes of its own.
+        # Mode namespaces needs root, and gives shared files their own inodes.
         both: tuple[Mode, ...] = ("namespaces", "bubblewrap") if self._root else ("bubblewrap", "namespaces")
         modes = both if wanted == "auto" else (wanted,)
         for mode in modes:
             reason = self._probe(mode)
             if reason and self.cgroups:
-                found, self._found = (
-                    self._found,
-                    CgroupSupport(cgroups=None, why=f"no sandbox starts in one: {reason}"),
-                )
+                found = self._found
+                self._found = CgroupSupport(cgroups=None, why=f"no sandbox starts in one: {reason}")
                 reason = self._probe(mode)
                 self._found = found if reason else self._found
             if not reason:
@@ -133,7 +129,7 @@ class LocalBackend:
         raise SetupError(f"no way to isolate a process here ({'; '.join(reasons)}); {advice}")
 
     def _probe(self, mode: Mode) -> str:
-        """Why `mode` does not work here; empty when it does."""
+        """Return why `mode` does not work here, or ""."""
         if mode == "bubblewrap" and not self._bwrap:
             return "bwrap not found"
         if mode == "namespaces" and not self._root:
@@ -163,11 +159,10 @@ class LocalBackend:
                 return "" if line == b"ready\n" else _last_line(errors) or f"exit code {process.returncode}"
 
     def _cgroup(self, spec: SandboxSpec) -> Cgroup | None:
-        """Raises OSError."""
         return self.cgroups.make(self._memory, spec.max_processes) if self.cgroups else None
 
     def _user(self) -> int:
-        """Whom a sandbox runs as; -1 is the user of this process."""
+        """Return the user id of a new sandbox; -1: the user of this process."""
         if not self._root:
             return -1
         return a_user() if self._own_users else NOBODY
@@ -175,8 +170,7 @@ class LocalBackend:
     def _launch(
         self, spec: SandboxSpec, control: socket.socket, cgroup: Cgroup | None, user: int
     ) -> tuple[subprocess.Popen[bytes], BinaryIO]:
-        """The sandbox's outermost process, and the file its start writes complaints to (the caller closes
-        it)."""
+        """Start a sandbox; return its outermost process and its stderr, which the caller closes."""
         places = layout.writable(spec)
         port = spec.gateway_port if spec.network == "gateway_only" else 0
         numbers = (
@@ -256,7 +250,7 @@ class LocalBackend:
         return sandbox
 
     async def reap(self) -> int:
-        """Remove control groups of processes that are gone; how many. Their sandboxes died with them."""
+        """Remove control groups of dead owners; return how many. Their sandboxes died with them."""
         return await asyncio.to_thread(self.cgroups.reap) if self.cgroups else 0
 
 
@@ -271,7 +265,6 @@ async def _abandon(sandbox: LocalSandbox, process: subprocess.Popen[bytes]) -> N
 
 
 def _last_line(errors: BinaryIO) -> str:
-    """The start's own words about why it failed."""
     errors.seek(0)
     lines = errors.read(65536).decode("utf-8", "replace").strip().splitlines()
     return lines[-1] if lines else ""

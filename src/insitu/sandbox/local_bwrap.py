@@ -1,8 +1,7 @@
-"""The bubblewrap mode: a layout as a `bwrap` command line.
+"""The bubblewrap mode: a root filesystem as a `bwrap` command line.
 
-As an ordinary user bwrap makes the user namespace. As root it must not: a user namespace made by root maps
-the inside user to the host's root. There bwrap only builds the sandbox, and PID 1 drops to an unprivileged
-user in a namespace of its own before it starts anything (see supervisor.py).
+For an unprivileged user bwrap makes the user namespace. For root it must not: that namespace would map the
+inside user to the host's root. There PID 1 drops to an unprivileged user (supervisor.py).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from insitu.sandbox.rootfs import INSIDE_ID, Step
 
 
 def memory_file(content: bytes) -> int:
-    """A descriptor that reads `content` from its start; the caller closes it."""
+    """Return a descriptor that reads `content`; the caller closes it."""
     fd = os.memfd_create("insitu")
     os.write(fd, content)
     os.lseek(fd, 0, os.SEEK_SET)
@@ -24,7 +23,7 @@ def memory_file(content: bytes) -> int:
 def command(
     bwrap: str, steps: Sequence[Step], program: Sequence[str], *, as_root: bool
 ) -> tuple[list[str], list[int]]:
-    """(argv, descriptors the child must inherit; the caller closes them after the start)."""
+    """Return argv and the descriptors to inherit, which the caller closes after the start."""
     argv = [bwrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if not as_root:
         argv += ["--unshare-user", "--uid", str(INSIDE_ID), "--gid", str(INSIDE_ID)]

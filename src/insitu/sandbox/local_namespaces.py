@@ -1,8 +1,8 @@
-"""The namespaces mode, for root: builds a sandbox from a layout with plain system calls.
+"""The namespaces mode, for root: builds a sandbox with plain system calls.
 
-Run as a script by the host's own Python (standard library only): enters new namespaces, builds the tree,
-changes root, and becomes the sandbox's PID 1, which drops all privileges. The parent half only waits, so that
-its end tells the host that every process of the sandbox is gone.
+Run as a script by the host's Python, standard library only: unshares namespaces, builds the tree, pivots root
+and executes PID 1, which drops all privileges. The parent only waits: it ends with the last process of the
+sandbox.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ def read_only(path: str, flags: int = MS_NOSUID | MS_NODEV) -> None:
 
 
 def bind(source: str, target: str) -> None:
-    """Without what is mounted below the source: that could not be made read-only in one step. A folder gets
-    inodes of the sandbox's own where the kernel can do that: locks on its files, and the news of who opens
-    them, stay in the sandbox."""
+    # Not recursive: mounts below the source could not be made read-only in one step. An overlay gives a
+    # folder inodes of its own, so that file locks and inotify events stay in the sandbox.
     if os.path.isdir(source):  # noqa: PTH112 - pathlib would double the start-up time of every sandbox
         os.makedirs(target, exist_ok=True)  # noqa: PTH103
         if overlaid(source, target):
@@ -72,7 +71,7 @@ def overlaid(source: str, target: str) -> bool:
     if set(source) & set(":,\\"):
         return False
     try:
-        # Of one layer alone the kernel makes no overlay.
+        # The kernel makes no overlay of a single layer.
         mount("overlay", target, "overlay", MS_RDONLY | MS_NOSUID | MS_NODEV, f"lowerdir={source}:{NOTHING}")
     except OSError:
         return False
@@ -96,7 +95,7 @@ def devices(path: str, old: str) -> None:
 
 
 def build(steps: Sequence[Sequence[str]], old: str) -> None:
-    """Carry out a layout below ROOT; the host's tree is visible below `old`."""
+    """Carry out the steps of rootfs.plan below ROOT; the host's tree is at `old`."""
     for kind, argument, path in steps:
         target = ROOT + path
         if kind == "bind":
@@ -130,7 +129,7 @@ def special(kind: str, argument: str, target: str, old: str) -> None:
 
 
 def change_root(steps: Sequence[Sequence[str]]) -> None:
-    """All of the host's mounts are gone afterwards, not only hidden."""
+    """Pivot to the new tree and unmount the host's."""
     mount("", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
     os.mkdir("/tmp/old")  # noqa: PTH102
@@ -162,7 +161,7 @@ def main(plan_fd: int, program: list[str]) -> None:
     system(libc.unshare(spaces), "unshare")
     child = os.fork()
     if child:
-        # Only PID 1 may hold the control socket: its end must be the end of the connection.
+        # Only PID 1 may hold the control socket: the connection must end with it.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.waitpid(child, 0)
         return

@@ -1,4 +1,4 @@
-"""A live local sandbox: ends with the process that built its namespaces. Made by local.LocalBackend."""
+"""A live local sandbox: ends with the process that made its namespaces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KILLED_S = 1.0
 
 
 class LocalSandbox(SupervisedSandbox):
-    """A live sandbox; implements insitu.sandbox.base.Sandbox."""
+    """Implements insitu.sandbox.base.Sandbox."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class LocalSandbox(SupervisedSandbox):
                 self._kill()
                 await ended(self._process, CLOSE_S)
         except asyncio.CancelledError:
-            # The loop ends, and nobody after it would wait for the child.
+            # The loop ends: reap the child here.
             self._kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(KILLED_S)
@@ -64,7 +64,7 @@ class LocalSandbox(SupervisedSandbox):
 
 
 async def ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Wait for a child of ours. It ends only after the last process of its sandbox has."""
+    """Wait for the outermost process, which ends after the last process of its sandbox."""
     if process.poll() is not None:
         return True
     fd = os.pidfd_open(process.pid)

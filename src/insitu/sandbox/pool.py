@@ -1,13 +1,11 @@
-"""The pool: one backend made of several, that bounds, prepares and retries sandboxes and avoids what is
-broken.
+"""The pool: one backend over several, with permits, spare sandboxes, retries and circuit breakers.
 
-    create(spec) -> permit -> spare of the same spec, else boot: the next sound backend, some tries
-    a circuit opens -> in the background: cool down, reap, boot a plain sandbox -> it closes, or cools for
-    longer
+    create(spec) -> permit -> spare of the same spec, or boot on a backend whose circuit is closed, with
+    retries circuit opens -> background: cool-down, reap, boot a plain sandbox -> circuit closes or cools
+    down again
 
-Everything that runs sandboxes gets them here. Which failures count against a backend: sandboxes that do not
-start, and calls given up on; never an image that cannot be had, nor the loss of a live sandbox, which what
-ran in it can bring about.
+Failed starts and calls that ran out of retries count against a backend. A missing image does not, nor the
+loss of a live sandbox: what ran in it can cause that.
 """
 
 from __future__ import annotations
@@ -42,39 +40,37 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MAX_SANDBOXES = 128
 
-ASKED_FOR: frozenset[Capability] = frozenset(
+REQUESTABLE: frozenset[Capability] = frozenset(
     {"network_none", "gateway_only", "allowlist", "images", "resource_limits", "root_setup"}
 )
-"""Capabilities that a spec can ask for: one backend that has them is enough."""
+"""Capabilities that a spec requests: one backend that has them is enough."""
 REMEMBERED = 16
-"""Specs whose repetition is noticed."""
+"""Specs remembered for pre-warming."""
 ALIVE_S = 5.0
 CONTROLS = 4
-"""Sandboxes at once that are opened only to see whether sandboxes work: beside the permits, or whoever uses
-up all of them would make the backend look broken."""
-TELL_S = 30.0
-"""A wait for a permit that is told, and how often it is told again."""
+"""Permits of control sandboxes, separate: exhausted permits must not make a backend look broken."""
+LOG_S = 30.0
+"""Interval of log lines while a permit is awaited."""
 
 
 class PoolOptions(PoolKeys):
-    """How a pool treats its backends."""
+    """Options of a pool."""
 
     max_sandboxes: Count = DEFAULT_MAX_SANDBOXES
     pause_s: float = 0.5
-    """Before the second try; each further pause is twice as long."""
+    """Backoff before the second attempt; doubled each time."""
     permit_wait_s: float = 3600.0
-    """Most that a sandbox is waited for because others hold every permit."""
+    """Timeout of the wait for a permit."""
     in_order: bool = False
-    """Always the first backend that is not down, and the others while it is: fail-over. Else in turn."""
+    """Failover: the first backend that is not down. Else round robin."""
     down_s: float = 30.0
-    """How long a sandbox is waited for when every backend is down, before the best of them is tried
-    anyway."""
+    """Wait for a recovery when every backend is down, before one is tried anyway."""
     circuit: CircuitOptions = CircuitOptions()
 
 
 @dataclass(slots=True, kw_only=True)
 class PooledBackend:
-    """One backend of a pool."""
+    """A backend with its circuit breaker."""
 
     backend: SandboxBackend
     circuit: Circuit
@@ -89,7 +85,7 @@ class _Spare:
 
 
 class Pool:
-    """Implements insitu.sandbox.base.SandboxBackend over others; an async context manager."""
+    """Implements insitu.sandbox.base.SandboxBackend over other backends; an async context manager."""
 
     def __init__(
         self,
@@ -97,7 +93,7 @@ class Pool:
         options: PoolOptions | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`say` gets a line for a person when a backend goes down and when it is back."""
+        """`say` is called with a line when a backend goes down and when it recovers."""
         self._options, self._say = options or PoolOptions(), say
         self.members = [
             PooledBackend(backend=each, circuit=Circuit(self._options.circuit)) for each in backends
@@ -109,12 +105,12 @@ class Pool:
         self._seen: list[SandboxSpec] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        """Set, and replaced, whenever a circuit closes."""
+        """Set and replaced when a circuit closes."""
         self._closed = False
         self.live = 0
-        """Sandboxes handed out and not closed."""
+        """Leased sandboxes that are not closed."""
         self.reaped = 0
-        """Sandboxes of dead owners that were found at the start or during a recovery."""
+        """Leaked sandboxes removed so far."""
 
     @property
     def name(self) -> str:
@@ -122,16 +118,17 @@ class Pool:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What a spec can ask for, if one backend has it; what holds for every sandbox, if all have it. With
-        fail-over only what all have: what one lacks it could not take over."""
+        """What all backends have; without failover also what a spec can request of one of them."""
         each = [member.backend.capabilities for member in self.members]
         if self._options.in_order:
             return frozenset.intersection(*each)
-        return (frozenset.union(*each) & ASKED_FOR) | frozenset.intersection(*each)
+        return (frozenset.union(*each) & REQUESTABLE) | frozenset.intersection(*each)
 
     async def create(self, spec: SandboxSpec) -> PooledSandbox:
-        """A sandbox; waits for a permit. Of a spec with neither network nor files that was asked for before,
-        a spare is kept ready. Raises PolicyUnsupported, SandboxStartError."""
+        """Wait for a permit and lease a sandbox. A repeated spec without network and files gets a spare.
+
+        Raises PolicyUnsupported, SandboxStartError.
+        """
         if self._closed:
             raise SandboxStartError("the pool of sandboxes is closed")
         spare = await self._take_spare(spec)
@@ -146,32 +143,32 @@ class Pool:
         return self._lease(member, sandbox, self._permits)
 
     async def control(self, spec: SandboxSpec, lost: Sandbox | None = None) -> PooledSandbox:
-        """Implements insitu.sandbox.base.Controls: takes no permit and no spare. Raises as `create`, and at
-        once while the backend of `lost` is down: what another can do says nothing of it."""
+        """Lease a sandbox of the backend of `lost` (SupportsControl), without a permit of `create`.
+
+        Raises as `create`, at once while that backend is down.
+        """
         fit = self.members
         if isinstance(lost, PooledSandbox):
             fit = [member for member in fit if member.backend.name == lost.backend]
             if all(member.circuit.state == "open" for member in fit):
                 raise SandboxStartError(f"{lost.backend} is down: {fit[0].circuit.cause}")
-        await self._controls.acquire()  # those who hold them use them for one short command
+        await self._controls.acquire()  # no timeout: each is held for one short command
         member, sandbox = await self._boot_for(self._controls, spec, fit)
         return self._lease(member, sandbox, self._controls)
 
     def _lease(self, member: PooledBackend, sandbox: Sandbox, permits: asyncio.Semaphore) -> PooledSandbox:
         self.live += 1
 
-        def gave_back() -> None:
+        def released() -> None:
             self.live -= 1
             permits.release()
 
-        return PooledSandbox(
-            sandbox, member.backend.name, gave_back, lambda cause: self._count(member, cause)
-        )
+        return PooledSandbox(sandbox, member.backend.name, released, lambda cause: self._count(member, cause))
 
     async def _boot_for(
         self, permits: asyncio.Semaphore, spec: SandboxSpec, members: Sequence[PooledBackend]
     ) -> tuple[PooledBackend, Sandbox]:
-        """A sandbox of one of `members` in exchange for a permit that the caller has."""
+        """Boot a sandbox; release the caller's permit on failure."""
         try:
             return await self._boot(spec, members)
         except BaseException:
@@ -179,23 +176,23 @@ class Pool:
             raise
 
     async def _permit(self) -> None:
-        """Raises SandboxStartError when none became free in time."""
+        """Acquire a permit. Raises SandboxStartError after `permit_wait_s`."""
         most, waited = self._options.permit_wait_s, 0.0
         while True:
-            step = min(TELL_S, most - waited)
+            step = min(LOG_S, most - waited)
             try:
                 async with asyncio.timeout(step):
                     await self._permits.acquire()
                 return
             except TimeoutError:
                 waited += step
-            held = f"all {self._options.max_sandboxes} permits for sandboxes are held"
+            held = f"all {self._options.max_sandboxes} permits for sandboxes are in use"
             if waited >= most:
-                raise SandboxStartError(f"{held}, and none was given back within {most:g} s")
+                raise SandboxStartError(f"{held}, and none was released within {most:g} s")
             log.warning("wait for=permit waited_s=%.0f cause=%s", waited, held)
 
     async def image_digest(self, image: str) -> str:
-        """As the first backend with images knows it. Raises SandboxStartError."""
+        """Return the digest from the first backend with images. Raises SandboxStartError."""
         for member in self.members:
             if isinstance(member.backend, ResolvesImages):
                 return await member.backend.image_digest(image)
@@ -206,7 +203,7 @@ class Pool:
     ) -> tuple[PooledBackend, Sandbox]:
         fit = list(members)
         until = time.monotonic() + self._options.down_s
-        tries: Counter[int] = Counter()
+        failures: Counter[int] = Counter()
         broken: SandboxError | None = None
         while True:
             member = await self._choose(fit, until)
@@ -214,7 +211,7 @@ class Pool:
                 return member, await self._start(member, spec)
             except PolicyUnsupported as error:
                 fit.remove(member)
-                if not fit:  # one that offers it is down: not the spec's fault
+                if not fit:  # a backend that supports it is down
                     raise broken or error from None
             except ImageMissing:
                 raise
@@ -222,25 +219,25 @@ class Pool:
                 broken = error
                 if not isinstance(error, ImageUnavailable):
                     self._count(member, str(error))
-                tries[id(member)] += 1
-                tried = tries[id(member)]
-                log.warning("boot backend=%s tried=%d cause=%s", member.backend.name, tried, error)
-                if tried >= self._options.boot_attempts:
+                failures[id(member)] += 1
+                failed = failures[id(member)]
+                log.warning("boot backend=%s failed=%d cause=%s", member.backend.name, failed, error)
+                if failed >= self._options.boot_attempts:
                     fit.remove(member)
                     if not fit:
                         raise
                     continue
-                await asyncio.sleep(backoff_s(tried, self._options.pause_s))
+                await asyncio.sleep(backoff_s(failed, self._options.pause_s))
 
     async def _start(self, member: PooledBackend, spec: SandboxSpec) -> Sandbox:
         limit = self._options.boot_timeout_s
         if spec.image and isinstance(member.backend, ResolvesImages):
-            # Its own wait: a long download says nothing of the backend, and goes on until the next try.
+            # A timeout of its own: a slow download does not count against the backend, and goes on.
             try:
                 async with asyncio.timeout(limit):
                     await member.backend.image_digest(spec.image)
             except TimeoutError as error:
-                raise ImageUnavailable(f"image {spec.image}: not here within {limit:g} s") from error
+                raise ImageUnavailable(f"image {spec.image}: not downloaded within {limit:g} s") from error
         try:
             async with asyncio.timeout(limit):
                 sandbox = await member.backend.create(spec)
@@ -254,15 +251,17 @@ class Pool:
         return sandbox
 
     async def _choose(self, fit: Sequence[PooledBackend], until: float) -> PooledBackend:
-        """The next backend that is not known to be broken. When all are, wait until one recovers or `until`,
-        then take the one whose cool-down ends first: to be refused is worse than to fail."""
+        """Return the next backend whose circuit is closed.
+
+        When all are open, wait for a recovery until `until`, then return the one whose cool-down ends first.
+        """
         while True:
-            sound = [member for member in fit if member.circuit.state == "closed"]
-            if sound and self._options.in_order:
-                return sound[0]
-            if sound:
+            up = [member for member in fit if member.circuit.state == "closed"]
+            if up and self._options.in_order:
+                return up[0]
+            if up:
                 self._turn += 1
-                return sound[self._turn % len(sound)]
+                return up[self._turn % len(up)]
             left = until - time.monotonic()
             if left <= 0:
                 return min(fit, key=lambda member: member.circuit.cooled_in_s)
@@ -275,12 +274,12 @@ class Pool:
         if member.circuit.state == "open" and member.recovery is None and not self._closed:
             wait = member.circuit.cooled_in_s
             log.error("down backend=%s for_s=%.1f cause=%s", member.backend.name, wait, cause)
-            self._say(f"the {member.backend.name} sandbox is down ({cause}): {self._instead(member)}")
+            self._say(f"the {member.backend.name} sandbox is down ({cause}): {self._fallback(member)}")
             member.recovery = self._background(self._recover(member))
 
-    def _instead(self, down: PooledBackend) -> str:
-        sound = [each.backend.name for each in self.members if each.circuit.state == "closed"]
-        return f"sandboxes come from {sound[0]}" if sound else f"sandboxes wait for {down.backend.name}"
+    def _fallback(self, down: PooledBackend) -> str:
+        up = [each.backend.name for each in self.members if each.circuit.state == "closed"]
+        return f"sandboxes come from {up[0]}" if up else f"sandboxes wait for {down.backend.name}"
 
     def _recovered(self, member: PooledBackend) -> None:
         log.warning("up backend=%s", member.backend.name)
@@ -289,7 +288,7 @@ class Pool:
         self._changed = asyncio.Event()
 
     async def _recover(self, member: PooledBackend) -> None:
-        """Until the circuit is closed: cool down, remove leaked sandboxes, boot a plain one."""
+        """Cool down, reap and boot a plain sandbox until the circuit closes."""
         try:
             while member.circuit.state != "closed":
                 await asyncio.sleep(member.circuit.cooled_in_s)
@@ -298,7 +297,7 @@ class Pool:
                 try:
                     await self._reap(member)
                     sandbox = await self._start(member, SandboxSpec(label="probe"))
-                except PolicyUnsupported:  # it answered
+                except PolicyUnsupported:  # the backend responds
                     self._recovered(member)
                     member.circuit.succeed()
                 except (InsituError, OSError) as error:
@@ -310,7 +309,7 @@ class Pool:
         finally:
             member.recovery = None
             if member.circuit.state == "half_open":
-                member.circuit.fail("its trial was broken off")
+                member.circuit.fail("the trial was cancelled")
 
     async def _reap(self, member: PooledBackend) -> None:
         if isinstance(member.backend, SupportsReap):
@@ -320,7 +319,7 @@ class Pool:
                 log.warning("reaped backend=%s sandboxes=%d", member.backend.name, found)
 
     async def _take_spare(self, spec: SandboxSpec) -> _Spare | None:
-        """A spare that is still alive: a sandbox found dead later would be held against what ran in it."""
+        """Return a spare after a check that it is alive: a later loss would be blamed on the candidate."""
         wanted = replace(spec, label="")
         while match := next((spare for spare in self._spares if spare.spec == wanted), None):
             self._spares.remove(match)
@@ -336,11 +335,10 @@ class Pool:
         return None
 
     def _prewarm(self, spec: SandboxSpec) -> None:
-        """Boot a spare in the background for a spec that comes again."""
-        if spec.network != "none" or spec.files or not self._options.warm:
+        """Boot a spare in the background for a repeated spec."""
+        # `root_setup`: the check whether a spare is alive would drop its root.
+        if spec.network != "none" or spec.files or spec.root_setup or not self._options.warm:
             return
-        if spec.root_setup:
-            return  # to see whether it is alive would end its root
         wanted = replace(spec, label="")
         known = wanted in self._seen
         if known:
@@ -353,15 +351,12 @@ class Pool:
             return
         await self._permits.acquire()
         try:
-            member, sandbox = await self._boot(replace(spec, label="spare"), self.members)
-        except SandboxError:  # told and counted by _boot; whoever needs the sandbox tries again
-            self._permits.release()
+            wanted = replace(spec, label="spare")
+            member, sandbox = await self._boot_for(self._permits, wanted, self.members)
+        except SandboxError:  # logged and counted by _boot
             return
-        except BaseException:
-            self._permits.release()
-            raise
         self._spares.append(_Spare(spec=spec, sandbox=sandbox, member=member))
-        # Whoever waits for a permit comes before any spare.
+        # Callers that wait for a permit take precedence over spares.
         while len(self._spares) > self._options.warm or (self._permits.locked() and self._spares):
             await self._discard(self._spares.pop(0))
 
@@ -378,7 +373,7 @@ class Pool:
         return task
 
     async def __aenter__(self) -> Self:
-        """Removes what owners that were killed have left. A backend that is down says so when it is used."""
+        """Remove leaked sandboxes; failures are logged."""
         for member in self.members:
             try:
                 async with asyncio.timeout(self._options.boot_timeout_s):
@@ -388,7 +383,7 @@ class Pool:
         return self
 
     async def close(self) -> None:
-        """Ends background work and spare sandboxes; sandboxes handed out end when they are closed."""
+        """End background tasks and spares; leased sandboxes end when they are closed."""
         self._closed = True
         for task in list(self._tasks):
             task.cancel()

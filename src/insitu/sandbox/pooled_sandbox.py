@@ -1,7 +1,6 @@
-"""A sandbox of the pool: the backend's own; gives its permit back, and makes idempotent calls again.
+"""A sandbox of the pool: returns its permit on close, and retries idempotent calls.
 
-What can be made twice without harm (put, get, wipe, kill) is tried again after SandboxTransient. A command
-is not: nobody knows how far the first one came.
+put, get, wipe and kill are retried after SandboxTransient; a command is not, since it may have run halfway.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from insitu.types import Tree
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CALL_TRIES = 3
+ATTEMPTS = 3
 PAUSE_S = 0.2
 
 
@@ -33,8 +32,7 @@ class PooledSandbox:
     def __init__(
         self, inner: Sandbox, backend: str, done: Callable[[], None], failed: Callable[[str], None]
     ) -> None:
-        """`backend`: the name of the one that made it. `done` is called once, when the sandbox is closed;
-        `failed` with the cause of each call given up."""
+        """`done` is called once, on close; `failed` with the cause of each call that ran out of retries."""
         self._inner, self._done, self._failed = inner, done, failed
         self.backend = backend
         self._closed = False
@@ -49,9 +47,9 @@ class PooledSandbox:
     async def cpu_s(self) -> float:
         return await cpu_s(self._inner)
 
-    async def _again(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def _retry(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         try:
-            return await retry(call, _is_transient, attempts=CALL_TRIES, first_s=PAUSE_S, name=what)
+            return await retry(call, _is_transient, attempts=ATTEMPTS, first_s=PAUSE_S, name=what)
         except SandboxTransient as error:
             self._failed(str(error))
             raise
@@ -71,12 +69,12 @@ class PooledSandbox:
         )
 
     async def exec_as_root(self, argv: Sequence[str], *, timeout_s: float) -> ExecResult:
-        return await self._roots().exec_as_root(argv, timeout_s=timeout_s)
+        return await self._root_inner().exec_as_root(argv, timeout_s=timeout_s)
 
     async def end_root(self) -> None:
-        await self._roots().end_root()
+        await self._root_inner().end_root()
 
-    def _roots(self) -> SupportsRootSetup:
+    def _root_inner(self) -> SupportsRootSetup:
         if not isinstance(self._inner, SupportsRootSetup):
             raise PolicyUnsupported("this sandbox has no root")
         return self._inner
@@ -87,27 +85,27 @@ class PooledSandbox:
         return await self._inner.spawn(argv, env=env, cwd=cwd)
 
     async def put(self, path: str, content: bytes, *, executable: bool = False) -> None:
-        await self._again("put", lambda: self._inner.put(path, content, executable=executable))
+        await self._retry("put", lambda: self._inner.put(path, content, executable=executable))
 
     async def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes | None:
-        return await self._again("get", lambda: self._inner.get(path, max_bytes=max_bytes))
+        return await self._retry("get", lambda: self._inner.get(path, max_bytes=max_bytes))
 
     async def put_tree(self, files: Tree, *, owner: Owner = "sandbox") -> None:
-        await self._again("put_tree", lambda: self._inner.put_tree(files, owner=owner))
+        await self._retry("put_tree", lambda: self._inner.put_tree(files, owner=owner))
 
     async def lay(self, files: Tree, *, remove: Sequence[str] = (), owner: Owner = "sandbox") -> None:
-        await self._again("lay", lambda: self._inner.lay(files, remove=remove, owner=owner))
+        await self._retry("lay", lambda: self._inner.lay(files, remove=remove, owner=owner))
 
     async def get_tree(self, *, max_bytes: int = 64 << 20, max_files: int = 10_000) -> Tree:
-        return await self._again(
+        return await self._retry(
             "get_tree", lambda: self._inner.get_tree(max_bytes=max_bytes, max_files=max_files)
         )
 
     async def kill_all(self) -> None:
-        await self._again("kill_all", self._inner.kill_all)
+        await self._retry("kill_all", self._inner.kill_all)
 
     async def wipe(self) -> None:
-        await self._again("wipe", self._inner.wipe)
+        await self._retry("wipe", self._inner.wipe)
 
     async def close(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Pipes of processes in a local sandbox, and the handle of a long-lived one."""
+"""Pipes of sandboxed processes, and the handle of a spawned one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINE_BYTES = 64 << 20
 
 
 class Output:
-    """Reads a pipe as data comes and keeps a bounded part of it: the first bytes, or with `tail` the last."""
+    """Read end of a pipe; keeps the first `limit` bytes, or with `tail` the last."""
 
     def __init__(self, limit: int, *, tail: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
@@ -27,7 +27,7 @@ class Output:
         self._loop.add_reader(self._read, self._pump)
 
     def _pump(self) -> bool:
-        """Take one chunk; False when there is none (now, or ever again)."""
+        """Read one chunk; return False when there is none."""
         try:
             chunk = os.read(self._read, 65536)
         except BlockingIOError:
@@ -45,11 +45,11 @@ class Output:
         return True
 
     def started(self) -> None:
-        """The child has its copy of the write end."""
+        """Close the write end: the child has its copy."""
         os.close(self.write_end)
 
     def abandon(self) -> None:
-        """No child will ever have it."""
+        """Close both ends: no child was started."""
         self.started()
         self.finish()
 
@@ -58,8 +58,8 @@ class Output:
         return bytes(self._kept)
 
     def finish(self) -> bytes:
-        """What the ended process wrote. A process it left behind may still hold the pipe: no end is awaited,
-        and one that writes faster than we read cannot keep us."""
+        """Read the rest and close; return what was kept."""
+        # Bounded, without waiting for the end of file: a background process may still write to the pipe.
         if self._open:
             for _ in range(1 + self._limit // 4096):
                 if not self._pump():
@@ -71,7 +71,7 @@ class Output:
 
 
 class LocalProcess:
-    """A process of `Sandbox.spawn`; implements insitu.sandbox.base.Process."""
+    """Implements insitu.sandbox.base.Process."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class LocalProcess:
             raise SandboxLost(f"the process wrote a line of more than {LINE_BYTES} bytes") from error
 
     def poll(self) -> int | None:
-        """Exit code; -9 also when the whole sandbox died."""
+        """Return the exit code or None; -9 also when the sandbox died."""
         if not self._code.done():
             return None
         return -9 if self._code.cancelled() or self._code.exception() else self._code.result()

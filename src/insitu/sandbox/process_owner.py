@@ -1,8 +1,7 @@
-"""Who made a sandbox: a mark that later processes can tell the living from the dead by.
+"""Owner mark of sandboxes, by which a later process finds out whether the owner is dead.
 
-Backends whose sandboxes outlive a killed owner put OWNER on everything they make; their `reap` removes what
-belongs to an owner that is gone. A process id alone would not do: ids are used again, other containers have
-ids of their own, and a daemon may serve several machines.
+Backends whose sandboxes outlive a killed owner label them with it, for `reap`. A PID is not enough: PIDs are
+reused, containers have their own, and a daemon may serve several machines.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import platform
 from pathlib import Path
 
 LABEL = "insitu.owner"
-"""Name of the label (or environment variable, or tag) that holds the mark."""
+"""Label that holds the mark."""
 
 
 def _read(path: str) -> str:
@@ -24,7 +23,7 @@ def _read(path: str) -> str:
 
 
 def _started(pid: int) -> str:
-    """Start time of a process in clock ticks since boot; empty when there is none, or only its remains."""
+    """Return the start time of a process in clock ticks since boot; "" for a zombie or none."""
     state, *fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split() or ("Z",)
     return "" if state in ("Z", "X") else fields[18]
 
@@ -37,24 +36,23 @@ def _namespace() -> str:
 
 
 def _place() -> list[str]:
-    """Machine, boot and PID namespace: where a process id means something."""
-    told = (
+    """Return hashes of machine, boot and PID namespace."""
+    parts = (
         _read("/etc/machine-id") + platform.node(),
         _read("/proc/sys/kernel/random/boot_id"),
         _namespace(),
     )
-    return [hashlib.sha256(text.encode()).hexdigest()[:10] for text in told]
+    return [hashlib.sha256(text.encode()).hexdigest()[:10] for text in parts]
 
 
 def owner(pid: int | None = None) -> str:
-    """The mark of a process of this machine, by default of this one."""
+    """Return the mark of a process of this machine, by default of this one."""
     number = os.getpid() if pid is None else pid
     return "-".join([*_place(), str(number), _started(number)])
 
 
-def gone(mark: str) -> bool:
-    """True only when the process is surely dead: of an earlier boot of this machine, or no longer there. What
-    another machine or another container made, nobody here can judge."""
+def is_dead(mark: str) -> bool:
+    """Return whether the process is certainly dead; False for other machines and other PID namespaces."""
     parts, here = mark.split("-"), _place()
     if len(parts) != 5 or parts[0] != here[0] or not parts[3].isdigit():
         return False

@@ -1,8 +1,7 @@
-"""What a local sandbox looks like inside, as a list of steps that both local modes carry out.
+"""The root filesystem of a local sandbox, as a list of steps for both local modes.
 
-An allow-list: system programs and libraries read-only, five made-up files of /etc, private writable folders
-in memory. No home, no run directory, no dataset, no insitu. Nothing of a sandbox ever lies on the host's
-disk, so a killed host leaves nothing to clean up.
+An allow-list: system programs and libraries read-only, five generated files of /etc, private tmpfs folders.
+No home, run directory, dataset or insitu. Nothing lies on the host's disk, so a killed host leaves no files.
 """
 
 from __future__ import annotations
@@ -23,31 +22,29 @@ SUPERVISOR_AT = "/run/insitu/supervisor.pyc"
 OWN_PYTHON = "/opt/python"
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 OLDEST_PYTHON = (3, 10)
-"""The first that can run what insitu puts into a sandbox."""
+"""Minimum version for insitu's scripts in a sandbox."""
 
 Step = tuple[str, str, str]
-"""(kind, argument, path): bind source, link target, tmpfs bytes, file text, code as hex digits, and proc,
-dev, ro and dir with "".
-A step's path is inside the sandbox; binds are read-only."""
+"""(kind, argument, inside path): bind source, link target, tmpfs bytes, file text, code as hex digits; proc,
+dev, ro and dir have no argument. Binds are read-only."""
 
 _ETC = (
     ("/etc/passwd", f"root:x:0:0:root:/:/bin/sh\nagent:x:{INSIDE_ID}:{INSIDE_ID}::{HOME}:/bin/bash\n"),
     ("/etc/group", f"root:x:0:\nagent:x:{INSIDE_ID}:\n"),
     ("/etc/hosts", "127.0.0.1 localhost sandbox\n"),
     ("/etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files dns\n"),
-    # Nobody answers there, and nothing leads there: a name that is asked for is an attempt to get out.
+    # TEST-NET, without a route: a name query counts as a network attempt.
     ("/etc/resolv.conf", "nameserver 192.0.2.1\noptions timeout:1 attempts:1\n"),
 )
 
 
 def writable(spec: SandboxSpec) -> tuple[str, ...]:
-    """Every place of the sandbox that can be written; the work folder first, the home second."""
+    """Return the writable places; the work folder first, the home second."""
     return (spec.workdir, HOME, "/tmp", "/dev/shm", *spec.places)
 
 
 def python_inside() -> str:
-    """The machine's own Python when it is recent enough, else the one that insitu runs on, lent to the
-    sandbox."""
+    """Return the system's Python if it is recent enough, else insitu's own, mounted at OWN_PYTHON."""
     if python_version(SYSTEM_PYTHON) >= OLDEST_PYTHON:
         return str(SYSTEM_PYTHON)
     return f"{OWN_PYTHON}/bin/python3"
@@ -55,34 +52,31 @@ def python_inside() -> str:
 
 @functools.cache
 def python_version(program: Path) -> tuple[int, int]:
-    """(0, 0) for what is missing or no Python."""
+    """Return (major, minor); (0, 0) for a missing program."""
     command = [str(program), "-I", "-S", "-c", "import sys; print(sys.version_info[0], sys.version_info[1])"]
     try:
-        said = subprocess.run(command, capture_output=True, check=True, timeout=30).stdout.split()
-        return int(said[0]), int(said[1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        major, minor = subprocess.run(command, capture_output=True, check=True, timeout=30).stdout.split()
+        return int(major), int(minor)
+    except (OSError, subprocess.SubprocessError, ValueError):
         return 0, 0
 
 
 def _own_library() -> dict[str, str]:
-    """A Python built as a shared library was told an absolute place for it that the sandbox does not have."""
+    # A Python built as a shared library has an absolute path to it, which does not exist in the sandbox.
     if python_inside().startswith(OWN_PYTHON) and sysconfig.get_config_var("Py_ENABLE_SHARED"):
         return {"LD_LIBRARY_PATH": f"{OWN_PYTHON}/lib"}
     return {}
 
 
 def supervisor(arguments: Sequence[str]) -> list[str]:
-    """The command of the sandbox's PID 1."""
+    """Return the command of PID 1."""
     settings = [f"{name}={value}" for name, value in _own_library().items()]
     start = ["/usr/bin/env", *settings] if settings else []
     return [*start, python_inside(), "-I", "-S", "-B", SUPERVISOR_AT, *arguments]
 
 
 def compile_supervisor() -> bytes:
-    """The program of PID 1, compiled once by the Python that will run it in every sandbox.
-
-    Raises OSError and subprocess.SubprocessError.
-    """
+    """Return supervisor.py compiled by the sandbox's Python. Raises OSError, subprocess.SubprocessError."""
     inside = python_inside()
     python = str(Path(sys.base_prefix, "bin", "python3")) if inside.startswith(OWN_PYTHON) else inside
     source = Path(__file__).with_name("supervisor.py").read_bytes()
@@ -98,8 +92,8 @@ sys.stdout.buffer.write(importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(
 
 
 def environment(spec: SandboxSpec) -> dict[str, str]:
-    """/usr/bin comes first: a version-manager shim for python3 costs 90 ms a start. Hashes and clocks are the
-    same on every machine, because what a program prints is part of the next prompt."""
+    """Return the environment of a sandbox; hash seed and time zone are fixed, since output is prompt text."""
+    # /usr/bin first: a version-manager shim for python3 costs 90 ms per start.
     path = "/usr/bin:/bin:/usr/local/bin:/usr/sbin:/sbin"
     if python_inside().startswith(OWN_PYTHON):
         path = f"{OWN_PYTHON}/bin:{path}"
@@ -133,11 +127,9 @@ _NEEDED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "share",
 
 
 def hidden_folders(asked: Iterable[Path]) -> tuple[Path, ...]:
-    """What no sandbox may show though it may lie in a folder that every sandbox shows: insitu itself with the
-    checkout it came from, the current folder (runs lie below it), and what is `asked` for. Nothing within
-    another.
+    """Return folders that no sandbox shows: insitu with its checkout, the current folder, and `asked`.
 
-    Raises SetupError for a folder that sandboxes cannot do without.
+    None lies within another. Raises SetupError for a folder that sandboxes need.
     """
     package = Path(__file__).resolve().parent.parent
     checkout = package.parent.parent
@@ -152,7 +144,7 @@ def hidden_folders(asked: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def _covers(hidden: Iterable[Path], shown: Path, target: Path) -> Iterator[Step]:
-    """Lay an empty folder over each hidden one below `shown`, which the sandbox sees at `target`."""
+    """Yield steps that cover each hidden folder below `shown`, which is mounted at `target`."""
     covered = set[Path]()
     for path in sorted(hidden):
         if path.is_relative_to(shown) and path.is_dir() and not covered & {path, *path.parents}:
@@ -165,10 +157,9 @@ def _covers(hidden: Iterable[Path], shown: Path, target: Path) -> Iterator[Step]
 def plan(
     spec: SandboxSpec, code: bytes, work_bytes: int, scratch_bytes: int, hidden: Sequence[Path] = ()
 ) -> list[Step]:
-    """Steps in order. `code` is from `compile_supervisor`, `hidden` from `hidden_folders`; the sizes bound
-    the work folder and each other writable place.
+    """Return the steps in order. `code`: see `compile_supervisor`; `hidden`: see `hidden_folders`.
 
-    Raises PolicyUnsupported for a bind that is missing or lies over a writable place.
+    Raises PolicyUnsupported for a bind that is missing or covers a writable place.
     """
     steps = _system(hidden)
     steps += [("file", text, path) for path, text in _ETC]
@@ -190,7 +181,7 @@ def plan(
 
 
 def _with_folders(steps: list[Step]) -> list[Step]:
-    """Make every parent folder by name: those that bubblewrap adds on its own only root could enter."""
+    """Add a step for every parent folder: those that bubblewrap makes itself only root can enter."""
     made, mounted, result = {Path("/")}, set[Path](), list[Step]()
     for kind, argument, path in steps:
         for parent in reversed(Path(path).parents):

@@ -1,20 +1,17 @@
-"""The system calls a sandbox refuses, as a BPF program that its PID 1 installs before anything else runs
-there.
+"""The seccomp filter of a sandbox, as a BPF program that PID 1 installs.
 
-Refused is what no coding agent needs and what the other walls do not hold: reading or steering another
-process of the same user, the kernel's key rings (no wipe empties them), sockets that no network namespace
-holds in (a hypervisor's, above all), new user namespaces, and interfaces that are mostly known from exploits.
-All sandboxes show the same files of the machine, so calls that say or change which of these are in memory
-would carry messages from one sandbox to another: they are refused, or do nothing. A refused call fails with
-an ordinary error and kills nobody. Calls by the numbers of another architecture are refused altogether: they
-would be a way around.
+Refused: reading or controlling another process of the same user, the kernel's key rings (`wipe` cannot empty
+them), sockets outside of the network namespace (a hypervisor's), new user namespaces, and interfaces mostly
+known from exploits. All sandboxes share files of the machine, so calls that reveal or change the page cache
+would be a covert channel: they are refused or ignored. A refused call returns an error. All calls of another
+architecture are refused.
 """
 
 from __future__ import annotations
 
 import errno
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
@@ -32,103 +29,31 @@ OTHERS_ARGUMENT = {
     "setpriority": 1,
     "ioprio_set": 1,
 }
-"""Calls that are refused unless this argument is 0, the caller itself: a lowered limit or priority of a warm
-agent would last into its next rollout."""
+"""Calls refused unless this argument is 0, the caller: a lowered limit or priority of a warm agent would
+persist into its next rollout."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Machine:
-    audit: int
-    """AUDIT_ARCH_* of the kernel."""
-    numbers: dict[str, int]
-
-
-_COMMON = {
-    "io_uring_setup": 425,
-    "io_uring_enter": 426,
-    "io_uring_register": 427,
-    "pidfd_getfd": 438,
-    "process_madvise": 440,
-    "clone3": 435,
-    "cachestat": 451,
-}
-_MACHINES = {
-    "x86_64": _Machine(
-        audit=0xC000003E,
-        numbers=_COMMON
-        | {
-            "ptrace": 101,
-            "kcmp": 312,
-            "process_vm_readv": 310,
-            "process_vm_writev": 311,
-            "add_key": 248,
-            "request_key": 249,
-            "keyctl": 250,
-            "bpf": 321,
-            "perf_event_open": 298,
-            "userfaultfd": 323,
-            "setns": 308,
-            "unshare": 272,
-            "clone": 56,
-            "socket": 41,
-            "socketpair": 53,
-            "prlimit64": 302,
-            "setpriority": 141,
-            "sched_setparam": 142,
-            "sched_setscheduler": 144,
-            "sched_setaffinity": 203,
-            "sched_setattr": 314,
-            "ioprio_set": 251,
-            "io_setup": 206,
-            "mincore": 27,
-            "madvise": 28,
-            "fadvise64": 221,
-            "preadv2": 327,
-            "pwritev2": 328,
-        },
-    ),
-    "aarch64": _Machine(
-        audit=0xC00000B7,
-        numbers=_COMMON
-        | {
-            "ptrace": 117,
-            "kcmp": 272,
-            "process_vm_readv": 270,
-            "process_vm_writev": 271,
-            "add_key": 217,
-            "request_key": 218,
-            "keyctl": 219,
-            "bpf": 280,
-            "perf_event_open": 241,
-            "userfaultfd": 282,
-            "setns": 268,
-            "unshare": 97,
-            "clone": 220,
-            "socket": 198,
-            "socketpair": 199,
-            "prlimit64": 261,
-            "setpriority": 140,
-            "sched_setparam": 118,
-            "sched_setscheduler": 119,
-            "sched_setaffinity": 122,
-            "sched_setattr": 274,
-            "ioprio_set": 30,
-            "io_setup": 0,
-            "mincore": 232,
-            "madvise": 233,
-            "fadvise64": 223,
-            "preadv2": 286,
-            "pwritev2": 287,
-        },
-    ),
-}
+_NUMBERS: Mapping[str, tuple[int, int]] = {
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "clone3": (435, 435), "cachestat": (451, 451),
+    "ptrace": (101, 117), "kcmp": (312, 272), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "setns": (308, 268),
+    "unshare": (272, 97), "clone": (56, 220), "socket": (41, 198), "socketpair": (53, 199),
+    "prlimit64": (302, 261), "setpriority": (141, 140), "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30), "io_setup": (206, 0), "mincore": (27, 232), "madvise": (28, 233),
+    "fadvise64": (221, 223), "preadv2": (327, 286), "pwritev2": (328, 287),
+}  # fmt: skip
+"""System call -> numbers on x86_64 and aarch64."""
+_AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""AUDIT_ARCH_* of the kernel."""
 MADV_COLD, MADV_PAGEOUT = 20, 21
 RWF_FLAGS = 5
-"""Place of the flags among the arguments of `preadv2`: whether to fail rather than read from a disk, and
-whether to forget what was read."""
+"""Argument of `preadv2` with the flags: RWF_NOWAIT and others reveal or change the page cache."""
 _UNKNOWN = ("clone3", "mincore", "cachestat", "io_setup")
-"""Calls that fail as on a kernel without them: their callers know another way. The flags of `clone3` and of
-the reads of `io_submit` lie in memory, out of a filter's sight."""
+"""Calls that fail as on a kernel without them, for which callers have a fallback. Flags of `clone3` and
+`io_submit` lie in memory, where a filter cannot read them."""
 _NEVER = (
     "ptrace", "kcmp", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "process_madvise",
     "add_key", "request_key", "keyctl",
@@ -137,12 +62,11 @@ _NEVER = (
 
 
 def program(machine: str) -> bytes:
-    """The filter for `platform.machine()`; empty where the numbers are not known."""
-    known = _MACHINES.get(machine)
-    if known is None:
+    """Return the filter for `platform.machine()`; empty for an unknown machine."""
+    if machine not in _AUDIT:
         return b""
-    numbers = known.numbers
-    code = [_op(_LOAD, _ARCH), _op(_EQUAL, known.audit, 1, 0), _refuse(errno.EPERM), _op(_LOAD, _NUMBER)]
+    numbers = call_numbers(machine)
+    code = [_op(_LOAD, _ARCH), _op(_EQUAL, _AUDIT[machine], 1, 0), _refuse(errno.EPERM), _op(_LOAD, _NUMBER)]
     if machine == "x86_64":
         code += [_op(_AT_LEAST, X32, 0, 1), _refuse(errno.EPERM)]
     for name in _NEVER:
@@ -171,12 +95,16 @@ def program(machine: str) -> bytes:
     for name, place in OTHERS_ARGUMENT.items():
         code += _for(numbers[name], [_argument(place), _op(_EQUAL, 0, 1, 0), *_REFUSE_OR_ALLOW])
     for name in ("socket", "socketpair"):
-        code += _for(numbers[name], _renderers())
+        code += _for(numbers[name], _socket_rules())
     return b"".join([*code, _op(_RETURN, _ALLOW)])
 
 
+def call_numbers(machine: str) -> dict[str, int]:
+    return {name: pair[machine == "aarch64"] for name, pair in _NUMBERS.items()}
+
+
 def _op(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
-    """One instruction; `yes` and `no` count the instructions that are left out."""
+    """Return one instruction; `yes` and `no`: how many instructions to skip."""
     return struct.pack("<HBBI", code, yes, no, value)
 
 
@@ -188,17 +116,17 @@ _REFUSE_OR_ALLOW = (_refuse(errno.EPERM), _op(_RETURN, _ALLOW))
 
 
 def _argument(place: int) -> bytes:
-    """Load the lower half of an argument: all that the kernel reads of those we look at."""
+    """Return the load of the lower half of an argument, which is all that the kernel reads of it."""
     return _op(_LOAD, _ARGUMENTS + 8 * place)
 
 
 def _for(number: int, body: list[bytes]) -> list[bytes]:
-    """`body` must return: it overwrites the number that the next rule compares."""
+    """Return the rule for one call. `body` must return: it overwrites the register of the call number."""
     return [_op(_EQUAL, number, 0, len(body)), *body]
 
 
-def _renderers() -> list[bytes]:
-    """Local and internet sockets, and the netlink protocol by which programs list their addresses."""
+def _socket_rules() -> list[bytes]:
+    """Allow local and internet sockets, and the netlink protocol that lists addresses."""
     return [
         _argument(0),
         _op(_EQUAL, AF_UNIX, 5, 0),

@@ -1,4 +1,4 @@
-"""What a person can do when this machine refuses to isolate a process: one reason, one command."""
+"""Hints for a machine that refuses namespaces: one reason, one command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CONTAINER = (
 
 
 def read_sysctl(name: str) -> str:
-    """The value of a file below /proc/sys; empty where the kernel has no such switch."""
+    """Return the value of a file below /proc/sys, "" without one."""
     try:
         return Path("/proc/sys", name).read_text().strip()
     except OSError:
@@ -47,7 +47,7 @@ def advise(
     sysctl: Callable[[str], str] = read_sysctl,
     container: Callable[[], bool] = in_container,
 ) -> str:
-    """What to do on a machine where no way to isolate works. `bwrap_missing`: with it one might work."""
+    """Return what to do on a machine where no mode works. `bwrap_missing`: it might help."""
     if bwrap_missing:
         return "install bubblewrap"
     for name, refusing, hint in _SWITCHES:

@@ -1,8 +1,8 @@
-"""Carries connections from a sandbox's loopback to the gateway's unix socket.
+"""Relays connections from a sandbox's loopback to the gateway's unix socket.
 
-A listening socket belongs to the network it was made in, so the sandbox's PID 1 makes one on the sandbox's
-loopback and hands its descriptor to the host. The sandbox therefore needs no forwarder process, no socket
-file and no network, and nothing in it can take the port or kill the way to its model.
+A listening socket belongs to the network namespace it was made in, so PID 1 opens one and passes its
+descriptor to the host. The sandbox needs no forwarder process, socket file or network, and no process in it
+can take the port.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ MAX_CONNECTIONS = 64
 
 
 class _End(asyncio.Protocol):
-    """One end of a carried connection: what arrives goes out at `peer`, with back-pressure."""
+    """One end of a relayed connection: data goes out at `peer`, with back-pressure."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
         self.peer: asyncio.Transport | None = None
         self.other: _End | None = None
         self.ended = False
-        """The far side has said all it will say."""
+        """End of file was received."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if isinstance(transport, asyncio.Transport):
@@ -34,7 +34,7 @@ class _End(asyncio.Protocol):
             self.peer.write(data)
 
     def eof_received(self) -> bool:
-        """Half-closed is carried on as half-closed; once both sides have ended, nobody else would close."""
+        """Half-close the peer; close both once both sides have ended."""
         self.ended = True
         if self.peer is not None and self.peer.can_write_eof() and not self.peer.is_closing():
             self.peer.write_eof()
@@ -58,16 +58,16 @@ class _End(asyncio.Protocol):
 
 
 class _Entrance(_End):
-    """The end in the sandbox. What it sends before the gateway's end is connected is kept."""
+    """The sandbox's end; buffers data until the gateway's end is connected."""
 
-    def __init__(self, forward: SocketRelay) -> None:
+    def __init__(self, relay: SocketRelay) -> None:
         super().__init__()
-        self.forward = forward
+        self.relay = relay
         self.early = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.forward.admit(self)
+        self.relay.admit(self)
 
     def data_received(self, data: bytes) -> None:
         if self.peer is None and self.transport is not None:
@@ -79,7 +79,7 @@ class _Entrance(_End):
             super().data_received(data)
 
     def connect(self, exit_end: _End, out: asyncio.Transport) -> None:
-        """Start to carry, beginning with what has come already."""
+        """Start relaying, buffered data first."""
         self.peer, self.other, exit_end.other = out, exit_end, self
         if self.transport is None or self.transport.is_closing():
             out.close()
@@ -92,11 +92,11 @@ class _Entrance(_End):
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        self.forward.open.discard(self)
+        self.relay.open.discard(self)
 
 
 class SocketRelay:
-    """Accepts on `listener` and carries to `target` until closed."""
+    """Accepts on `listener` and relays to `target` until closed."""
 
     def __init__(self, listener: socket.socket, target: Path) -> None:
         self.open: set[_Entrance] = set()

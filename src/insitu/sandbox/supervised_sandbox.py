@@ -1,9 +1,4 @@
-"""A live sandbox whose PID 1 is supervisor.py: the host's handle on its processes and folders.
-
-What a local and a docker sandbox share: all goes over one control socket, and files move through descriptors
-of the sandbox's writable folders. How a sandbox starts and ends is the backend's own. Callers: local_sandbox,
-docker_sandbox.
-"""
+"""Base of local and docker sandboxes: processes over the control socket, files over folder descriptors."""
 
 from __future__ import annotations
 
@@ -29,9 +24,11 @@ from insitu.types import FileEntry, Tree
 
 
 class SupervisedSandbox(ABC):
-    """A live sandbox; implements insitu.sandbox.base.Sandbox. `places` are its writable folders, the work
-    folder first; `owner` is the host's number of the sandbox's user, or -1 when that is the user of this
-    process."""
+    """Implements insitu.sandbox.base.Sandbox over supervisor.py.
+
+    `places`: writable folders, the work folder first. `owner`: host uid of the sandbox's user, -1 for the
+    user of this process.
+    """
 
     def __init__(
         self,
@@ -48,23 +45,21 @@ class SupervisedSandbox(ABC):
         self._env = dict(env)
         self._owner = owner
         self._folders: dict[str, int] = {}
-        self._forward: SocketRelay | None = None
+        self._relay: SocketRelay | None = None
         self._spawned: list[LocalProcess] = []
         self._closing: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Wait until PID 1 is ready and open the way to the gateway. The caller closes on failure."""
+        """Wait for PID 1, start the gateway relay, write the files. The caller closes on failure."""
         fds = await self._control.ready()
         self._folders = dict(zip(self._places, fds, strict=False))
         if self._spec.network == "gateway_only" and self._spec.gateway_socket is not None:
-            self._forward = SocketRelay(
-                socket.socket(fileno=fds[len(self._places)]), self._spec.gateway_socket
-            )
-            await self._forward.start()
+            self._relay = SocketRelay(socket.socket(fileno=fds[len(self._places)]), self._spec.gateway_socket)
+            await self._relay.start()
         await self._fill()
 
     async def _fill(self) -> None:
-        """Put the spec's files into the sandbox."""
+        """Write the spec's files."""
         if self._spec.files:
             await self.put_tree(self._spec.files)
 
@@ -73,11 +68,10 @@ class SupervisedSandbox(ABC):
         return self._spec.workdir
 
     def memory_kills(self) -> int:
-        """Implements insitu.sandbox.base.ReportsOom; a backend that has no such count tells none."""
+        """Return the number of OOM kills; 0 without a counter."""
         return 0
 
     async def cpu_s(self) -> float:
-        """Implements insitu.sandbox.base.ReportsCpu."""
         return await self._control.order("cpu") / 1000
 
     def _fields(self, argv: Sequence[str], env: Mapping[str, str] | None, cwd: str | None) -> list[str]:
@@ -189,7 +183,7 @@ class SupervisedSandbox(ABC):
         return process
 
     def _place(self, path: str) -> tuple[int, str]:
-        """Descriptor of the writable folder that holds `path`, and the path relative to it."""
+        """Return the descriptor of the writable folder of `path`, and the path below it."""
         for place, fd in self._folders.items():
             if PurePosixPath(path).is_relative_to(place):
                 return fd, str(PurePosixPath(path).relative_to(place))
@@ -215,7 +209,7 @@ class SupervisedSandbox(ABC):
             await asyncio.to_thread(tree.lay_tree, self._work(), files, remove, self._owner_id(owner))
 
     def _owner_id(self, owner: Owner) -> int:
-        """Only root can give files away: for anyone else all is the sandbox's."""
+        """Return the uid for `owner`; without root on the host always the sandbox's."""
         return tree.ROOT if owner == "root" and self._owner >= 0 else self._owner
 
     async def get_tree(self, *, max_bytes: int = 64 << 20, max_files: int = 10_000) -> Tree:
@@ -243,14 +237,14 @@ class SupervisedSandbox(ABC):
             tree.empty(fd)
 
     async def close(self) -> None:
-        """Ends the sandbox; finishes even when the caller is cancelled."""
+        """End the sandbox; finishes even when cancelled."""
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        if self._forward is not None:
-            await self._forward.close()
+        if self._relay is not None:
+            await self._relay.close()
         self._control.close()
         for fd in self._folders.values():
             os.close(fd)
@@ -260,8 +254,7 @@ class SupervisedSandbox(ABC):
 
     @abstractmethod
     async def _end(self) -> None:
-        """Make sure that nothing of the sandbox is left, now that its PID 1 has no more control socket. Never
-        raises."""
+        """Clean up after the control socket is closed. Never raises."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -276,7 +269,7 @@ class SupervisedSandbox(ABC):
 
 
 def _pipe(undo: contextlib.ExitStack) -> tuple[BinaryIO, BinaryIO]:
-    """Read end and write end, as files: to close one twice does no harm."""
+    """Return both ends as files, which may be closed twice."""
     read, write = os.pipe2(os.O_CLOEXEC)
     ends = os.fdopen(read, "rb", buffering=0), os.fdopen(write, "wb", buffering=0)
     for end in ends:

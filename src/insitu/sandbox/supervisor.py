@@ -1,15 +1,12 @@
-"""PID 1 of a sandbox: drops every privilege, then starts and kills processes as the host asks over one
-socket.
+"""PID 1 of a sandbox: drops every privilege, then starts and kills processes on orders over one socket.
 
-Run by the sandbox's own Python, compiled beforehand and importing little, because its start is the price of
-every sandbox: `signal`, `socket` and `contextlib` alone would double it. It is not dumpable and it is init,
-so nothing in the sandbox can kill or trace it.
-When the host's end of the socket closes it exits, and the kernel takes the whole PID namespace with it.
+Compiled beforehand, with few imports: `signal`, `socket` and `contextlib` would double its start-up time. It
+is init and not dumpable, so no process in the sandbox can kill or trace it. It exits when the host closes the
+socket, and the kernel kills the PID namespace.
 
 Frames from the host: 4 bytes length, then NUL-joined fields `kind, job, ...`, descriptors on the first byte.
-A sandbox of a task that is set up by root begins as root, with the few capabilities that its container has.
-Only the order `root` runs something as root; every other one first ends all of that for good.
-Lines to the host: `ready`, `exit JOB CODE` (-n for signal n), `swept JOB OK`.
+Lines to the host: `ready`, `exit JOB CODE` (-n for signal n), `swept JOB NUMBER`. With a root setup it starts
+as root with the container's capabilities: only the order `root` runs as root, any other one drops root first.
 """
 
 from __future__ import annotations
@@ -32,11 +29,7 @@ from _socket import (
     SOCK_STREAM,
     SOL_SOCKET,
     socket,
-)
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
+)  # fmt: skip
 
 SIGINT, SIGKILL, SIGPIPE, SIGXFSZ, SIG_DFL = 2, 9, 13, 25, 0
 PIDFD_OPEN = 434
@@ -45,8 +38,8 @@ SECCOMP_MODE_FILTER = 2
 CLONE_NEWUSER = 0x10000000
 ADDR_NO_RANDOMIZE = 0x40000
 OPEN_FILES = (1024, 4096)
-"""Of what is asked for; this process and the host may open more. The kernel counts descriptors on their way
-over sockets by user, of all sandboxes, and refuses a sender while there are more than he himself may open."""
+"""Limits of jobs. This process may open more: the kernel refuses to send descriptors while more are in
+flight, per user, than the sender may open."""
 IPC_RMID = 0
 SWEEP_S = 1.0
 ROOT_S = 5.0
@@ -61,12 +54,23 @@ def system(result: int) -> int:
     return result
 
 
+def drop_bounding_set(libc: ctypes.CDLL) -> None:
+    for capability in range(64):
+        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            break
+
+
+def drop_capabilities(libc: ctypes.CDLL) -> None:
+    header, data = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 0, 0, 0, 0, 0, 0)
+    system(libc.capset(header, data))
+
+
 def drop_privileges(libc: ctypes.CDLL, outer_id: int) -> None:
-    """From root: become `outer_id`, enter an own user namespace as INSIDE_ID and give up all capabilities."""
+    """Become `outer_id`, enter a user namespace as INSIDE_ID and drop all capabilities."""
     os.setgroups([])
     os.setresgid(outer_id, outer_id, outer_id)
     os.setresuid(outer_id, outer_id, outer_id)
-    # A change of user makes the process undumpable, and then its own map files belong to root.
+    # After setresuid the process is not dumpable, and its map files belong to root.
     system(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0))
     system(libc.unshare(CLONE_NEWUSER))
     for name, text in (
@@ -77,23 +81,17 @@ def drop_privileges(libc: ctypes.CDLL, outer_id: int) -> None:
         fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
         os.write(fd, text.encode())
         os.close(fd)
-    for capability in range(64):
-        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-            break
-    header, data = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 0, 0, 0, 0, 0, 0)
-    system(libc.capset(header, data))
+    drop_bounding_set(libc)
+    drop_capabilities(libc)
 
 
 def give_up_root(libc: ctypes.CDLL, user: int, group: int) -> None:
-    """From root of a container: become its user, without any capability left. Raises rather than go on."""
-    for capability in range(64):
-        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-            break
+    """Become the container's user without capabilities; exit if any is left."""
+    drop_bounding_set(libc)
     os.setgroups([])
     os.setresgid(group, group, group)
     os.setresuid(user, user, user)
-    header, data = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 0, 0, 0, 0, 0, 0)
-    system(libc.capset(header, data))
+    drop_capabilities(libc)
     system(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
     system(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0))
     with open("/proc/self/status", "rb") as file:
@@ -103,20 +101,19 @@ def give_up_root(libc: ctypes.CDLL, user: int, group: int) -> None:
 
 
 def confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int, refused: bytes) -> int:
-    """Give up everything, for this process and all it will start. `refused` is from syscalls.program.
-    Returns what first_to_go does."""
-    scores = first_to_go()
+    """Drop all privileges, with the seccomp filter `refused`; return the descriptor of OOM scores."""
+    scores = prefer_as_oom_victim()
     if outer_id >= 0:
         drop_privileges(libc, outer_id)
     system(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     system(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
     system(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0))
-    # Python's own handler would let anything in the sandbox interrupt its init.
+    # Python's own SIGINT handler would let any process interrupt init.
     libc.signal(SIGINT, SIG_DFL)
-    # So that an address printed by a program is the same in every rollout. Some containers do not allow it.
+    # Printed addresses are the same in every rollout. Some containers do not allow it.
     libc.personality(ADDR_NO_RANDOMIZE)
     limit(resource.RLIMIT_CORE, 0, 0)
-    # POSIX message queues would outlive a rollout and cannot be listed from inside.
+    # RLIMIT_MSGQUEUE: POSIX message queues outlive a rollout and cannot be listed from inside.
     limit(12, 0, 0)
     if processes:
         limit(resource.RLIMIT_NPROC, processes, processes)
@@ -130,27 +127,25 @@ def confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int, refus
 
 
 def limit(kind: int, soft: int, hard: int) -> None:
-    """Lower a limit; one that is lower already stays."""
+    """Lower a limit; never raise it."""
     now = resource.getrlimit(kind)[1]
     most = hard if now == resource.RLIM_INFINITY else min(hard, now)
     resource.setrlimit(kind, (min(soft, most), most))
 
 
-def first_to_go() -> int:
-    """When memory runs out, the kernel looks for its victim in the sandboxes first, and there for PID 1
-    last: a sandbox must not be lost by what an agent did. A descriptor to write scores to, -1 where that is
-    forbidden."""
+def prefer_as_oom_victim() -> int:
+    """Make jobs the first victims of the OOM killer, before PID 1; return a descriptor for scores, or -1."""
     try:
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         os.write(fd, OWN_SCORE)
     except OSError:
-        return -1  # a container may forbid it
+        return -1  # forbidden in some containers
     return fd
 
 
 class Supervisor:
     def __init__(self, control: socket, libc: ctypes.CDLL, scores: int, later: tuple[int, ...] = ()) -> None:
-        """`later`: user and group to become before anything but `root` is done."""
+        """`later`: user and group to become before any order but `root`."""
         self.control = control
         self.later = later
         self.libc = libc
@@ -184,7 +179,7 @@ class Supervisor:
         return [os.fsdecode(part) for part in bytes(body).split(b"\0")], fds
 
     def serve(self) -> None:
-        """Wakes for orders and for the end of a job; once a second for orphans, which nobody waits for."""
+        """Poll for orders and ends of jobs; once a second reap orphans."""
         self.poll.register(self.control.fileno(), select.POLLIN)
         while True:
             for fd, _ in self.poll.poll(1000):
@@ -199,22 +194,20 @@ class Supervisor:
         if kind == "root" and not self.later:
             os.write(fds[2], b"root has ended\n")
             self.send(f"exit {job} 126")
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
         elif kind in ("run", "keep", "root"):
             argc = int(fields[3])
             env = dict(item.split("=", 1) for item in fields[4 + argc :] if item)
             self.start(job, fields[2], fields[4 : 4 + argc], env, fds, kind == "keep")
         elif kind == "kill":
             self.sweep(job, self.trees({pid for pid, name in self.jobs.items() if name != fields[2]}))
-        elif kind == "user":
-            self.send(f"swept {job} 1")
         elif kind == "sweep":
             self.sweep(job, {pid for pid in self.kept if pid in self.jobs})
         elif kind == "cpu":
             self.send(f"swept {job} {self.cpu_ms()}")
-        elif kind == "ipc":
-            self.clear_ipc()
+        elif kind in ("ipc", "user"):
+            if kind == "ipc":
+                self.clear_ipc()
             self.send(f"swept {job} 1")
 
     def start(
@@ -230,8 +223,7 @@ class Supervisor:
         if pid == 0:
             become(self.libc, cwd, argv, env, fds)
         self.score(OWN_SCORE)
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
         if pid > 0:
             self.jobs[pid] = job
             self.watched[pid] = system(self.libc.syscall(PIDFD_OPEN, pid, 0))
@@ -240,14 +232,13 @@ class Supervisor:
                 self.kept.add(pid)
 
     def end_root(self) -> None:
-        """Nothing that root has started goes on, and this process is no longer root. The end of the sandbox
-        where that cannot be had."""
+        """Kill root's processes and drop root; exit on failure, which ends the sandbox."""
         deadline = time.monotonic() + ROOT_S
         while True:
             try:
                 os.kill(-1, SIGKILL)
             except ProcessLookupError:
-                break  # nobody left, not even remains
+                break  # no process left
             if time.monotonic() > deadline:
                 os._exit(1)
             self.reap()
@@ -257,7 +248,7 @@ class Supervisor:
         give_up_root(self.libc, user, group)
 
     def score(self, value: bytes) -> None:
-        """A child inherits the score of the moment it is forked."""
+        """Set the OOM score, which a child inherits."""
         if self.scores >= 0:
             os.write(self.scores, value)
 
@@ -279,7 +270,7 @@ class Supervisor:
                 self.send(f"exit {job} {code}")
 
     def cpu_ms(self) -> int:
-        """CPU time of everything that has run in the sandbox, but for this process."""
+        """Return the CPU time of all processes, this one excluded."""
         self.reap()
         ticks = 0
         for pid in self.living():
@@ -291,8 +282,8 @@ class Supervisor:
         return int(1000 * (self.used + ticks / os.sysconf("SC_CLK_TCK")))
 
     def living(self) -> dict[int, int]:
-        """pid -> parent of every process but this one that is not a zombie. One whose first thread has ended
-        is told to be one, and lives on in the others."""
+        """Return pid -> parent of every other process that is alive."""
+        # A process whose main thread has exited shows as zombie while other threads run.
         found = {}
         for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib would double the start-up time
             if not name.isdigit() or name == "1":
@@ -316,8 +307,8 @@ class Supervisor:
         return known
 
     def sweep(self, job: str, keep: set[int]) -> None:
-        """Kill all but `keep`. What forks faster than we can look is killed with everything else at once:
-        kill(-1) holds the process table, so no child escapes it. Then the answer is 0: `keep` died too."""
+        """Kill all processes but `keep`; after SWEEP_S all of them, and answer 0."""
+        # kill(-1) holds the process table, so no child of a fork bomb escapes it.
         deadline = time.monotonic() + SWEEP_S
         while True:
             self.reap()
@@ -325,7 +316,7 @@ class Supervisor:
             if not targets:
                 break
             spared = time.monotonic() < deadline
-            # What was asked for goes first: a shell that sees its child die would go on, and might exit 0.
+            # Jobs first: a shell that sees its child die would go on, and might exit 0.
             for pid in sorted(targets, key=lambda pid: pid not in self.jobs) if spared else (-1,):
                 try:
                     os.kill(pid, SIGKILL)
@@ -338,28 +329,24 @@ class Supervisor:
         self.send(f"swept {job} {int(time.monotonic() < deadline)}")
 
     def clear_ipc(self) -> None:
-        """Remove System V shared memory, queues and semaphores: they need no process to live on."""
-        removers: tuple[tuple[str, Callable[[int], int]], ...] = (
-            ("shm", lambda n: int(self.libc.shmctl(n, IPC_RMID, None))),
-            ("msg", lambda n: int(self.libc.msgctl(n, IPC_RMID, None))),
-            ("sem", lambda n: int(self.libc.semctl(n, 0, IPC_RMID))),
-        )
-        for name, remove in removers:
+        """Remove System V shared memory, queues and semaphores, which outlive processes."""
+        for name in ("shm", "msg", "sem"):
             try:
                 with open(f"/proc/sysvipc/{name}") as file:
-                    rows = file.readlines()[1:]
+                    ids = [int(row.split()[1]) for row in file.readlines()[1:]]
             except OSError:
                 continue
-            for row in rows:
-                remove(int(row.split()[1]))
+            remove = getattr(self.libc, f"{name}ctl")
+            for number in ids:
+                remove(number, 0, IPC_RMID) if name == "sem" else remove(number, IPC_RMID, None)
 
 
 def become(libc: ctypes.CDLL, cwd: str, argv: list[str], env: dict[str, str], fds: list[int]) -> None:
-    """In the forked child: turn into the asked-for program. 126 and 127 as a shell has them."""
+    """Execute the job in the forked child; exit with 126 or 127 on failure, as a shell does."""
     code = 126
     try:
         os.setsid()
-        for number in (SIGPIPE, SIGXFSZ):  # which Python ignores, and so would its children
+        for number in (SIGPIPE, SIGXFSZ):  # ignored by Python, and inherited
             libc.signal(number, SIG_DFL)
         soft, hard = OPEN_FILES
         limit(resource.RLIMIT_NOFILE, soft, min(hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2))
@@ -374,8 +361,13 @@ def become(libc: ctypes.CDLL, cwd: str, argv: list[str], env: dict[str, str], fd
         os._exit(code)
 
 
+def close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
 def control_socket(place: str) -> socket:
-    """Inherited as a descriptor, or connected to where the host listens."""
+    """Return the inherited socket, or connect to a path."""
     if place.startswith("/"):
         control = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC)
         control.connect(place)
@@ -385,9 +377,11 @@ def control_socket(place: str) -> socket:
 
 
 def main(arguments: list[str]) -> None:
-    """arguments: control descriptor or the path of its socket, gateway port (0 = none), outer id (-1 = not
-    root), processes, memory, the system call filter as hex digits, the user and group to become later as
-    UID:GID or "", then the writable folders, whose descriptors go to the host with `ready`."""
+    """Confine this process, send `ready` with descriptors of the writable folders, and serve.
+
+    Arguments: control descriptor or path of its socket, gateway port (0 = none), outer id (-1 = not root),
+    processes, memory, seccomp filter as hex digits, UID:GID to become later or "", the writable folders.
+    """
     port, outer_id, processes, memory = (int(item) for item in arguments[1:5])
     refused, places = bytes.fromhex(arguments[5]), arguments[7:]
     later = tuple(int(number) for number in arguments[6].split(":")) if arguments[6] else ()
@@ -403,13 +397,12 @@ def main(arguments: list[str]) -> None:
         listener.bind(("127.0.0.1", port))
         listener.listen(128)
         fds.append(listener.fileno())
-    # Standard error led to the host during start-up; what runs from here on must not reach it.
+    # Standard error led to the host during start-up; jobs must not reach it.
     null = os.open("/dev/null", os.O_RDWR)
     for number in range(3):
         os.dup2(null, number)
     supervisor.send("ready", tuple(fds))
-    for folder in fds[: len(places)]:
-        os.close(folder)
+    close_all(fds[: len(places)])
     supervisor.serve()
 
 

@@ -1,7 +1,7 @@
-"""Reads, writes and empties a sandbox's folders from the host through a directory descriptor.
+"""Read, write and empty a sandbox's folders from the host through a directory descriptor.
 
-What lies there was planted by an agent, so every step opens one name relative to an open folder, never
-follows a link, and checks the kind of what it opened. All functions are blocking: call them in a thread.
+The content is untrusted: every step opens one name relative to an open folder, follows no link and checks the
+type of the opened file. All functions are blocking.
 """
 
 from __future__ import annotations
@@ -20,31 +20,29 @@ from insitu.types import FileEntry, Tree
 log = logging.getLogger(__name__)
 
 MAX_DEPTH = 256
-"""Folders in each other; what lies deeper has a path that is too long for anything to be done with it."""
+"""Nesting limit of folders that are read."""
 TOOL_FOLDERS = frozenset(
     "__pycache__ .pytest_cache .mypy_cache .ruff_cache .hypothesis .tox .nox .eggs .ipynb_checkpoints .gradle"
     " .cache .next .nuxt .parcel-cache .turbo .npm .venv venv virtualenv site-packages node_modules"
     " bower_components build dist target htmlcov CMakeFiles _build _skbuild".split()
 )
-"""Folders that tools fill: what is in them is left out first where a work folder is over a cap."""
+"""Folders filled by tools: left out first when a work folder is over a cap."""
 ROOT = 0
-"""Owner of files that nothing in a sandbox may change."""
+"""Owner of files that no process of a sandbox may change."""
 KEEPER = 64999
-"""The same, for a sandbox whose own user is root without capabilities: he cannot touch another user's
-files."""
+"""The same for a sandbox whose user is root without capabilities."""
 _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class TreeTooLarge(SandboxError):
-    """The work folder is over a cap: the doing of what ran in the sandbox, so it is no infrastructure
-    failure."""
+    """The work folder is over a cap: caused by the agent, no infrastructure failure."""
 
     infra = False
 
 
 def parts_of(path: str) -> tuple[str, ...]:
-    """Parts of a relative path. Raises SandboxError for an absolute one, "..", NUL or an empty one."""
+    """Return the parts of a relative path. Raises SandboxError for any other path."""
     pure = PurePosixPath(path)
     if not path or pure.is_absolute() or ".." in pure.parts or "\0" in path or not pure.parts:
         raise SandboxError(f"{path!r} is not a path inside the folder")
@@ -53,24 +51,20 @@ def parts_of(path: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _folder(root: int, parts: tuple[str, ...], owner: int, *, make_way: bool = False) -> Iterator[int]:
-    """Descriptor of a folder below `root`, made where missing; `make_way` replaces what is no folder."""
+    """Yield the descriptor of a folder, made where missing; `make_way` replaces other files in its path."""
     fd = os.dup(root)
     try:
         _seal(fd, owner)
         for name in parts:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o755, dir_fd=fd)
-                if owner >= 0:
-                    os.chown(name, owner, owner, dir_fd=fd, follow_symlinks=False)
+                _make_folder(fd, name, owner)
             try:
                 inner = os.open(name, _DIR, dir_fd=fd)
             except OSError as error:
                 if not make_way or error.errno not in (errno.ENOTDIR, errno.ELOOP):
                     raise
                 os.unlink(name, dir_fd=fd)
-                os.mkdir(name, 0o755, dir_fd=fd)
-                if owner >= 0:
-                    os.chown(name, owner, owner, dir_fd=fd, follow_symlinks=False)
+                _make_folder(fd, name, owner)
                 inner = os.open(name, _DIR, dir_fd=fd)
             os.close(fd)
             fd = inner
@@ -80,16 +74,24 @@ def _folder(root: int, parts: tuple[str, ...], owner: int, *, make_way: bool = F
         os.close(fd)
 
 
+def _make_folder(parent: int, name: str, owner: int) -> None:
+    os.mkdir(name, 0o755, dir_fd=parent)
+    if owner >= 0:
+        os.chown(name, owner, owner, dir_fd=parent, follow_symlinks=False)
+
+
 def _seal(folder: int, owner: int) -> None:
-    """Of a folder on the way to a file of root: others may add names, but not take any of root's away."""
+    """Make a parent folder of root-owned files sticky (mode 1777)."""
     if owner in (ROOT, KEEPER):
         os.fchown(folder, owner, owner)
         os.fchmod(folder, 0o1777)
 
 
 def write_file(root: int, path: str, entry: FileEntry, owner: int, *, make_way: bool = False) -> None:
-    """Put one file as a new inode, so that a reader sees the old content or the new. Owner -1 keeps ours,
-    ROOT seals the folders on the way too."""
+    """Write one file atomically, as a new inode.
+
+    Owner -1 keeps the host's; ROOT also seals parent folders.
+    """
     *folders, name = parts_of(path)
     with _folder(root, tuple(folders), owner, make_way=make_way) as folder:
         fresh = f".{name[:100]}.insitu"
@@ -123,7 +125,7 @@ def write_tree(root: int, files: Tree, owner: int) -> None:
 
 
 def give(root: int, owner: int) -> None:
-    """Make `owner` own the folder and all below it; -1 leaves everything as it is."""
+    """Change the owner of a folder tree; -1 is a no-op."""
     if owner < 0:
         return
     waiting = [os.dup(root)]
@@ -143,7 +145,7 @@ def give(root: int, owner: int) -> None:
 
 
 def lay_tree(root: int, files: Tree, remove: Iterable[str], owner: int) -> None:
-    """Remove paths, then put files over what is left; nothing in the way is followed."""
+    """Remove paths, then write files over the rest; no link is followed."""
     for path in remove:
         *folders, name = parts_of(path)
         with contextlib.suppress(OSError), _existing(root, tuple(folders)) as folder:
@@ -154,7 +156,7 @@ def lay_tree(root: int, files: Tree, remove: Iterable[str], owner: int) -> None:
 
 @contextlib.contextmanager
 def _existing(root: int, parts: tuple[str, ...]) -> Iterator[int]:
-    """Descriptor of a folder below `root`. Raises OSError when it is missing or reached over a link."""
+    """Yield the descriptor of a folder. Raises OSError when it is missing or behind a link."""
     fd = os.dup(root)
     try:
         for name in parts:
@@ -167,7 +169,7 @@ def _existing(root: int, parts: tuple[str, ...]) -> Iterator[int]:
 
 
 def _remove(folder: int, name: str) -> None:
-    """Remove what has this name, of whatever kind, with all below it."""
+    """Remove a file or a folder tree."""
     try:
         os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
@@ -182,7 +184,7 @@ def _remove(folder: int, name: str) -> None:
 
 
 def read_one(root: int, path: str, max_bytes: int) -> bytes | None:
-    """Content of a regular file, None when there is none. Raises TreeTooLarge over `max_bytes`."""
+    """Return the content of a regular file, None without one. Raises TreeTooLarge over `max_bytes`."""
     *folders, name = parts_of(path)
     found: dict[str, FileEntry] = {}
     try:
@@ -196,12 +198,12 @@ def read_one(root: int, path: str, max_bytes: int) -> bytes | None:
 
 
 def _open_up(name: str, folder: int) -> None:
-    """Undo a chmod that would keep us out; acts on the very inode, never on a link's target."""
+    """Add read permission for the owner, on the inode itself and never on a link's target."""
     fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         mode = os.fstat(fd).st_mode
         if not stat.S_ISLNK(mode):
-            # A file must not become executable: that is part of what is read.
+            # A file must not become executable: that flag is part of the tree.
             add = stat.S_IRWXU if stat.S_ISDIR(mode) else stat.S_IRUSR
             Path(f"/proc/self/fd/{fd}").chmod(stat.S_IMODE(mode) | add)
     finally:
@@ -217,10 +219,10 @@ def _open(name: str, flags: int, folder: int) -> int:
 
 
 def empty(root: int) -> None:
-    """Remove all content, and what the folder itself could keep: mode, times and extended attributes.
-    Folders are flattened into `root` first: no depth can exhaust us."""
+    """Remove all content, and reset the folder's own mode, times and extended attributes."""
+    # Subfolders are moved up to `root` first, so that no nesting depth exhausts the stack.
     os.fchmod(root, 0o755)
-    with contextlib.suppress(OSError):  # not every kernel keeps attributes in memory
+    with contextlib.suppress(OSError):  # tmpfs of older kernels has no attributes
         for attribute in os.listxattr(root):
             os.removexattr(root, attribute)
     serial = 0
@@ -245,11 +247,11 @@ def empty(root: int) -> None:
 
 
 def _lift(child: str, folder: int, root: int, serial: int) -> int:
-    """Remove a file, or move a folder up to `root` under a free name; returns the next serial."""
+    """Remove a file, or move a folder up to `root` under a free name; return the last serial."""
     try:
         os.unlink(child, dir_fd=folder)
     except (IsADirectoryError, PermissionError):
-        # Moving a folder rewrites its "..", so its owner needs to be able to write it.
+        # Moving a folder rewrites its "..", which needs write permission.
         _open_up(child, folder)
         while True:
             serial += 1
@@ -264,10 +266,11 @@ def _lift(child: str, folder: int, root: int, serial: int) -> int:
 
 
 def read_tree(root: int, *, max_bytes: int, max_files: int) -> Tree:
-    """Regular files below `root`. Links, devices, pipes, sockets, names that are not UTF-8 and what lies
-    deeper than MAX_DEPTH are left out, and each of TOOL_FOLDERS that no longer fits behind all else.
+    """Return the regular files below `root`.
 
-    Raises TreeTooLarge where all else is over `max_bytes`, `max_files`, or four times as many entries.
+    Links, special files, names that are not UTF-8, files deeper than MAX_DEPTH, and TOOL_FOLDERS that do not
+    fit beside the rest are left out. Raises TreeTooLarge when the rest is over `max_bytes`, `max_files`, or
+    about four times as many entries.
     """
     os.fchmod(root, 0o755)
     found: dict[str, FileEntry] = {}
@@ -276,7 +279,7 @@ def read_tree(root: int, *, max_bytes: int, max_files: int) -> Tree:
     _read_folder(root, "", 0, found, budget, tools)
     wasted = 0
     for path in sorted(tools):
-        if wasted > max_bytes:  # files with holes cost nothing to make, but time to read
+        if wasted > max_bytes:  # sparse files are cheap to make and slow to read
             break
         inside, left = dict[str, FileEntry](), budget.copy()
         try:
@@ -298,7 +301,7 @@ def _read_folder(
     budget: list[int],
     tools: list[str] | None,
 ) -> None:
-    """`tools` takes the paths of TOOL_FOLDERS, which are then not read."""
+    """Read a folder recursively; list TOOL_FOLDERS in `tools` instead of reading them."""
     if depth > MAX_DEPTH:
         return
     for name in os.listdir(folder):

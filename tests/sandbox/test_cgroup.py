@@ -176,7 +176,7 @@ def test_what_a_machine_says_of_its_groups() -> None:
             cgroup._own(mounts[0], outside)
     assert cgroup.look([], {}).why == "no control groups with memory and pids"
     assert cgroup.look(mounts[:2], {"memory": "/", "pids": "/"}).why.startswith(
-        "v1: our own group is outside"
+        "v1: the group of this process is outside"
     )
 
 

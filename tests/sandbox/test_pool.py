@@ -119,7 +119,7 @@ async def test_an_image_that_cannot_be_fetched_is_tried_again_and_blames_nobody(
         assert pool.members[0].circuit.failures == 0
     backend.fetch_s = 60
     async with Pool([backend], options(boot_timeout_s=0.01)) as pool:
-        with pytest.raises(ImageUnavailable, match=r"^image a:1: not here within 0\.01 s$"):
+        with pytest.raises(ImageUnavailable, match=r"^image a:1: not downloaded within 0\.01 s$"):
             await pool.create(spec)
         assert pool.members[0].circuit.failures == 0
 
@@ -319,7 +319,7 @@ async def test_a_wait_for_a_permit_is_told_and_ends(
     monkeypatch.setattr("insitu.sandbox.pool.LOG_S", 0.02)
     async with Pool([FakeBackend()], options(max_sandboxes=1, permit_wait_s=0.05)) as pool:
         async with await pool.create(PLAIN):
-            with pytest.raises(SandboxStartError, match="all 1 permits for sandboxes are held"):
+            with pytest.raises(SandboxStartError, match="all 1 permits for sandboxes are in use"):
                 await pool.create(PLAIN)
         assert "wait for=permit" in caplog.text
         await (await pool.create(PLAIN)).close()

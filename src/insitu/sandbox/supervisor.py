@@ -1,8 +1,7 @@
 """PID 1 of a sandbox: drops every privilege, then starts and kills processes on orders over one socket.
 
-Compiled beforehand, with few imports: `signal`, `socket` and `contextlib` would double its start-up time. It
-is init and not dumpable, so no process in the sandbox can kill or trace it. It exits when the host closes the
-socket, and the kernel kills the PID namespace.
+It imports little: `signal`, `socket` and `contextlib` would double its start-up time. It is init and not
+dumpable, so no process in the sandbox can kill or trace it. It exits when the host closes the socket.
 
 Frames from the host: 4 bytes length, then NUL-joined fields `kind, job, ...`, descriptors on the first byte.
 Lines to the host: `ready`, `exit JOB CODE` (-n for signal n), `swept JOB NUMBER`. With a root setup it starts
@@ -32,7 +31,6 @@ from _socket import (
 )  # fmt: skip
 
 SIGINT, SIGKILL, SIGPIPE, SIGXFSZ, SIG_DFL = 2, 9, 13, 25, 0
-PIDFD_OPEN = 434
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 SECCOMP_MODE_FILTER = 2
 CLONE_NEWUSER = 0x10000000
@@ -56,8 +54,7 @@ def system(result: int) -> int:
 
 def drop_bounding_set(libc: ctypes.CDLL) -> None:
     for capability in range(64):
-        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-            break
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for numbers that the kernel has not
 
 
 def drop_capabilities(libc: ctypes.CDLL) -> None:
@@ -154,8 +151,7 @@ class Supervisor:
         self.jobs: dict[int, str] = {}
         self.watched: dict[int, int] = {}
         self.kept: set[int] = set()
-        self.used = 0.0
-        """CPU seconds of the processes that have ended."""
+        self.used = 0.0  # CPU seconds of ended processes
 
     def send(self, line: str, fds: tuple[int, ...] = ()) -> None:
         rights = [(SOL_SOCKET, SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))] if fds else []
@@ -226,7 +222,7 @@ class Supervisor:
         close_all(fds)
         if pid > 0:
             self.jobs[pid] = job
-            self.watched[pid] = system(self.libc.syscall(PIDFD_OPEN, pid, 0))
+            self.watched[pid] = os.pidfd_open(pid)
             self.poll.register(self.watched[pid], select.POLLIN)
             if keep:
                 self.kept.add(pid)
@@ -397,9 +393,8 @@ def main(arguments: list[str]) -> None:
         listener.bind(("127.0.0.1", port))
         listener.listen(128)
         fds.append(listener.fileno())
-    # Standard error led to the host during start-up; jobs must not reach it.
     null = os.open("/dev/null", os.O_RDWR)
-    for number in range(3):
+    for number in range(3):  # standard error led to the host during start-up
         os.dup2(null, number)
     supervisor.send("ready", tuple(fds))
     close_all(fds[: len(places)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
@@ -212,6 +213,9 @@ open('asked.json', 'w').write(json.dumps(seen))
 async def _careless_gateway(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Any token opens any session and any route."""
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    # Read the body too: a close with unread data resets the connection before the client has read the reply.
+    length = re.search(rb"Content-Length: (\d+)", head)
+    await asyncio.wait_for(reader.readexactly(int(length[1]) if length else 0), 10)
     ok = b"200 OK" if b"Bearer " in head else b"401 Unauthorized"
     writer.write(b"HTTP/1.1 %s\r\nContent-Length: 2\r\n\r\n{}" % ok)
     await writer.drain()

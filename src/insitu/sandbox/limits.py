@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 OPEN_FILES = 65536
-NOBODY = 65534
+NOBODY_ID = 65534
 FIRST_USER, USERS = 0x70000000, 1 << 26
 """User ids that neither people, services nor containers are given."""
 

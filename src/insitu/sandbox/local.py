@@ -28,7 +28,7 @@ from insitu.sandbox import seccomp as syscalls
 from insitu.sandbox.base import Capability, SandboxSpec
 from insitu.sandbox.cgroup import Cgroup, Cgroups, CgroupSupport, find
 from insitu.sandbox.control_channel import MAX_FDS, Control
-from insitu.sandbox.limits import NOBODY, a_user, allow_open_files, has_own_users
+from insitu.sandbox.limits import NOBODY_ID, a_user, allow_open_files, has_own_users
 from insitu.sandbox.local_sandbox import CLOSE_S, LocalSandbox
 from insitu.sandbox.setup_hints import advise
 
@@ -165,7 +165,7 @@ class LocalBackend:
         """Return the user id of a new sandbox; -1: the user of this process."""
         if not self._root:
             return -1
-        return a_user() if self._own_users else NOBODY
+        return a_user() if self._own_users else NOBODY_ID
 
     def _launch(
         self, spec: SandboxSpec, control: socket.socket, cgroup: Cgroup | None, user: int

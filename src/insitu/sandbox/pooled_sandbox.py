@@ -5,7 +5,6 @@ put, get, wipe and kill are retried after SandboxTransient; a command is not, si
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Self, TypeVar
 
@@ -14,7 +13,6 @@ from insitu.errors import PolicyUnsupported, SandboxTransient
 from insitu.sandbox.base import ExecResult, Owner, Process, Sandbox, SupportsRootSetup, cpu_s, memory_kills
 from insitu.types import Tree
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 3

@@ -131,7 +131,7 @@ async def test_classes_parameters_and_several_files(tmp_path: Path, grader: Grad
     [
         ({"solution": GOLD.replace("2 * x", "3 * x")}, "tests/test_more.py, with the solution: .* failed"),
         ({"solution": "x = 1\n"}, "pytest cannot import it"),
-        ({"tests": {"test_a.py": "import os\nos._exit(0)\n"}}, "it did not come to its end"),
+        ({"tests": {"test_a.py": "import os\nos._exit(0)\n"}}, "it did not run to its end"),
         ({"tests": {"test_a.py": "class A:\n    pass\nclass B(A):\n    pass\n"}}, "no test passes"),
     ],
 )

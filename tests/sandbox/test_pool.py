@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -355,7 +354,7 @@ async def test_leaked_sandboxes_are_reaped_at_the_start_and_a_dead_daemon_is_no_
 async def test_a_fall_back_takes_over_and_hands_back() -> None:
     first, second = FakeBackend(name="first"), FakeBackend(name="second")
     said: list[str] = []
-    async with Pool([first, second], replace(options(), in_order=True), said.append) as pool:
+    async with Pool([first, second], options(in_order=True), said.append) as pool:
         for _ in range(4):
             await (await pool.create(PLAIN)).close()
         assert (len(first.sandboxes), len(second.sandboxes)) == (4, 0)
@@ -373,14 +372,14 @@ async def test_a_fall_back_takes_over_and_hands_back() -> None:
 async def test_a_fall_back_promises_no_more_than_all_can_hold() -> None:
     first = FakeBackend(name="first", capabilities=frozenset({"network_none", "images"}))
     second = FakeBackend(name="second", capabilities=frozenset({"network_none", "resource_limits"}))
-    pool = Pool([first, second], replace(options(), in_order=True))
+    pool = Pool([first, second], options(in_order=True))
     assert pool.capabilities == {"network_none"}
 
 
 async def test_that_another_backend_works_blames_no_agent_for_a_lost_sandbox() -> None:
     first, second = FakeBackend(name="first"), FakeBackend(name="second")
     lost = SandboxLost("the sandbox is gone")
-    async with Pool([first, second], replace(options(cooldown_s=60), in_order=True)) as pool:
+    async with Pool([first, second], options(cooldown_s=60, in_order=True)) as pool:
         sandbox, other = await pool.create(PLAIN), await pool.create(PLAIN)
         first.boot_errors = [SandboxStartError("daemon gone")] * 3
         with pytest.raises(SandboxLost):
@@ -400,7 +399,7 @@ async def test_that_another_backend_works_blames_no_agent_for_a_lost_sandbox() -
 async def test_what_a_fall_back_does_not_offer_is_not_held_against_the_spec() -> None:
     first = FakeBackend(name="first")
     second = FakeBackend(name="second", capabilities=frozenset({"network_none"}))
-    async with Pool([first, second], replace(options(), in_order=True)) as pool:
+    async with Pool([first, second], options(in_order=True)) as pool:
         first.boot_errors = [SandboxStartError("daemon gone")] * 3
         with pytest.raises(SandboxStartError, match="daemon gone"):
             await pool.create(SandboxSpec(image="python:3.12"))

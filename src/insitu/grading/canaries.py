@@ -1,9 +1,8 @@
-"""Controls: tests whose outcome the host knows beforehand, drawn anew for every run of a test file.
+"""Canary tests with a known outcome, drawn again for every run of a test file.
 
-A candidate shares the process with the tests that judge it, so it can make every test look passed. It cannot
-tell which of them must not pass: `with_controls` adds tests that must fail, in every way a test can fail, and
-tests that must pass, under names made of the file's own words. What reports a failing one as passed forges.
-The file is changed as text on the host; what was there stays as it is, line by line.
+A candidate shares the process with the tests, so it can make every test look passed. `with_controls` adds
+tests that must fail, in every way a test can fail, and tests that must pass, under names made of the file's
+own words. A failing canary that is reported as passed proves forgery. The file's own lines stay unchanged.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ PASSING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controlled:
-    """A test file with controls in it."""
+    """A test file with canaries."""
 
     source: bytes
     must_fail: frozenset[str]
-    """Function names, at the top of the module."""
+    """Names of module-level functions."""
     must_pass: frozenset[str]
 
 
 def with_controls(text: str, rng: random.Random) -> Controlled:
-    """Every kind of failing control and some passing ones."""
+    """Add every kind of failing canary and two passing ones."""
     bodies = [(body, False) for body in FAILING] + [(body, True) for body in rng.sample(PASSING, 2)]
     rng.shuffle(bodies)
     names = _names(text, len(bodies), rng)
@@ -62,7 +61,7 @@ def with_controls(text: str, rng: random.Random) -> Controlled:
 
 
 def text_of(source: bytes) -> str:
-    """A test file as text. Raises ValueError when it is no Python."""
+    """Return a test file as text. Raises ValueError when it is not Python."""
     try:
         text = source.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
         ast.parse(text)
@@ -72,7 +71,7 @@ def text_of(source: bytes) -> str:
 
 
 def _names(text: str, count: int, rng: random.Random) -> list[str]:
-    """Fresh test names of words that the file itself uses in its own."""
+    """Draw unused test names from words of the file's own names."""
     words = sorted({word for name in re.findall(r"\bdef (\w+)", text) for word in name.split("_") if word})
     words = [word for word in words if word != "test"] or ["value"]
     taken = set(re.findall(r"\w+", text))
@@ -89,7 +88,7 @@ def _names(text: str, count: int, rng: random.Random) -> list[str]:
 
 
 def _spread(text: str, added: Sequence[str], rng: random.Random) -> str:
-    """Functions put between the top-level statements of a module, at random, none before the imports."""
+    """Insert functions at random between the top-level definitions of a module."""
     lines = text.split("\n")
     body = ast.parse(text).body
     cuts = [_first_line(node) - 1 for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]

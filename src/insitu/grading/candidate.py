@@ -1,5 +1,4 @@
-"""What a runner judges: the tree an agent left, after the filter, and how it is laid into a grading
-sandbox."""
+"""The tree that a runner judges, and how it is written into a grading sandbox."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ MOST_NAMES_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A tree to judge. Over an image only the difference is moved: the rest is in the sandbox already."""
+    """A tree to judge. Over an image only the difference is written: the image holds the rest."""
 
     base: Tree = field(repr=False)
-    """The host's own copy of what the agent was given."""
+    """The host's copy of the agent's base tree."""
     tree: Tree = field(repr=False)
     """`base` with the filtered diff."""
     task_id: str = ""
@@ -38,7 +37,7 @@ class Candidate:
         return cls(base=base, tree=tree, task_id=task.id, over_image=not is_plain(task.setup))
 
     def hidden(self, tests: HiddenTests) -> Tree:
-        """The hidden files: those given, and those a patch makes of the base's own. Raises TaskError."""
+        """Return the hidden files, with those that a patch makes of the base. Raises TaskError."""
         if not tests.patch:
             return tests.files
         try:
@@ -52,37 +51,38 @@ class Candidate:
         """Return the folders of image and setup in the work folder, for `clear`. Raises SandboxError."""
         if not self.over_image:
             return frozenset()
-        said = await sandbox.exec(
+        listed = await sandbox.exec(
             ["sh", "-c", FOLDERS, "folders", sandbox.workdir],
             timeout_s=60.0,
             max_output_bytes=MOST_NAMES_BYTES,
         )
-        return frozenset(_inside(said.stdout, sandbox.workdir))
+        return frozenset(_inside(listed.stdout, sandbox.workdir))
 
     async def clear(self, sandbox: Sandbox, hidden: Tree, since: float, folders: frozenset[str]) -> None:
-        """Kill what runs in `sandbox` and take away what its processes left, so that the next cannot tell
-        that it is not the first. Over an image, those are the sandbox user's files that changed `since` then
-        and are neither the candidate's nor hidden, and folders that are neither theirs nor among `folders`;
-        what was changed in place stays as it is."""
+        """Kill all processes and remove their files, so that the next run looks like the first.
+
+        Over an image: the sandbox user's files changed after `since` that are neither the candidate's nor
+        hidden, and folders that are neither theirs nor in `folders`. Files changed in place stay.
+        """
         await sandbox.kill_all()
         if not self.over_image:
             await sandbox.wipe()
             return
         places = ["/tmp", "/var/tmp", "/dev/shm", sandbox.workdir]
-        said = await sandbox.exec(
+        listed = await sandbox.exec(
             ["sh", "-c", LEFT, "left", f"@{since:.3f}", *places],
             timeout_s=60.0,
             max_output_bytes=MOST_NAMES_BYTES,
         )
         files = {*self.tree, *hidden}
-        kept = {*folders, *_ways(files)}
-        left = _inside(said.stdout, sandbox.workdir)
-        gone = [path for path in left if not path.endswith("/") and path not in files]
-        gone += [path for path in left if path.endswith("/") and path.rstrip("/") not in kept]
-        await sandbox.lay({}, remove=gone)
+        kept = {*folders, *_parents(files)}
+        left = _inside(listed.stdout, sandbox.workdir)
+        removed = [path for path in left if not path.endswith("/") and path not in files]
+        removed += [path for path in left if path.endswith("/") and path.rstrip("/") not in kept]
+        await sandbox.lay({}, remove=removed)
 
     async def lay(self, sandbox: Sandbox, hidden: Tree | None = None, *, owner: Owner = "sandbox") -> None:
-        """Put the candidate into the work folder of `sandbox`, and hidden files over it."""
+        """Write the candidate and hidden files over it into the work folder."""
         files = overlay(self.tree, hidden or {})
         if not self.over_image:
             await sandbox.put_tree(files, owner=owner)
@@ -92,22 +92,22 @@ class Candidate:
 
 
 def overlay(tree: Tree, hidden: Tree) -> Tree:
-    """`tree` with the hidden files. They win: what would be a folder on their way, or below them, goes."""
+    """Return `tree` with the hidden files, which replace files in place of their folders or below them."""
     if not hidden:
         return tree
-    ways = _ways(hidden)
-    kept = {path: tree[path] for path in tree if path not in ways and not _below(path, hidden)}
+    parents = _parents(hidden)
+    kept = {path: tree[path] for path in tree if path not in parents and not _below(path, hidden)}
     return {**kept, **hidden}
 
 
-def _ways(paths: Iterable[str]) -> set[str]:
-    """The folders that files lie in."""
+def _parents(paths: Iterable[str]) -> set[str]:
+    """Return all parent folders."""
     split = [path.split("/") for path in paths]
     return {"/".join(parts[:n]) for parts in split for n in range(1, len(parts))}
 
 
 def _inside(names: bytes, folder: str) -> list[str]:
-    """Of names that each end in a NUL, those in `folder`, relative to it."""
+    """Return the NUL-terminated names below `folder`, relative to it."""
     paths = names.decode("utf-8", "surrogateescape").split("\0")[:-1]
     return [path.removeprefix(f"{folder}/") for path in paths if path.startswith(f"{folder}/")]
 
@@ -118,5 +118,5 @@ def _below(path: str, hidden: Tree) -> bool:
 
 
 def restored(base: Tree, paths: Sequence[str]) -> Tree:
-    """The base's own version of `paths`, where it has one."""
+    """Return the base's version of `paths` where it has one."""
     return {path: base[path] for path in paths if path in base}

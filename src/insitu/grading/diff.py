@@ -1,11 +1,9 @@
-"""Compares the tree an agent left with the tree it was given, on the host, and filters what may be judged.
+"""Diff of an agent's final tree against the base, computed on the host, and its filter.
 
-The base is held by the host; the agent's own git, file times and ignore files are never asked. Nothing
-here does I/O. Of what differs, protected paths are dropped and recorded, compiled caches are ignored, and
-what work leaves behind and no grading sandbox needs is left out and recorded: added binaries and added large
-files, and where a diff is over a cap, added files in folders of tools or ignored by the base's own
-.gitignore, then other added files that are no source. Paths that lead elsewhere, files of the base that
-became binary or too large, and more changed files or source than the caps allow refuse the whole diff.
+The agent's git, file times and ignore files are not used. Protected paths are dropped and recorded. Compiled
+caches are ignored. Added binaries and large files are left out and recorded; over a cap also added files in
+folders of tools or matched by the base's .gitignore, then other added files that are no source. Refused:
+paths outside of the folder, base files that became binary or too large, and more source than the caps allow.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ ALWAYS_PROTECTED = (
     ".npmrc", ".yarnrc", ".yarnrc.yml", "go.work", "nextest.toml", "rust-toolchain", "rust-toolchain.toml",
     ".gitattributes", ".gitmodules",
 )  # fmt: skip
-"""Names protected in every folder: they steer a test runner, an interpreter or git, and little else.
-Manifests (package.json, go.mod, Cargo.toml), which solutions change too, are the task's to protect."""
+"""Names protected in every folder: configuration of a test runner, an interpreter or git. Manifests
+(package.json, go.mod, Cargo.toml), which solutions change too, are up to the task."""
 
 PROTECTED_FOLDERS = frozenset({".git", ".cargo", "sitecustomize", "usercustomize"})
 CACHE_FOLDERS = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
@@ -40,20 +38,20 @@ SOURCE_SUFFIXES = frozenset(
     " .go .rs .java .kt .kts .scala .swift .m .mm .rb .php .pl .pm .lua .r .jl .hs .ml .mli .ex .exs .erl"
     " .clj .dart .zig .nim .f .f90 .s .asm .sql .sh .bash .cmake .mk .proto .html .css .scss .toml".split()
 )
-"""Added files with such a name may be the solution: over the caps they refuse the diff."""
+"""Suffixes of source: such added files may be the solution, so over the caps they refuse the diff."""
 MAX_COMPONENT_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffPolicy:
-    """What a diff may contain. The caps bound what a grading sandbox is asked to hold."""
+    """Protected paths and caps of a diff."""
 
     protected: tuple[str, ...] = ()
     """More fnmatch patterns over the whole path; `*` also crosses `/`."""
-    put_back: frozenset[str] = frozenset()
-    """More files that are protected, by their path."""
+    restored_paths: frozenset[str] = frozenset()
+    """More protected files, by path."""
     shadows: frozenset[str] = frozenset()
-    """Files and folders that may not be there: they would be imported in the place of one put back."""
+    """Files and folders that are dropped: they would shadow a protected module."""
     max_files: int = 200
     max_file_bytes: int = 1 << 20
     max_total_bytes: int = 4 << 20
@@ -65,22 +63,22 @@ DEFAULT_POLICY = DiffPolicy()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diff:
-    """What the agent did to the tree, after the filter. `refused` non-empty means: do not run it."""
+    """Changes of the agent after the filter. With `refused` nothing is run."""
 
     changed: Tree = field(default_factory=dict, repr=False)
-    """Added or changed files that are applied."""
+    """Added and changed files, to apply."""
     added: tuple[str, ...] = ()
-    """Which of `changed` the base does not have."""
+    """Paths of `changed` that the base does not have."""
     deleted: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
-    """Protected paths whose change was undone."""
+    """Protected paths whose change is reverted."""
     left_out: tuple[str, ...] = ()
-    """Added files that are not judged: binary, too large, too many, or of a name that no sandbox is given.
-    And binary files of the base, whose change was undone."""
+    """Added files that are not judged (binary, too large, too many, bad name), and changed binary files of
+    the base, which are reverted."""
     ignored: tuple[str, ...] = ()
     """Compiled caches."""
     suspicious: tuple[str, ...] = ()
-    """New files that would shadow the standard library in a runner that is not isolated."""
+    """New files that may shadow the standard library."""
     refused: str = ""
 
     @property
@@ -89,7 +87,7 @@ class Diff:
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 over what is applied."""
+        """Hex SHA-256 of the applied changes."""
         h = hashlib.sha256()
         for path in sorted(self.changed):
             entry = self.changed[path]
@@ -102,13 +100,13 @@ class Diff:
 
 
 def changes(base: Tree, after: Tree) -> tuple[dict[str, FileEntry], tuple[str, ...]]:
-    """Unfiltered: files added or changed, and paths deleted, in path order."""
+    """Return files added or changed, and paths deleted, unfiltered and sorted."""
     changed = {path: after[path] for path in sorted(after) if base.get(path) != after[path]}
     return changed, tuple(sorted(path for path in base if path not in after))
 
 
 def compare(base: Tree, after: Tree, policy: DiffPolicy = DEFAULT_POLICY) -> Diff:
-    """The filtered diff. Never raises: what cannot be judged is named in `refused`."""
+    """Return the filtered diff."""
     changed, gone = changes(base, after)
     kept: dict[str, FileEntry] = {}
     dropped: list[str] = []
@@ -129,7 +127,7 @@ def compare(base: Tree, after: Tree, policy: DiffPolicy = DEFAULT_POLICY) -> Dif
             refused = refused or bad
     kept, over = _within_caps(base, kept, policy)
     left_out += over
-    # A tool's folder of which nothing is there may have been too large to be read.
+    # A folder of a tool without any file may have been too large to read: not deleted.
     seen = {"", *(_tool_folder(path) for path in after)}
     restored = [
         path
@@ -152,7 +150,7 @@ def compare(base: Tree, after: Tree, policy: DiffPolicy = DEFAULT_POLICY) -> Dif
 
 
 def apply(base: Tree, diff: Diff) -> dict[str, FileEntry]:
-    """The tree to judge: the host's base with the filtered diff."""
+    """Return the base with the filtered diff."""
     tree = {path: entry for path, entry in base.items() if path not in diff.deleted}
     tree.update(diff.changed)
     return tree
@@ -168,7 +166,7 @@ def is_protected(path: str, patterns: tuple[str, ...] = ()) -> bool:
 
 
 def _may_not_change(path: str, policy: DiffPolicy) -> bool:
-    if path in policy.put_back or is_protected(path, policy.protected):
+    if path in policy.restored_paths or is_protected(path, policy.protected):
         return True
     parts = path.split("/") if policy.shadows else ()
     return any("/".join(parts[: depth + 1]) in policy.shadows for depth in range(len(parts)))
@@ -184,12 +182,12 @@ def shadows_stdlib(path: str) -> bool:
 
 
 def bad_path(path: str, policy: DiffPolicy) -> str:
-    """Why a path is none of a file to judge, or empty. Only plain relative paths in normal form pass."""
+    """Return why a path is refused, or "" for a relative path in normal form."""
     return _leads_away(path) or _unfit(path, policy)
 
 
 def _leads_away(path: str) -> str:
-    """Why a path is none inside of the folder, or empty: no agent's folder holds such a file."""
+    """Return why a path is outside of the folder, or ""."""
     if not path or path.startswith("/"):
         return f"path is not relative: {_printable(path)}"
     if any(part in ("", ".", "..") for part in path.split("/")):
@@ -198,7 +196,7 @@ def _leads_away(path: str) -> str:
 
 
 def _unfit(path: str, policy: DiffPolicy) -> str:
-    """Why a path inside of the folder is given to no sandbox, or empty."""
+    """Return why a path inside of the folder is left out, or ""."""
     try:
         raw = path.encode()
     except UnicodeEncodeError:
@@ -218,7 +216,7 @@ def _bad_content(path: str, entry: FileEntry, policy: DiffPolicy) -> str:
 
 
 def _binary(content: bytes) -> str:
-    """Why content is no text, or empty."""
+    """Return why content is not text, or ""."""
     if b"\0" in content:
         return "NUL byte"
     try:
@@ -231,8 +229,11 @@ def _binary(content: bytes) -> str:
 def _within_caps(
     base: Tree, kept: dict[str, FileEntry], policy: DiffPolicy
 ) -> tuple[dict[str, FileEntry], list[str]]:
-    """`kept` without added files that must go to fit the caps, and those: first all that tools leave, then
-    what is no source, the largest folders first. What the base has, and source, is never left out."""
+    """Return `kept` without added files over the caps, and their paths.
+
+    Files of tools are left out first, then files that are no source, largest folders first. Source and files
+    of the base are never left out.
+    """
     if not _over_caps(kept, policy):
         return kept, []
     ignores = _ignores(base)
@@ -252,7 +253,7 @@ def _within_caps(
 
 
 def _new_folders(base: Tree, paths: Sequence[str]) -> dict[str, list[str]]:
-    """Added files that are no source, by the outermost added folder; those in none by themselves."""
+    """Group added files that are no source by their outermost added folder."""
     folders = {
         "/".join(parts[:n]) for path in base for parts in (path.split("/"),) for n in range(1, len(parts))
     }
@@ -266,13 +267,13 @@ def _new_folders(base: Tree, paths: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _tool_folder(path: str) -> str:
-    """The outermost folder of a tool that a file lies in, or empty."""
+    """Return the outermost parent folder that belongs to a tool, or ""."""
     parts = path.split("/")
     return next(("/".join(parts[:n]) for n in range(1, len(parts)) if parts[n - 1] in TOOL_FOLDERS), "")
 
 
 def _ignores(base: Tree) -> list[tuple[str, str]]:
-    """(folder with a slash, pattern) of each .gitignore of the base, outer ones first."""
+    """Return (folder with a slash, pattern) of each .gitignore line of the base, outer files first."""
     files = sorted((path, entry) for path, entry in base.items() if path.split("/")[-1] == ".gitignore")
     return [
         (path.removesuffix(".gitignore"), line.strip())
@@ -283,8 +284,10 @@ def _ignores(base: Tree) -> list[tuple[str, str]]:
 
 
 def _is_leftover(path: str, ignores: Sequence[tuple[str, str]]) -> bool:
-    """Whether a tool made it, or git would ignore it: a folder on its way or the file by the last line that
-    fits. `*` also crosses `/`."""
+    """Return whether a tool made the file, or .gitignore matches it or a parent folder.
+
+    The last matching line decides; unlike in git, `*` also matches `/`.
+    """
     parts = path.split("/")
     if not TOOL_FOLDERS.isdisjoint(parts[:-1]):
         return True
@@ -313,12 +316,12 @@ def _over_caps(kept: Tree, policy: DiffPolicy) -> str:
 
 
 def _hides_protected(path: str, gone: tuple[str, ...], policy: DiffPolicy) -> bool:
-    """True for a file put where a folder with protected files was: these come back, it cannot stay."""
+    """Return whether a file replaces a folder with protected files, which are restored."""
     return any(lost.startswith(path + "/") and _may_not_change(lost, policy) for lost in gone)
 
 
 def _conflict(base: Tree, kept: Tree, deleted: tuple[str, ...]) -> str:
-    """A path that would be file and folder at once cannot be laid out in any sandbox."""
+    """Return a path that would be both file and folder, or ""."""
     paths = (set(base) - set(deleted)) | set(kept)
     for path in kept:
         parts = path.split("/")
@@ -331,7 +334,7 @@ def _conflict(base: Tree, kept: Tree, deleted: tuple[str, ...]) -> str:
 
 
 def _printable(text: str, keep: str = "") -> str:
-    """Without anything a terminal or a log could take for more than text; `keep` passes as it is."""
+    """Escape non-printable characters except `keep`."""
     clean = text.encode("utf-8", "backslashreplace").decode()
     return "".join([c if c.isprintable() or c in keep else _escape(c) for c in clean])
 
@@ -341,7 +344,7 @@ def _escape(char: str) -> str:
 
 
 def unified(base: Tree, after: Tree, *, max_chars: int = 20_000) -> str:
-    """A text diff for people, bounded. Binary content is named, not shown."""
+    """Return a bounded text diff for people; binary content is only named."""
     changed, deleted = changes(base, after)
     out: list[str] = []
     size = 0

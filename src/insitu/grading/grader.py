@@ -1,19 +1,15 @@
-"""The Grader: judges what an agent left, in a fresh sandbox without network, and decides on the host.
+"""The Grader: judges a tree in a fresh sandbox without network; the verdict is computed on the host.
 
-task hash -> filtered diff -> fresh sandbox with base + diff -> runner -> Verdict
+    task hash -> filtered diff -> fresh sandbox with base + diff -> runner -> Verdict
 
-Who is to blame when a sandbox is lost? While the sandbox is still empty, the host: infra, retried. From then
-on, the loss is tried again in new sandboxes; if every one is lost while a control sandbox with known good
-code works, the candidate did it (unresolved, reward 0), else the host did (infra, reward None). So an agent
-cannot get its sample masked by breaking the sandbox. Called by attempt.py with an oracle that the rollout
-side never reads.
+A lost sandbox: while it is empty, the host is at fault (infra). Afterwards the run is retried in new
+sandboxes. If all are lost and a control sandbox with known good code works, the candidate did it
+(unresolved, reward 0), else the host (infra, reward None). So an agent cannot mask a sample by breaking its
+sandbox.
 
-Whose fault is it when time runs out? CPU time is the candidate's own. Of one that ran out of wall time is
-asked how much it computed, and of a control sandbox beside it how much slower than its own computing the
-machine is now. Who had the time to compute several times as much has waited of itself, where time in which
-anything on the machine waited for it does not count: the machine may be faster again by now. Else it is run
-once more, with more time. All this happens beside the grading of others: a candidate that waits holds one
-place, and no more.
+Out of wall time: see decision 0062. A control run measures how slow the machine is. A candidate that had the
+time to compute several times as much as it did has waited: out of time. Otherwise it is run once more, with
+more time.
 """
 
 from __future__ import annotations
@@ -51,60 +47,53 @@ from insitu.types import HiddenTests, Oracle, Outcome, Setup, Task, Tree, Verdic
 
 log = logging.getLogger(__name__)
 
-RUNNERS: Mapping[str, GradingRunner] = {
-    runner.name: runner
-    for runner in (
-        JsonIoRunner(),
-        StdioRunner(),
-        PytestRunner(),
-        CommandRunner(),
-        SwebenchLogRunner(),
-        HarborRunner(),
-    )
-}
+_KINDS: tuple[type[GradingRunner], ...] = (
+    *(JsonIoRunner, StdioRunner, PytestRunner),
+    *(CommandRunner, SwebenchLogRunner, HarborRunner),
+)
+RUNNERS: Mapping[str, GradingRunner] = {runner.name: runner for runner in (kind() for kind in _KINDS)}
 NEEDED: frozenset[Capability] = frozenset({"network_none", "pid_isolation"})
 WALL_PER_CPU = 3.0
-"""Wall time of a first run, in CPU limits: what computes all the time meets the CPU limit first."""
+"""Wall time limit of a first run, in CPU limits: a process that computes hits the CPU limit first."""
 PATIENCE = 4.0
-"""Times as much for the second run, on a machine that is busy."""
+"""Factor of the wall time limit of the second run."""
 SURELY_WAITED = 6.0
-"""What waits of itself could have computed as many times as much as it did, at the pace of the control."""
+"""A candidate that could have computed this many times as much, at the pace of the control, has waited."""
+MAX_OUTPUT_BYTES = 1 << 20
+MEMORY_BYTES, MAX_PROCESSES = 256 << 20, 16
+"""Limits of one process and of one sandbox, on backends with resource limits."""
+IMAGE_MEMORY_BYTES, IMAGE_PROCESSES = 4 << 30, 512
+"""The same for tasks with an image or a setup, which may build and run anything."""
 PRESSURE = Path("/proc/pressure")
 LEAST_CPU_S = 0.01
-"""A control that computes less says nothing about pace."""
+"""Least CPU time of a control for the computation of the pace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradeConfig:
-    """How the grader works, for all tasks."""
+    """Options of the grader."""
 
     timeout_s: float = 60.0
-    """Upper bound of a task's own `grading.timeout_s`, which counts CPU seconds, rounded up. Waiting without
-    computing ends a grade after 3 times as long; on a busy machine after a second run of 4 times that."""
+    """Upper bound of a task's `grading.timeout_s`, in CPU seconds, rounded up. Waiting ends a grade after
+    three times as long; on a busy machine after a second run of four times that."""
     margin_s: float = 30.0
-    """Seconds for moving files, on top of what a setup or a run may take. How long a sandbox may take to
-    start is the backend's to say."""
-    max_output_bytes: int = 1 << 20
-    memory_bytes: int = 256 << 20
-    """Of one process."""
-    max_processes: int = 16
-    """In one sandbox, of a backend that offers resource limits."""
-    image_memory_bytes: int = 4 << 30
-    image_processes: int = 512
-    """The same for tasks with an image or a setup: what they build and run is not ours to guess."""
+    """Seconds for moving files, on top of the timeouts of setup and runs."""
     attempts: int = 3
-    """Sandboxes tried for one grade when sandboxes fail."""
+    """Attempts of one grade when sandboxes fail."""
     parallel: int = 4
-    """Sandboxes open at once, so that a burst of grades does not slow itself into timeouts."""
+    """Concurrent sandboxes: a burst of grades must not slow itself into timeouts."""
     remember: int = 4096
-    """Completed findings kept by (task, oracle, diff); an equal diff is not run again. 0 turns it off."""
+    """Size of the cache of complete reports by (task, oracle, diff); 0 = off."""
     python: str = "python3"
     """Interpreter inside the sandbox; at least Python 3.10."""
 
 
 class Grader:
-    """Grades diffs; safe to call concurrently. Raises TaskError for unusable rows, PolicyUnsupported for a
-    backend that cannot isolate; every failure of a sandbox ends in a Verdict."""
+    """Grades trees; safe to call concurrently.
+
+    Raises PolicyUnsupported for a backend that cannot isolate, TaskError for unusable rows. Every failure of
+    a sandbox ends in a Verdict.
+    """
 
     def __init__(self, backend: SandboxBackend, config: GradeConfig | None = None) -> None:
         lacking = NEEDED - backend.capabilities
@@ -115,12 +104,12 @@ class Grader:
         self._permits = asyncio.Semaphore(self._config.parallel)
         self._spares: list[tuple[SandboxSpec, Sandbox]] = []
         self.bases = BaseTrees(backend)
-        self._known: OrderedDict[tuple[str, str, str], RunReport] = OrderedDict()
-        self._named: dict[tuple[str, str], HiddenTests] = {}
-        self._naming: dict[tuple[str, str], asyncio.Lock] = {}
+        self._reports: OrderedDict[tuple[str, str, str], RunReport] = OrderedDict()
+        self._test_ids: dict[tuple[str, str], HiddenTests] = {}
+        self._collecting: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def grade(self, task: Task, oracle: Oracle, after: Tree) -> Verdict:
-        """The verdict on the tree that the agent left. A tree that equals the task's earns 0 unseen."""
+        """Return the verdict on a final tree. An unchanged tree earns 0 without a run."""
         started = time.monotonic()
         runner = runner_for(task, oracle)
         found = task_hash(task.prompt, task.files, task.grading, task.setup)
@@ -141,7 +130,7 @@ class Grader:
                 diff = compare(base.files, after, policy_of(task, oracle, base.files))
                 try:
                     oracle = await self.named(task, oracle)
-                    report = await self._finding(runner, task, oracle, base.files, diff)
+                    report = await self._cached_report(runner, task, oracle, base.files, diff)
                 except (SandboxError, GradeError) as error:
                     reason = f"no test ids: {error}"
                     report = RunReport(outcome=Outcome.INFRA, passed=0, total=0, reason=reason)
@@ -158,8 +147,7 @@ class Grader:
         )
 
     async def prepare(self, task: Task) -> None:
-        """While the agent works: find the base, and boot and set up a sandbox for what takes long to boot.
-        Plain sandboxes start in no time, and a pool keeps some. Raises SandboxError."""
+        """Find the base and boot a spare sandbox, while the agent works. Raises SandboxError."""
         runner = RUNNERS.get(task.grading.runner)
         if runner is None or is_plain(task.setup):
             return
@@ -172,12 +160,12 @@ class Grader:
             await self._spares.pop(0)[1].close()
 
     async def close(self) -> None:
-        """Close the sandboxes that were booted and not needed."""
+        """Close the spare sandboxes."""
         while self._spares:
             await self._spares.pop()[1].close()
 
     async def validate(self, task: Task, oracle: Oracle, *, repeats: int = 3) -> None:
-        """The row gate: the base must fail and the gold must pass, each `repeats` times. Raises TaskError."""
+        """Check that the base fails and the gold passes, each `repeats` times. Raises TaskError."""
         runner = runner_for(task, oracle)
         if task_hash(task.prompt, task.files, task.grading, task.setup) != task.content_hash:
             raise TaskError(f"task {task.id}: content_hash does not name its content")
@@ -197,26 +185,29 @@ class Grader:
             if solved.outcome is not Outcome.RESOLVED:
                 raise TaskError(f"task {task.id}: the gold fails ({solved.outcome}): {solved.reason}")
             if solved.trust is not None and number == 0:
-                log.warning("task=%s strength=%s: %s", task.id, solved.trust, solved.controls)
+                log.warning("task=%s trust=%s: %s", task.id, solved.trust, solved.controls)
 
     async def named(self, task: Task, oracle: Oracle) -> Oracle:
-        """`oracle` with the ids of all tests of the files that it requires whole, found by a run of the
-        solution, once. Raises TaskError where the solution fails one, GradeError or SandboxError."""
+        """Return the oracle with whole test files replaced by their test ids, from a cached run of the
+        solution.
+
+        Raises TaskError where the solution fails a test, GradeError, SandboxError.
+        """
         if task.grading.runner != "pytest" or not whole_files(oracle.tests):
             return oracle
         key = (task.content_hash, _digest(oracle))
-        async with self._naming.setdefault(key, asyncio.Lock()):
-            if key not in self._named:
+        async with self._collecting.setdefault(key, asyncio.Lock()):
+            if key not in self._test_ids:
                 base = (await self.bases.of(task)).files
                 collect = PytestCollect()
                 solved = Candidate.of(task, base, solution(task, oracle, base))
                 report, _ = await self._try_sandboxes(collect, task, oracle, solved)
                 if report.outcome is not Outcome.RESOLVED:
                     raise GradeError(f"task {task.id}: its tests were not collected: {report.reason}")
-                self._named[key] = collect.named(oracle).tests
-        return replace(oracle, tests=self._named[key])
+                self._test_ids[key] = collect.named(oracle).tests
+        return replace(oracle, tests=self._test_ids[key])
 
-    async def _finding(
+    async def _cached_report(
         self, runner: GradingRunner, task: Task, oracle: Oracle, base: Tree, diff: Diff
     ) -> RunReport:
         total = total_of(oracle)
@@ -227,21 +218,21 @@ class Grader:
         if why:
             return RunReport(outcome=Outcome.UNRESOLVED, passed=0, total=total, reason=why)
         key = (task.content_hash, _digest(oracle), diff.digest)
-        known = self._known.get(key)
-        if known is not None:
-            self._known.move_to_end(key)
-            return known
+        cached = self._reports.get(key)
+        if cached is not None:
+            self._reports.move_to_end(key)
+            return cached
         report = await self._judge(runner, task, oracle, Candidate.of(task, base, tree))
         if report.complete and self._config.remember:
-            self._known[key] = report
-            if len(self._known) > self._config.remember:
-                self._known.popitem(last=False)
+            self._reports[key] = report
+            if len(self._reports) > self._config.remember:
+                self._reports.popitem(last=False)
         return report
 
     async def _judge(
         self, runner: GradingRunner, task: Task, oracle: Oracle, candidate: Candidate
     ) -> RunReport:
-        """One finding, as often tried as it takes to know whose fault a failure is."""
+        """Return the report, after a second run or a control run where a timeout needs one."""
         before = stalled_s()
         report, used = await self._try_sandboxes(runner, task, oracle, candidate)
         if report.outcome is not Outcome.TEST_TIMEOUT or report.complete:
@@ -267,7 +258,7 @@ class Grader:
         *,
         patience: float = 1.0,
     ) -> tuple[RunReport, CpuMeter]:
-        """Run in fresh sandboxes until one gives a finding; then decide whose fault the failures were."""
+        """Run in fresh sandboxes until one gives a report; when all are lost, decide by a control run."""
         lost: list[Sandbox] = []
         error: SandboxError | GradeError | None = None
         for attempt in range(self._config.attempts):
@@ -296,8 +287,7 @@ class Grader:
         ), CpuMeter()
 
     async def _pace(self, runner: GradingRunner, setup: Setup, lost: Sandbox | None) -> float | None:
-        """Run known good code, in a sandbox like the lost one: a backend may have no other image to offer.
-        Its wall time by its CPU time, at least 1; None when it does not work."""
+        """Run known good code on the image of the task; return wall time / CPU time, None on failure."""
         control, oracle = runner.control()
         control = replace(control, setup=Setup(image=setup.image, workdir=setup.workdir))
         async with self._permits:
@@ -313,8 +303,7 @@ class Grader:
         return max(1.0, used.wall_s / max(used.cpu_s, LEAST_CPU_S))
 
     async def _boot(self, task: Task, runner: GradingRunner) -> Sandbox:
-        """An empty sandbox, or one with the task's image and setup: nothing of the agent is in it yet, so
-        that a failure here is the host's. Raises SandboxError."""
+        """Return a spare or new sandbox, without anything of the agent. Raises SandboxError."""
         spec = self._spec(task, runner)
         for spare in self._spares:
             if spare[0] == spec:
@@ -340,7 +329,7 @@ class Grader:
     def _spec(self, task: Task, runner: GradingRunner) -> SandboxSpec:
         limited = "resource_limits" in self._backend.capabilities
         plain = is_plain(task.setup)
-        processes = self._config.max_processes if plain else self._config.image_processes
+        processes = MAX_PROCESSES if plain else IMAGE_PROCESSES
         return SandboxSpec(
             image=task.setup.image,
             workdir=task.setup.workdir,
@@ -354,8 +343,7 @@ class Grader:
         )
 
     def _memory_bytes(self, task: Task) -> int:
-        """Of one process of a grade."""
-        given = self._config.memory_bytes if is_plain(task.setup) else self._config.image_memory_bytes
+        given = MEMORY_BYTES if is_plain(task.setup) else IMAGE_MEMORY_BYTES
         return max(given, task.grading.memory_mb << 20)
 
     async def _run(
@@ -377,7 +365,7 @@ class Grader:
         limits = RunLimits(
             cpu_s=cpu_s,
             wall_s=wall_s,
-            max_output_bytes=self._config.max_output_bytes,
+            max_output_bytes=MAX_OUTPUT_BYTES,
             memory_bytes=self._memory_bytes(task),
             parallel=self._config.parallel,
             python=self._config.python,
@@ -393,18 +381,18 @@ class Grader:
 
 
 def stalled_s() -> float:
-    """Seconds so far in which something on this machine waited for CPU, memory or a disk; 0 where the kernel
-    does not count them. Outside of these nothing has to wait but by its own will."""
+    """Return seconds in which a process of this machine stalled on CPU, memory or I/O (PSI); 0 without
+    PSI."""
     total = 0
-    for what in ("cpu", "memory", "io"):
+    for resource in ("cpu", "memory", "io"):
         with contextlib.suppress(OSError):
-            found = re.search(r"^some .*total=(\d+)", (PRESSURE / what).read_text(), re.MULTILINE)
+            found = re.search(r"^some .*total=(\d+)", (PRESSURE / resource).read_text(), re.MULTILINE)
             total += int(found[1]) if found else 0
     return total / 1e6
 
 
 def solution(task: Task, oracle: Oracle, base: Tree) -> Tree:
-    """`base` as the oracle solves it. Raises TaskError when its patch does not apply."""
+    """Return `base` with the gold change. Raises TaskError when its patch does not apply."""
     if oracle.gold_patch:
         try:
             return apply_patch({**base, **oracle.gold}, oracle.gold_patch, reverse=oracle.gold_reversed)
@@ -414,13 +402,13 @@ def solution(task: Task, oracle: Oracle, base: Tree) -> Tree:
 
 
 def runner_for(task: Task, oracle: Oracle) -> GradingRunner:
-    """The runner of a task, checked. Raises TaskError."""
+    """Return the runner of a task. Raises TaskError for a task that it cannot judge."""
     runner = RUNNERS.get(task.grading.runner)
     if runner is None:
         known = ", ".join(sorted(RUNNERS))
         raise TaskError(f"task {task.id}: no runner {task.grading.runner!r} (known: {known})")
     if oracle.task_id != task.id:
-        raise TaskError(f"task {task.id} was given the oracle of {oracle.task_id}")
+        raise TaskError(f"task {task.id} has the oracle of {oracle.task_id}")
     if not task.content_hash:
         raise TaskError(f"task {task.id} has no content_hash")
     runner.check(task, oracle)
@@ -434,7 +422,7 @@ def total_of(oracle: Oracle) -> int:
 
 
 def _digest(oracle: Oracle) -> str:
-    """Names what a finding depends on besides task and diff."""
+    """Return the cache key of an oracle."""
     tests = oracle.tests
     files = {path: (entry.executable, entry.content) for path, entry in tests.files.items()}
     strong = (oracle.cases, oracle.exchanges, oracle.checker, oracle.by_line, oracle.tolerance)

@@ -1,9 +1,8 @@
-"""The files that stand beside hidden tests: what these import or read is the host's, as the tests are.
+"""Protection of the files beside hidden tests.
 
-A hidden test that takes its expectation from tests/util.py is worth what tests/util.py is. So of the folder
-`tests` or `test` that hidden test files lie in, the base's own files are put back, and a new file that would
-be imported in the place of one is dropped. What the gold changes there is the task's, and stays the agent's.
-Pure. Only for runners of unit tests; what a command or a script of the task's author reads `protected` names.
+A hidden test may import or read helpers such as tests/util.py. So in the folder `tests` or `test` of hidden
+test files the base's own files are restored, and a new file that would shadow one is dropped, except for
+files that the gold changes. Only for runners of unit tests; for scripts the task lists `protected` files.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from insitu.types import FileEntry, Oracle, Task, Tree
 RUNNERS = frozenset({"pytest", "swebench_log"})
 FOLDERS = frozenset({"tests", "test"})
 SOURCES = ("", "src/")
-"""Where the runner `pytest` looks for a module before the folder of the test file."""
+"""Import roots that precede the folder of the test file."""
 
 
 def policy_of(task: Task, oracle: Oracle, base: Tree) -> DiffPolicy:
-    """What a diff of `task` may contain. Raises TaskError for a patch that does not fit the base."""
+    """Return the policy for diffs of a task. Raises TaskError for a patch that does not fit the base."""
     plain = DiffPolicy(protected=task.grading.protected)
     if task.grading.runner not in RUNNERS:
         return plain
@@ -36,7 +35,7 @@ def policy_of(task: Task, oracle: Oracle, base: Tree) -> DiffPolicy:
     shadows = {*_beside(kept, roots), *_before(hidden, kept, base)} - gold
     return DiffPolicy(
         protected=task.grading.protected,
-        put_back=kept,
+        restored_paths=kept,
         shadows=frozenset(path for path in shadows if path not in base),
     )
 
@@ -48,7 +47,7 @@ def _hidden(task: Task, oracle: Oracle, base: Tree) -> Tree:
 
 
 def _root(path: str) -> Iterator[str]:
-    """The outermost folder of tests that a file lies in, if there is one."""
+    """Yield the outermost parent folder named `tests` or `test`, if any."""
     folders = path.split("/")[:-1]
     for depth, name in enumerate(folders, 1):
         if name in FOLDERS:
@@ -61,10 +60,10 @@ def _inside(path: str, roots: set[str]) -> bool:
 
 
 def _beside(kept: frozenset[str], roots: set[str]) -> Iterator[str]:
-    """What would be imported in the place of a kept module, or of a package that a kept file lies in."""
+    """Yield paths that would shadow a kept module, or a package of a kept file."""
     for path in kept:
         if path.endswith(".py"):
-            yield path.removesuffix(".py")  # a folder wins over a module
+            yield path.removesuffix(".py")  # a package takes precedence over a module
         parts = path.split("/")
         for depth in range(1, len(parts)):
             folder = "/".join(parts[:depth])
@@ -74,7 +73,7 @@ def _beside(kept: frozenset[str], roots: set[str]) -> Iterator[str]:
 
 
 def _before(hidden: Tree, kept: frozenset[str], base: Tree) -> Iterator[str]:
-    """What would be found before the module beside a test file that it imports by its bare name."""
+    """Yield paths that would shadow a module beside a test file that it imports by its bare name."""
     for path, entry in hidden.items():
         folder = path.rpartition("/")[0]
         for name in _imported(entry) if path.endswith(".py") else ():
@@ -86,7 +85,7 @@ def _before(hidden: Tree, kept: frozenset[str], base: Tree) -> Iterator[str]:
 
 
 def _imported(entry: FileEntry) -> set[str]:
-    """First names of the absolute imports of a test file; none where it is not Python."""
+    """Return the top-level names of absolute imports; none for a file that is not Python."""
     try:
         nodes = list(ast.walk(ast.parse(entry.content)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,7 +1,6 @@
-"""How much a task's verdicts are worth, as far as that is known before anything is judged.
+"""Trust of a task's verdicts, as known before grading.
 
-A runner has a strength; that of `pytest` is lowered to weak where no assertion of a test file can be turned
-so that it looks like a real one. Read by what holds a run to `grade.min_trust`.
+Each runner has a trust; that of `pytest` is weak for test files without a mutation that looks real.
 """
 
 from __future__ import annotations
@@ -25,19 +24,21 @@ def below(trust: Trust, least: Trust) -> bool:
 
 
 def trust_of(task: Task, oracle: Oracle) -> tuple[Trust, str]:
-    """The strength of a task's verdicts and where it comes from. Of test files that only an image has nothing
-    is known: their verdicts may be weaker. Raises TaskError for a runner that there is not."""
+    """Return the trust of a task's verdicts and its reason. Raises TaskError for an unknown runner.
+
+    Verdicts on test files that only an image has may be weaker.
+    """
     runner = RUNNERS.get(task.grading.runner)
     if runner is None:
         raise TaskError(f"task {task.id}: no runner {task.grading.runner!r}")
     if runner.name == "pytest":
-        for path in _unturned(task, oracle):
-            return "weak", f"no assertion of {path} can be turned unseen"
+        for path in _without_mutation(task, oracle):
+            return "weak", f"no assertion of {path} can be mutated unseen"
     return runner.trust, f"runner {runner.name}"
 
 
 def _tests_of(entry: FileEntry | None) -> list[str]:
-    """`test` and `Class::test` of a file that is required whole, as far as they stand in it."""
+    """Return `test` and `Class::test` of a test file."""
     try:
         body = ast.parse(entry.content).body if entry is not None else []
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -52,11 +53,11 @@ def _tests_of(entry: FileEntry | None) -> list[str]:
 
 
 def _named(name: str, known: Tree) -> list[str]:
-    """The ids that a required one stands for: of a whole file, those of its tests."""
+    """Return the ids of a required name: itself, or the tests of a whole file."""
     return [name] if "::" in name else [f"{name}::{test}" for test in _tests_of(known.get(name))]
 
 
-def _unturned(task: Task, oracle: Oracle) -> Iterator[str]:
+def _without_mutation(task: Task, oracle: Oracle) -> Iterator[str]:
     tests = oracle.tests
     known = dict(task.files)
     if task.files or not tests.patch:
@@ -71,6 +72,6 @@ def _unturned(task: Task, oracle: Oracle) -> Iterator[str]:
             try:
                 text = text_of(known[path].content)
             except ValueError:
-                continue  # no Python: the grader says so
+                continue  # not Python: the grader reports it
             if not draw(path, text, new, names, random.Random(path), seed=path).standard:
                 yield path

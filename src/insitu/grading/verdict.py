@@ -1,4 +1,4 @@
-"""Builds the Verdict, the only thing that leaves grading. A reward exists unless the host itself failed."""
+"""Builds the Verdict. The reward is None only when the host failed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from insitu.grading.runners.base import RunReport
 from insitu.types import Outcome, RewardKind, Trust, Verdict
 
 GRADER = 7
-"""Raised with every change that can change a verdict."""
+"""Version; bump with every change that can change a verdict."""
 
 MAX_REASON_CHARS = 300
 MAX_NAMED = 20
@@ -25,8 +25,10 @@ def make_verdict(
     kind: RewardKind = "binary",
     image: str = "",
 ) -> Verdict:
-    """Reward is 1.0 when resolved, None when infra, else 0.0; of kind `fraction`, honest failures keep their
-    score."""
+    """Return the verdict: reward 1.0 when resolved, None when infra, else 0.0.
+
+    With kind `fraction` unresolved and timed-out grades keep their score.
+    """
     reward = 1.0 if report.outcome is Outcome.RESOLVED else 0.0
     if kind == "fraction" and report.outcome in (Outcome.UNRESOLVED, Outcome.TEST_TIMEOUT):
         share = report.passed / report.total if report.total else 0.0
@@ -54,7 +56,7 @@ def make_verdict(
 
 
 def gathered(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Of a folder like .git with many of the paths, its name and their number; and no more than are read."""
+    """Return the paths, with folders of many paths summarised and the list capped."""
     kept: list[str] = []
     inside: dict[str, list[str]] = {}
     for path in paths:

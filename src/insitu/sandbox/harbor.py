@@ -20,13 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Self
 
 from insitu.backoff import retry
-from insitu.errors import (
-    PolicyUnsupported,
-    SandboxError,
-    SandboxLost,
-    SandboxStartError,
-    SetupError,
-)
+from insitu.errors import PolicyUnsupported, SandboxError, SandboxLost, SandboxStartError, SetupError
 from insitu.sandbox import harbor_scripts as scripts
 from insitu.sandbox.archive import pack, unpack
 from insitu.sandbox.base import Capability, ExecResult, Owner, Process, SandboxSpec

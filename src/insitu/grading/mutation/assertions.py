@@ -1,11 +1,10 @@
-"""Turned tests: real tests changed so that they must fail where the real ones pass.
+"""Mutated tests: real tests changed so that they must fail where the real ones pass.
 
-What passes both ways was not run, or is an object that equals what it is asked for. A turned test keeps its
-name and its shape: where the expected value is a literal (in the assertion, in the rows of a loop over it, in
-an assignment or in the rows of `parametrize`), one token of it is a near one, in its form, and nothing tells
-it from a real test but knowing the answer. A question is asked the other way, by its operator alone.
-Elsewhere the assertion itself is turned round, which can be seen.
-Text is changed on the host, at the places that the syntax tree names.
+A candidate that passes both forged. A mutated test keeps its name and its shape: where the expected value is
+a literal (in the assertion, in rows of a loop or of `parametrize`, in an assignment), one token of it is
+replaced by one of the same form, so only knowledge of the answer reveals the mutation. A comparison gets the
+opposite operator. Any other assertion is negated, which is visible. Edits are made in the text at syntax tree
+positions.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from insitu.grading.mutation.expectations import Expectation, Function, Module, is_literal, runs_its_end
+from insitu.grading.mutation.expectations import Expectation, Function, Module, is_literal, runs_to_end
 from insitu.grading.mutation.source_edits import Edit, Source, end_of, in_place
 
 OPPOSITE = {
@@ -28,23 +27,23 @@ OPPOSITE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """One way of turning a test."""
+    """One mutation of a test."""
 
     edits: tuple[Edit, ...]
     rows: int = 1
-    """How many rows of `parametrize` the test has, of which one is turned; 1 where all of it is."""
+    """Rows of `parametrize`, of which one is mutated; 1 where the whole test is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MutableTest:
-    """A test that can be turned."""
+    """A test with mutations."""
 
     name: str
     """`Class::test` or `test`, as in the file."""
     hidden: bool
-    """Whether it then looks like a real one."""
+    """Whether its mutations look real."""
     ways: tuple[Mutation, ...]
-    """Different ones; each changes the same place of the file."""
+    """Different mutations at the same place of the file."""
 
 
 def mutable_tests(
@@ -55,9 +54,11 @@ def mutable_tests(
     by_row: Collection[str] = (),
     ways: int = 1,
 ) -> tuple[Source | None, list[MutableTest]]:
-    """Those of the `wanted` tests that can be turned, with up to `ways` ways each, and what makes the edits:
-    those that look real first, then in the order given. Of those `by_row` that are parametrized, one row is.
-    The same for the same `seed`."""
+    """Return the editable source and the mutable tests of `wanted`, those that look real first.
+
+    Each has up to `ways` mutations, the same for the same `seed`. Of parametrized tests in `by_row` one row
+    is mutated.
+    """
     tree = ast.parse(text)
     try:
         module = Module(tree, Source(text))
@@ -72,13 +73,13 @@ def mutable_tests(
         rng = random.Random(f"{seed}/{name}")
         if drawn := _hidden_ways(nodes[name], module, f"{seed}/{name}", ways, by_row=name in by_row):
             hidden.append(MutableTest(name=name, hidden=True, ways=drawn))
-        elif edits := _open_turn(nodes[name], module.source, rng):
+        elif edits := _visible_mutation(nodes[name], module.source, rng):
             seen.append(MutableTest(name=name, hidden=False, ways=(Mutation(edits=tuple(edits)),)))
     return module.source, [*hidden, *seen]
 
 
 def _tests(module: ast.Module) -> Iterator[tuple[str, Function]]:
-    """(name, node) of the tests in a module and its classes whose name is defined once."""
+    """Yield (name, node) of the tests of a module and its classes with a unique name."""
     for prefix, body in [("", module.body)] + [
         (f"{node.name}::", node.body) for node in module.body if isinstance(node, ast.ClassDef)
     ]:
@@ -87,26 +88,27 @@ def _tests(module: ast.Module) -> Iterator[tuple[str, Function]]:
         yield from ((prefix + node.name, node) for node in tests if names.count(node.name) == 1)
 
 
-# --------------------------------------------------------------------------- near values for right ones
+# --------------------------------------------------------------------------- mutated values
 
 
 def _hidden_ways(
     test: Function, module: Module, seed: str, most: int, *, by_row: bool
 ) -> tuple[Mutation, ...]:
-    """Up to `most` ways in which one assertion of the test expects another value, or one that it asks for the
-    opposite. One that the rest of the file contradicts is taken only where there is no other, and of the rest
-    the first with so many."""
+    """Return up to `most` mutations of one expected value, else one of a comparison.
+
+    An expectation that the rest of the file reveals is a fallback.
+    """
     rng = random.Random(seed)
-    told = module.told(test)
+    revealed = module.revealing_words(test)
     places = list(module.expectations(test))
     rng.shuffle(places)
     best: tuple[tuple[bool, int], tuple[Mutation, ...]] | None = None
     for place in places:
-        for ways, said in _value_ways(place, module.source, told, rng, seed, most, by_row=by_row):
-            rank = (said or place.repeated, -len(ways))
+        for ways, shown in _value_ways(place, module.source, revealed, rng, seed, most, by_row=by_row):
+            rank = (shown or place.repeated, -len(ways))
             if best is None or rank < best[0]:
                 best = rank, ways
-            if not said:
+            if not shown:
                 break
         if best is not None and best[0] == (False, -most):
             break
@@ -121,40 +123,39 @@ def _hidden_ways(
 def _value_ways(
     place: Expectation,
     source: Source,
-    told: frozenset[str],
+    revealed: frozenset[str],
     rng: random.Random,
     seed: str,
     most: int,
     *,
     by_row: bool,
 ) -> Iterator[tuple[tuple[Mutation, ...], bool]]:
-    """Sets of ways to turn an expectation, and whether words of the test say what was right."""
+    """Yield sets of mutations of an expectation, and whether words of the test reveal the right value."""
     rows = list(place.rows)
-    # One row and not all: the fewer are wrong the less there is of which the right answer may be known.
+    # One row only: the candidate may know the right answer of another one.
     for row in rng.sample(rows, len(rows)):
         try:
-            edits, said = source.others(row, told, seed, most)
+            edits, shown = source.others(row, revealed, seed, most)
             if place.tests and not by_row:
-                every = [source.others(each, told, seed, most)[0] for each in rows]
-                yield tuple(Mutation(edits=together) for together in zip(*every, strict=False)), said
+                every = [source.others(each, revealed, seed, most)[0] for each in rows]
+                yield tuple(Mutation(edits=together) for together in zip(*every, strict=False)), shown
                 return
         except ValueError:
             continue
         count = len(rows) if place.tests else 1
-        yield tuple(Mutation(edits=(edit,), rows=count) for edit in edits), said
+        yield tuple(Mutation(edits=(edit,), rows=count) for edit in edits), shown
 
 
 FLIPPED: Mapping[type[ast.cmpop], tuple[str, str]] = {
     ast.Is: ("is", "is not"), ast.IsNot: ("not", ""), ast.In: ("in", "not in"), ast.NotIn: ("not", ""),
     ast.Lt: ("<", ">="), ast.GtE: (">=", "<"), ast.Gt: (">", "<="), ast.LtE: ("<=", ">"),
 }  # fmt: skip
-"""Operator -> a token of it, and what stands there where the opposite is asked, whose opposite it is. `!=`
-has none here: an equality is turned by its value."""
+"""Operator -> a token of it, and the token of the opposite operator. Equality is mutated by its value."""
 
 
 def _flipped(statement: ast.stmt, source: Source) -> list[Edit]:
-    """Edits by which an assertion asks for the opposite, as real tests do too. Weaker than another value: an
-    object may have an answer of its own to each question."""
+    """Return edits that invert a comparison. Weaker than another value: an object may answer both as it
+    likes."""
     if not isinstance(statement, ast.Assert):
         return []
     test = statement.test
@@ -185,7 +186,7 @@ def _operator(test: ast.Compare, old: str, new: str, source: Source) -> list[Edi
         return []
     if new:
         return [tokens[at].instead(new)]
-    # With the blank that parted it from its neighbour: behind `is`, or before `in`.
+    # With the blank beside it: after `is`, or before `in`.
     before = tokens[at - 1] if at and tokens[at - 1].text == "is" else None
     if before is not None and before.end[0] == tokens[at].start[0]:
         return [Edit(start=before.end, end=tokens[at].end, text="")]
@@ -195,14 +196,14 @@ def _operator(test: ast.Compare, old: str, new: str, source: Source) -> list[Edi
     return []
 
 
-# --------------------------------------------------------------------------- assertions turned round
+# --------------------------------------------------------------------------- negated assertions
 
 
-def _open_turn(test: Function, source: Source, rng: random.Random) -> list[Edit]:
-    """The last statement, alone on its lines, turned round; empty for one we do not know how to turn."""
+def _visible_mutation(test: Function, source: Source, rng: random.Random) -> list[Edit]:
+    """Return edits that negate the last statement; none for an unknown form."""
     last = test.body[-1]
     before = test.body[-2].end_lineno or 0 if len(test.body) > 1 else test.lineno
-    if not source.alone(last) or last.lineno <= before or not runs_its_end(test):
+    if not source.alone(last) or last.lineno <= before or not runs_to_end(test):
         return []
     if isinstance(last, ast.Assert):
         if not source.parted(last.test):
@@ -227,8 +228,10 @@ def _open_turn(test: Function, source: Source, rng: random.Random) -> list[Edit]
 
 
 def _unequal(test: ast.expr, source: Source, rng: random.Random) -> str | None:
-    """For `value == right`: whether the value equals a number that nobody can know, as an object does that
-    equals everything, or differs from what is right. The value is taken once, as in the real test."""
+    """Return the negation of `value == right` that also catches an object that equals everything.
+
+    The value is evaluated once, as in the real test; it fails by equality with a random number.
+    """
     if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
         return None
     value, right = test.left, test.comparators[0]
@@ -239,5 +242,5 @@ def _unequal(test: ast.expr, source: Source, rng: random.Random) -> str | None:
         return None
     other = rng.randint(10**6, 10**9)
     it = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=7)) + "_"
-    asked, said = source.of(value), source.of(right)
-    return f"(lambda {it}: {it} == {other} or not {it} == ({said}))({asked})"
+    actual, expected = source.of(value), source.of(right)
+    return f"(lambda {it}: {it} == {other} or not {it} == ({expected}))({actual})"

@@ -1,6 +1,6 @@
-"""Where a test says what it expects: the literals that must be others for it to fail.
+"""Literals of a test that, replaced by another value, must make it fail.
 
-Only what a pass proves to have been run, and only where it is certain that another literal is another answer.
+Only in statements that a pass proves to have run.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ EQUALITIES = frozenset(
      "assertSequenceEqual", "assertMultiLineEqual", "assertCountEqual"}
 )  # fmt: skip
 WRAPPERS = frozenset({"approx", "pytest.approx", "tuple", "list"})
-"""What gives another value for each other literal."""
+"""Calls that keep different literals different."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """What one statement says that something equals."""
+    """The expected values of one statement."""
 
     rows: tuple[ast.expr, ...]
-    """Literals, one for each time that the statement is run."""
+    """Literals, one for each execution of the statement."""
     tests: bool
-    """Whether each row is a test of its own, as those of `parametrize` are."""
+    """Whether each row is a test of its own (`parametrize`)."""
     repeated: bool
-    """Whether the file says elsewhere what the same question comes to: two answers would tell."""
+    """Whether the same expression is asserted elsewhere: two answers would reveal the mutation."""
 
 
 class Module:
-    """What the tests of a file have in common."""
+    """A parsed test file."""
 
     def __init__(self, module: ast.Module, source: Source) -> None:
         self.source = source
@@ -44,7 +44,7 @@ class Module:
         self._asked = Counter(ast.dump(side) for node in statements for side in equality(node))
 
     def expectations(self, test: Function) -> Iterator[Expectation]:
-        """Those of a test and of the helpers that it calls."""
+        """Yield the expectations of a test and of the helpers that it calls."""
         for owner in self.owners(test):
             for statement in owner.body:
                 found = self._expecting(owner, statement)
@@ -52,9 +52,8 @@ class Module:
                     yield found
 
     def owners(self, test: Function) -> list[Function]:
-        """Functions of which each statement was run when the test passes: itself, and helpers that it
-        calls."""
-        if not runs_its_end(test):
+        """Return the test and its helpers, if a pass means that all of their statements ran."""
+        if not runs_to_end(test):
             return []
         called = [
             self.helpers[statement.value.func.id]
@@ -64,20 +63,19 @@ class Module:
             and isinstance(statement.value.func, ast.Name)
             and statement.value.func.id in self.helpers
         ]
-        return [test, *(helper for helper in called if runs_its_end(helper))]
+        return [test, *(helper for helper in called if runs_to_end(helper))]
 
-    def told(self, test: Function) -> frozenset[str]:
-        """Words with which the test says what it expects where no literal does: its name, docstring,
-        comments, messages, and the names of its cases."""
-        said: list[str] = []
+    def revealing_words(self, test: Function) -> frozenset[str]:
+        """Return the words of name, docstring, comments, messages and case ids of a test."""
+        texts: list[str] = []
         for owner in self.owners(test):
-            said += [owner.name, ast.get_docstring(owner) or "", self.source.comments(owner)]
+            texts += [owner.name, ast.get_docstring(owner) or "", self.source.comments(owner)]
             for node in ast.walk(owner):
                 if isinstance(node, ast.Assert) and node.msg is not None:
-                    said.append(ast.unparse(node.msg))
+                    texts.append(ast.unparse(node.msg))
                 elif isinstance(node, ast.keyword) and node.arg in ("ids", "msg"):
-                    said.append(ast.unparse(node.value))
-        return words(" ".join(said))
+                    texts.append(ast.unparse(node.value))
+        return words(" ".join(texts))
 
     def _expecting(self, owner: Function, statement: ast.stmt) -> Expectation | None:
         loop = statement if isinstance(statement, ast.For) else None
@@ -98,14 +96,14 @@ class Module:
         return None
 
 
-def runs_its_end(test: Function) -> bool:
-    """Whether a pass of this test means that its last statement was run."""
+def runs_to_end(test: Function) -> bool:
+    """Return whether a pass means that the last statement ran."""
     leaves = (ast.Return, ast.Yield, ast.YieldFrom)
     return not any(isinstance(node, leaves) for node in ast.walk(test))
 
 
 def _helpers(module: ast.Module) -> Mapping[str, Function]:
-    """Functions of the module that are defined once and named once: by what calls them."""
+    """Return functions of the module that are defined once and referenced once."""
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
     defined = [node.name for node in functions]
     named = [node.id for node in ast.walk(module) if isinstance(node, ast.Name)]
@@ -113,7 +111,7 @@ def _helpers(module: ast.Module) -> Mapping[str, Function]:
 
 
 def equality(statement: ast.stmt) -> tuple[ast.expr, ...]:
-    """Both sides of what the statement says is equal; empty when it says something else."""
+    """Return both sides of an asserted equality, or ()."""
     if isinstance(statement, ast.Assert):
         test = statement.test
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
@@ -128,14 +126,13 @@ def equality(statement: ast.stmt) -> tuple[ast.expr, ...]:
 
 
 def _tolerant(side: ast.expr) -> bool:
-    """Whether it may equal what is near: an `approx` with a tolerance of its own."""
+    """Return whether it is an `approx` with its own tolerance."""
     calls = [node for node in ast.walk(side) if isinstance(node, ast.Call)]
     return any(ast.unparse(c.func).endswith("approx") and (c.keywords or len(c.args) > 1) for c in calls)
 
 
 def _expected(side: ast.expr, test: Function, loop: ast.For | None) -> tuple[list[ast.expr], bool]:
-    """The literals that a side of an equality comes to, all of them, where that is certain; and whether each
-    is a test of its own."""
+    """Return all literals that a side of an equality evaluates to, and whether each is a test of its own."""
     if is_literal(side):
         return [side], False
     if isinstance(side, ast.Call) and ast.unparse(side.func) in WRAPPERS:
@@ -174,7 +171,7 @@ def _stores(test: Function, name: str) -> int:
 
 
 def _place(target: ast.expr, name: str) -> tuple[int, ...] | None:
-    """Where `name` stands in a target: () for the target itself, (n,) for the n-th of a tuple."""
+    """Return the position of `name` in a target: () for the target itself, (n,) for the n-th of a tuple."""
     if isinstance(target, ast.Name):
         return () if target.id == name else None
     if isinstance(target, ast.Tuple | ast.List):
@@ -184,7 +181,7 @@ def _place(target: ast.expr, name: str) -> tuple[int, ...] | None:
 
 
 def _column(rows: ast.expr, place: tuple[int, ...]) -> list[ast.expr]:
-    """The literal at one place of every row; empty unless each row has one."""
+    """Return the literal at one position of every row; empty unless each row has one."""
     if not isinstance(rows, ast.List | ast.Tuple) or not rows.elts:
         return []
     found: list[ast.expr] = []
@@ -201,7 +198,7 @@ def _column(rows: ast.expr, place: tuple[int, ...]) -> list[ast.expr]:
 
 
 def _parameters(test: Function, name: str) -> list[ast.expr]:
-    """The literals that `parametrize` gives to an argument."""
+    """Return the literals of an argument in `parametrize`."""
     for decorator in test.decorator_list:
         if not isinstance(decorator, ast.Call) or len(decorator.args) != 2:
             continue
@@ -214,7 +211,7 @@ def _parameters(test: Function, name: str) -> list[ast.expr]:
 
 
 def _argument_names(names: ast.expr) -> list[str]:
-    """The names that `parametrize` was given as one text or as a list of texts."""
+    """Return the argument names of `parametrize`, given as one string or a list."""
     if not is_literal(names):
         return []
     value = ast.literal_eval(names)

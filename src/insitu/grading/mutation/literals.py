@@ -1,9 +1,8 @@
-"""Families of tokens: what a turned test may say instead of the right answer.
+"""Wrong literals for mutated tests.
 
-A token's family holds tokens of its form: its quotes, prefix and escapes, its base, underscores, point and
-exponent, its zeros, and all its characters but one. Each member has the same family, so a family has no
-centre: from some members of it nothing tells which one they were drawn for. A token without such a family
-(None, an empty text) has none at all.
+A token's family holds the tokens that differ from it in one digit or character of the same kind: same quotes,
+prefix, escapes, base, underscores, point, exponent and zeros. All members have the same family, so drawn
+members do not reveal the right one. None and empty strings have no family.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import string
 from collections.abc import Callable, Iterator, Sequence
 
 TOLERANCE = 1e-11
-"""Floats that are no further apart may count as equal: ten times what `pytest.approx` allows beside zero."""
+"""Floats no further apart may compare equal: ten times the absolute tolerance of `pytest.approx`."""
 SIGNIFICANT = 5
-"""Digits from the first one that counts, among which the other one is: those behind may count as equal."""
+"""Significant digits that may change: later ones may compare equal."""
 _BASES = {"0x": 16, "0o": 8, "0b": 2}
 _VOWELS = "aeiou"
 _CONSONANTS = "".join(c for c in string.ascii_lowercase if c not in _VOWELS)
@@ -26,7 +25,7 @@ _KINDS = (
     "123456789", _CONSONANTS, _CONSONANTS.upper(), _VOWELS, _VOWELS.upper(),
     "-_.,:;!?/+*=#@|%&~^$", "()", "[]", "{}", "<>",
 )  # fmt: skip
-"""Characters of a text that may stand for each other; the earlier kinds are seen less among others."""
+"""Interchangeable characters of a string; earlier kinds are less conspicuous."""
 _HEX = (string.digits, "abcdef", "ABCDEF")
 _STRING = re.compile(r"([A-Za-z]*)('''|\"\"\"|'|\")(.*)\2", re.DOTALL)
 _ESCAPE = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|N\{[^}]*\}|[0-7]{1,3}|.)"
@@ -36,18 +35,19 @@ _UNIT = re.compile(_ESCAPE + "|.", re.DOTALL)
 def wrong_literal(
     token: str, rng: random.Random, most: int, allowed: Callable[[str], bool] = lambda other: True
 ) -> list[str]:
-    """Up to `most` other members of a family of the token, all of different values; the family is drawn by
-    what its members have in common. `allowed` must say the same of a family whichever member it is asked for.
-    Raises ValueError for a token without one."""
+    """Return up to `most` other members of a family of the token, all with different values.
+
+    `allowed` must treat all members of a family alike. Raises ValueError for a token without a family.
+    """
     for category in _kinds(token, rng):
         fitting = [other for other in category if other != token and _alike(token, other)]
         if _distinct([token, *fitting]) and (fitting := [other for other in fitting if allowed(other)]):
             return rng.sample(fitting, min(most, len(fitting)))
-    raise ValueError(f"nothing is near {token!a}")
+    raise ValueError(f"no other form of {token!a}")
 
 
 def _alike(token: str, other: str) -> bool:
-    """Whether the other has a value of the same type, written as Python writes it if the token is so."""
+    """Return whether both have the same type, and both or neither are written as repr does."""
     try:
         old, new = ast.literal_eval(token), ast.literal_eval(other)
     except (SyntaxError, ValueError):
@@ -61,9 +61,9 @@ def _distinct(tokens: Sequence[str]) -> bool:
     values = [ast.literal_eval(token) for token in tokens]
     if isinstance(values[0], float):
         values.sort()
-        # Of two infinities the difference is no number, and not more.
+        # inf - inf is nan, which is not greater.
         return all(b - a > TOLERANCE for a, b in itertools.pairwise(values))
-    # Letters in another case do not count as another answer everywhere.
+    # Some tests compare case-insensitively.
     return len({v.lower() if isinstance(v, str | bytes) else v for v in values}) == len(values)
 
 
@@ -79,7 +79,7 @@ def _kinds(token: str, rng: random.Random) -> Iterator[list[str]]:
 
 
 def _numbers(token: str, rng: random.Random) -> Iterator[list[str]]:
-    """The number with another digit at one place; zeros before and behind those that count stay."""
+    """Yield the number with another digit at one place; leading and trailing zeros stay."""
     prefix = token[:2].lower() if token[:2].lower() in _BASES else ""
     base = _BASES.get(prefix, 10)
     end = len(token) if prefix else re.match(r"[\d_.]*", token).end()  # type: ignore[union-attr]
@@ -88,7 +88,7 @@ def _numbers(token: str, rng: random.Random) -> Iterator[list[str]]:
     core = written.strip("0")
     first = written.index(core) if core else len(written) - 1
     last = first + max(1, len(core)) - 1
-    # What has one digit in its last place may be zero, unless it has an exponent, where nobody writes one.
+    # A single last digit may be zero, unless there is an exponent: 0e5 is unusual.
     zero = first == last == len(written) - 1 and not re.search("[eEjJ]", token[end:])
     spots = list(range(first, min(last + 1, first + SIGNIFICANT))) if core or zero else []
     for spot in rng.sample(spots, len(spots)):
@@ -99,13 +99,13 @@ def _numbers(token: str, rng: random.Random) -> Iterator[list[str]]:
 
 
 def _texts(content: str, rng: random.Random, *, raw: bool) -> Iterator[list[str]]:
-    """The text between the quotes with another character at one place, first where it shows least."""
+    """Yield the string with another character at one place, least conspicuous first."""
     units = list(content) if raw else _UNIT.findall(content)
     at = [sum(map(len, units[:n])) for n in range(len(units))]
     order = [(_kind(unit)[0], n) for n, unit in enumerate(units)]
     rng.shuffle(order)
     for _, n in sorted(order, key=lambda each: each[0]):
-        # What comes behind a backslash of a raw text may be no escape, but looks like one.
+        # A character after a backslash in a raw string looks like an escape.
         if raw and (units[n] == "\\" or content[at[n] - 1 : at[n]] == "\\"):
             continue
         behind = content[at[n] + len(units[n]) :]
@@ -113,7 +113,7 @@ def _texts(content: str, rng: random.Random, *, raw: bool) -> Iterator[list[str]
 
 
 def _kind(unit: str) -> tuple[int, list[str]]:
-    """A rank, and what may stand for one character or one escape: the same for each of these."""
+    """Return a rank and the interchangeable forms of one character or escape."""
     if len(unit) > 1:
         if unit[1] in "xuU":
             digits = next(kind for kind in _HEX if unit[-1] in kind)

@@ -1,7 +1,4 @@
-"""Edits of a Python file at the places that its syntax tree names, one token each.
-
-What stands around an edit stays byte for byte: layout, comments, quotes, the columns of other lines.
-"""
+"""Edits of single tokens of a Python file at syntax tree positions; the rest stays byte for byte."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from dataclasses import dataclass
 from insitu.grading.mutation.literals import wrong_literal
 
 Place = tuple[int, int]
-"""A line from 1 and a column in bytes, as ast counts."""
+"""Line from 1 and column in bytes, as in ast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """A piece of the file and what stands there instead."""
+    """A range of the file and its replacement."""
 
     start: Place
     end: Place
@@ -32,7 +29,7 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A token and where it stands."""
+    """A token with its position."""
 
     kind: int
     text: str
@@ -44,7 +41,7 @@ class Token:
 
 
 class Source:
-    """The text of a file with its tokens. Raises SyntaxError where there are none."""
+    """The text of a file with its tokens. Raises SyntaxError."""
 
     def __init__(self, text: str) -> None:
         self._lines = [line.encode() for line in text.split("\n")]
@@ -63,25 +60,25 @@ class Source:
             raise SyntaxError(str(error)) from None
         self._starts = [token.start for token in self.tokens]
         self._times = Counter(_core(token.text) for token in self.tokens)
-        said = (tokenize.STRING, tokenize.NUMBER, tokenize.COMMENT)
-        self._words = Counter(w for token in self.tokens if token.kind in said for w in words(token.text))
+        spoken = (tokenize.STRING, tokenize.NUMBER, tokenize.COMMENT)
+        self._words = Counter(w for token in self.tokens if token.kind in spoken for w in words(token.text))
 
     def between(self, start: Place, end: Place) -> list[Token]:
-        """The tokens that begin at `start` or later and end at `end` or before."""
+        """Return the tokens between two positions."""
         first = bisect.bisect_left(self._starts, start)
         last = bisect.bisect_left(self._starts, end)
         return [token for token in self.tokens[first:last] if token.end <= end]
 
     def of(self, node: ast.expr) -> str:
-        """The text of a node as it is written."""
+        """Return the source of a node."""
         return self._cut(node.lineno, node.col_offset, *end_of(node))
 
     def alone(self, statement: ast.stmt) -> bool:
-        """Whether nothing stands before a statement on its line."""
+        """Return whether a statement is the first on its line."""
         return not self._lines[statement.lineno - 1][: statement.col_offset].strip()
 
     def parted(self, node: ast.expr) -> bool:
-        """Whether a word put before a node does not become one with what stands there."""
+        """Return whether a word can be inserted before a node."""
         before = self._lines[node.lineno - 1][: node.col_offset].decode()
         return not before or not (before[-1].isalnum() or before[-1] == "_")
 
@@ -90,10 +87,13 @@ class Source:
         found = self.between((node.lineno, 0), (last, len(self._lines[last - 1])))
         return " ".join(token.text for token in found if token.kind == tokenize.COMMENT)
 
-    def others(self, node: ast.expr, told: Set[str], seed: str, most: int) -> tuple[tuple[Edit, ...], bool]:
-        """Up to `most` edits of one token, by each of which a literal is another one, and whether what it was
-        also stands in `told` or elsewhere in the file. Depends on `seed` and the place in the file alone, so
-        that a literal has the same others whenever it is asked for. Raises ValueError where it has none."""
+    def others(
+        self, node: ast.expr, revealed: Set[str], seed: str, most: int
+    ) -> tuple[tuple[Edit, ...], bool]:
+        """Return up to `most` edits of one token of a literal, and whether the file reveals its right value.
+
+        They depend on `seed` and the position alone. Raises ValueError for a literal without a family.
+        """
         rng = random.Random(f"{seed}/{node.lineno}/{node.col_offset}")
         right = ast.literal_eval(node)
         places = [
@@ -103,30 +103,33 @@ class Source:
             if token.kind in (tokenize.STRING, tokenize.NUMBER, tokenize.NAME)
         ]
         rng.shuffle(places)
-        # Of a word most others are none, and of two values one may be likely: numbers first, and those last.
+        # Numbers first: most variants of a word are no words. Names last: of True and False one may be
+        # likely.
         kinds = (tokenize.NUMBER, tokenize.STRING, tokenize.NAME)
-        places.sort(key=lambda token: (self._told(token.text, token, told), kinds.index(token.kind)))
+        places.sort(
+            key=lambda token: (self._is_revealed(token.text, token, revealed), kinds.index(token.kind))
+        )
         for token in places:
-            # Values that the file has elsewhere stay among the others: leaving them out only where the right
-            # one is not such a value would tell which form is right.
+            # Values that occur elsewhere in the file are not left out: that would reveal the right one.
             def other(text: str, token: Token = token) -> bool:
                 return _other_literal(right, self._with(node, token.instead(text)))
 
             try:
                 edits = tuple(token.instead(text) for text in wrong_literal(token.text, rng, most, other))
-                return edits, self._told(token.text, token, told)
+                return edits, self._is_revealed(token.text, token, revealed)
             except ValueError:
                 continue
-        raise ValueError("no token of the literal has a near one")
+        raise ValueError("no token of the literal has another form")
 
-    def _told(self, text: str, token: Token, told: Set[str]) -> bool:
-        """Whether `text` in the place of `token` also stands in `told` or elsewhere in the file."""
+    def _is_revealed(self, text: str, token: Token, revealed: Set[str]) -> bool:
+        """Return whether `text` in place of `token` also occurs in `revealed` or elsewhere in the file."""
         core, own = _core(text), _core(token.text)
         if core in ("True", "False", "None"):
-            return core in told
+            return core in revealed
         here = words(own)
         elsewhere = any(self._words[word] > (word in here) for word in words(core) if len(word) > 2)
-        return bool(words(core) & told) or elsewhere or (len(core) > 2 and self._times[core] > (core == own))
+        repeated = len(core) > 2 and self._times[core] > (core == own)
+        return bool(words(core) & revealed) or elsewhere or repeated
 
     def _cut(self, line: int, a: int, last: int, b: int) -> str:
         lines = self._lines[line - 1 : last]
@@ -152,12 +155,12 @@ def in_place(node: ast.expr, text: str) -> Edit:
 
 
 def words(text: str) -> frozenset[str]:
-    """What a reader of a name, a comment or a message can hold against a literal."""
+    """Return the words and numbers of a text."""
     return frozenset(part for part in re.findall(r"[^\W_]+", text) if part.isdigit() or len(part) > 2)
 
 
 def _core(token: str) -> str:
-    """A text without its quotes, by which its copies are found."""
+    """Return a string literal without its quotes."""
     return token.strip("'\"")
 
 
@@ -166,7 +169,7 @@ def end_of(node: ast.expr) -> Place:
 
 
 def _leaves(node: ast.expr) -> list[ast.Constant]:
-    """The scalars of a literal that may be others: no keys, by which it is asked for."""
+    """Return the scalars of a literal, without keys of dicts."""
     if isinstance(node, ast.Constant):
         return [node]
     inner: Sequence[ast.expr | None] = ()

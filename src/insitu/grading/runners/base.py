@@ -1,5 +1,4 @@
-"""A Runner judges one tree in one fresh sandbox: it moves inputs in and claims out, and decides on the
-host."""
+"""The protocol of grading runners: judge one tree in a fresh sandbox, decide on the host."""
 
 from __future__ import annotations
 
@@ -37,24 +36,23 @@ class CpuMeter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLimits:
-    """What one run in a sandbox may use."""
+    """Limits of one run in a sandbox."""
 
     cpu_s: int
-    """CPU seconds of one process: the limit that counts, since no load of the host can use it up."""
+    """CPU seconds of one process; independent of the host's load."""
     wall_s: float
     """Seconds that all processes of a run together may wait without computing."""
     max_output_bytes: int
     memory_bytes: int
     """Private memory of one process."""
     python: str
-    """Inside path of the interpreter."""
+    """Python interpreter, inside path."""
     parallel: int = 1
-    """Runs that the grader may have open at once."""
+    """Concurrent runs of the grader."""
     meter: CpuMeter = field(default_factory=CpuMeter)
     another: Callable[[], Awaitable[Sandbox]] | None = None
-    """Opens one more sandbox like the one given, for a process that must not find what an earlier one left.
-    The caller closes it, and the one before first: a grade holds one. None where a sandbox takes long to set
-    up."""
+    """Opens another sandbox like the given one, for a process that must not see files of an earlier one. The
+    caller closes it, after closing the previous one. None where the setup takes long."""
 
     @property
     def left_s(self) -> float:
@@ -64,26 +62,26 @@ class RunLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """A runner's finding. Carries no expected value and no free text of the candidate."""
+    """Result of a run, without expected values and without text of the candidate."""
 
     outcome: Outcome
     passed: int
     total: int
     reason: str
     complete: bool = False
-    """True when the finding does not depend on the load of the host: every case was answered and the process
-    ended by itself, or it used up its CPU time."""
+    """Whether the report is independent of the host's load: the process ended by itself or used up its CPU
+    time."""
     fail_to_pass: tuple[int, int] = (0, 0)
     pass_to_pass: tuple[int, int] = (0, 0)
     controls: str = ""
     score: float | None = None
-    """What a task with reward `fraction` earns when it is not resolved, 0..1; None = passed / total."""
+    """Reward 0..1 of an unresolved task with reward `fraction`; None = passed / total."""
     trust: Trust | None = None
-    """How much this finding is worth, where that is less than the runner's own strength."""
+    """Trust of this report where it is lower than the runner's."""
 
 
 class GradingRunner(Protocol):
-    """One way of judging."""
+    """A way of judging a tree."""
 
     @property
     def name(self) -> str: ...
@@ -93,25 +91,24 @@ class GradingRunner(Protocol):
 
     @property
     def places(self) -> tuple[str, ...]:
-        """More writable folders of its sandboxes."""
+        """More writable folders that its sandboxes need."""
 
     def check(self, task: Task, oracle: Oracle) -> None:
-        """Raises TaskError when this task cannot be judged this way."""
+        """Raise TaskError for a task that this runner cannot judge."""
 
     def precheck_failure(self, task: Task, tree: Tree) -> str:
-        """Why `tree` fails without a run (the file under test is gone, ...), or empty."""
+        """Return why `tree` fails without a run (a missing file), or ""."""
 
     def control(self) -> tuple[Task, Oracle]:
-        """A task that is solved as it stands: if it fails in a sandbox, the host is at fault."""
+        """Return a solved task: if it fails in a sandbox, the host is at fault."""
 
     def needs(self) -> tuple[Bind, ...]:
-        """What a grading sandbox must show. Raises SetupError when this machine lacks it."""
+        """Return the binds of a grading sandbox. Raises SetupError."""
 
     def processes(self, task: Task, oracle: Oracle) -> int:
-        """Processes and checks that `run` makes one after the other, each with its own time."""
+        """Return the number of processes and checks of `run`, each with its own CPU limit."""
 
     async def run(
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
-        """Lay the candidate into `sandbox` and judge it there. Raises SandboxError when the sandbox failed
-        and GradeError when the runner's own first line never came."""
+        """Write the candidate into `sandbox` and judge it. Raises SandboxError, GradeError."""

@@ -1,7 +1,8 @@
-"""command: shell commands in the grading sandbox; each passes when it exits 0 and prints its markers.
+"""Runner `command`: shell commands in the grading sandbox; each passes when it exits 0 and prints its
+markers.
 
-Weak: the candidate's code runs in the very process whose word is taken. Hidden files are put over the
-candidate's and belong to another user, and nothing of one command lives on into the next.
+Weak: the candidate's code runs in the process that is believed. Hidden files belong to another user, and no
+process of one command survives into the next.
 """
 
 from __future__ import annotations
@@ -14,25 +15,16 @@ from insitu.grading.candidate import Candidate
 from insitu.grading.runners.base import RunLimits, RunReport
 from insitu.grading.runners.common import RunnerBase, control_task, for_memory, out_of_cpu, run_in
 from insitu.sandbox.base import Sandbox
-from insitu.types import (
-    Check,
-    FileEntry,
-    GradingPlan,
-    HiddenTests,
-    Oracle,
-    Outcome,
-    Task,
-    Trust,
-)
+from insitu.types import Check, FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Task, Trust
 
 LIMITED = 'ulimit -t "$1" && exec sh -c "$2"'
 MAX_OUTPUT_BYTES = 32 << 20
-"""An honest candidate may print much before a marker."""
+"""Limit of output, generous: a candidate may print before a marker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """What became of one check."""
+class CheckResult:
+    """Result of one check."""
 
     passed: bool
     timed_out: bool = False
@@ -41,7 +33,7 @@ class Done:
 
 
 class CommandRunner(RunnerBase):
-    """Runner `command`; strength weak."""
+    """Runner `command`; trust weak."""
 
     name = "command"
     trust: Trust = "weak"
@@ -70,26 +62,26 @@ class CommandRunner(RunnerBase):
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
         await candidate.lay(sandbox, candidate.hidden(oracle.tests), owner="root")
-        done: list[Done] = []
+        done: list[CheckResult] = []
         for check in oracle.tests.checks:
-            done.append(await _done(sandbox, check, limits))
+            done.append(await _run_check(sandbox, check, limits))
             if done[-1].timed_out:
                 break
             await sandbox.kill_all()
         return report(oracle.tests.checks, done)
 
 
-async def _done(sandbox: Sandbox, check: Check, limits: RunLimits) -> Done:
+async def _run_check(sandbox: Sandbox, check: Check, limits: RunLimits) -> CheckResult:
     argv = ["sh", "-c", LIMITED, "check", str(limits.cpu_s), check.command]
     result = await run_in(sandbox, argv, limits, max_output_bytes=MAX_OUTPUT_BYTES)
     found = all(marker.encode() in result.stdout for marker in check.markers)
     passed = result.exit_code == 0 and found and not result.timed_out
     cpu, memory = out_of_cpu(result, limits.cpu_s), result.out_of_memory
-    return Done(passed=passed, timed_out=result.timed_out, cpu=cpu, memory=memory)
+    return CheckResult(passed=passed, timed_out=result.timed_out, cpu=cpu, memory=memory)
 
 
-def report(checks: tuple[Check, ...], done: list[Done]) -> RunReport:
-    """The finding over all checks. Checks of weight 0 must pass as well; they earn nothing. Pure."""
+def report(checks: tuple[Check, ...], done: list[CheckResult]) -> RunReport:
+    """Return the report over all checks; checks of weight 0 must pass as well."""
     passed = sum(one.passed for one in done)
     weight = sum(check.weight for check in checks)
     score = sum(check.weight for check, one in zip(checks, done, strict=False) if one.passed) / weight

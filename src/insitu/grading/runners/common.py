@@ -1,5 +1,4 @@
-"""What the runners share: the answers most of them give alike, and the way they run something in a
-sandbox."""
+"""Shared parts of the runners."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from insitu.types import GradingPlan, HiddenTests, Oracle, Task, Tree, task_hash
 
 
 class RunnerBase:
-    """A runner that needs nothing of its sandboxes and starts one process; the others say what is
-    different."""
+    """Defaults of a runner: one process, no binds."""
 
     name: str
     places: tuple[str, ...] = ()
@@ -32,7 +30,7 @@ class RunnerBase:
 
 
 def control_task(files: Tree, plan: GradingPlan) -> Task:
-    """A task that is solved as it stands."""
+    """Return a task that is solved as it is."""
     name = task_hash("", files, plan)
     return Task(id="control", prompt="", files=files, grading=plan, content_hash=name)
 
@@ -47,7 +45,7 @@ async def run_in(
     env: Mapping[str, str] | None = None,
     max_output_bytes: int | None = None,
 ) -> ExecResult:
-    """Run what judges. Raises SandboxLost when the sandbox failed or died; a timeout is a result."""
+    """Run a command under `limits`. Raises SandboxLost; a timeout is a result."""
     with boundary(SandboxLost, "run the tests"):
         before = await cpu_s(sandbox)
         result = await sandbox.exec(
@@ -72,26 +70,36 @@ async def run_in(
 
 
 def out_of_cpu(result: ExecResult, cpu_s: int) -> bool:
-    """By the signal that the limit sends, SIGXCPU, a second later SIGKILL, to the process itself or to what
-    a shell ran. A candidate that sends it to itself gains nothing: all it changes is its failure's name."""
+    """Return whether SIGXCPU, or SIGKILL a second later, ended the process or a shell's child.
+
+    A candidate that sends itself the signal only changes the name of its failure.
+    """
     killed = result.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL)
     over = result.exit_code in (-signal.SIGXCPU, 128 + signal.SIGXCPU)
     return over or (killed and result.duration_s > cpu_s and not result.out_of_memory)
 
 
 def for_memory(out_of_memory: bool) -> str:
-    """What a reason adds when the kernel killed something of the sandbox for want of memory."""
+    """Return the suffix of a reason after an OOM kill."""
     return ", out of memory" if out_of_memory else ""
 
 
+def unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Raise ValueError for a JSON object with a duplicate key; an `object_pairs_hook`."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("duplicate key")
+    return found
+
+
 def share(tests: HiddenTests, fixed: int, kept: int) -> float:
-    """What a task with reward `fraction` earns: the share of tests fixed, times that of tests not broken."""
-    whole = fixed / max(1, len(tests.fail_to_pass))
-    return whole * kept / len(tests.pass_to_pass) if tests.pass_to_pass else whole
+    """Return the reward `fraction`: share of tests fixed times share of tests not broken."""
+    score = fixed / max(1, len(tests.fail_to_pass))
+    return score * kept / len(tests.pass_to_pass) if tests.pass_to_pass else score
 
 
 def passing(tests: HiddenTests, passed: int, known: Mapping[str, str]) -> str:
-    """How many of the required tests pass, in words."""
+    """Return the reason: how many required tests pass."""
     required = (*tests.fail_to_pass, *tests.pass_to_pass)
     missing = sum(name not in known for name in required)
     return f"{passed} of {len(required)} tests pass" + (f", {missing} are missing" if missing else "")

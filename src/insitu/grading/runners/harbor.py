@@ -1,8 +1,8 @@
-"""harbor: a task folder's tests/test.sh runs in the grading sandbox and leaves its reward in a file.
+"""Runner `harbor`: a task folder's tests/test.sh runs in the grading sandbox and writes a reward file.
 
-Weak: the reward is made in the sandbox by a script that runs the candidate. The file is read through the
-backend, as one regular file of bounded size that no link leads to, after every process is dead, and it
-counts only when it is exactly a number from 0 to 1. reward.json wins against reward.txt, as in Harbor.
+Weak: the script runs the candidate. The file is read after every process is dead, as a regular file of
+bounded size and through no link. It must hold exactly a number from 0 to 1. reward.json takes precedence over
+reward.txt, as in Harbor.
 """
 
 from __future__ import annotations
@@ -15,29 +15,21 @@ from collections.abc import Mapping
 from insitu.errors import SandboxError, TaskError
 from insitu.grading.candidate import Candidate
 from insitu.grading.runners.base import RunLimits, RunReport
-from insitu.grading.runners.common import RunnerBase, control_task, out_of_cpu, run_in
+from insitu.grading.runners.common import RunnerBase, control_task, out_of_cpu, run_in, unique_pairs
 from insitu.sandbox.base import Sandbox
-from insitu.types import (
-    FileEntry,
-    GradingPlan,
-    HiddenTests,
-    Oracle,
-    Outcome,
-    Task,
-    Trust,
-)
+from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Task, Trust
 
 TESTS, LOGS = "/tests", "/logs"
 SCRIPT = "tests/test.sh"
 REWARDS = (f"{LOGS}/verifier/reward.json", f"{LOGS}/verifier/reward.txt")
 MAX_REWARD_BYTES = 4096
 RUN = f'ulimit -t "$1"; mkdir -p {LOGS}/verifier {LOGS}/agent {LOGS}/artifacts && exec {TESTS}/test.sh'
-"""By the script's own first line; one without is bash's, which runs it when the kernel cannot."""
+"""Runs the script by its shebang; bash runs one without."""
 NUMBER = re.compile(r"\+?([0-9]{1,20}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,3})?")
 
 
 class HarborRunner(RunnerBase):
-    """Runner `harbor`; strength weak."""
+    """Runner `harbor`; trust weak."""
 
     name = "harbor"
     trust: Trust = "weak"
@@ -93,8 +85,10 @@ def _report(outcome: Outcome, reason: str, *, score: float = 0.0, complete: bool
 
 
 def read_reward(content: bytes, *, is_json: bool) -> float:
-    """The number in a reward file: alone in reward.txt, in reward.json also as the only value of an object
-    or as its `reward`. Raises ValueError for anything but a plain number from 0 to 1."""
+    """Return the number in a reward file. Raises ValueError for anything but a plain number from 0 to 1.
+
+    In reward.json it may also be the only value of an object, or its `reward`.
+    """
     try:
         text = content.decode("ascii").strip()
     except UnicodeDecodeError:
@@ -104,7 +98,7 @@ def read_reward(content: bytes, *, is_json: bool) -> float:
             raise ValueError("not a plain number from 0 to 1")
         return _bounded(float(text))
     try:
-        value = json.loads(text, parse_constant=_refused, object_pairs_hook=_unique)
+        value = json.loads(text, parse_constant=_refused, object_pairs_hook=unique_pairs)
     except RecursionError:
         raise ValueError("not JSON") from None
     if isinstance(value, Mapping):
@@ -124,10 +118,3 @@ def _bounded(value: float) -> float:
 
 def _refused(text: str) -> object:
     raise ValueError(f"{text} is no number")
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice")
-    return found

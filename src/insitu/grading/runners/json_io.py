@@ -1,14 +1,9 @@
-"""json_io: the cases stay on the host, only the candidate runs in the sandbox, and the two exchange plain
-JSON.
+"""Runner `json_io`: only inputs enter the sandbox; the host compares the returned JSON values.
 
-An answer of the sandbox is the candidate's claim about one value and nothing else: it counts when it equals
-the expected value, which never leaves the host. Forging answers therefore needs knowledge of right values,
-which is what solving means. Equality is JSON's with types: 1, 1.0 and true differ pairwise, dict order is
-free, -0.0 equals 0.0, a tuple or a set equals no list, subclasses are no values, NaN and infinities are
-refused on both sides.
-
-All inputs go in at once and one process answers them in order. Sending them one by one would gain nothing,
-since inputs say nothing about expected values, and would cost a wake-up of the event loop per case.
+Expected values never leave the host, so a forged answer needs knowledge of the right value. Equality is
+JSON's with types: 1, 1.0 and true differ pairwise, dict order is free, -0.0 equals 0.0, a tuple or a set
+equals no list, subclasses are no values, NaN and infinities are refused on both sides. One process answers
+all inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +18,14 @@ from insitu.errors import GradeError, TaskError
 from insitu.grading.candidate import Candidate
 from insitu.grading.diff import DEFAULT_POLICY, bad_path
 from insitu.grading.runners.base import RunLimits, RunReport
-from insitu.grading.runners.common import RunnerBase, control_task, for_memory, out_of_cpu, run_in
+from insitu.grading.runners.common import (
+    RunnerBase,
+    control_task,
+    for_memory,
+    out_of_cpu,
+    run_in,
+    unique_pairs,
+)
 from insitu.grading.runners.json_io_worker import MAX_DEPTH, MAX_NODES, encode
 from insitu.sandbox.base import ExecResult, Sandbox
 from insitu.sandbox.base_tree import is_plain
@@ -37,20 +39,19 @@ ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",
     "PYTHONINTMAXSTRDIGITS": str(MAX_DIGITS),
 }
-"""The sandbox's environment is the host's making, so -I (which ignores all of it) is not needed; a fixed hash
-seed makes the verdict on code that iterates over sets repeatable."""
+"""A fixed hash seed makes verdicts on code that iterates over sets repeatable."""
 RELATIVE = 1e-7
 ANSWER_OVERHEAD = 128
-"""Bytes of an answer line beside its value, at most."""
+"""Most bytes of an answer line beside its value."""
 
 
 class ChannelTampered(Exception):
-    """The private channel carries what the worker cannot have written."""
+    """The result pipe holds data that the worker cannot have written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What the sandbox says of one case."""
+    """The sandbox's answer to one case."""
 
     ok: bool
     value: object = None
@@ -58,7 +59,7 @@ class Claim:
 
 
 class JsonIoRunner(RunnerBase):
-    """Runner `json_io`; strength strong."""
+    """Runner `json_io`; trust strong."""
 
     name = "json_io"
     trust: Trust = "strong"
@@ -72,11 +73,11 @@ class JsonIoRunner(RunnerBase):
         if not oracle.cases:
             raise TaskError(f"task {task.id}: the oracle has no cases")
         for number, case in enumerate(oracle.cases):
-            for what, value in (("args", list(case.args)), ("expected", case.expected)):
+            for part, value in (("args", list(case.args)), ("expected", case.expected)):
                 try:
                     encode(value, 0, [MAX_NODES])
                 except (TypeError, ValueError) as error:
-                    raise TaskError(f"task {task.id}: {what} of case {number}: {error}") from None
+                    raise TaskError(f"task {task.id}: {part} of case {number}: {error}") from None
 
     def precheck_failure(self, task: Task, tree: Tree) -> str:
         return "" if task.grading.entry in tree else f"{task.grading.entry} is gone"
@@ -119,7 +120,7 @@ def _job(root: str, task: Task, oracle: Oracle, ids: Sequence[str], nonce: str, 
 
 
 def judge(cases: Sequence[Case], ids: Sequence[str], result: ExecResult, cpu_s: int) -> RunReport:
-    """The finding from the raw bytes of the private channel. Pure; the first line is the ready line."""
+    """Return the report from the raw bytes of the result pipe; the first line is the ready line."""
     total = len(cases)
     try:
         if result.truncated:
@@ -155,9 +156,9 @@ def _first_error(claims: Sequence[Claim]) -> str:
 
 
 def read_claims(data: bytes, ids: Sequence[str]) -> list[Claim]:
-    """Claims in the order of `ids`, possibly fewer. Raises Tampered on any line the worker cannot have sent.
+    """Return claims in the order of `ids`, possibly fewer. Raises ChannelTampered.
 
-    A last line without newline belongs to a process that was cut off and is left out.
+    A last line without newline, of a killed process, is ignored.
     """
     lines = data.split(b"\n")[:-1]
     if len(lines) > len(ids):
@@ -167,7 +168,7 @@ def read_claims(data: bytes, ids: Sequence[str]) -> list[Claim]:
 
 def _read_claim(line: bytes, key: str) -> Claim:
     try:
-        answer = json.loads(line, parse_constant=_no_constant, object_pairs_hook=_unique)
+        answer = json.loads(line, parse_constant=_no_constant, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError):
         raise ChannelTampered("an answer is not JSON") from None
     if type(answer) is not list or len(answer) != 3 or type(answer[1]) is not bool:
@@ -184,13 +185,6 @@ def _no_constant(text: str) -> object:
     raise ValueError(text)
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("duplicate key")
-    return found
-
-
 def equal(claimed: object, case: Case) -> bool:
     expected = _plain(case.expected)
     if case.lists:
@@ -202,7 +196,7 @@ def equal(claimed: object, case: Case) -> bool:
 
 
 def _as_lists(claimed: object, depth: int = 0) -> object:
-    """With lists in place of tuples, as deep as the worker nests values."""
+    """Replace tuples by lists, as deep as the worker nests values."""
     if depth > 2 * MAX_DEPTH:
         return claimed
     if isinstance(claimed, list):
@@ -215,12 +209,12 @@ def _as_lists(claimed: object, depth: int = 0) -> object:
 
 
 def _plain(value: object) -> object:
-    """As it comes out of the sandbox."""
+    """Return a value as it comes out of the sandbox."""
     return json.loads(encode(value, 0, [MAX_NODES]))
 
 
 def close(claimed: object, expected: object, tolerance: float) -> bool:
-    """As `==`, with numbers that may differ by `tolerance` or by a ten-millionth of the expected one."""
+    """Compare as `==`, with numbers that may differ by `tolerance` plus RELATIVE of the expected one."""
     if isinstance(expected, int | float) and isinstance(claimed, int | float):
         try:
             return abs(claimed - expected) <= tolerance + RELATIVE * abs(expected)
@@ -236,7 +230,7 @@ def close(claimed: object, expected: object, tolerance: float) -> bool:
 
 
 def same(claimed: object, expected: object) -> bool:
-    """Equality of JSON values with types. Goes only as deep as `expected`."""
+    """Compare JSON values with types, only as deep as `expected`."""
     if type(claimed) is not type(expected):
         return False
     if isinstance(claimed, list) and isinstance(expected, list):

@@ -1,11 +1,9 @@
-"""Runs inside the grading sandbox as `python -s -S -B -c <this file>`, cwd /; imports next to nothing.
+"""Worker of runner `json_io`, run in the sandbox as `python -s -S -B -c <this file>`, cwd /.
 
-Reads one Python literal from stdin, a dict of root, entry, address_space, cpu_s, ready, max_bytes and calls,
-a list of (id, function or Class.method, args). Answers on a private copy of stdout: first `[ready]`, then per
-call one JSON line `[id,true,value]` or `[id,false,"ErrorName"]`. It knows no expected value, so nothing that
-the candidate finds in this process is worth stealing, and nothing written here is more than a claim.
-The literal is trusted: the host wrote it. json, os and importlib are not imported on purpose: that would
-double the start of the interpreter.
+Reads one trusted Python literal from stdin: root, entry, address_space, cpu_s, ready, max_bytes and calls, a
+list of (id, function or Class.method, args). Writes to a private copy of stdout: `[ready]`, then per call one
+JSON line `[id,true,value]` or `[id,false,"ErrorName"]`. It has no expected value. json, os and importlib
+would double the start-up time, so they are not imported.
 """
 
 import posix
@@ -17,11 +15,11 @@ MAX_NODES = 200_000
 
 
 def encode(value: object, depth: int, budget: list[int]) -> str:
-    """JSON text of a value made of exactly the JSON types and of tuples, sets and dicts with other keys,
-    which become objects. Raises TypeError or ValueError on any other.
+    """Return the JSON text of a value; tuples, sets and dicts with other keys become tagged objects.
 
-    `type(x) is` and not isinstance: a subclass may compare, print or hash as it likes.
+    Raises TypeError or ValueError for any other value.
     """
+    # `type(x) is` and not isinstance: a subclass may override comparison, repr and hash.
     budget[0] -= 1
     if depth > MAX_DEPTH or budget[0] < 0:
         raise ValueError("value too large")
@@ -41,7 +39,7 @@ def encode(value: object, depth: int, budget: list[int]) -> str:
 
 
 def encode_many(value: object, depth: int, budget: list[int]) -> str:
-    """As encode, for what holds values."""
+    """Return the JSON text of a container."""
     if type(value) is list:
         return "[" + ",".join([encode(item, depth + 1, budget) for item in value]) + "]"
     if type(value) is tuple:
@@ -65,7 +63,7 @@ def encode_dict(value: dict[object, object], depth: int, budget: list[int]) -> s
 
 
 def tagged(kind: str, items: list[str]) -> str:
-    """No more than a claim, so a candidate may write the same with a dict of its own."""
+    """Return a tagged object; a candidate may return the same as a dict, which gains nothing."""
     return '{"\\u0000' + kind + '":[' + ",".join(items) + "]}"
 
 
@@ -89,8 +87,7 @@ def read_job() -> dict:  # type: ignore[type-arg]
 
 
 def limit(address_space: int, cpu_s: int) -> None:
-    """Address space for what a limit on private memory misses: shared mappings. Out of CPU time the process
-    gets SIGXCPU, and SIGKILL a second later if it ignores that."""
+    """Limit address space (shared mappings too) and CPU time: SIGXCPU, and SIGKILL a second later."""
     import resource
 
     for what, soft, hard in (
@@ -104,10 +101,9 @@ def limit(address_space: int, cpu_s: int) -> None:
 
 
 def load(root: str, entry: str, stdlib: frozenset[str]) -> dict[str, object]:
-    """The candidate module's names, compiled from source here: no cache file can stand in for it.
-
-    The work folder goes to the end of sys.path: its own modules import, but never instead of a stdlib one.
-    """
+    """Execute the candidate module from source and return its names."""
+    # Compiled here: no cache file is used. The work folder comes last on sys.path, so that its modules never
+    # shadow the standard library.
     posix.chdir(root)
     sys.path.append(root)
     name = entry.removesuffix(".py").replace("/", ".")
@@ -163,7 +159,7 @@ def main() -> None:
                 claim = ",false," + quote(error_name(error))
         left -= len(claim)
         send(out, "[" + quote(key) + claim + "]")
-    posix._exit(0)  # neither atexit handlers nor threads of the candidate get another word
+    posix._exit(0)  # without atexit handlers and threads of the candidate
 
 
 if __name__ == "__main__":

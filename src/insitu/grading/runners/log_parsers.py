@@ -1,8 +1,7 @@
-"""Parsers of test logs: from a log's text to what it says of each test, in the log's own ids.
+"""Parsers of test logs (decision 0103): one generator of (id, outcome) per format.
 
-One function per format, a generator of (id, outcome); `read_log` makes a map of it in which an id that was
-given two outcomes has failed. Outcomes are PASSED, FAILED, ERROR, SKIPPED, XFAIL, XPASS. All are pure; none
-knows what is required.
+In the result of `read_log` an id with two outcomes has failed. Outcomes are PASSED, FAILED, ERROR, SKIPPED,
+XFAIL, XPASS.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 PASSED, FAILED, ERROR, SKIPPED, XFAIL, XPASS = "PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"
-Said = Iterator[tuple[str, str]]
-Parser = Callable[[list[str]], Said]
+Outcomes = Iterator[tuple[str, str]]
+Parser = Callable[[list[str]], Outcomes]
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 _TIME = re.compile(r"\s*[\[(]\s*\d+(\.\d+)?\s*(m?s|ms|sec|seconds)\s*[\])]$", re.IGNORECASE)
@@ -21,7 +20,7 @@ _BARE_TIME = re.compile(r"\s+\d+(\.\d+)?\s*m?s$")
 
 
 def read_log(parser: str, log: str) -> dict[str, str]:
-    """id -> outcome. Escape codes and the time that a test took belong to no id."""
+    """Return id -> outcome; escape codes and durations are stripped from ids."""
     found: dict[str, str] = {}
     lines = _ANSI.sub("", log).replace("\r\n", "\n").replace("\r", "\n").split("\n")
     for name, outcome in PARSERS[parser](lines):
@@ -39,8 +38,8 @@ _SUMMARY = re.compile(r"(PASSED|FAILED|ERROR|XFAIL|XPASS) (\S.*)")
 _VERBOSE = re.compile(r"(\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: \(.*\))?(?:\s+\[\s*\d+%\])?\s*")
 
 
-def pytest_summary(lines: list[str]) -> Said:
-    """The short test summary, `-rA`. A reason follows ` - `; skipped tests are listed without their ids."""
+def pytest_summary(lines: list[str]) -> Outcomes:
+    """Parse the short test summary, `-rA`. A reason follows ` - `; skipped tests are listed without ids."""
     for line in lines:
         match = _SUMMARY.fullmatch(line.rstrip())
         if match:
@@ -48,7 +47,7 @@ def pytest_summary(lines: list[str]) -> Said:
 
 
 def _unreasoned(text: str) -> str:
-    """An id without the reason behind it; a parameter may hold what parts the two."""
+    """Strip the reason from an id; a parameter may contain the separator."""
     bracket, cut = text.find("["), text.find(" - ")
     if -1 < bracket < cut:
         end = text.find("] - ", bracket)
@@ -56,8 +55,8 @@ def _unreasoned(text: str) -> str:
     return text[:cut] if cut >= 0 else text
 
 
-def pytest_verbose(lines: list[str]) -> Said:
-    """`-v`, with the short summary where there is one."""
+def pytest_verbose(lines: list[str]) -> Outcomes:
+    """Parse `-v` output, and the short summary where present."""
     for line in lines:
         match = _VERBOSE.fullmatch(line)
         if match and "::" in match[1] and not match[1].startswith((PASSED, FAILED, ERROR)):
@@ -65,8 +64,8 @@ def pytest_verbose(lines: list[str]) -> Said:
     yield from pytest_summary(lines)
 
 
-def pytest_options(lines: list[str]) -> Said:
-    """As pytest, where a path in a parameter goes by its last part: it differs from machine to machine."""
+def pytest_options(lines: list[str]) -> Outcomes:
+    """Parse as pytest, with a path in a parameter cut to its last part."""
     for name, outcome in pytest_summary(lines):
         head, bracket, rest = name.partition("[")
         option = rest.removesuffix("]")
@@ -75,8 +74,8 @@ def pytest_options(lines: list[str]) -> Said:
         yield name, outcome
 
 
-def pytest_r2e(lines: list[str]) -> Said:
-    """As pytest, with ids that leave out the file: Class.test."""
+def pytest_r2e(lines: list[str]) -> Outcomes:
+    """Parse as pytest, with ids without the file: Class.test."""
     for name, outcome in pytest_summary(lines):
         yield ".".join(name.split("::")[1:]) or name, outcome
 
@@ -88,9 +87,9 @@ _DJANGO_WORDS = {
 }  # fmt: skip
 
 
-def django(lines: list[str]) -> Said:
-    """unittest's verbose lines, `test (module.Class) ... ok`; what a test prints may push the word to a later
-    line of its own. The lists of failures at the end count too."""
+def django(lines: list[str]) -> Outcomes:
+    """Parse verbose unittest lines, `test (module.Class) ... ok`, and the lists of failures at the end."""
+    # Output of a test may push the outcome to a later line of its own.
     waiting = ""
     for line in lines:
         text = line.strip()
@@ -115,8 +114,8 @@ def _django_word(text: str) -> str:
 _SYMPY = {"ok": PASSED, "F": FAILED, "E": ERROR, "f": XFAIL, "X": XPASS, "s": SKIPPED}
 
 
-def sympy(lines: list[str]) -> Said:
-    """`test_name ok`, and a line of underscores around each failure's `file.py:test_name`."""
+def sympy(lines: list[str]) -> Outcomes:
+    """Parse `test_name ok`, and underlined headings of failures, `file.py:test_name`."""
     for line in lines:
         match = re.fullmatch(r"(test_\w+)\s+(ok|F|E|f|X|s)(\s+\[\w+\])?", line.strip())
         failure = re.fullmatch(r"_+ \S+\.py:(test_\w+) _+", line.strip())
@@ -126,16 +125,16 @@ def sympy(lines: list[str]) -> Said:
             yield failure[1], FAILED
 
 
-def go(lines: list[str]) -> Said:
-    """`go test -v`: `--- PASS: TestName (0.00s)`, subtests indented."""
+def go(lines: list[str]) -> Outcomes:
+    """Parse `go test -v`: `--- PASS: TestName (0.00s)`, subtests indented."""
     for line in lines:
         match = re.fullmatch(r"\s*--- (PASS|FAIL|SKIP): (\S.*)", line)
         if match:
             yield _untimed(match[2]), {"PASS": PASSED, "FAIL": FAILED, "SKIP": SKIPPED}[match[1]]
 
 
-def go_json(lines: list[str]) -> Said:
-    """`go test -json`; an id is package/test."""
+def go_json(lines: list[str]) -> Outcomes:
+    """Parse `go test -json`; an id is package/test."""
     words = {"pass": PASSED, "fail": FAILED, "skip": SKIPPED}
     for event in _objects(lines):
         test, action = event.get("Test"), event.get("Action")
@@ -143,8 +142,8 @@ def go_json(lines: list[str]) -> Said:
             yield f"{event.get('Package', '')}/{test}".lstrip("/"), words[action]
 
 
-def cargo(lines: list[str]) -> Said:
-    """`test path::name ... ok`."""
+def cargo(lines: list[str]) -> Outcomes:
+    """Parse `test path::name ... ok`."""
     words = {"ok": PASSED, "FAILED": FAILED, "ignored": SKIPPED, "failed": FAILED}
     for line in lines:
         match = re.fullmatch(r"test (\S.*?) \.\.\. (ok|FAILED|failed|ignored)(,.*)?", _untimed(line))
@@ -158,8 +157,8 @@ _MARKS = {
 }  # fmt: skip
 
 
-def jest(lines: list[str]) -> Said:
-    """`✓ name (3 ms)`, verbose; also vitest, whose names hold file and suites."""
+def jest(lines: list[str]) -> Outcomes:
+    """Parse `✓ name (3 ms)`, verbose; also vitest, whose names hold file and suites."""
     for line in lines:
         match = re.fullmatch(r"\s*([✓✔√✕✗✖\u00d7○↓✎]) (?:skipped |todo )?(\S.*)", line)
         if match:
@@ -169,8 +168,8 @@ def jest(lines: list[str]) -> Said:
 _SKIPPED_WORDS = re.compile(r"\((?:skipped)\)|\[(?:skip|skipped|pending|todo)\]", re.IGNORECASE)
 
 
-def symbols(lines: list[str]) -> Said:
-    """A mark before each name: `✔ [tag]: name (3ms)`; or words that say that a test is skipped."""
+def symbols(lines: list[str]) -> Outcomes:
+    """Parse a mark before each name, `✔ [tag]: name (3ms)`, or words for a skipped test."""
     for line in lines:
         match = re.fullmatch(r"\s*([✓✔✕✖✘\u00d7○◌◦⚪])\s*(?:\[[^\]]*\]:)?\s*:?\s*(\S.*)", line)
         if match:
@@ -181,8 +180,8 @@ def symbols(lines: list[str]) -> Said:
                 yield name, SKIPPED
 
 
-def jest_json(lines: list[str]) -> Said:
-    """`--json`: fullName of every assertion."""
+def jest_json(lines: list[str]) -> Outcomes:
+    """Parse `--json`: fullName of every assertion."""
     words = {"passed": PASSED, "failed": FAILED, "pending": SKIPPED, "todo": SKIPPED, "skipped": SKIPPED}
     for report in _objects(lines):
         results = report.get("testResults")
@@ -193,8 +192,8 @@ def jest_json(lines: list[str]) -> Said:
                     yield str(check["fullName"]), words.get(str(check.get("status")), FAILED)
 
 
-def mocha(lines: list[str]) -> Said:
-    """The spec reporter: `✔ name (3ms)`, `1) name`, `- name`, until its summary, which repeats failures."""
+def mocha(lines: list[str]) -> Outcomes:
+    """Parse the spec reporter, `✔ name (3ms)`, `1) name`, `- name`, up to its summary."""
     for line in lines:
         if re.fullmatch(r"\s*\d+ (passing|failing|pending)\b.*", line):
             return
@@ -204,8 +203,8 @@ def mocha(lines: list[str]) -> Said:
             yield _untimed(match[2]), outcome
 
 
-def tap(lines: list[str]) -> Said:
-    """`ok 1 - name`, `not ok 2 - name`, with the directives SKIP and TODO."""
+def tap(lines: list[str]) -> Outcomes:
+    """Parse `ok 1 - name`, `not ok 2 - name`, with the directives SKIP and TODO."""
     for line in lines:
         match = re.fullmatch(r"\s*(not )?ok\b\s*\d*\s*-?\s*([^#]*?)\s*(?:#\s*(\w+).*)?", line)
         if match and match[2]:
@@ -218,8 +217,8 @@ def tap(lines: list[str]) -> Said:
             yield _untimed(match[2]), outcome
 
 
-def gtest(lines: list[str]) -> Said:
-    """googletest: `[       OK ] Suite.Test (1 ms)`; its summary repeats the failures."""
+def gtest(lines: list[str]) -> Outcomes:
+    """Parse googletest: `[       OK ] Suite.Test (1 ms)`."""
     words = {"OK": PASSED, "FAILED": FAILED, "SKIPPED": SKIPPED}
     for line in lines:
         match = re.fullmatch(r"\[ +(OK|FAILED|SKIPPED) +\] ([\w./]+\.[\w./]+).*", line.strip())
@@ -227,24 +226,24 @@ def gtest(lines: list[str]) -> Said:
             yield match[2], words[match[1]]
 
 
-def ctest(lines: list[str]) -> Said:
-    """CTest: `1/3 Test #1: name ....   Passed    0.01 sec`."""
+def ctest(lines: list[str]) -> Outcomes:
+    """Parse CTest: `1/3 Test #1: name ....   Passed    0.01 sec`."""
     for line in lines:
         match = re.fullmatch(r"\s*\d+/\d+ +Test +#\d+: (\S+) \.*[ *]*(\w[\w ]*?) +[\d.]+ sec.*", line)
         if match:
             yield match[1], PASSED if match[2] == "Passed" else SKIPPED if "Not Run" in match[2] else FAILED
 
 
-def gradle(lines: list[str]) -> Said:
-    """Gradle with test logging: `Class > method() PASSED`."""
+def gradle(lines: list[str]) -> Outcomes:
+    """Parse Gradle with test logging: `Class > method() PASSED`."""
     for line in lines:
         match = re.fullmatch(r"(\S.* > \S.*) (PASSED|FAILED|SKIPPED)", line.strip())
         if match:
             yield match[1], match[2]
 
 
-def minitest(lines: list[str]) -> Said:
-    """minitest, verbose: `Class#test_name = 0.00 s = .`."""
+def minitest(lines: list[str]) -> Outcomes:
+    """Parse verbose minitest: `Class#test_name = 0.00 s = .`."""
     words = {".": PASSED, "F": FAILED, "E": ERROR, "S": SKIPPED}
     for line in lines:
         match = re.fullmatch(r"(\S.*#\S.*?) = [\d.]+ s = ([.FES])", line.strip())
@@ -253,7 +252,7 @@ def minitest(lines: list[str]) -> Said:
 
 
 def _objects(lines: list[str]) -> Iterator[Mapping[str, object]]:
-    """JSON objects that stand alone on a line; or all lines together as one."""
+    """Yield JSON objects, one per line; else all lines as one object."""
     alone = [line for line in lines if line.startswith("{") and line.rstrip().endswith("}")]
     for line in alone or ["\n".join(lines)]:
         try:
@@ -264,20 +263,20 @@ def _objects(lines: list[str]) -> Iterator[Mapping[str, object]]:
             yield value
 
 
-def matplotlib(lines: list[str]) -> Said:
-    """As pytest, with two enumeration members by their names: newer versions of Python print the numbers."""
+def matplotlib(lines: list[str]) -> Outcomes:
+    """Parse as pytest, with two enum members as numbers, as newer versions of Python print them."""
     for name, outcome in pytest_summary(lines):
         yield name.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3"), outcome
 
 
-def tests_json(lines: list[str]) -> Said:
-    """The JSON {"tests": [{"name", "status"}]} that a set's own parser writes: claims like any log."""
+def tests_json(lines: list[str]) -> Outcomes:
+    """Parse the JSON {"tests": [{"name", "status"}]} of a data set's own parser."""
     try:
         tests = json.loads("\n".join(lines))["tests"]
-        said = [(test["name"], test["status"]) for test in tests]
+        pairs = [(test["name"], test["status"]) for test in tests]
     except (ValueError, KeyError, TypeError, RecursionError):
         return
-    for name, status in said:
+    for name, status in pairs:
         if isinstance(name, str) and isinstance(status, str):
             yield name, status.upper()
 

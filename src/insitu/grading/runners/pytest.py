@@ -1,11 +1,10 @@
-"""pytest: hidden test files run in the sandbox, one process each, with tests among them that must fail.
+"""Runner `pytest`: hidden test files run in the sandbox, with canaries and mutated tests that must fail.
 
-Candidate and tests share a process, so what that process says is checked rather than believed: every required
-id exactly once, every control as the host knows it, numbered records with a nonce, an exit code that fits.
-Each file is run several times, in fresh sandboxes, with some tests turned in each run (see pytest_turns.py),
-and judged when all runs are in: a test that passes as it is and turned was not run. Whoever knows what each
-test must say, guesses it among its forms, or sees through a test that could be turned only openly, gets
-through; only json_io and stdio, whose expected values never enter the sandbox, are beyond that.
+Candidate and tests share a process, so its records are checked: every required id exactly once, every canary
+as expected, numbered records with a nonce, a matching exit code. Each file is run several times in fresh
+sandboxes, with other tests mutated in each run (pytest_mutants.py), and judged over all runs: a test that
+passes as it is and mutated was forged. A candidate that knows or guesses every expected value still passes;
+only json_io and stdio exclude that.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import hashlib
 import random
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,16 +31,7 @@ from insitu.grading.runners.pytest_records import FileRun, RecordsTampered, read
 from insitu.sandbox.base import Bind, Sandbox
 from insitu.sandbox.base_tree import is_plain
 from insitu.storage.temp_dirs import cache_folder
-from insitu.types import (
-    FileEntry,
-    GradingPlan,
-    HiddenTests,
-    Oracle,
-    Outcome,
-    Task,
-    Tree,
-    Trust,
-)
+from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Task, Tree, Trust
 
 WORKER = Path(__file__).with_name("pytest_worker.py").read_text()
 BUNDLE = "/opt/insitu/pytest"
@@ -50,37 +40,37 @@ MAX_RECORD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
-    """What one test file came to."""
+class FileResult:
+    """Result of one test file."""
 
     outcomes: Mapping[str, str]
-    """Of the file's required tests, as far as they were run as they are."""
+    """Outcomes of required tests that were run unmutated."""
     controls: tuple[int, int, int] = (0, 0, 0)
-    """Controls that failed as they must, passed as they must, and turned tests that failed as they must."""
+    """Canaries that failed and passed as they must, and mutated tests that failed."""
     trouble: str = ""
-    """Why the file cannot be solved whatever its outcomes say."""
+    """Why the file is not solved, whatever its outcomes."""
     lost: bool = False
-    """A required test failed; others may not have been run as they are."""
+    """A required test failed; others may not have been run unmutated."""
     weak: bool = False
-    """Nothing in it could be turned so that it looks real."""
+    """No mutation looks real."""
     unturned: bool = False
-    """Nothing at all: an object that equals everything passes."""
+    """No mutation at all: an object that equals everything passes."""
     unseen: tuple[int, int] = (0, 0)
-    """Tests that were turned so that they look real, of those required."""
+    """Required tests with a mutation that looks real, and all required tests."""
     odd: bool = False
-    """A run said what one that was not interfered with cannot say where all tests pass."""
+    """A run had an exit code or a canary outcome that does not fit where all tests pass."""
     timed_out: bool = False
     cpu: bool = False
-    """Its time was CPU time."""
+    """It ran out of CPU time."""
 
     @property
     def ended(self) -> bool:
-        """Whether no further run can change what came of it."""
+        """Whether no further run can change the result."""
         return bool(self.trouble) or self.timed_out or self.cpu
 
 
 class PytestRunner(RunnerBase):
-    """Runner `pytest`; strength standard, or weak where no assertion of a file could be turned unseen."""
+    """Runner `pytest`; trust standard, or weak for a file without a mutation that looks real."""
 
     name = "pytest"
     trust: Trust = "standard"
@@ -131,7 +121,7 @@ class PytestRunner(RunnerBase):
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
         session = _Session(sandbox, task, oracle, candidate, limits)
-        ran: list[Ran] = []
+        ran: list[FileResult] = []
         try:
             for path in _files(oracle.tests):
                 try:
@@ -149,12 +139,12 @@ class PytestRunner(RunnerBase):
 
 
 def _files(tests: HiddenTests) -> list[str]:
-    """Test files in the order in which required ids name them."""
+    """Return the test files in the order of the required ids."""
     return list(dict.fromkeys(name.partition("::")[0] for name in (*tests.fail_to_pass, *tests.pass_to_pass)))
 
 
 class _Session:
-    """One grading run: judges one test file after the other, each in its own processes."""
+    """One grading run: judges test files one after the other."""
 
     def __init__(
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
@@ -168,8 +158,8 @@ class _Session:
         self._began, self._runs = time.time(), 0
         self._folders: frozenset[str] = frozenset()
 
-    async def judge(self, path: str) -> Ran:
-        """All runs of one file. Raises Tampered."""
+    async def judge(self, path: str) -> FileResult:
+        """Run one file in all its forms. Raises RecordsTampered."""
         entry = self._hidden.get(path)
         if entry is None:
             raise TaskError(f"task {self._task_id}: {path} is neither hidden nor in the base")
@@ -186,7 +176,7 @@ class _Session:
         drawn = await asyncio.to_thread(
             draw, path, text, self._tests.fail_to_pass, required, self._rng, seed=key
         )
-        ran, found = await self._round(drawn, Ran(outcomes={}))
+        ran, found = await self._round(drawn, FileResult(outcomes={}))
         if found.uneven and not ran.ended:
             drawn = draw(path, text, self._tests.fail_to_pass, required, self._rng, seed=key, rows=False)
             ran, found = await self._round(drawn, ran)
@@ -199,15 +189,15 @@ class _Session:
         if ran.lost:
             return await self._scored(drawn, ran, found)
         if found.wrong:
-            raise RecordsTampered("a test passes whichever way it is turned")
+            raise RecordsTampered("a test passes as it is and mutated")
         if found.disturbed or found.uneven:
-            return replace(ran, trouble="tests that were not turned failed in every run")
+            return replace(ran, trouble="tests that were not mutated failed in every run")
         if ran.odd:
-            raise RecordsTampered("a run is not the one that was asked for")
+            raise RecordsTampered("a run has records that do not fit its tests")
         return ran
 
-    async def _round(self, drawn: MutantRound, ran: Ran) -> tuple[Ran, MutantResults]:
-        """Run what was drawn until nothing more can be won. Raises Tampered."""
+    async def _round(self, drawn: MutantRound, ran: FileResult) -> tuple[FileResult, MutantResults]:
+        """Run the plan until the result is decided. Raises RecordsTampered."""
         runs: list[Mapping[str, str]] = []
         found = drawn.judge(runs)
         before = ran.controls[2]
@@ -229,8 +219,8 @@ class _Session:
                 break
         return ran, found
 
-    async def _scored(self, drawn: MutantRound, ran: Ran, found: MutantResults) -> Ran:
-        """Of a file that is lost, the outcomes of all tests, where the reward depends on them."""
+    async def _scored(self, drawn: MutantRound, ran: FileResult, found: MutantResults) -> FileResult:
+        """Run a failed file once unmutated, where the reward `fraction` needs all outcomes."""
         if self._reward != "fraction":
             return ran
         made = with_controls(drawn.text, self._rng)
@@ -239,7 +229,7 @@ class _Session:
         return replace(
             ran,
             outcomes={
-                # This run holds no turned test: what failed before does not pass in it.
+                # Nothing is mutated in this run: a test that failed before stays failed.
                 name: "failed" if name in found.lost or drawn.test(name) in cheats else outcome
                 for name, outcome in once.outcomes.items()
             },
@@ -249,12 +239,11 @@ class _Session:
         )
 
     async def close(self) -> None:
-        """Of the sandboxes that were opened here; idempotent."""
+        """Close the current sandbox; idempotent."""
         await self._sandbox.close()
 
     async def _empty_sandbox(self, hidden: Tree) -> None:
-        """A sandbox in which no process of the candidate ever ran, or, where one takes long to set up, one
-        from which everything is cleared that an earlier process left."""
+        """Open a fresh sandbox, or clear the current one where a setup takes long."""
         if self._limits.another is None:
             await self._candidate.clear(self._sandbox, hidden, self._began, self._folders)
             return
@@ -262,7 +251,7 @@ class _Session:
         self._sandbox = await self._limits.another()
 
     async def _run(self, path: str, controlled: Controlled) -> FileRun:
-        """One process in a sandbox as it is for the first: nothing can tell it which one it is."""
+        """Run one process; nothing in its sandbox reveals the number of the run."""
         hidden = {**self._hidden, path: FileEntry(content=controlled.source)}
         if self._runs:
             await self._empty_sandbox(hidden)
@@ -270,40 +259,44 @@ class _Session:
             self._folders = await self._candidate.folders(self._sandbox)
         self._runs += 1
         await self._candidate.lay(self._sandbox, hidden, owner="root")
-        nonce = secrets.token_hex(8)
         known = {**self._candidate.tree, **hidden}
-        job = {
-            "root": self._sandbox.workdir,
-            "bundle": BUNDLE,
-            "target": path,
-            "conftests": [name for name in known if name.split("/")[-1] == "conftest.py"],
-            "nonce": nonce,
-            "address_space": 4 * self._limits.memory_bytes,
-            "cpu_s": self._limits.cpu_s,
-        }
-        argv = [self._limits.python, "-s", "-B", "-c", WORKER]
-        result = await run_in(
-            self._sandbox,
-            argv,
-            self._limits,
-            cwd="/",
-            env=ENVIRONMENT,
-            stdin=ascii(job).encode(),
-            max_output_bytes=MAX_RECORD_BYTES,
-        )
-        run = read_run(result, nonce, self._limits.cpu_s)
-        if not run.started:
-            tail = ascii(result.stderr[-200:].decode("utf-8", "replace"))
-            raise GradeError(f"pytest did not start (exit {result.exit_code}): {run.unusable or tail}")
-        return run
+        return await run_file(self._sandbox, path, known, self._limits)
 
 
-def _checked(run: FileRun, path: str, controlled: Controlled) -> Ran:
-    """The controls of one run held against what the host knows. Raises Tampered."""
-    said = {name: run.outcomes.get(f"{path}::{name}", "") for name in controlled.must_fail}
-    if any(outcome in ("passed", "xpassed") for outcome in said.values()):
+async def run_file(sandbox: Sandbox, path: str, known: Iterable[str], limits: RunLimits) -> FileRun:
+    """Run pytest on one file. `known`: files that the host wrote. Raises RecordsTampered, GradeError."""
+    nonce = secrets.token_hex(8)
+    job = {
+        "root": sandbox.workdir,
+        "bundle": BUNDLE,
+        "target": path,
+        "conftests": [name for name in known if name.split("/")[-1] == "conftest.py"],
+        "nonce": nonce,
+        "address_space": 4 * limits.memory_bytes,
+        "cpu_s": limits.cpu_s,
+    }
+    result = await run_in(
+        sandbox,
+        [limits.python, "-s", "-B", "-c", WORKER],
+        limits,
+        cwd="/",
+        env=ENVIRONMENT,
+        stdin=ascii(job).encode(),
+        max_output_bytes=MAX_RECORD_BYTES,
+    )
+    run = read_run(result, nonce, limits.cpu_s)
+    if not run.started:
+        tail = ascii(result.stderr[-200:].decode("utf-8", "replace"))
+        raise GradeError(f"pytest did not start (exit {result.exit_code}): {run.unusable or tail}")
+    return run
+
+
+def _checked(run: FileRun, path: str, controlled: Controlled) -> FileResult:
+    """Check the canaries of one run. Raises RecordsTampered."""
+    canaries = [run.outcomes.get(f"{path}::{name}", "") for name in controlled.must_fail]
+    if any(outcome in ("passed", "xpassed") for outcome in canaries):
         raise RecordsTampered("a test that must fail was reported as passed")
-    failed = sum(outcome in ("failed", "error") for outcome in said.values())
+    failed = sum(outcome in ("failed", "error") for outcome in canaries)
     good = sum(run.outcomes.get(f"{path}::{name}") == "passed" for name in controlled.must_pass)
     names = controlled.must_fail | controlled.must_pass
     real = {name: outcome for name, outcome in run.outcomes.items() if name.split("::")[-1] not in names}
@@ -312,20 +305,20 @@ def _checked(run: FileRun, path: str, controlled: Controlled) -> Ran:
         trouble = "the test file could not be imported"
     elif not run.ended:
         trouble = f"the process ended before its tests{for_memory(run.out_of_memory)}"
-    elif good < len(controlled.must_pass) and failed == len(said):
+    elif good < len(controlled.must_pass) and failed == len(canaries):
         trouble = "a test that must pass did not"
-    return Ran(
+    return FileResult(
         outcomes=real,
         controls=(failed, good, 0),
         trouble=trouble,
-        odd=failed < len(said) or run.exit_code != 1,
+        odd=failed < len(canaries) or run.exit_code != 1,
         timed_out=run.timed_out,
         cpu=run.out_of_cpu,
     )
 
 
-def report(tests: HiddenTests, ran: Sequence[Ran]) -> RunReport:
-    """The finding over all files. Pure."""
+def report(tests: HiddenTests, ran: Sequence[FileResult]) -> RunReport:
+    """Return the report over all files."""
     outcomes = {name: outcome for one in ran for name, outcome in one.outcomes.items()}
     f2p = sum(outcomes.get(name) == "passed" for name in tests.fail_to_pass)
     p2p = sum(outcomes.get(name) == "passed" for name in tests.pass_to_pass)
@@ -355,13 +348,13 @@ def report(tests: HiddenTests, ran: Sequence[Ran]) -> RunReport:
     )
 
 
-def _turned(ran: Sequence[Ran], failed: int) -> str:
+def _turned(ran: Sequence[FileResult], failed: int) -> str:
     unseen, tests = (sum(one.unseen[n] for one in ran) for n in range(2))
-    said = f"{failed} turned tests failed, {unseen} of {tests} tests were turned unseen"
+    line = f"{failed} turned tests failed, {unseen} of {tests} tests were turned unseen"
     for count, what in (
         (sum(one.unturned for one in ran), "no assertion could be turned round"),
         (sum(one.weak and not one.unturned for one in ran), "no assertion could be turned unseen"),
     ):
         if count:
-            said += f": {what}" + (f", in {count} of {len(ran)} files" if len(ran) > 1 else "")
-    return said
+            line += f": {what}" + (f", in {count} of {len(ran)} files" if len(ran) > 1 else "")
+    return line

@@ -1,22 +1,18 @@
-"""Finds the ids of whole test files: what pytest collects, and passes, with the solution in place.
+"""Collects the test ids of whole test files, by one run of the solution.
 
-A row may require a test file instead of its tests one by one: classes, parameters and generated tests have
-ids that only pytest knows. The solution is run once in a grading sandbox, before a candidate is judged; what
-it passes is required from then on. A test that it fails makes the row unusable. Called by the Grader.
+A row may require a test file instead of test ids: ids of classes, parameters and generated tests need pytest.
+The tests that the solution passes are required; a test that it fails makes the row unusable.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
 from dataclasses import replace
 
-from insitu.errors import GradeError, TaskError
+from insitu.errors import TaskError
 from insitu.grading.candidate import Candidate
 from insitu.grading.runners.base import RunLimits, RunReport
-from insitu.grading.runners.common import run_in
-from insitu.grading.runners.pytest import BUNDLE, ENVIRONMENT, MAX_RECORD_BYTES, WORKER, PytestRunner
-from insitu.grading.runners.pytest_records import FileRun, RecordsTampered, read_run
+from insitu.grading.runners.pytest import PytestRunner, run_file
+from insitu.grading.runners.pytest_records import FileRun, RecordsTampered
 from insitu.sandbox.base import Sandbox
 from insitu.types import HiddenTests, Oracle, Outcome, Task
 
@@ -24,7 +20,7 @@ MAX_NAMED = 3
 
 
 def whole_files(tests: HiddenTests) -> tuple[str, ...]:
-    """Required test files whose tests are not named."""
+    """Return required test files without test ids."""
     return tuple(name for name in tests.fail_to_pass if is_whole(name))
 
 
@@ -33,7 +29,7 @@ def is_whole(name: str) -> bool:
 
 
 class PytestCollect(PytestRunner):
-    """Runs whole test files on a solution; `collected` is what it passed. One object for one collection."""
+    """A run of whole test files on a solution; fills `collected`. For one use."""
 
     def __init__(self) -> None:
         self.collected: dict[str, tuple[str, ...]] = {}
@@ -46,9 +42,12 @@ class PytestCollect(PytestRunner):
     ) -> RunReport:
         hidden = candidate.hidden(oracle.tests)
         await candidate.lay(sandbox, hidden, owner="root")
-        conftests = [name for name in {**candidate.tree, **hidden} if name.split("/")[-1] == "conftest.py"]
+        known = {**candidate.tree, **hidden}
         for path in whole_files(oracle.tests):
-            run = await _run(sandbox, path, conftests, limits)
+            try:
+                run = await run_file(sandbox, path, known, limits)
+            except RecordsTampered as found:
+                raise TaskError(f"{path}: {found}") from None
             self.collected[path] = passed_ids(task.id, path, run)
             await sandbox.kill_all()
         if not any(self.collected.values()):
@@ -57,51 +56,20 @@ class PytestCollect(PytestRunner):
         return RunReport(outcome=Outcome.RESOLVED, passed=0, total=0, reason="", complete=True)
 
     def named(self, oracle: Oracle) -> Oracle:
-        """`oracle` with the ids in the place of the files."""
+        """Return the oracle with test ids in place of whole files."""
         tests = oracle.tests
         ids = [one for name in tests.fail_to_pass for one in self.collected.get(name, (name,))]
         kept = tuple(dict.fromkeys(one for one in ids if one not in tests.pass_to_pass))
         return replace(oracle, tests=replace(tests, fail_to_pass=kept))
 
 
-async def _run(sandbox: Sandbox, path: str, conftests: Sequence[str], limits: RunLimits) -> FileRun:
-    nonce = secrets.token_hex(8)
-    job = {
-        "root": sandbox.workdir,
-        "bundle": BUNDLE,
-        "target": path,
-        "conftests": conftests,
-        "nonce": nonce,
-        "address_space": 4 * limits.memory_bytes,
-        "cpu_s": limits.cpu_s,
-    }
-    result = await run_in(
-        sandbox,
-        [limits.python, "-s", "-B", "-c", WORKER],
-        limits,
-        cwd="/",
-        env=ENVIRONMENT,
-        stdin=ascii(job).encode(),
-        max_output_bytes=MAX_RECORD_BYTES,
-    )
-    try:
-        run = read_run(result, nonce, limits.cpu_s)
-    except RecordsTampered as found:
-        raise TaskError(f"{path}: {found}") from None
-    if not run.started:
-        tail = ascii(result.stderr[-200:].decode("utf-8", "replace"))
-        raise GradeError(f"pytest did not start (exit {result.exit_code}): {run.unusable or tail}")
-    return run
-
-
 def passed_ids(task_id: str, path: str, run: FileRun) -> tuple[str, ...]:
-    """What the solution passes of a file; nothing of one that is no test file but is named like one. Raises
-    TaskError where the solution fails a test."""
+    """Return the tests of a file that the solution passes. Raises TaskError where it fails one."""
     where = f"task {task_id}: {path}, with the solution"
     if run.uncollected:
         raise TaskError(f"{where}: pytest cannot import it")
     if not run.ended:
-        raise TaskError(f"{where}: it did not come to its end")
+        raise TaskError(f"{where}: it did not run to its end")
     failed = [name for name, outcome in run.outcomes.items() if outcome in ("failed", "error", "missing")]
     if failed:
         more = f" and {len(failed) - MAX_NAMED} more" if len(failed) > MAX_NAMED else ""

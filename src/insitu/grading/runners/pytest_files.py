@@ -1,8 +1,4 @@
-"""pytest as a folder that any sandbox can show: pure Python, copied once from insitu's own environment.
-
-A sandbox needs neither network nor pip, and what runs the tests is the same everywhere and cannot be written
-by what it judges.
-"""
+"""pytest as a read-only folder for sandboxes, copied once from insitu's own environment."""
 
 from __future__ import annotations
 
@@ -22,14 +18,14 @@ from insitu.sandbox.rootfs import python_inside
 
 PACKAGES = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 OPTIONAL = ("exceptiongroup", "tomli", "typing_extensions")
-"""What pytest needs beside on Pythons before 3.11."""
+"""Dependencies of pytest before Python 3.11."""
 CONFIG = "[pytest]\n"
-"""The grader's own configuration, in place of any that lies in a work folder."""
+"""The configuration in use; a file in the work folder is ignored."""
 
 
 @functools.cache
 def pytest_folder(cache: Path) -> Path:
-    """The folder, made where missing. Raises SetupError when pytest is not installed here."""
+    """Return the folder, made where missing. Raises SetupError without pytest."""
     versions = [f"{name}-{version}" for name in PACKAGES if (version := _version(name))]
     if len(versions) < len(PACKAGES):
         raise SetupError(f"runner `pytest` needs pytest beside insitu: {install_extra('grade')}")
@@ -46,7 +42,7 @@ def pytest_folder(cache: Path) -> Path:
             _compile(fresh)
             (fresh / "insitu.ini").write_text(CONFIG)
             if not folder.exists():
-                os.rename(fresh, folder)  # noqa: PTH104 - over nothing, or over what another made: see below
+                os.rename(fresh, folder)  # noqa: PTH104 - another process may have made it: see below
         except OSError:
             if not (folder / "insitu.ini").exists():
                 raise
@@ -57,13 +53,13 @@ def pytest_folder(cache: Path) -> Path:
 
 @functools.cache
 def forms_key(cache: Path) -> bytes:
-    """The secret that the forms of turned tests follow from, made where missing. It outlives this process:
-    had a test other forms the next time, the real one would be what both have. Raises SetupError."""
+    """Return the secret seed of test mutations, made where missing. Raises SetupError."""
+    # It outlives this process: with other forms in the next process, the real one would be the common one.
     path = cache / "forms.key"
     with boundary(SetupError, f"read {path}"):
         cache.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            with tempfile.NamedTemporaryFile(dir=cache, prefix="key-") as fresh:  # readable for nobody else
+            with tempfile.NamedTemporaryFile(dir=cache, prefix="key-") as fresh:  # mode 0600
                 fresh.write(secrets.token_bytes(32))
                 fresh.flush()
                 with contextlib.suppress(FileExistsError):
@@ -87,7 +83,6 @@ def _copy(name: str, folder: Path) -> None:
 
 
 def _compile(folder: Path) -> None:
-    """For the Python of plain sandboxes: without it every start would take a second more. Others do
-    without."""
+    """Compile for the Python of plain sandboxes, which saves a second per start."""
     command = [python_inside(), "-I", "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash"]
     subprocess.run([*command, str(folder)], capture_output=True, timeout=120, check=False)

@@ -1,13 +1,11 @@
-"""The runs of one test file: in each, some required tests are turned, and each test is real in some run.
+"""The runs of one test file: in each, some required tests are mutated, and each test is real in some run.
 
-No run is the real one. Each test that can be turned is real in some runs and turned in the others, in every
-form equally often, apart from the other tests. Its forms are members of a family that has no centre, and the
-same whenever the file is judged on this machine. So code that forges has to decide for each test and each run
-whether it is real, and nothing but the answer tells it: not the order of the runs, not the time, and not what
-it remembers of all runs that ever were.
+No run is the real one (decision 0060). Each mutable test is real in some runs and mutated in the others, in
+every form equally often. Its forms are the same whenever the file is judged on this machine. So forging code
+has to decide for each test and each run whether it is real, without help from order, time or memory.
 
-A turned test that fails may disturb those behind it. A test that failed only behind such a one says nothing:
-then few tests are turned, in forms that were seen already, in every combination.
+A mutated test that fails may disturb the tests after it. If a test only failed after such a one, few tests
+are mutated in further runs, in forms that were used already, in every combination.
 """
 
 from __future__ import annotations
@@ -22,37 +20,36 @@ from insitu.grading.mutation.assertions import MutableTest, Mutation, mutable_te
 from insitu.grading.mutation.source_edits import Source
 
 RUNS: Mapping[int, int] = {0: 1, 1: 6, 2: 4, 3: 4, 4: 2}
-"""Tests of a file that can be turned (4: or more) -> its runs, and the most forms that each of them has. What
-forges one test and sees all runs, of this grade and of all others, has to guess which form is real."""
+"""Mutable tests of a file (4: or more) -> its runs, which is also the most forms of each test."""
 FEW = 3
-"""Tests that are turned where those behind them may be disturbed."""
+"""Most mutated tests of further runs, after a disturbance."""
 MOST_RUNS: int = 2 * RUNS[1] + 2**FEW + 1
-"""Of one file: as drawn at first, without single rows, with few tests, and one for the score."""
+"""Most runs of a file: the plan, again without single rows, with few tests, and one for the score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MutantResults:
-    """What the runs of a round say, so far."""
+    """Results of the runs of a round so far."""
 
     outcomes: Mapping[str, str]
-    """Of the required tests that were run as they are."""
+    """Outcomes of required tests that were run unmutated."""
     lost: frozenset[str] = frozenset()
-    """Those of them that failed where nothing can have disturbed them."""
+    """Those that failed undisturbed."""
     wrong: frozenset[str] = frozenset()
-    """Tests that passed both as they are and turned."""
+    """Tests that passed both unmutated and mutated."""
     suspects: frozenset[str] = frozenset()
-    """Tests that passed turned, where something may have disturbed them or they failed as they are."""
+    """Tests that passed mutated, but maybe disturbed, or that failed unmutated."""
     disturbed: bool = False
-    """Something failed that says nothing, since a turned test before it had failed."""
+    """A test failed after a mutated test had failed."""
     uneven: frozenset[str] = frozenset()
-    """Tests of which one row was turned, with cases that nobody asks for."""
+    """Tests with one mutated row whose cases are not those required."""
     failed: int = 0
-    """Turned cases that failed."""
+    """Mutated cases that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MutantRound:
-    """Runs of one file."""
+    """A plan of runs of one file."""
 
     path: str
     text: str
@@ -60,22 +57,22 @@ class MutantRound:
     required: tuple[str, ...]
     chosen: tuple[MutableTest, ...]
     plan: tuple[Mapping[str, Mutation], ...]
-    """Of each run, which tests are turned and how."""
+    """Per run: test name -> mutation."""
     standard: bool
-    """Whether a test that must start to pass looks real when it is turned."""
+    """Whether a fail_to_pass test has a mutation that looks real."""
 
     @property
     def unseen(self) -> tuple[int, int]:
-        """How many of the required tests look real when they are turned, and how many there are."""
+        """Required tests with a mutation that looks real, and all required tests."""
         return sum(test.hidden for test in self.chosen), len({self.test(name) for name in self.required})
 
     def written(self, run: int) -> str:
-        """The text of the file for one run."""
+        """Return the text of the file for one run."""
         edits = [edit for way in self.plan[run].values() for edit in way.edits]
         return self.source.edited(edits) if self.source is not None else self.text
 
     def judge(self, runs: Sequence[Mapping[str, str]]) -> MutantResults:
-        """What the outcomes of the first runs come to; each in the order in which tests ran."""
+        """Judge the outcomes of the first runs; each mapping is in the order of execution."""
         real: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
         passing, unsure, uneven = set[str](), set[str](), set[str]()
         disturbed, failed = False, 0
@@ -114,8 +111,10 @@ class MutantRound:
         outcomes: Mapping[str, str],
         real: dict[str, list[tuple[bool, bool]]],
     ) -> set[str]:
-        """Add to `real`, of each required test that is as it is in this run, whether it passed and whether
-        nothing can have disturbed it. Returns the turned tests that something may have."""
+        """Add (passed, undisturbed) of each unmutated required test to `real`.
+
+        Return the mutated tests that may be disturbed.
+        """
         behind, first, required = set[str](), "", frozenset(self.required)
         for name, outcome in outcomes.items():
             test = self.test(name)
@@ -132,12 +131,14 @@ class MutantRound:
         return behind
 
     def test(self, name: str) -> str:
-        """By what stands before the parameters, of which the name of a case may be made."""
+        """Return the name of a test without its parameters."""
         return _test(self.path, name)
 
     def few(self, found: MutantResults, rng: random.Random) -> MutantRound:
-        """Further runs, in which few tests are real and turned in every combination: so each of them and all
-        others are seen behind real ones alone, and none tells of another. Tests that passed turned first."""
+        """Return further runs with few tests mutated in every combination, suspects first.
+
+        So every test is also run after unmutated ones alone.
+        """
         tests = rng.sample(self.chosen, len(self.chosen))
         tests.sort(key=lambda test: (test.name not in found.suspects, not test.hidden))
         chosen = tuple(replace(test, ways=test.ways[:1]) for test in tests[:FEW])
@@ -154,7 +155,7 @@ def _test(path: str, name: str) -> str:
 
 
 def _outcome(seen: Sequence[tuple[bool, bool]]) -> str:
-    """`passed`, `failed`, or empty where it failed and something may have disturbed it every time."""
+    """Return `passed`, `failed`, or "" where every failure may be a disturbance."""
     sure = [passed for passed, undisturbed in seen if undisturbed]
     if sure:
         return "passed" if all(sure) else "failed"
@@ -171,8 +172,10 @@ def draw(
     seed: str,
     rows: bool = True,
 ) -> MutantRound:
-    """The runs of a file. What forms its tests have follows from `seed`, and `rng` draws which comes when.
-    `rows`: of a test with cases one case may be turned."""
+    """Return the runs of a file. `seed` determines the forms of its tests, `rng` their order.
+
+    `rows`: one case of a parametrized test may be mutated.
+    """
     tests = list(dict.fromkeys(_test(path, name) for name in required))
     new = {_test(path, name) for name in fail_to_pass if name.startswith(path + "::")}
     cases = Counter(_test(path, name) for name in required)
@@ -196,8 +199,7 @@ def _runs(chosen: Sequence[MutableTest]) -> int:
 
 
 def _plan(chosen: Sequence[MutableTest], rng: random.Random) -> tuple[Mapping[str, Mutation], ...]:
-    """Each test in every form equally often. Tests are not all real in the same runs: what knows one answer
-    and fails all in a run where it is another must not be right with that."""
+    """Return runs with each test in every form equally often, and not all tests real in the same runs."""
     runs = _runs(chosen)
     while True:
         forms = {test.name: rng.sample(_forms(test, runs), runs) for test in chosen}
@@ -207,6 +209,6 @@ def _plan(chosen: Sequence[MutableTest], rng: random.Random) -> tuple[Mapping[st
 
 
 def _forms(test: MutableTest, runs: int) -> list[Mutation | None]:
-    """The forms of a test in so many runs, None the real one: as many as come equally often."""
+    """Return the form of a test for each run, unshuffled; None is the real one."""
     count = max(n for n in range(1, runs + 1) if runs % n == 0 and n <= 1 + len(test.ways))
     return [None, *test.ways[: count - 1]] * (runs // count)

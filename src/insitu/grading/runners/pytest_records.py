@@ -1,4 +1,4 @@
-"""Reads what pytest_worker.py wrote: a pure function from raw bytes to what was claimed of each test."""
+"""Parses the records of pytest_worker.py."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed", "missi
 
 
 class RecordsTampered(Exception):
-    """The run says what a run that was not interfered with cannot say."""
+    """The records are not those of an unmodified run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRun:
-    """One process's word on one test file."""
+    """Records of one process on one test file."""
 
     outcomes: Mapping[str, str]
     started: bool
     ended: bool
-    """pytest came to its own end."""
+    """pytest ran to its end."""
     uncollected: bool
     exit_code: int | None
     timed_out: bool
@@ -34,8 +34,10 @@ class FileRun:
 
 
 def read_run(result: ExecResult, nonce: str, cpu_s: int) -> FileRun:
-    """Raises Tampered on any line that the worker cannot have sent. A last line without newline belongs to a
-    process that was cut off and is left out."""
+    """Parse the records. Raises RecordsTampered on a line that the worker cannot have sent.
+
+    A last line without newline, of a killed process, is ignored.
+    """
     if result.truncated:
         raise RecordsTampered("more records than the worker sends")
     outcomes: dict[str, str] = {}

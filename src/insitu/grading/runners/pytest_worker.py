@@ -29,7 +29,7 @@ class ResultPipe:
 
 
 class TestRecorder:
-    """A pytest plugin: sends what became of each test, once, when all its phases are over."""
+    """A pytest plugin: sends the outcome of each test once, after all its phases."""
 
     def __init__(self, channel: ResultPipe) -> None:
         self.channel = channel
@@ -47,7 +47,7 @@ class TestRecorder:
             self.phases.append("xpassed" if hasattr(report, "wasxfail") else "passed")
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        # A test with subtests has many outcomes; the worst one is its own.
+        # A test with subtests has many outcomes; the worst one counts.
         order = ("error", "failed", "skipped", "xfailed", "xpassed", "passed")
         self.channel.send(nodeid, next((name for name in order if name in self.phases), "missing"))
 
@@ -77,7 +77,7 @@ def limit(address_space: int, cpu_s: int) -> None:
 
 
 def search_path(root: str, target: str) -> list:  # type: ignore[type-arg]
-    """Where the candidate's modules and the tests' helpers are found: after everything else."""
+    """Return folders of the candidate's modules and the tests' helpers; last on sys.path."""
     folder = os.path.dirname(f"{root}/{target}")  # noqa: PTH120 - runs before anything is worth importing
     while os.path.exists(f"{folder}/__init__.py") and folder != root:  # noqa: PTH110
         folder = os.path.dirname(folder)  # noqa: PTH120
@@ -86,7 +86,7 @@ def search_path(root: str, target: str) -> list:  # type: ignore[type-arg]
 
 
 def planted(root: str, target: str, known: list) -> str:  # type: ignore[type-arg]
-    """A conftest.py on the way to the target that the host did not put there."""
+    """Return a conftest.py in a parent folder of the target that the host did not write, or ""."""
     parts = target.split("/")[:-1]
     for depth in range(len(parts) + 1):
         name = "/".join([*parts[:depth], "conftest.py"])
@@ -109,7 +109,7 @@ def main() -> None:
     sys.path.insert(0, job["bundle"])
     try:
         import pytest
-    except BaseException as error:  # noqa: BLE001 - whatever it is, no test can be run
+    except BaseException as error:  # noqa: BLE001 - no test can be run
         channel.send(type(error).__name__, "unusable")
         os._exit(0)
     channel.send("", "start")
@@ -120,7 +120,7 @@ def main() -> None:
     where = ("-c", job["bundle"] + "/insitu.ini", "--rootdir", root, "--confcutdir", root, target)
     code = int(pytest.main([*OPTIONS, *where], plugins=[TestRecorder(channel)]))
     channel.send("", "end")
-    os._exit(code)  # neither atexit handlers nor threads of the candidate get another word
+    os._exit(code)  # without atexit handlers and threads of the candidate
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""stdio: a program reads standard input and prints; what it must print stays on the host.
+"""Runner `stdio`: a program reads stdin and prints; expected outputs stay on the host.
 
-One process per hidden input, in one sandbox. Only inputs enter the sandbox, so what a candidate finds there
-says nothing about right answers; all it can send is its standard output, which the host compares, beside its
-event loop. With reward `binary` the first wrong answer ends the judging.
+One process per hidden input, in one sandbox. The host compares the standard output in a thread. With reward
+`binary` the first wrong output ends the run.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from insitu.types import Exchange, FileEntry, GradingPlan, Oracle, Outcome, Task
 LIMITED = 'ulimit -t "$1" && ulimit -v "$2" && exec "$3" -s -B "$4"'
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONINTMAXSTRDIGITS": "0"}
 MORE_OUTPUT = 1 << 16
-"""Bytes that a program may print beyond what is expected."""
+"""Bytes that a program may print beyond the expected output."""
 MORE_CHARS = 64
-"""By which a printed number may be longer than the expected one."""
+"""Characters by which a printed number may be longer than the expected one."""
 CHECK_S = 10.0
-"""Seconds for one call of the user's checker: a run of the program may take three times as long, at least."""
+"""Timeout of one call of the user's checker."""
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,6})?")
-"""Decimal() reads more than judges do: digits of other scripts, underscores."""
+"""Stricter than Decimal(), which accepts digits of other scripts and underscores."""
 Check = Callable[[str, str, str], Awaitable[bool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """What became of one input."""
+class InputResult:
+    """Result of one input."""
 
     passed: bool
     reason: str = ""
@@ -47,7 +46,7 @@ class Answered:
 
 
 class StdioRunner(RunnerBase):
-    """Runner `stdio`; strength strong."""
+    """Runner `stdio`; trust strong."""
 
     name = "stdio"
     trust: Trust = "strong"
@@ -83,11 +82,11 @@ class StdioRunner(RunnerBase):
     ) -> RunReport:
         check = self._check_of(task, oracle, limits.parallel)
         await candidate.lay(sandbox)
-        answered: list[Answered] = []
+        answered: list[InputResult] = []
         total = len(oracle.exchanges)
         for exchange in oracle.exchanges:
             try:
-                answered.append(await _answered(sandbox, task, exchange, limits, check))
+                answered.append(await _run_input(sandbox, task, exchange, limits, check))
             except CheckFailed as failed:
                 return RunReport(outcome=Outcome.INFRA, passed=0, total=total, reason=str(failed))
             await sandbox.kill_all()
@@ -96,7 +95,7 @@ class StdioRunner(RunnerBase):
         return report(answered, total)
 
     def _check_of(self, task: Task, oracle: Oracle, parallel: int) -> Check:
-        """The user's function, else `same_output`. Raises TaskError."""
+        """Return the user's checker or `same_output`. Raises TaskError."""
         if not oracle.checker:
             return lambda _, expected, printed: asyncio.to_thread(
                 same_output, expected, printed, by_line=oracle.by_line, tolerance=oracle.tolerance
@@ -122,20 +121,20 @@ class StdioRunner(RunnerBase):
 
 
 class CheckFailed(Exception):
-    """The user's checker is broken. No loss of the sandbox, which another sandbox could mend."""
+    """The user's checker is broken; another sandbox would not help."""
 
 
 def _is_right(function: Callable[..., object], stdin: str, expected: str, printed: str) -> bool:
-    """ValueError is the output's fault: what `int` and `float` say of a word that is no number."""
+    """Call the checker; a ValueError, as of `int(printed)`, means a wrong output."""
     try:
         return bool(function(stdin, expected, printed))
     except ValueError:
         return False
 
 
-async def _answered(
+async def _run_input(
     sandbox: Sandbox, task: Task, exchange: Exchange, limits: RunLimits, check: Check
-) -> Answered:
+) -> InputResult:
     address_space = str(2 * limits.memory_bytes >> 10)
     argv = ["sh", "-c", LIMITED, "run", str(limits.cpu_s), address_space, limits.python, task.grading.entry]
     most = max(limits.max_output_bytes, len(exchange.expected.encode()) + MORE_OUTPUT)
@@ -144,16 +143,16 @@ async def _answered(
     )
     if result.timed_out or out_of_cpu(result, limits.cpu_s):
         what = "time" if result.timed_out else "CPU time"
-        return Answered(passed=False, reason=f"out of {what}", timed_out=True, cpu=not result.timed_out)
+        return InputResult(passed=False, reason=f"out of {what}", timed_out=True, cpu=not result.timed_out)
     why = _wrong(result)
     if why:
-        return Answered(passed=False, reason=why)
+        return InputResult(passed=False, reason=why)
     try:
         printed = result.stdout.decode()
     except UnicodeDecodeError:
-        return Answered(passed=False, reason="the output is not UTF-8")
+        return InputResult(passed=False, reason="the output is not UTF-8")
     right = await check(exchange.stdin, exchange.expected, printed)
-    return Answered(passed=right, reason="" if right else "a wrong output")
+    return InputResult(passed=right, reason="" if right else "a wrong output")
 
 
 def _wrong(result: ExecResult) -> str:
@@ -162,29 +161,31 @@ def _wrong(result: ExecResult) -> str:
     return "too much output" if result.truncated else ""
 
 
-def report(answered: list[Answered], total: int) -> RunReport:
-    """The finding over all inputs. Pure."""
+def report(answered: list[InputResult], total: int) -> RunReport:
+    """Return the report over all inputs."""
     passed = sum(one.passed for one in answered)
     failed = next(((n, one) for n, one in enumerate(answered) if not one.passed), None)
-    said = f"{passed} of {total} outputs are right"
+    reason = f"{passed} of {total} outputs are right"
     if failed is None:
-        return RunReport(outcome=Outcome.RESOLVED, passed=passed, total=total, reason=said, complete=True)
+        return RunReport(outcome=Outcome.RESOLVED, passed=passed, total=total, reason=reason, complete=True)
     number, first = failed
     late = [one for one in answered if one.timed_out]
     return RunReport(
         outcome=Outcome.TEST_TIMEOUT if late else Outcome.UNRESOLVED,
         passed=passed,
         total=total,
-        reason=f"{said}; input {number}: {first.reason}",
+        reason=f"{reason}; input {number}: {first.reason}",
         complete=all(one.cpu for one in late),
         score=passed / total,
     )
 
 
 def same_output(expected: str, printed: str, *, by_line: bool = False, tolerance: float = 1e-6) -> bool:
-    """Whether both have the same words in the same order, however they are spaced, with `by_line` on the
-    same lines. Numbers are equal as numbers; one that is expected with a fraction may differ by `tolerance`,
-    absolutely or relative to it."""
+    """Return whether both have the same words in the same order, with `by_line` on the same lines.
+
+    Numbers are compared as numbers; one that is expected with a fraction may differ by `tolerance`, absolute
+    or relative.
+    """
     if by_line:
         wanted, given = (text.strip().split("\n") for text in (expected, printed))
     else:

@@ -1,10 +1,8 @@
-"""swebench_log: the task's script runs its tests in the grading sandbox; their log is parsed here, on the
-host.
+"""Runner `swebench_log`: the task's script runs tests in the grading sandbox; the host parses their log.
 
-Weak: the candidate's code writes to the same log. What the host adds: only what stands between two lines
-with a nonce is read (the shell that prints them holds it, no argument or variable of the tests does), ids
-match exactly or not at all, an id with two outcomes has failed, and without a readable log nothing passes:
-the exit code is never asked.
+Weak: the candidate's code writes to the same log. Only the text between two lines with a nonce is read, which
+only the outer shell has. Ids must match exactly, an id with two outcomes has failed, and the exit code is
+ignored.
 """
 
 from __future__ import annotations
@@ -26,15 +24,7 @@ from insitu.grading.runners.common import (
 )
 from insitu.grading.runners.log_parsers import PARSERS, SKIPPED, XFAIL, read_log
 from insitu.sandbox.base import ExecResult, Sandbox
-from insitu.types import (
-    FileEntry,
-    GradingPlan,
-    HiddenTests,
-    Oracle,
-    Outcome,
-    Task,
-    Trust,
-)
+from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Task, Trust
 
 FRAMED = """
 IFS= read -r nonce || exit 97
@@ -45,12 +35,12 @@ code=$?
 printf '\\n%s end %s\\n' "$nonce" "$code"
 """
 BEGIN, END = b">>>>> Start Test Output", b">>>>> End Test Output"
-"""With which scripts of the SWE-bench family frame the part of their output that is the tests'."""
+"""Markers by which scripts of the SWE-bench family frame the output of the tests."""
 MAX_LOG_BYTES = 32 << 20
 
 
 class SwebenchLogRunner(RunnerBase):
-    """Runner `swebench_log`; strength weak."""
+    """Runner `swebench_log`; trust weak."""
 
     name = "swebench_log"
     trust: Trust = "weak"
@@ -88,13 +78,13 @@ class SwebenchLogRunner(RunnerBase):
 
 
 def lays_tests(script: str) -> bool:
-    """Whether a script lays tests itself, with git, and so must be able to write them. Comments do not."""
+    """Return whether a script checks out test files itself, with git, and so must be able to write them."""
     code = [line for line in script.splitlines() if not line.lstrip().startswith("#")]
     return any(word in line for line in code for word in ("git apply", "git checkout", "git reset"))
 
 
 def judge(tests: HiddenTests, result: ExecResult, nonce: bytes, cpu_s: int) -> RunReport:
-    """The finding from the raw log. Pure."""
+    """Return the report from the raw log."""
     total = len(tests.fail_to_pass) + len(tests.pass_to_pass) or len(tests.expected)
     if not result.stdout.startswith(nonce + b" start\n"):
         if result.timed_out:
@@ -107,10 +97,10 @@ def judge(tests: HiddenTests, result: ExecResult, nonce: bytes, cpu_s: int) -> R
         return _failed(Outcome.UNRESOLVED, total, f"the log has more than {MAX_LOG_BYTES} bytes")
     body, mark, tail = log.partition(b"\n" + nonce + b" end ")
     if nonce in body or nonce in tail:
-        return _failed(Outcome.TAMPERED, total, "the log holds what only the host knows")
+        return _failed(Outcome.TAMPERED, total, "the log holds the nonce of the host")
     if not mark:
         how = for_memory(result.out_of_memory)
-        return _failed(Outcome.UNRESOLVED, total, f"the test script was ended before its end{how}")
+        return _failed(Outcome.UNRESOLVED, total, f"the test script was killed before its end{how}")
     late = tail.strip() in (b"137", b"152") and out_of_cpu(result, cpu_s)
     outcomes = read_log(tests.parser, _tests_part(tests.script, body).decode("utf-8", "replace"))
     found = _equal(tests, outcomes) if tests.expected else _required(tests, outcomes)
@@ -120,7 +110,7 @@ def judge(tests: HiddenTests, result: ExecResult, nonce: bytes, cpu_s: int) -> R
 
 
 def _tests_part(script: str, log: bytes) -> bytes:
-    """What a script frames as the output of its tests: from the first start to the last end."""
+    """Return the framed output of the tests: from the first start marker to the last end marker."""
     if BEGIN.decode() not in script or END.decode() not in script:
         return log
     _, begun, rest = log.partition(BEGIN)
@@ -133,8 +123,7 @@ def _failed(outcome: Outcome, total: int, reason: str, *, complete: bool = False
 
 
 def _required(tests: HiddenTests, outcomes: Mapping[str, str]) -> RunReport:
-    """Tests to fix must pass; those that must not break may be skipped or fail as expected, as the sets of
-    this family count it."""
+    """Judge by required ids; a pass_to_pass test may also be skipped or fail as expected, as upstream."""
     still = ("PASSED", SKIPPED, XFAIL)
     f2p = sum(outcomes.get(name) == "PASSED" for name in tests.fail_to_pass)
     p2p = sum(outcomes.get(name) in still for name in tests.pass_to_pass)
@@ -152,7 +141,7 @@ def _required(tests: HiddenTests, outcomes: Mapping[str, str]) -> RunReport:
 
 
 def _equal(tests: HiddenTests, outcomes: Mapping[str, str]) -> RunReport:
-    """Sets that grade by equality: the same ids with the same outcomes, no more and no less."""
+    """Judge by equality: the same ids with the same outcomes, no more and no less."""
     expected = dict(tests.expected)
     right = sum(outcomes.get(name) == outcome for name, outcome in expected.items())
     more = len(outcomes.keys() - expected.keys())

@@ -19,7 +19,8 @@ import pytest
 
 from insitu import cli
 from insitu.cli import report, verbs
-from insitu.cli.options import parse
+from insitu.cli.init import ENGINES
+from insitu.cli.options import GROUPS, parse
 from insitu.config import Config, demo_preset, dump_toml, load_config
 from insitu.errors import ConfigError, EngineError, SandboxError
 from insitu.install_hints import install_extra
@@ -193,6 +194,54 @@ def test_help_loads_nothing_heavy() -> None:
     assert "insitu.cli" in done.stderr
     for heavy in ("torch", "numpy", "aiohttp", "pydantic", "rich", "transformers"):
         assert f"'{heavy}'" not in done.stderr
+
+
+def test_help_names_each_command_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    for name in (name for names in GROUPS.values() for name in names):
+        assert text.count(f"\n  {name} ") == 1, name
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [(["trian"], "train"), (["tasks", "validte"], "validate"), (["init", "--engine=vlm"], "vllm")],
+)
+def test_verbs_and_values_get_a_suggestion(
+    argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(argv)
+    assert f"did you mean {hint}?" in only_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_init_writes_a_valid_file_and_names_what_comes_next(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my.toml"
+    argv = [
+        "init",
+        str(path),
+        "--engine",
+        engine,
+        "--agent",
+        "codex",
+        "--model",
+        "models/m",
+        "--tasks",
+        "t.jsonl",
+    ]
+    assert cli.main(argv) == 0
+    config = load_config(path)
+    assert (config.engine.kind, config.harness.agent, config.tasks.path) == (engine, "codex", "t.jsonl")
+    commands = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert len(commands) == 3
+    for command in commands:
+        parse(command.split()[1:])
+    assert cli.main(argv) == 2
+    assert "exists already" in only_line(capsys.readouterr().err)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

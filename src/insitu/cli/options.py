@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from insitu import __version__
 from insitu.cli import verbs
+from insitu.cli.init import ENGINES
+
+GROUPS = {
+    "train": ("demo", "init", "train", "sft", "rollout"),
+    "look": ("show", "replay", "grade"),
+    "tasks": ("tasks", "attack"),
+    "tools": ("serve", "recover", "conformance", "install", "doctor"),
+}
+"""Commands by topic, in the order of the help text."""
+_INVALID_CHOICE = re.compile(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -16,6 +28,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with code 2."""
+        if choice := _INVALID_CHOICE.search(message):
+            names = re.findall(r"[\w-]+", choice[2])
+            if close := difflib.get_close_matches(choice[1], names, n=1):
+                message += f"; did you mean {close[0]}?"
         command = self.prog.removeprefix("insitu").strip()
         text = f"{command}: {message}" if command else message
         self.exit(2, f"insitu: {' '.join(text.split())}; see {self.prog} --help\n")
@@ -46,28 +62,33 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="insitu",
         description="Train a language model inside the coding agent people really use.",
-        epilog="INSITU_DEBUG=1 in the environment adds tracebacks to errors.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"insitu {__version__}")
     parser.set_defaults(run_dir=None)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", help="see below; COMMAND --help has its options"
+    )
     _add_demo(commands)
+    _add_init(commands)
     _add_train(commands)
     _add_sft(commands)
     _add_rollout(commands)
     _add_serve(commands)
     _add_recover(commands)
-    replay = commands.add_parser("replay", help="repeat a stored run's training and compare it bit for bit")
+    replay = commands.add_parser(
+        "replay", description="repeat a stored run's training and compare it bit for bit"
+    )
     replay.add_argument("run", type=_path, metavar="RUN", help="run directory")
     _add_output(replay)
     replay.set_defaults(verb=verbs.replay_verb)
-    show = commands.add_parser("show", help="look at a run, finished or not")
+    show = commands.add_parser("show", description="look at a run, finished or not")
     show.add_argument("run", type=_path, metavar="RUN", help="run directory")
     show.add_argument("--json", action="store_true", help="print summary.json")
     show.set_defaults(verb=verbs.show_verb)
     conformance = commands.add_parser(
         "conformance",
-        help="run real agents through the gateway with a scripted policy and check every captured token",
+        description="run agents against a scripted policy and check every captured token",
     )
     conformance.add_argument("--agents", default="", metavar="A,B@VERSION", help="agents (default: all)")
     conformance.add_argument(
@@ -84,18 +105,31 @@ def _parser() -> argparse.ArgumentParser:
     _add_attack(commands)
     _add_tasks(commands)
     _add_grade(commands)
-    install = commands.add_parser("install", help="install agents into the cache, for use without a network")
+    install = commands.add_parser(
+        "install", description="install agents into the cache, for use without a network"
+    )
     install.add_argument(
         "agents", nargs="+", metavar="AGENT", help="NAME, NAME@VERSION or TOML file with [harness]"
     )
     install.set_defaults(verb=verbs.install_verb)
-    doctor = commands.add_parser("doctor", help="check this machine for insitu's requirements")
+    doctor = commands.add_parser("doctor", description="check this machine for insitu's requirements")
     doctor.set_defaults(verb=verbs.doctor_verb)
+    parser.epilog = _overview(commands.choices)
     return parser
 
 
+def _overview(commands: Mapping[str, argparse.ArgumentParser]) -> str:
+    """Return the commands by topic."""
+    lines = []
+    for group, names in GROUPS.items():
+        lines += [f"{group}:", *(f"  {name:<13}{commands[name].description}" for name in names), ""]
+    return "\n".join([*lines, "INSITU_DEBUG=1 in the environment adds tracebacks to errors."])
+
+
 def _add_demo(commands: Any) -> None:
-    demo = commands.add_parser("demo", help="watch a small model learn to use a coding agent, on a CPU")
+    demo = commands.add_parser(
+        "demo", description="watch a small model learn to use a coding agent, on a CPU"
+    )
     demo.add_argument("--agent", choices=("pi", "script"), help="the agent (default: pi)")
     demo.add_argument(
         "--from-scratch", action="store_true", help="record demonstrations and train the warm start first"
@@ -104,29 +138,43 @@ def _add_demo(commands: Any) -> None:
     demo.set_defaults(verb=verbs.demo_verb)
 
 
+def _add_init(commands: Any) -> None:
+    init = commands.add_parser("init", description="write a first configuration file")
+    init.add_argument("file", nargs="?", type=_path, default=Path("insitu.toml"), metavar="FILE")
+    init.add_argument("--agent", default="pi", help="the agent (default: pi)")
+    init.add_argument("--model", default="", help="model folder (default: the small model of the demo)")
+    init.add_argument("--engine", choices=tuple(ENGINES), default="embedded", help="the sampler")
+    init.add_argument("--tasks", default="", help="JSONL file with tasks (default: generated tasks)")
+    init.set_defaults(verb=verbs.init_verb)
+
+
 def _add_train(commands: Any) -> None:
-    train = commands.add_parser("train", help="train from a configuration file")
+    train = commands.add_parser("train", description="train from a configuration file")
     train.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file, e.g. examples/demo.toml")
     _add_run_options(train)
     train.set_defaults(verb=verbs.train_verb)
 
 
 def _add_sft(commands: Any) -> None:
-    sft = commands.add_parser("sft", help="imitate the best rollouts of a run (supervised fine-tuning)")
+    sft = commands.add_parser(
+        "sft", description="imitate the best rollouts of a run (supervised fine-tuning)"
+    )
     sft.add_argument("source", nargs="?", type=_path, metavar="RUN", help="run directory with the rollouts")
     _add_run_options(sft)
     sft.set_defaults(verb=verbs.sft_verb)
 
 
 def _add_rollout(commands: Any) -> None:
-    rollout = commands.add_parser("rollout", help="run many rollouts without training and report pass@k")
+    rollout = commands.add_parser(
+        "rollout", description="run many rollouts without training and report pass@k"
+    )
     rollout.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file, e.g. examples/rollout.toml")
     _add_run_options(rollout)
     rollout.set_defaults(verb=verbs.rollout_verb)
 
 
 def _add_serve(commands: Any) -> None:
-    serve = commands.add_parser("serve", help="serve the model to an agent that you run yourself")
+    serve = commands.add_parser("serve", description="serve the model to an agent that you run yourself")
     serve.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file (default: the warm start)")
     serve.add_argument(
         "--agent",
@@ -145,7 +193,7 @@ def _add_serve(commands: Any) -> None:
 
 
 def _add_tasks(commands: Any) -> None:
-    tasks = commands.add_parser("tasks", help="list, show or validate the tasks of a data set")
+    tasks = commands.add_parser("tasks", description="list, show or validate the tasks of a data set")
     tasks.add_argument("what", choices=("list", "show", "validate"), help="what to do")
     tasks.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file (default: overrides only)")
     tasks.add_argument("--id", action="append", default=[], metavar="ID", help="only this task (repeatable)")
@@ -161,13 +209,15 @@ def _add_tasks(commands: Any) -> None:
 
 
 def _add_recover(commands: Any) -> None:
-    recover = commands.add_parser("recover", help="export the sessions of a killed `insitu serve`")
+    recover = commands.add_parser("recover", description="export the sessions of a killed `insitu serve`")
     recover.add_argument("run", type=_path, metavar="RUN", help="its run directory")
     recover.set_defaults(verb=verbs.recover_verb)
 
 
 def _add_grade(commands: Any) -> None:
-    grade = commands.add_parser("grade", help="grade a run's stored rollouts again and report differences")
+    grade = commands.add_parser(
+        "grade", description="grade a run's stored rollouts again and report differences"
+    )
     grade.add_argument("run", type=_path, metavar="RUN", help="run directory")
     grade.add_argument(
         "--write", action="store_true", help="store new verdicts of rollouts that were not trained on"
@@ -180,7 +230,7 @@ def _add_grade(commands: Any) -> None:
 
 def _add_attack(commands: Any) -> None:
     attack = commands.add_parser(
-        "attack", help="run fifty attacks on the grader, each with an honest control"
+        "attack", description="run fifty attacks on the grader, each with an honest control"
     )
     attack.add_argument(
         "config", nargs="?", metavar="CONFIG", help="attack this file's tasks, in its sandboxes"

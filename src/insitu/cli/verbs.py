@@ -47,6 +47,14 @@ def demo_verb(options: argparse.Namespace) -> int:
     return _run(options, config, run)
 
 
+def init_verb(options: argparse.Namespace) -> int:
+    from insitu.cli.init import first_config, write_config
+
+    text = first_config(options.agent, options.model, options.engine, options.tasks)
+    print("\n  ".join([f"wrote {options.file}; next:", *write_config(options.file, text)]))
+    return 0
+
+
 def train_verb(options: argparse.Namespace) -> int:
     from insitu.config import load_config
 

@@ -1,0 +1,66 @@
+"""`insitu init`: a first configuration file."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from insitu.errors import ConfigError, boundary
+
+ENGINES = {
+    "embedded": """[engine]
+kind = "embedded"             # samples on the CPU, inside of the learner
+""",
+    "vllm": """[engine]
+kind = "vllm"
+url = "http://127.0.0.1:8000" # docs/servers.md has the options that the server needs
+
+[policy]
+kind = "hf"                   # a model of transformers
+lora_rank = 16                # 0 = train all weights
+""",
+    "upstream": """[engine]
+kind = "upstream"             # a provider: `insitu rollout` only, nothing can be trained
+url = "https://api.example.com"
+model = "its-model"
+key_env = "PROVIDER_KEY"      # environment variable with the key
+""",
+}
+"""Part of the file by `engine.kind`."""
+
+
+def first_config(agent: str, model: str, engine: str, tasks: str) -> str:
+    """Return a commented configuration; raise ConfigError if it would not be valid."""
+    from insitu.config import load_config  # `insitu --help` needs ENGINES and must not load pydantic
+
+    source = f'source = "jsonl"              # docs/tasks.md has other formats\npath = "{tasks}"'
+    text = f"""# All keys with their meaning: insitu train FILE --dry-run
+
+[run]
+steps = 50
+
+[model]
+path = "{model}"{"" if model else "                     # empty = the small model of the demo"}
+
+[tasks]
+{source if tasks else 'source = "toy"                # generated tasks; "jsonl" with `path` for your own'}
+
+[harness]
+agent = "{agent}"
+workers = 8                   # rollouts at the same time
+
+[collect]
+group_size = 8                # rollouts per task
+
+{ENGINES[engine]}"""
+    load_config(tables=tomllib.loads(text))
+    return text
+
+
+def write_config(path: Path, text: str) -> list[str]:
+    """Write the file and return the next commands; raise ConfigError if it exists."""
+    if path.exists():
+        raise ConfigError(f"{path} exists already; choose another name")
+    with boundary(ConfigError, f"write {path}"):
+        path.write_text(text, encoding="utf-8")
+    return ["insitu doctor", f"insitu rollout {path} rollout.tasks=4", f"insitu train {path} --dry-run"]

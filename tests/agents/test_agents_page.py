@@ -11,6 +11,7 @@ import pytest
 import insitu
 from insitu.agents.recipe import PLACEHOLDERS, SDK_ENV, parse_agent
 from insitu.config.agent_command import AgentCommand
+from insitu.testing import AgentContract
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "agents.md").read_text()
@@ -30,14 +31,19 @@ def test_a_table_of_the_page_is_an_agent(text: str, tmp_path: Path, monkeypatch:
     assert list(recipe.command) == wanted["command"] if "command" in wanted else recipe.version == "0.166.0"
 
 
-def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     seen = {}
     monkeypatch.setattr("insitu.api.rollout", lambda **tables: seen.update(tables))
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code, contract = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(compile(code, "agents.md", "exec"), {})
     config = insitu.load_config(tables=seen)
     assert config.harness.agent.startswith("object:")
+    (tmp_path / "my_package.py").write_text("from insitu.agents.script import RECIPE\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names: dict[str, object] = {"__name__": "page"}
+    exec(compile(contract, "agents.md", "exec"), names)
+    assert issubclass(names["TestMyAgent"], AgentContract)
 
 
 def test_the_page_names_every_key_placeholder_and_variable() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from insitu.agents import pi, script
 from insitu.agents.base import Harness
 from insitu.agents.harness import RecipeHarness
 from insitu.agents.install import find
+from insitu.agents.recipe import parse_agent
 from insitu.sandbox.local import LocalBackend
 from insitu.testing import AgentContract
+
+ROOT = Path(__file__).parents[2]
 
 
 class TestScriptAgent(AgentContract):
@@ -18,6 +23,15 @@ class TestScriptAgent(AgentContract):
     @pytest.fixture
     def harness(self) -> Harness:
         return RecipeHarness(script.RECIPE, LocalBackend())
+
+
+class TestOwnAgent(AgentContract):
+    """The example of a user's own agent."""
+
+    @pytest.fixture
+    def harness(self, monkeypatch: pytest.MonkeyPatch) -> Harness:
+        monkeypatch.chdir(ROOT)
+        return RecipeHarness(parse_agent("examples/own/agent.toml"), LocalBackend())
 
 
 class TestPi(AgentContract):

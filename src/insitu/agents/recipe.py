@@ -267,7 +267,8 @@ def named_recipe(name: str) -> Recipe:
     """
     found = find("agents", name)
     if not isinstance(found, Recipe) and callable(found) and not isinstance(found, type):
-        found = found()
+        with boundary(ConfigError, f"agent {name}"):
+            found = found()
     if not isinstance(found, Recipe):
         raise ConfigError(
             f"agent {name} is a {type(found).__name__}, not a Recipe or a function returning one"

@@ -76,6 +76,7 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
     "advantages": {
         name: f"insitu.training.plan.advantage:{name}" for name in ("dr_grpo", "grpo", "rloo", "maxrl")
     },
+    "samplers": {"epochs": "insitu.tasks.samplers:epochs"},
     "sandboxes": {name: f"insitu.runtime.sandboxes:{name}_backend" for name in ("local", "docker", "harbor")},
     "engines": {
         "embedded": "insitu.engines.embedded.engine:EmbeddedEngine",

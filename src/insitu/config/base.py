@@ -34,6 +34,7 @@ __all__ = [
     "LossName",
     "OwnPath",
     "RewardName",
+    "SamplerName",
     "SandboxName",
     "Seconds",
     "SecondsOrZero",
@@ -79,6 +80,7 @@ RewardName = Annotated[str, _named("rewards")]
 TaskSourceName = Annotated[str, _named("tasks")]
 SandboxName = Annotated[str, _named("sandboxes")]
 EngineName = Annotated[str, _named("engines")]
+SamplerName = Annotated[str, _named("samplers")]
 LossName = Annotated[str, _named("losses")]
 AdvantageName = Annotated[str, _named("advantages")]
 

@@ -19,6 +19,7 @@ from insitu.config.base import (
     Fraction,
     OwnPath,
     RewardName,
+    SamplerName,
     Seconds,
     Table,
     TaskSourceName,
@@ -84,6 +85,9 @@ class TasksTable(Table):
     """Tasks per optimizer step."""
     kinds: Annotated[tuple[ToyKind, ...], Field(strict=False), only("source", "toy")] = ()
     """Kinds of faults to use; empty = all."""
+    sampler: SamplerName = "epochs"
+    """Order of training tasks: epochs, or a function of the number of a draw, as entry point,
+    module:attribute or file.py:attribute."""
     eval_share: Annotated[Fraction, _DATA_SET] = 0.25
     """Share of a data set that is held out, by content hash; 1 = all of it, 0 = none."""
     on_invalid_row: Annotated[Literal["refuse", "skip"], _DATA_SET] = "refuse"

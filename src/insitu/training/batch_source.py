@@ -17,9 +17,10 @@ from insitu.config import Config
 from insitu.storage.lifecycle import RolloutState
 from insitu.storage.store import Store
 from insitu.tasks.base import TaskSource
+from insitu.tasks.samplers import task_sampler
 from insitu.training.plan.step import PlanConfig, use_of
 from insitu.training.store_sink import StoreSink
-from insitu.types import Group
+from insitu.types import Group, Task
 
 
 class Batches:
@@ -75,18 +76,19 @@ async def open_batches(
 ) -> AsyncIterator[Batches]:
     """Run the collector inside the context; at its end no rollout is left open."""
     plan, options = PlanConfig.of(config), collect_options(config)
+    task_of = task_sampler(config, source)
     collector = Collector(
         attempts,
         sink,
         watcher,
         breaker,
         options,
-        lambda number: source.tasks("train", number, 1)[0],
+        task_of,
         reject_reason=lambda group: use_of(group, plan),
         check=check,
         warn=warn,
         version=version,
-        resume=left_before(store, source, config.tasks.groups_per_step),
+        resume=left_before(store, task_of, config.tasks.groups_per_step),
     )
     async with collector.open():
         yield Batches(collector, options)
@@ -109,14 +111,14 @@ def collect_options(config: Config) -> CollectOptions:
     )
 
 
-def left_before(store: Store, source: TaskSource, groups: int) -> ResumeState:
+def left_before(store: Store, task_of: Callable[[int], Task], groups: int) -> ResumeState:
     """What earlier processes of the run drew and neither trained nor discarded. The optimizer step that
     trained a rollout is not the one of its place, so places say nothing of what is left."""
     states = [*store.open_rollouts(), *store.unused_graded()]
     drawn = sorted({(s.step, s.group) for s in states if s.phase == "train"})
     last, taken = store.last_place("train"), store.last_step()
     return ResumeState(
-        draws=[_held(store, source, groups, step, group) for step, group in drawn],
+        draws=[_held(store, task_of, groups, step, group) for step, group in drawn],
         next_draw=0 if last is None else 1 + _number(last, groups),
         delivered=0 if taken is None else taken.step * groups,
     )
@@ -127,12 +129,12 @@ def _number(place: tuple[int, int], groups: int) -> int:
     return (place[0] - 1) * groups + place[1]
 
 
-def _held(store: Store, source: TaskSource, groups: int, step: int, group: int) -> ResumedGroup:
+def _held(store: Store, task_of: Callable[[int], Task], groups: int, step: int, group: int) -> ResumedGroup:
     members = store.group_states("train", step, group)
     number = _number((step, group), groups)
     return ResumedGroup(
         number=number,
-        task=source.tasks("train", number, 1)[0],
+        task=task_of(number),
         rollouts={m.rollout_id: store.rollout(m.rollout_id) for m in members if _graded(m)},
         given_up=frozenset(m.rollout_id for m in members if m.reason == "deadline"),
         tried=store.tried(f"train/{step:05d}/{group:03d}/"),

@@ -1,0 +1,104 @@
+"""Every example of docs/extend.md is taken as it stands."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import insitu
+from insitu import registry
+from insitu.config.training import LossConfig
+from insitu.engines.base import Engine
+from insitu.grading.grader import runner_for
+from insitu.runtime.sandboxes import make_backend
+from insitu.tasks.factory import open_source
+from insitu.tasks.samplers import task_sampler
+from insitu.testing import SandboxContract
+from insitu.training.loss.losses import LossInputs, token_loss
+from insitu.training.plan.advantage import advantages
+from tests.grading.test_reward import make, score
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
+CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+TABLES = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)]
+NAMED = {
+    "tasks.source": "TASKS",
+    "reward.function": "judge",
+    "train.loss": "reinforce",
+    "train.advantage": "best_of_group",
+    "tasks.sampler": "easy_first",
+    "sandbox.backend": "backend",
+    "engine.kind": "opened",
+}
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    found: dict[str, Any] = {"MyEngine": lambda tokens: tokens}
+    for text in CODE:
+        exec(compile(text, "extend.md", "exec"), found)
+    return found
+
+
+def config(names: dict[str, Any], **more: object) -> insitu.Config:
+    values = {key: names[name] for key, name in NAMED.items() if key != "engine.kind"}
+    return insitu.load_config(None, {**values, **more})
+
+
+def test_each_table_names_an_object_of_the_page(names: dict[str, Any]) -> None:
+    seen = {
+        f"{table}.{key}": value.rpartition(":")[2]
+        for tables in TABLES
+        for table, keys in tables.items()
+        if table != "project"
+        for key, value in keys.items()
+        if isinstance(value, str) and ":" in value
+    }
+    assert seen == NAMED
+    assert TABLES[0]["project"]["entry-points"]["insitu.rewards"]["house_style"] == "my_rewards:judge"
+
+
+def test_the_page_names_every_kind() -> None:
+    assert not [kind for kind in registry.KINDS if f"`insitu.{kind}`" not in PAGE]
+
+
+def test_the_tasks_and_the_sampler(names: dict[str, Any]) -> None:
+    resolved = config(names, **{"tasks.eval_share": 0.0})
+    source = open_source(resolved, insitu.Limits(), runner_for)
+    assert source.size("train") == 2
+    draw = task_sampler(resolved, source)
+    assert draw(20) == draw(0)
+
+
+async def test_the_reward(names: dict[str, Any]) -> None:
+    scored = await score(names["judge"], make())
+    assert scored.reward_components == {"solved": 1.0, "small": pytest.approx(-0.06), "calls": -0.02}
+
+
+def test_the_loss_and_the_advantage(names: dict[str, Any]) -> None:
+    resolved = config(names)
+    inputs = LossInputs(mu=torch.tensor([-1.0]), advantage=torch.tensor([1.0]))
+    loss = token_loss(torch.tensor([-1.0]), inputs, LossConfig(loss=resolved.train.loss)).loss
+    assert loss.tolist() == [1.0]
+    assert np.allclose(advantages([0.0, 1.0], resolved.train.advantage), [-0.5, 1.0])  # type: ignore[arg-type]
+
+
+def test_the_sandbox_and_its_contract(names: dict[str, Any]) -> None:
+    assert make_backend(config(names)).name == "named"
+    assert issubclass(names["TestMine"], SandboxContract)
+
+
+def test_the_engine(names: dict[str, Any]) -> None:
+    async def opened() -> Engine:
+        resolved = insitu.load_config(None, {"engine.kind": names["opened"]})
+        async with registry.find("engines", resolved.engine.kind)(resolved) as engine:
+            return engine
+
+    assert asyncio.run(opened()) == insitu.Config().model.max_context_tokens

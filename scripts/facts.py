@@ -182,6 +182,13 @@ def keys_declared_twice(modules: list[Source], declared: dict[str, Any]) -> dict
     return dict(sorted(found.items()))
 
 
+def python_examples() -> int:
+    """Return the number of Python blocks in README and docs that a test runs (tests/docs)."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    block = re.compile(r"^(<!-- test: skip: .+? -->\n)?```python$", re.M)
+    return sum(not match[1] for page in pages for match in block.finditer(page.read_text(encoding="utf-8")))
+
+
 def facts(package: Path) -> dict[str, Any]:
     modules = sources(package)
     keys = config_keys(package)
@@ -204,6 +211,7 @@ def facts(package: Path) -> dict[str, Any]:
         "config_keys_declared_twice": keys_declared_twice(modules, config_tables(package)),
         "files_that_know_of_engine_downtime": sum(bool(DOWNTIME.search(module.text)) for module in modules),
         "folder_cycles": folder_cycles(modules, package.name),
+        "python_examples": python_examples(),
         "readme_bytes": (ROOT / "README.md").stat().st_size,
     }
 

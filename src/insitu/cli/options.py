@@ -86,22 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("run", type=_path, metavar="RUN", help="run directory")
     show.add_argument("--json", action="store_true", help="print summary.json")
     show.set_defaults(verb=verbs.show_verb)
-    conformance = commands.add_parser(
-        "conformance",
-        description="run agents against a scripted policy and check every captured token",
-    )
-    conformance.add_argument("--agents", default="", metavar="A,B@VERSION", help="agents (default: all)")
-    conformance.add_argument(
-        "--command",
-        dest="own_command",
-        default="",
-        metavar="TEXT",
-        help='own agent that speaks chat completions, e.g. "my-agent {prompt_file}"',
-    )
-    conformance.add_argument("--config", type=_path, metavar="FILE", help="own agent: TOML with [harness]")
-    conformance.add_argument("--json", action="store_true", help="print the result as JSON, last on stdout")
-    conformance.add_argument("--record", type=_path, metavar="DIR", help="record the wire traffic here")
-    conformance.set_defaults(verb=verbs.conformance_verb)
+    _add_conformance(commands)
     _add_attack(commands)
     _add_tasks(commands)
     _add_grade(commands)
@@ -124,6 +109,25 @@ def _overview(commands: Mapping[str, argparse.ArgumentParser]) -> str:
     for group, names in GROUPS.items():
         lines += [f"{group}:", *(f"  {name:<13}{commands[name].description}" for name in names), ""]
     return "\n".join([*lines, "INSITU_DEBUG=1 in the environment adds tracebacks to errors."])
+
+
+def _add_conformance(commands: Any) -> None:
+    conformance = commands.add_parser(
+        "conformance",
+        description="run agents against a scripted policy and check every captured token",
+    )
+    conformance.add_argument("--agents", default="", metavar="A,B@VERSION", help="agents (default: all)")
+    conformance.add_argument(
+        "--command",
+        dest="own_command",
+        default="",
+        metavar="TEXT",
+        help='own agent that speaks chat completions, e.g. "my-agent {prompt_file}"',
+    )
+    conformance.add_argument("--config", type=_path, metavar="FILE", help="own agent: TOML with [harness]")
+    conformance.add_argument("--json", action="store_true", help="print the result as JSON, last on stdout")
+    conformance.add_argument("--record", type=_path, metavar="DIR", help="record the wire traffic here")
+    conformance.set_defaults(verb=verbs.conformance_verb)
 
 
 def _add_demo(commands: Any) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from insitu import failpoint
-from insitu.agents.base import AgentResult, AwayTime, ModelAccess, no_time
+from insitu.agents.base import AgentResult, Clock, ModelAccess, loop_time
 from insitu.agents.pool import WorkerPool
 from insitu.capture.ledger import reassign
 from insitu.errors import CaptureError, InsituError
@@ -103,11 +103,11 @@ class _AttemptState:
 class OnStart(Protocol):
     """Callback when an attempt has its worker; must not raise."""
 
-    def __call__(self, away_s: AwayTime = no_time, /) -> None:
-        """Handle the start; `away_s` returns the seconds this attempt has waited for the engine so far."""
+    def __call__(self, clock: Clock = loop_time, /) -> None:
+        """Handle the start; `clock` measures the time of this attempt."""
 
 
-def ignore_start(away_s: AwayTime = no_time, /) -> None:
+def ignore_start(clock: Clock = loop_time, /) -> None:
     """No-op start callback."""
 
 
@@ -194,8 +194,7 @@ class AttemptExecutor:
             await ready()
             state.leased = time.monotonic()
             opened: list[Session] = []
-            clock = asyncio.get_running_loop().time
-            on_start(lambda: sum(session.stats.away(clock()) for session in opened))
+            on_start(lambda: opened[0].clock() if opened else loop_time())
             session = self._gateway.open_session(
                 spec.rollout_id,
                 seed=spec.seed,
@@ -256,14 +255,13 @@ class AttemptExecutor:
             await asyncio.wait([ready])
 
     def _access(self, session: Session, limits: Limits) -> ModelAccess:
-        clock = asyncio.get_running_loop().time
         return ModelAccess(
             public_id=session.public_id,
             secret=session.secret,
             model=self._model,
             max_call_tokens=limits.max_call_tokens,
             max_context_tokens=limits.max_context_tokens,
-            away_s=lambda: session.stats.away(clock()),
+            clock=session.clock,
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from insitu.agents.base import AwayTime, ModelAccess, no_time
+from insitu.agents.base import Clock, ModelAccess, loop_time
 from insitu.agents.pool import Sockets, WorkerPool
 from insitu.attempt import AttemptExecutor, AttemptSpec, _AttemptState, _seal, ignore_start
 from insitu.chat.model_files import read_folder
@@ -231,15 +231,15 @@ async def test_time_without_an_engine_is_not_the_agents(tmp_path: Path) -> None:
                     await asyncio.sleep(2.5)
 
         w.engine.before = mended
-        task, heard = replace(SPEC.task, limits=Limits(wall_s=1.0)), list[AwayTime]()
+        task, heard = replace(SPEC.task, limits=Limits(wall_s=1.0)), list[Clock]()
 
-        def on_start(away_s: AwayTime = no_time, /) -> None:
-            heard.append(away_s)
-            assert away_s() == 0.0
+        def on_start(clock: Clock = loop_time, /) -> None:
+            heard.append(clock)
+            assert clock() == pytest.approx(loop_time(), abs=0.2)
 
         rollout = await w.attempts.run(replace(SPEC, task=task), on_start)
         assert (rollout.status, len(rollout.trajectory.turns), rollout.error) == (Status.OK, 2, "")
-        assert [away_s() for away_s in heard] == [pytest.approx(2.5, abs=0.4)]
+        assert [loop_time() - clock() for clock in heard] == [pytest.approx(2.5, abs=0.4)]
 
 
 async def test_an_agent_that_is_stopped_while_there_is_no_engine_has_not_failed(tmp_path: Path) -> None:

@@ -353,7 +353,9 @@ async def test_no_try_is_given_up_for_the_time_in_which_the_engine_was_away() ->
         async def run(
             self, spec: AttemptSpec, on_start: OnStart, on_cancelled: Any = None, ready: Any = None
         ) -> Rollout:
-            return await super().run(spec, lambda: on_start(lambda: min(500.0, now())), on_cancelled, ready)
+            return await super().run(
+                spec, lambda: on_start(lambda: now() - min(500.0, now())), on_cancelled, ready
+            )
 
     attempts, sink = Away(lambda s: 1.0, delay_s=lambda s: 1500.0), MemorySink()
     o = options(max_staleness=0, total=3, group_grace_s=30.0, stall_timeout_s=1e4)

@@ -224,10 +224,12 @@ class Outage(FakeAttempts):
     async def run(
         self, spec: AttemptSpec, on_start: OnStart, on_cancelled: Any = ignore_cancelled, ready: Any = no_wait
     ) -> Rollout:
-        clock = asyncio.get_running_loop().time
-        return await super().run(
-            spec, lambda: on_start(lambda: min(1800.0, max(0.0, clock() - 100.0))), on_cancelled, ready
-        )
+        now = asyncio.get_running_loop().time
+
+        def clock() -> float:
+            return now() - min(1800.0, max(0.0, now() - 100.0))
+
+        return await super().run(spec, lambda: on_start(clock), on_cancelled, ready)
 
 
 @pytest.mark.parametrize(("takes_s", "tries"), [(Limits().wall_s + 1800.0, 1), (math.inf, 2)])

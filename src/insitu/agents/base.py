@@ -8,6 +8,7 @@ A harness gets an address and a secret, never a reward, an oracle or the gateway
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +20,12 @@ from insitu.types import Setup, Task, Tree
 
 PLAIN = Setup()
 """Setup of a task that needs nothing but its files."""
-AwayTime = Callable[[], float]
-"""Returns the seconds of engine downtime so far, by which the agent's timeout is extended."""
+Clock = Callable[[], float]
+"""Returns seconds; the clock of an attempt is paused while its calls wait for the engine."""
 
 
-def no_time() -> float:
-    return 0.0
+def loop_time() -> float:
+    return asyncio.get_running_loop().time()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class ModelAccess:
     max_context_tokens: int = 1 << 17
     """Context window reported to the agent: prompt plus sampled tokens of one call, counted by the
     gateway."""
-    away_s: AwayTime = field(default=no_time, repr=False, compare=False)
+    clock: Clock = field(default=loop_time, repr=False, compare=False)
     """Used by the worker; not passed to the agent."""
 
 
@@ -80,7 +81,7 @@ class Worker(Protocol):
     ) -> AgentResult:
         """Write the task's files, run the agent on `task.prompt`, stop it and collect the result.
 
-        The timeout is `task.limits.wall_s` plus `access.away_s`. An agent that is `finished` but does not
+        The timeout is `task.limits.wall_s` by `access.clock`. An agent that is `finished` but does not
         exit is stopped early; that is not a failure. Raises HarnessError or SandboxError for host failures
         only.
         """

@@ -165,7 +165,7 @@ class CommandWorker(SandboxWorker):
                 max_output_bytes=LOG_BYTES,
             )
         )
-        result, why = await attend(running, sandbox, wall_s=wall_s, finished=finished, away_s=access.away_s)
+        result, why = await attend(running, sandbox, wall_s=wall_s, finished=finished, clock=access.clock)
         log = result.stdout + result.stderr
         if why == "deadline" or result.timed_out:
             return AgentEnd(exit="timeout", detail=f"stopped after {wall_s:g} s", log=log, reusable=False)

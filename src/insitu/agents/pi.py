@@ -128,7 +128,7 @@ class PiWorker(SandboxWorker):
         if process is None or rpc is None:
             raise HarnessError("Pi was not started")
         try:
-            run = await rpc.run(task.prompt, task.limits.wall_s, access.away_s)
+            run = await rpc.run(task.prompt, task.limits.wall_s, access.clock)
         except TimeoutError:
             await ask_to_stop(sandbox)
             with contextlib.suppress(TimeoutError):

@@ -8,13 +8,12 @@ must have the random id of its command, and after an unexpected line the process
 from __future__ import annotations
 
 import secrets
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from insitu.agents.base import AwayTime, no_time
+from insitu.agents.base import Clock, loop_time
 from insitu.errors import HarnessError
 from insitu.sandbox.base import Process
 
@@ -59,20 +58,20 @@ class PiRpc:
         self.tampered = False
         """An unexpected line was read: the process must not serve another rollout."""
 
-    async def _next(self, deadline: float, away_s: AwayTime = no_time) -> bytes:
+    async def _next(self, deadline: float, clock: Clock = loop_time) -> bytes:
         """Read one line.
 
         Raises TimeoutError, and HarnessError when Pi has ended.
         """
         while True:
-            remaining_s = deadline + away_s() - time.monotonic()
+            remaining_s = deadline - clock()
             if remaining_s <= 0:  # Buffered lines are returned at once, so no timer would fire.
                 raise TimeoutError
             try:
                 line = await self._process.readline(remaining_s)
                 break
             except TimeoutError:
-                continue  # Engine downtime may have extended the deadline.
+                continue  # The clock may have been paused.
         if not line:
             tail = self._process.stderr_tail().decode("utf-8", "replace").strip().splitlines()
             raise HarnessError(f"Pi ended: {tail[-1] if tail else 'no message'}")
@@ -85,7 +84,7 @@ class PiRpc:
 
         Raises HarnessError when Pi rejects it or does not respond.
         """
-        deadline = time.monotonic() + COMMAND_S
+        deadline = loop_time() + COMMAND_S
         number = secrets.token_hex(8)
         await self._process.write(orjson.dumps({"id": number, "type": kind, **fields}) + b"\n")
         while True:
@@ -103,17 +102,17 @@ class PiRpc:
             else:
                 return
 
-    async def run(self, message: str, timeout_s: float, away_s: AwayTime = no_time) -> PiRun:
+    async def run(self, message: str, timeout_s: float, clock: Clock = loop_time) -> PiRun:
         """Send one prompt and wait until Pi is idle.
 
-        The timeout is extended by `away_s`. Raises TimeoutError and HarnessError.
+        `clock` measures the timeout. Raises TimeoutError and HarnessError.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = clock() + timeout_s
         await self.command("prompt", message=message)
         log = bytearray()
         error = ""
         while True:
-            line = await self._next(deadline, away_s)
+            line = await self._next(deadline, clock)
             kind = _kind(line)
             if kind not in _QUIET and len(log) + len(line) <= LOG_BYTES:
                 log += line

@@ -96,7 +96,7 @@ class SingleTurnWorker:
         started = time.monotonic()
         tree, reply, exit_, detail = task.files, "", "finished", ""
         try:
-            reply = await within(self._request(task, access), task.limits.wall_s, access.away_s)
+            reply = await within(self._request(task, access), task.limits.wall_s, access.clock)
             tree = {**task.files, **await self._files(reply, task)}
         except TimeoutError:
             exit_, detail = "timeout", f"stopped after {task.limits.wall_s:g} s"

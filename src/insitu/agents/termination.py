@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
 from collections.abc import Coroutine
 from typing import Any, Literal, TypeVar
 
-from insitu.agents.base import AwayTime, FinishedCheck, no_time
+from insitu.agents.base import Clock, FinishedCheck, loop_time
 from insitu.errors import SandboxError, SandboxLost
 from insitu.sandbox.base import ExecResult, Sandbox
 
@@ -35,14 +34,14 @@ async def attend(
     *,
     wall_s: float,
     finished: FinishedCheck,
-    away_s: AwayTime = no_time,
+    clock: Clock = loop_time,
 ) -> tuple[ExecResult, Why]:
     """Wait for an agent's process; return its result and why it was stopped, if it was.
 
     The process has ended on return. Raises SandboxError.
     """
     try:
-        why = await _until(running, wall_s, finished, away_s)
+        why = await _until(running, wall_s, finished, clock)
         if why:
             await ask_to_stop(sandbox)
             await asyncio.wait({running}, timeout=GRACE_S)
@@ -58,28 +57,28 @@ async def attend(
 
 
 async def _until(
-    running: asyncio.Task[ExecResult], wall_s: float, finished: FinishedCheck, away_s: AwayTime
+    running: asyncio.Task[ExecResult], wall_s: float, finished: FinishedCheck, clock: Clock
 ) -> Why:
     """Wait for the process, at most until it must be stopped."""
-    ends, lingers = time.monotonic() + wall_s, math.inf
-    while (rest := min(ends + away_s(), lingers) - time.monotonic()) > 0:
+    ends, lingers = clock() + wall_s, math.inf
+    while (rest := min(ends - clock(), lingers - loop_time())) > 0:
         await asyncio.wait({running}, timeout=min(POLL_S, rest))
         if running.done():
             return ""
         if lingers == math.inf and finished():
-            lingers = time.monotonic() + LINGER_S
+            lingers = loop_time() + LINGER_S
     return "deadline" if lingers == math.inf else "finished"
 
 
-async def within(coroutine: Coroutine[Any, Any, T], wall_s: float, away_s: AwayTime) -> T:
-    """Return the result of a coroutine within a timeout that is extended by `away_s`.
+async def within(coroutine: Coroutine[Any, Any, T], wall_s: float, clock: Clock) -> T:
+    """Return the result of a coroutine within a timeout by `clock`.
 
     Cancels the coroutine and raises TimeoutError on timeout.
     """
-    running, ends = asyncio.ensure_future(coroutine), time.monotonic() + wall_s
+    running, ends = asyncio.ensure_future(coroutine), clock() + wall_s
     try:
         while not running.done():
-            rest = ends + away_s() - time.monotonic()
+            rest = ends - clock()
             if rest <= 0:
                 raise TimeoutError
             await asyncio.wait({running}, timeout=min(POLL_S, rest))

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from insitu.agents.base import AwayTime, no_time
+from insitu.agents.base import Clock, loop_time
 from insitu.attempt import NOTHING_SAMPLED, AttemptSpec
 from insitu.backoff import backoff_s
 from insitu.collect.breaker import Breaker
@@ -350,12 +350,12 @@ class Collector:
         )
         partial: list[Rollout] = []
 
-        def on_start(away_s: AwayTime = no_time, /) -> None:
+        def on_start(clock: Clock = loop_time, /) -> None:
             member.begin(self._clock(), self._state.version)
             self._sink.start(spec.rollout_id, spec.attempt, self._state.version)
             self._watcher.rollout_started(spec.rollout_id)
             self._moved()
-            deadline.start(limit, away_s)
+            deadline.start(limit, clock)
 
         def on_cancelled(rollout: Rollout) -> None:
             partial.append(rollout)

@@ -1,7 +1,6 @@
-"""Deadline of an attempt: its limit plus the engine downtime.
+"""Deadline of an attempt, by a clock that is paused while the engine is down.
 
-`AttemptDeadline` is a context manager around the attempt. Its clock starts when the attempt has its worker.
-When the limit is over, it is extended by the downtime that has accumulated since.
+`AttemptDeadline` is a context manager around the attempt. It starts when the attempt has its worker.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ import asyncio
 import math
 from dataclasses import replace
 
-from insitu.agents.base import AwayTime, no_time
+from insitu.agents.base import Clock, loop_time
 from insitu.capture.ledger import reassign
 from insitu.types import Rollout
 
 RECHECK_S = 1.0
-"""Least seconds between two checks: while the engine is down each check finds a little more downtime."""
+"""Least seconds between two checks while the clock is paused."""
 
 
 class AttemptDeadline:
@@ -25,7 +24,7 @@ class AttemptDeadline:
         self._loop = asyncio.get_running_loop()
         self._timer = asyncio.timeout(None)
         self._check_timer: asyncio.TimerHandle | None = None
-        self._away_s: AwayTime = no_time
+        self._clock: Clock = loop_time
         self._ends = math.inf
 
     async def __aenter__(self) -> AttemptDeadline:
@@ -37,22 +36,22 @@ class AttemptDeadline:
             self._check_timer.cancel()
         await self._timer.__aexit__(kind, error, trace)  # type: ignore[arg-type]
 
-    def start(self, limit_s: float, away_s: AwayTime = no_time) -> None:
-        """Start the clock: `limit_s` from now (may be infinite), extended by `away_s()`, which may grow."""
+    def start(self, limit_s: float, clock: Clock = loop_time) -> None:
+        """Start the limit: `limit_s` from now (may be infinite) by `clock`, which may be paused."""
         if math.isfinite(limit_s):
-            self._ends, self._away_s = self._loop.time() + limit_s, away_s
-            self._check_timer = self._loop.call_at(self._ends, self._check)
+            self._ends, self._clock = clock() + limit_s, clock
+            self._check_timer = self._loop.call_later(limit_s, self._check)
 
     def expired(self) -> bool:
         """Return whether the attempt was cut off."""
         return self._timer.expired()
 
     def _check(self) -> None:
-        now, ends = self._loop.time(), self._ends + self._away_s()
-        if now < ends:
-            self._check_timer = self._loop.call_at(max(ends, now + RECHECK_S), self._check)
+        left_s = self._ends - self._clock()
+        if left_s > 0:
+            self._check_timer = self._loop.call_later(max(left_s, RECHECK_S), self._check)
         else:
-            self._timer.reschedule(now)
+            self._timer.reschedule(self._loop.time())
 
 
 def timed_out(partial: Rollout, limit: float) -> Rollout:

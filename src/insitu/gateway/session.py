@@ -5,6 +5,7 @@ A session holds identity, secrets, limits, counters and host tools; its backend 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import secrets
@@ -67,6 +68,11 @@ class Session:
     def host_calls(self) -> Sequence[HostCall]:
         """Calls of host tools so far, in order."""
         return self.tools.calls
+
+    def clock(self) -> float:
+        """Return the loop time minus the time that calls waited for the engine."""
+        now = asyncio.get_running_loop().time()
+        return now - self.stats.away(now)
 
     def owns(self, secret: str, listener: Path | None, scope: str = "agent") -> bool:
         """Return whether `secret` is this session's for `scope`, from a listener that may use it.

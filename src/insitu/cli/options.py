@@ -197,14 +197,14 @@ def _add_serve(commands: Any) -> None:
 
 
 def _add_tasks(commands: Any) -> None:
-    tasks = commands.add_parser("tasks", description="list, show or validate the tasks of a data set")
-    tasks.add_argument("what", choices=("list", "show", "validate"), help="what to do")
+    tasks = commands.add_parser("tasks", description="list, show, validate or export the tasks of a data set")
+    tasks.add_argument("what", choices=("list", "show", "validate", "export"), help="what to do")
     tasks.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file (default: overrides only)")
     tasks.add_argument("--id", action="append", default=[], metavar="ID", help="only this task (repeatable)")
     tasks.add_argument("--limit", type=int, default=0, metavar="N", help="the first N tasks only")
     tasks.add_argument("--repeats", type=int, default=3, metavar="N", help="validate: runs of each task")
     tasks.add_argument(
-        "--out", type=_path, metavar="FILE", help="validate: gate file (default: tasks.allowlist)"
+        "--out", type=_path, metavar="FILE", help="validate: its result; export: JSONL file (default: stdout)"
     )
     tasks.add_argument("--json", action="store_true", help="print JSON, last on stdout")
     tasks.add_argument("--tests", action="store_true", help="show: also print the tests")

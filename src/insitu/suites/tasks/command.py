@@ -1,4 +1,4 @@
-"""The verb `insitu tasks list | show | validate`, for the command line."""
+"""The verb `insitu tasks list | show | validate | export`, for the command line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 from insitu.config import Config, load_config
-from insitu.errors import ConfigError
-from insitu.suites.tasks.validate import ValidateOptions, list_tasks, show_task, validate
+from insitu.errors import ConfigError, boundary
+from insitu.suites.tasks.export import export_rows
+from insitu.suites.tasks.validate import ValidateOptions, items_of, list_tasks, show_task, validate
 
 DEFAULT_ALLOWLIST = "allowlist.json"
 
@@ -29,6 +30,8 @@ def run(options: argparse.Namespace) -> int:
         for name in options.id or [_first(config)]:
             _show(config, name, options.json, tests=options.tests)
         return 0
+    if options.what == "export":
+        return _export(config, options)
     _list(config, options)
     return 0
 
@@ -48,6 +51,19 @@ def _validate(config: Config, options: argparse.Namespace) -> int:
             f"{summary['refused_rows']} rows refused; kept in {path}"
         )
     return 0 if summary["passed"] == summary["tasks"] else 1
+
+
+def _export(config: Config, options: argparse.Namespace) -> int:
+    """Write the tasks as JSONL to --out, else to stdout."""
+    items, _ = items_of(config, options.limit, options.id)
+    lines = list(export_rows(items))
+    if options.out is None:
+        sys.stdout.buffer.writelines(lines)
+    else:
+        with boundary(ConfigError, f"write {options.out}"):
+            options.out.write_bytes(b"".join(lines))
+        print(f"{len(lines)} tasks written to {options.out}", file=sys.stderr)
+    return 0
 
 
 def _first(config: Config) -> str:

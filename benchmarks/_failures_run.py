@@ -33,7 +33,8 @@ from insitu.runtime.agents import limits_of
 from insitu.runtime.run import open_runtime
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.tasks.factory import open_source
-from insitu.training.learner.client import Learner, LearnerSpec
+from insitu.training.learner.client import Learner
+from insitu.training.learner.process import LearnerSpec
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.types import (
     Generation,

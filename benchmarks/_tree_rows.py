@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from insitu.types import BoolArray, FloatArray, IntArray
+from insitu.training.plan.step import PlanRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,25 +47,13 @@ class Work:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A row, ending with its last trained token."""
-
-    ids: IntArray
-    mask: BoolArray
-    logprobs: FloatArray
-    versions: IntArray
-    advantage: float
-    weight: float
-
-
 class _Writer:
     """One rollout on its way."""
 
     def __init__(self, work: Work, rng: np.random.Generator, start: list[int], advantage: float) -> None:
         self.work, self.rng, self.start, self.advantage = work, rng, start, advantage
         self.ids, self.new = list(start), [False] * len(start)
-        self.rows: list[Line] = []
+        self.rows: list[PlanRow] = []
 
     def _add(self, mean: int, sampled: bool) -> None:
         count = int(self.rng.integers(max(1, mean // 2), mean + mean // 2 + 1))
@@ -83,7 +71,19 @@ class _Writer:
             mask = np.array(self.new[:end], np.bool_)
             mu = np.where(mask, -self.rng.exponential(1.0, end) - 1.0, 0.0).astype(np.float32)
             ids = np.array(self.ids[:end], np.int32)
-            self.rows.append(Line(ids, mask, mu, np.zeros(end, np.int32), self.advantage, 1.0))
+            self.rows.append(
+                PlanRow(
+                    group_id="",
+                    rollout_id="",
+                    segment=0,
+                    advantage=self.advantage,
+                    weight=1.0,
+                    ids=ids,
+                    mask=mask,
+                    logprobs=mu,
+                    versions=np.zeros(end, np.int32),
+                )
+            )
         self.new = [False] * len(self.ids)
 
     def delegate(self) -> None:
@@ -101,11 +101,11 @@ class _Writer:
         self._add(2 * self.work.reply, True)
 
 
-def rows_of(work: Work, seed: int = 0) -> list[Line]:
+def rows_of(work: Work, seed: int = 0) -> list[PlanRow]:
     """Whole rollouts until there are enough tokens, group by group."""
     rng = np.random.default_rng(seed)
     system = rng.integers(0, work.vocab, work.system).tolist()
-    rows: list[Line] = []
+    rows: list[PlanRow] = []
     while sum(len(r.ids) for r in rows) < work.tokens:
         start = system + rng.integers(0, work.vocab, work.task).tolist()
         for _ in range(work.group_size):
@@ -115,7 +115,7 @@ def rows_of(work: Work, seed: int = 0) -> list[Line]:
     return rows
 
 
-def _rollout(writer: _Writer) -> list[Line]:
+def _rollout(writer: _Writer) -> list[PlanRow]:
     work, rng = writer.work, writer.rng
     turns = int(rng.integers(work.turns[0], work.turns[1] + 1))
     once = int(rng.integers(turns)) if work.forks < 0 and rng.random() < -work.forks else -1

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks._arguments import Arguments, amount, chosen_device, count, either_share
-from benchmarks._tree_rows import Line, Work, rows_of
+from benchmarks._tree_rows import Work, rows_of
 from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import ModelConfig, initialise
 from insitu.training.attention.tree import Piece, TreeAttend
@@ -32,6 +32,7 @@ from insitu.training.loss.fused_head import objective
 from insitu.training.loss.losses import LossInputs, token_loss
 from insitu.training.model.base import Attend
 from insitu.training.plan.prefix_tree import Tree, build_tree, tree_work
+from insitu.training.plan.step import PlanRow
 
 SMALL = ModelConfig(
     vocab_size=1024, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -76,9 +77,9 @@ def tree_pass(tree: Tree, attend: Attend, device: torch.device) -> Pass:
     )
 
 
-def linear_passes(rows: Sequence[Line], most: int, device: torch.device) -> list[Pass]:
+def linear_passes(rows: Sequence[PlanRow], most: int, device: torch.device) -> list[Pass]:
     """Rows one after another, cut into passes of about `most` tokens at most."""
-    bundles: list[list[Line]] = [[]]
+    bundles: list[list[PlanRow]] = [[]]
     for row in rows:
         if bundles[-1] and sum(len(r.ids) for r in bundles[-1]) + len(row.ids) > most:
             bundles.append([])
@@ -86,7 +87,7 @@ def linear_passes(rows: Sequence[Line], most: int, device: torch.device) -> list
     return [_linear(bundle, device) for bundle in bundles]
 
 
-def _linear(rows: Sequence[Line], device: torch.device) -> Pass:
+def _linear(rows: Sequence[PlanRow], device: torch.device) -> Pass:
     start = np.concatenate([[0], np.cumsum([len(r.ids) for r in rows])])
     pieces = tuple(
         Piece(a, b, a, b, True) for a, b in zip(start[:-1].tolist(), start[1:].tolist(), strict=True)
@@ -246,7 +247,7 @@ def rounded_ways(
     }
 
 
-def _linear_side(rows: Sequence[Line], most: int, device: torch.device) -> list[Pass]:
+def _linear_side(rows: Sequence[PlanRow], most: int, device: torch.device) -> list[Pass]:
     """The rows one after another, in float32."""
     if device.type != "cuda":
         return linear_passes(rows, most, device)
@@ -260,7 +261,7 @@ def _with(p: Pass, attend: Attend) -> Pass:
     return Pass(p.ids, p.positions, attend, p.at, p.targets, p.mu, p.advantage)
 
 
-def _ratio(tree: Tree, rows: Sequence[Line], config: ModelConfig) -> float:
+def _ratio(tree: Tree, rows: Sequence[PlanRow], config: ModelConfig) -> float:
     lengths = [len(r.ids) for r in rows]
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     own = int(tree.positions.sum(dtype=np.int64)) + tree.tokens

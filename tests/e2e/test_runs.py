@@ -235,7 +235,7 @@ def test_another_start_model_is_refused(reference: tuple[Path, dict[str, Any]], 
         )
         assert done.returncode == 1
         (line,) = [line for line in done.stderr.splitlines() if line.startswith("insitu: ")]
-        assert "is not the model that the run began with" in line
+        assert "is not the start model of the run" in line
 
 
 def _wait_for(run_dir: Path, child: subprocess.Popen[Any], place: tuple[str, int], count: int) -> None:

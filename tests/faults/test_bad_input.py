@@ -64,7 +64,7 @@ def test_imitating_what_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str]
     assert cli.main(["sft", str(source), f"run.dir={target}", "--plain"]) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert line == (
-        f"insitu: nothing of {source} is worth imitating: 1 rollouts, 0 chosen; 1 below sft.min_reward"
+        f"insitu: no rollout of {source} was selected: 1 rollouts, 0 chosen; 1 below sft.min_reward"
     )
     assert "give another run.dir" not in line_of(1, capsys, "sft", nowhere, f"run.dir={target}", "--plain")
 

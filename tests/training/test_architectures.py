@@ -59,10 +59,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "phimoe",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64, "router_jitter_noise": 0.0,
          "input_jitter_noise": 0.0},
-        "an attention mask that is not plain causal (sliding_window = 64): not served",
+        "an attention mask that is not plain causal (sliding_window = 64): not supported",
     ),
     "a window longer than the rows of the proof": (
-        "doge", {"sliding_window": 200}, "not plain causal (sliding_window = 200): not served",
+        "doge", {"sliding_window": 200}, "not plain causal (sliding_window = 200): not supported",
     ),
     "layers with a window": ("olmo3", {"sliding_window": 16}, "olmo3 has layers of type sliding_attention"),
     "linear attention": (
@@ -83,11 +83,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "dynamic": ("llama", {"rope_parameters": DYNAMIC}, "llama has rope_type dynamic"),
     "values of another width": (
-        "deepseek_v3", MLA, "DeepseekV3Attention needs values of width 8 beside keys of width 16",
+        "deepseek_v3", MLA, "DeepseekV3Attention needs values of width 8 with keys of width 16",
     ),
     "scaled embeddings": (
         "gemma3_text", {"head_dim": 8, "layer_types": ["full_attention"] * 4},
-        "embeddings that are no plain table (Gemma3TextScaledWordEmbedding)",
+        "embeddings that are not a plain table (Gemma3TextScaledWordEmbedding)",
     ),
     "gemma4": ("gemma4_text", {"head_dim": 8, "sliding_window": 16}, "has layers of type sliding_attention"),
 }  # fmt: skip
@@ -104,9 +104,9 @@ def test_what_is_not_computed_is_refused_with_its_reason(tmp_path: Path, what: s
 
 def test_a_model_of_more_than_text_is_one_line(tmp_path: Path) -> None:
     for kind, reason in (
-        ("qwen2_5_vl", "more than text"),
-        ("clip", "more than text"),
-        ("t5", "knows: Unrec"),
+        ("qwen2_5_vl", "multimodal"),
+        ("clip", "multimodal"),
+        ("t5", "transformers: Unrec"),
     ):
         config = CONFIG_MAPPING[kind]()
         config.save_pretrained(tmp_path / kind)
@@ -179,16 +179,20 @@ def test_adapters_are_given_to_the_layers_that_an_architecture_has(tmp_path: Pat
     # with a config.json transformers would take the folder for a whole model
     assert {p.suffix for p in (tmp_path / "adapters").iterdir()} == {".safetensors", ".json"}
     assert not (tmp_path / "adapters" / "config.json").exists()
-    described = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    config = tmp_path / "adapters" / "adapter_config.json"
+    described = json.loads(config.read_text())
     assert described["target_modules"] == sorted(targets)
+    described["target_modules"].reverse()  # PEFT writes them in any order
+    config.write_text(json.dumps(described))
+    assert set(policy.read(tmp_path / "adapters")) == trained
 
 
 @pytest.mark.parametrize(
     ("kind", "changed", "asked", "reason"),
     [
         ("qwen3_moe", {"head_dim": 8, **MOE}, "gate_proj",
-         "no layer has a linear layer gate_proj (gate_up_proj is one tensor of all experts, which gets no"
-         " adapter); every layer has k_proj, o_proj, q_proj, v_proj"),
+         "no layer has a linear layer gate_proj (gate_up_proj is one tensor of all experts, without"
+         " adapter support); every layer has k_proj, o_proj, q_proj, v_proj"),
         ("qwen3_moe", {"head_dim": 8, **MOE, "mlp_only_layers": [0]}, "gate_proj",
          "only 1 of 4 layers have a linear layer gate_proj"),
         ("phi3", {}, "q_proj", "every layer has down_proj, gate_up_proj, o_proj, qkv_proj"),

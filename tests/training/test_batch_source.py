@@ -18,7 +18,7 @@ from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.tasks.toy import ToySource
 from insitu.training.alarms.infra import InfraFailureRate
-from insitu.training.batch_source import Batches, collect_options, left_before, open_batches
+from insitu.training.batch_source import Batches, collect_options, open_batches, resume_state
 from insitu.training.loop import check_steps
 from insitu.training.plan.step import PlanConfig, plan_step, use_of
 from insitu.training.step_metrics import ahead_summary
@@ -84,8 +84,8 @@ class Run:
         await asyncio.sleep(2.0)
         store.commit_step(
             step, {}, "", plan.digest, plan.ledger,
-            trained=[name for name, reason in plan.fates.items() if not reason],
-            discarded={name: reason for name, reason in plan.fates.items() if reason},
+            trained=[name for name, reason in plan.exclusion_reasons.items() if not reason],
+            discarded={name: reason for name, reason in plan.exclusion_reasons.items() if reason},
         )  # fmt: skip
         batches.pending(step)
         await asyncio.sleep(0.1)
@@ -122,7 +122,7 @@ def test_a_resumed_run_loses_no_graded_rollout_and_trains_none_twice(
         run_virtual(dying.go())
     with Store(tmp_path / "store") as store:
         store.recover()
-        before = left_before(store, lambda number: SOURCE.tasks("train", number, 1)[0], 3)
+        before = resume_state(store, lambda number: SOURCE.tasks("train", number, 1)[0], 3)
         graded = {name for draw in before.draws for name in draw.rollouts}
         assert before.delivered == 6
         assert before.next_draw > max(draw.number for draw in before.draws)
@@ -177,8 +177,8 @@ def test_a_try_that_hangs_has_an_end_in_every_kind_of_run() -> None:
 def test_of_a_group_thinned_by_its_time_nobody_is_said_to_have_failed() -> None:
     thin = group(1.0)
     assert use_of(thin, PlanConfig()) == "deadline"
-    assert set(plan_step([thin], PlanConfig()).fates.values()) == {"deadline"}
-    assert set(plan_step([group(1.0, None)], PlanConfig()).fates.values()) == {"infra"}
+    assert set(plan_step([thin], PlanConfig()).exclusion_reasons.values()) == {"deadline"}
+    assert set(plan_step([group(1.0, None)], PlanConfig()).exclusion_reasons.values()) == {"infra"}
 
 
 def test_idle_is_a_share_of_all_the_time_publishing_and_evaluations_included() -> None:
@@ -193,5 +193,5 @@ def test_a_store_that_knows_less_than_the_checkpoints_is_refused(tmp_path: Path)
         (run.checkpoints / "step-00001").mkdir(parents=True)
         check_steps(run, store)  # a kill came between checkpoint and commit
         (run.checkpoints / "step-00002").mkdir()
-        with pytest.raises(RecordError, match="knows 0 steps, but checkpoints reach to 2"):
+        with pytest.raises(RecordError, match="has 0 steps, but checkpoints reach step 2"):
             check_steps(run, store)

@@ -103,12 +103,12 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="load checkpoint .*No such file"):
         checkpoint.load(trainer(), tmp_path / "nothing")
     checkpoint.save(trainer(), tmp_path / "c")
-    with pytest.raises(TrainError, match="other optimiser settings"):
+    with pytest.raises(TrainError, match="different optimizer settings"):
         checkpoint.load(trainer(muon_lr=0.1), tmp_path / "c")
     sums = json.loads((tmp_path / "c" / "checksums.json").read_text())
     del sums["trainer/optimizer.safetensors"]
     (tmp_path / "c" / "checksums.json").write_text(json.dumps(sums))
-    with pytest.raises(TrainError, match="not complete: no checksum for trainer/optimizer"):
+    with pytest.raises(TrainError, match="incomplete: no checksum for trainer/optimizer"):
         checkpoint.load(trainer(), tmp_path / "c")
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainError, match="save checkpoint"):

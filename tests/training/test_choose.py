@@ -14,7 +14,7 @@ from insitu.errors import TrainError
 from insitu.storage.store import Store
 from insitu.training.plan.packing import MicroBatch
 from insitu.training.plan.step import PlanConfig
-from insitu.training.sft.plan import plan_lessons, schedule
+from insitu.training.sft.plan import plan_examples, schedule
 from insitu.training.sft.selection import Selection, SelectionRules, choose, explain, stored_tokens
 from insitu.types import Rollout, Status
 
@@ -106,7 +106,7 @@ def test_a_step_weighs_every_token_alike_and_shares_prefixes(store: Store) -> No
     for slot, text in enumerate(("one", "two words", "three words here")):
         put(store, said(f"train/1/0/{slot}", "a task with a prompt of some length", text))
     lessons = chosen(store, WANTED.changed(per_task=0)).lessons
-    plan = plan_lessons(lessons, PlanConfig(token_budget=4096))
+    plan = plan_examples(lessons, PlanConfig(token_budget=4096))
     tokens = sum(x.tokens for x in lessons)
     assert [row.weight for row in plan.rows] == [1 / tokens] * 3
     assert {row.advantage for row in plan.rows} == {1.0}
@@ -120,7 +120,7 @@ def test_a_first_token_cannot_be_a_target(store: Store) -> None:
     lesson = chosen(store).lessons[0]
     whole = replace(lesson.segments[0], mask=~lesson.segments[0].mask | True)
     with pytest.raises(TrainError, match="train/1/0/0 segment 0 token 0: the first token has no predecessor"):
-        plan_lessons([replace(lesson, segments=(whole,))], PlanConfig())
+        plan_examples([replace(lesson, segments=(whole,))], PlanConfig())
 
 
 def forked(name: str) -> Rollout:
@@ -149,7 +149,7 @@ def test_rows_are_those_that_training_would_take(
     put(store, forked("train/1/0/0"))
     choice = chosen(store, WANTED.changed(**rules.model_dump()))
     (lesson,) = choice.lessons
-    plan = plan_lessons([lesson], PlanConfig())
+    plan = plan_examples([lesson], PlanConfig())
     assert (len(plan.rows), lesson.tokens, plan.tokens, lesson.counted) == (rows, tokens, tokens, counted)
     assert {row.weight for row in plan.rows} == {1 / counted}
     assert words in explain(choice)
@@ -162,17 +162,17 @@ def test_a_rollout_of_too_long_rows_is_left_out_by_name(store: Store) -> None:
     choice = chosen(store, WANTED.changed(max_row_tokens=20))
     assert names(choice) == ["train/1/0/0"]
     assert choice.left_out == {"overlong": 1}
-    assert "1 with longer rows only than train.max_row_tokens" in explain(choice)
+    assert "1 with all rows longer than train.max_row_tokens" in explain(choice)
 
 
 def test_a_step_is_laid_out_as_configured(store: Store) -> None:
     put(store, forked("train/1/0/0"))
     (lesson,) = chosen(store).lessons
-    tree = plan_lessons([lesson], PlanConfig(layout="tree"))
+    tree = plan_examples([lesson], PlanConfig(layout="tree"))
     assert [(b.layout, b.tokens) for b in tree.batches] == [("tree", 23)]
-    assert {b.layout for b in plan_lessons([lesson], PlanConfig()).batches} == {"prefix"}
+    assert {b.layout for b in plan_examples([lesson], PlanConfig()).batches} == {"prefix"}
     # where attention costs much, rows that would be padded stay apart
     longer = segment("train/1/0/0", 1, range(100, 160), [False] * 55 + [True] * 5, [-1.0] * 60)
     unlike = replace(lesson, segments=(lesson.segments[0], longer))
-    assert len(plan_lessons([unlike], PlanConfig()).batches) == 1
-    assert len(plan_lessons([unlike], PlanConfig(pair_cost=1.0)).batches) == 2
+    assert len(plan_examples([unlike], PlanConfig()).batches) == 1
+    assert len(plan_examples([unlike], PlanConfig(pair_cost=1.0)).batches) == 2

@@ -91,10 +91,10 @@ def chain(tmp_path: Path) -> tuple[Path, Path, Path]:
 
 def test_another_base_is_refused(chain: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, target, delta = chain
-    with pytest.raises(EngineError, match=r"is for version 1 .* holds version 2"):
+    with pytest.raises(EngineError, match=r"needs version 1 .* holds version 2"):
         apply_delta(delta, target, tmp_path / "c")
     other = folder_of(tmp_path / "o", 1, {"w": stored(np.zeros(3000, np.uint16), "BF16")})
-    with pytest.raises(EngineError, match="is for version 1"):
+    with pytest.raises(EngineError, match="needs version 1"):
         apply_delta(delta, other, tmp_path / "c")
     (base / "weights.json").unlink()
     with pytest.raises(EngineError, match="it has no checksums"):

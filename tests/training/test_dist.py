@@ -21,7 +21,8 @@ from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import save_model
 from insitu.errors import TrainError
 from insitu.shutdown import descendants
-from insitu.training.learner.client import Learner, LearnerSpec
+from insitu.training.learner.client import Learner
+from insitu.training.learner.process import LearnerSpec
 from insitu.training.options import OptimConfig, StepResult, TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer.distributed import Together, join
@@ -178,12 +179,12 @@ def test_ranks_that_have_parted_notice(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert set(on_ranks(2, tmp_path, parted)) == {
-        "the weights of rank 1 are not those of rank 0: the ranks have parted"
+        "rank 1 and rank 0 hold different weights: the ranks have diverged"
     }
 
 
 def test_a_rank_that_does_not_come_is_an_error_not_a_wait(tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match="meet 2 ranks: another rank is gone or did not answer"):
+    with pytest.raises(TrainError, match="meet 2 ranks: another rank died or did not answer"):
         join(0, 2, tmp_path / "store", deadline_s=0.3)
 
 
@@ -196,7 +197,7 @@ def test_a_rank_that_dies_ends_the_step_of_the_others(tmp_path: Path) -> None:
             ranks.attempt(lambda: math.nan)
         return str(caught.value)
 
-    assert on_ranks(2, tmp_path, lonely)[0].startswith("hear from all ranks: another rank is gone")
+    assert on_ranks(2, tmp_path, lonely)[0].startswith("gather from all ranks: another rank died")
 
 
 @pytest.mark.full

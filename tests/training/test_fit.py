@@ -25,7 +25,7 @@ from insitu.training.memory.plan import LADDER, MemoryPlanner, load_of
 from insitu.training.memory.predict import GIB, MemoryModel, MemoryPrediction
 from insitu.training.model.memory_options import PLAIN, MemoryOptions
 from insitu.training.options import Lora
-from insitu.training.trainer.distributed import Alone
+from insitu.training.trainer.distributed import Ranks
 from insitu.training.trainer.trainer import Trainer
 
 # --------------------------------------------------------------------------- choices
@@ -90,7 +90,7 @@ def test_moments_come_back_when_there_is_room(tmp_path: Path, monkeypatch: pytes
 # --------------------------------------------------------------------------- several ranks
 
 
-class Two(Alone):
+class Two(Ranks):
     """The first of two ranks, whose tries are told to the other."""
 
     world = 2
@@ -106,7 +106,7 @@ class Two(Alone):
 def test_a_refusal_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
     trainer, plan = limited(a_folder("wide", tmp_path / "model"), 0.008), long_plan(800)
     trainer.ranks = two = Two()
-    with pytest.raises(TrainError, match="GiB are there"):
+    with pytest.raises(TrainError, match="GiB are available"):
         trainer.step(plan)
     assert two.tries == 1
 
@@ -175,7 +175,7 @@ def test_no_adapters_are_suggested_where_the_layers_have_other_names(tmp_path: P
         vocab_size=2048, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
     )
     GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
-    with pytest.raises(TrainError, match="GiB are there") as caught:
+    with pytest.raises(TrainError, match="GiB are available") as caught:
         limited(tmp_path / "neox", 0.004).step(long_plan(800))
     assert "lora" not in str(caught.value)
 

@@ -20,7 +20,8 @@ from insitu.engines.embedded.model import load_model, save_model
 from insitu.engines.http import HttpOptions
 from insitu.engines.vllm import open_vllm
 from insitu.errors import ConfigError, TrainError
-from insitu.training.learner.client import Learner, LearnerSpec
+from insitu.training.learner.client import Learner
+from insitu.training.learner.process import LearnerSpec
 from insitu.training.memory.plan import MemoryPlanner
 from insitu.training.model.load import open_policy
 from insitu.training.options import Lora, OptimConfig, PolicyConfig, TrainConfig, dump_config, parse_config
@@ -76,7 +77,7 @@ async def test_it_trains_exports_what_engines_load_and_resumes(
 
 async def test_too_little_memory_is_said_and_the_learner_lives(folder: Path) -> None:
     async with Learner.start(spec(folder, memory_gib=1e-5)) as learner:
-        with pytest.raises(TrainError, match=r"needs .* GiB on cpu .* GiB are there"):
+        with pytest.raises(TrainError, match=r"needs .* GiB on cpu .* GiB are available"):
             await learner.step(a_plan())
         await learner.check()
         assert learner.version == 0
@@ -173,7 +174,7 @@ def test_the_room_on_a_gpu_is_measured_when_a_step_begins(folder: Path) -> None:
     policy, plan = opened(folder), a_plan()
     room = iter([1000, 1 << 40])
     fit = MemoryPlanner(policy.model.config, policy, limit=1 << 40, host=1 << 40, measured=lambda: next(room))
-    with pytest.raises(TrainError, match=r"0\.0000 GiB are there"):
+    with pytest.raises(TrainError, match=r"0\.0000 GiB are available"):
         fit.plan(plan)
     assert len(fit.plan(plan)) == len(plan.batches)
     assert fit.limit == 1 << 40
@@ -191,8 +192,8 @@ def test_a_step_leaves_a_shared_gpu_to_the_engine(
     trainer = Trainer(opened(folder), config)
     trainer.step(a_plan())
     assert all(p.grad is None for _, p in trainer.model.named_parameters())
-    trainer.give_back()
+    trainer.release_cache()
     assert not emptied, "nothing to give back on a CPU"
     trainer.model = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
-    trainer.give_back()
+    trainer.release_cache()
     assert bool(emptied) == shared

@@ -71,7 +71,7 @@ async def test_a_death_anywhere_does_not_show(tmp_path: Path, place: tuple[str, 
     assert await run.whole() == undisturbed
     assert run.learner.lives == 2
     assert run.life.restarts == 1
-    assert run.said == ["the learner died (killed by signal 9); it is started again (1 of 2)"]
+    assert run.said == ["the learner died (killed by signal 9); restarting it (1 of 2)"]
 
 
 async def test_one_that_dies_while_it_is_brought_back_is_brought_back_again(tmp_path: Path) -> None:

@@ -333,10 +333,10 @@ def test_the_ratio_binds_when_old_is_not_new() -> None:
 )
 def test_a_loss_that_lacks_log_probabilities_says_which(config: LossConfig, lacking: str) -> None:
     x = torch.zeros(1)
-    with pytest.raises(TrainError, match=f"lacks the {lacking} log-probabilities that it was asked to use"):
+    with pytest.raises(TrainError, match=f"needs the {lacking} log-probabilities"):
         token_loss(x, LossInputs(mu=x, advantage=x), config)
     later = LossConfig(loss="gspo", ratio="trainer")
-    with pytest.raises(TrainError, match="lacks the trainer's own log-prob"):
+    with pytest.raises(TrainError, match="needs the trainer's own log-prob"):
         token_loss(x, LossInputs(mu=x, advantage=x, prox=x), later)
 
 

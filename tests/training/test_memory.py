@@ -163,12 +163,14 @@ def test_a_row_that_the_built_in_model_cannot_train_is_refused_with_numbers(tmp_
     said = str(caught.value)
     assert (trainer.version, checksum(model)) == (version, before)
     assert said.startswith("rollout train/0/0/0 segment 0: a micro-batch of 799 tokens")
-    numbers = re.search(r"needs ([\d.]+) GiB on cpu, ([\d.]+) GiB are there; about (\d+) tokens fit", said)
+    numbers = re.search(
+        r"needs ([\d.]+) GiB on cpu, ([\d.]+) GiB are available; about (\d+) tokens fit", said
+    )
     assert numbers is not None
     assert float(numbers[1]) > float(numbers[2]) == 0.02
     assert 60 < int(numbers[3]) < 799
     assert not trainer.step(long_plan(int(0.7 * int(numbers[3])))).skipped
-    assert said.endswith("policy.kind hf has techniques that need less: no update")
+    assert said.endswith("policy.kind hf has options that need less: no update")
 
 
 def limited(folder: Path, gib: float) -> Trainer:
@@ -204,7 +206,9 @@ def test_what_does_not_fit_is_refused_with_numbers(tmp_path: Path) -> None:
         trainer.step(plan)
     said = str(caught.value)
     assert said.startswith("rollout train/0/0/0 segment 0: a micro-batch of 799 tokens")
-    numbers = re.search(r"needs ([\d.]+) GiB on cpu with every technique on, ([\d.]+) GiB are there", said)
+    numbers = re.search(
+        r"needs ([\d.]+) GiB on cpu with all memory options, ([\d.]+) GiB are available", said
+    )
     assert numbers is not None
     assert float(numbers[1]) >= float(numbers[2])
     assert "tokens fit" in said or "weights alone" in said
@@ -341,7 +345,7 @@ def test_the_weights_of_a_reference_are_not_room_for_training(
     config = WITH_KL.changed(policy=PolicyConfig(kind="hf", memory_gib=gib))
     assert not Trainer(opened(folder), config.changed(loss=LOOSE.loss)).step(plan).skipped
     reference = Reference(opened(folder))
-    with pytest.raises(TrainError, match="GiB are there"):
+    with pytest.raises(TrainError, match="GiB are available"):
         Trainer(opened(folder), config, reference=reference).step(plan)
     held = sum(p.nbytes for _, p in reference.policy.named_parameters())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 20 * GIB))

@@ -224,8 +224,8 @@ def test_a_step_tells_how_far_the_policy_is_from_those_that_sampled() -> None:
     assert result.clip_high_fraction == pytest.approx(high.mean())
     assert 0 < low.sum() != high.sum() > 0
     assert result.clip_fraction == pytest.approx(result.clip_low_fraction + result.clip_high_fraction)
-    assert result.alarm.startswith(f"the policy is {result.off_policy_kl:.3g} nats from those that sampled")
-    assert f"; the policy is {result.ref_kl:.3g} nats from the reference" in result.alarm
+    assert result.alarm.startswith(f"KL to the sampling policies is {result.off_policy_kl:.3g} nats")
+    assert f"; KL to the reference policy is {result.ref_kl:.3g} nats" in result.alarm
 
 
 def test_agreement_raises_no_alarm_and_the_reference_stays_as_it_is() -> None:
@@ -246,7 +246,7 @@ def test_agreement_raises_no_alarm_and_the_reference_stays_as_it_is() -> None:
 
 def test_a_reference_that_is_missing_or_speaks_of_other_tokens_is_refused() -> None:
     config = TrainConfig(loss=LossConfig(kl="k2"))
-    with pytest.raises(ConfigError, match="kl=k2 needs a reference policy, and there is none"):
+    with pytest.raises(ConfigError, match="kl=k2 needs a reference policy"):
         Trainer(small_model(), config)
     other = Qwen3(dataclasses.replace(CONFIG, vocab_size=51))
     with pytest.raises(ConfigError, match="the reference policy has 51 tokens, the trained model 50"):
@@ -262,7 +262,7 @@ def test_a_checkpoint_knows_its_reference(tmp_path: Path) -> None:
         Trainer(small_model(), config, reference=Reference(small_model(2))),
         Trainer(small_model(), TrainConfig()),
     ):
-        with pytest.raises(TrainError, match="was made with another reference policy"):
+        with pytest.raises(TrainError, match="was made with a different reference policy"):
             checkpoint.load(other, tmp_path / "c")
 
 

@@ -17,7 +17,8 @@ from insitu.config import load_config, model_folder
 from insitu.engines.embedded.model import ModelConfig, initialise, save_model
 from insitu.errors import ConfigError, TrainError
 from insitu.training.plan.costs import pair_cost
-from insitu.training.plan.packing import PAIR_COST, common_prefix, pack
+from insitu.training.plan.packing import PAIR_COST, pack
+from insitu.training.plan.prefix import common_prefix
 from insitu.training.plan.step import PlanConfig, plan_digest, plan_step
 from insitu.types import Ledger, Rollout, Status
 
@@ -66,7 +67,7 @@ def test_a_rollout_without_a_reward_is_ungraded() -> None:
     thin = [simple("train/0/1/0", 1.0, 3), simple("train/0/1/1", None, 5)]
     plan = plan_step([group("train/0/0", scored), group("train/0/1", thin)], PlanConfig())
     assert plan.ledger == Ledger(captured=16, trained=4, excluded={"ungraded": 12})
-    assert plan.fates["train/0/1/0"] == "ungraded"
+    assert plan.exclusion_reasons["train/0/1/0"] == "ungraded"
 
 
 def test_a_group_with_too_few_scores_is_left_out() -> None:
@@ -92,7 +93,7 @@ def test_fewer_useful_groups_than_wanted_train_nothing_and_say_so() -> None:
     assert not plan.rows
     assert not plan.batches
     assert plan.ledger == Ledger(captured=4, trained=0, excluded={"few_groups": 4})
-    assert set(plan.fates.values()) == {"few_groups"}
+    assert set(plan.exclusion_reasons.values()) == {"few_groups"}
     assert plan_step([], PlanConfig()).skipped
     one = plan_step(groups, PlanConfig.of(load_config(None, [])))
     assert (one.skipped, one.ledger.trained) == ("", 4), "by default one group with a gradient is enough"
@@ -190,7 +191,7 @@ def test_refusals_name_the_place() -> None:
     with pytest.raises(ValueError, match="maxrl"):
         PlanConfig(advantage="maxrl", truncated="penalise")
     with pytest.raises(ValueError, match="maxrl .* overlong_tokens"):
-        PlanConfig(advantage="maxrl", overlong_tokens=10)
+        PlanConfig(advantage="maxrl", overlong_tokens=10, overlong_margin_tokens=5)
 
 
 def test_a_rollout_without_tokens_makes_no_row() -> None:
@@ -260,7 +261,7 @@ def test_pairs_cost_what_they_do_in_the_model(tmp_path: Path) -> None:
     matrices = sum(p.numel() for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2)
     assert pair_cost(tmp_path) == pytest.approx(4 * 4 * 16 / (2 * matrices))
     (tmp_path / "config.json").write_text('{"hidden_size": 32}')
-    with pytest.raises(ConfigError, match="does not say 'num_attention_heads'"):
+    with pytest.raises(ConfigError, match="lacks 'num_attention_heads'"):
         pair_cost(tmp_path)
     # Padding a short row to a long one costs pairs; a pass of its own costs BATCH_COST tokens.
     ids = [np.full(n, n, np.int32) for n in (10, 70)]

@@ -1,4 +1,4 @@
-"""Products of bfloat16 with a float32 result: each way that older versions of torch leave."""
+"""Products of bfloat16 with a float32 result: each method that older versions of torch leave."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from train_lab import VOCAB
 from insitu.training.loss import chunked_logits as tiles
 from insitu.training.loss import mixed_matmul as ways
 from insitu.training.loss.fused_head import objective
-from insitu.training.loss.mixed_matmul import Way, product, way_of
+from insitu.training.loss.mixed_matmul import Method, method_of, product
 
 pytestmark = pytest.mark.numeric
 
 
 @pytest.fixture(autouse=True)
 def _forgets() -> Iterator[None]:
-    way_of.cache_clear()
+    method_of.cache_clear()
     yield
-    way_of.cache_clear()
+    method_of.cache_clear()
 
 
-def like_torch(way: Way) -> Callable[..., Tensor]:
-    """torch.mm and torch.addmm as a CUDA build has them that offers `way`: out_dtype of addmm since 2.10, of
-    mm since 2.8. This CPU's torch has neither, so what is offered is computed by casting."""
+def like_torch(method: Method) -> Callable[..., Tensor]:
+    """torch.mm and torch.addmm of a CUDA build that offers `method`: out_dtype of addmm since 2.10, of
+    mm since 2.8. This CPU's torch has neither, so the result is computed by casting."""
 
     def call(*given: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         *addend, a, b = given
         if out_dtype is None:
             return REAL[len(addend)](*given, out=out)
-        if way == "cast":
+        if method == "cast":
             raise TypeError("mm() got an unexpected keyword argument 'out_dtype'")
-        if addend and way == "mm":
+        if addend and method == "mm":
             raise RuntimeError("self and mat2 must have the same dtype, but got Float and BFloat16")
         return REAL[len(addend)](*addend, a.to(out_dtype), b.to(out_dtype), out=out)
 
@@ -42,15 +42,15 @@ def like_torch(way: Way) -> Callable[..., Tensor]:
 
 
 REAL: tuple[Callable[..., Tensor], ...] = (torch.mm, torch.addmm)
-WAYS: tuple[Way, ...] = ("addmm", "mm", "cast")
+METHODS: tuple[Method, ...] = ("addmm", "mm", "cast")
 
 
-@pytest.fixture(params=WAYS)
-def offered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
-    way: Way = request.param
-    monkeypatch.setattr(torch, "mm", like_torch(way))
-    monkeypatch.setattr(torch, "addmm", like_torch(way))
-    return way
+@pytest.fixture(params=METHODS)
+def offered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Method:
+    method: Method = request.param
+    monkeypatch.setattr(torch, "mm", like_torch(method))
+    monkeypatch.setattr(torch, "addmm", like_torch(method))
+    return method
 
 
 def operands(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,10 +62,10 @@ def operands(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("band", [1, 3000, 1 << 20])
 @pytest.mark.parametrize("add", [False, True])
 def test_every_way_gives_the_product(
-    offered: Way, add: bool, band: int, monkeypatch: pytest.MonkeyPatch
+    offered: Method, add: bool, band: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ways, "BAND", band)
-    assert way_of("cpu", torch.bfloat16) == offered
+    assert method_of("cpu", torch.bfloat16) == offered
     a, b, out = operands()
     expected = a.double() @ b.double() + (out.double() if add else 0)
     product(a, b, out, add=add)
@@ -82,7 +82,7 @@ def test_this_machines_own_torch_finds_a_way() -> None:
 def test_a_kernel_that_gives_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "addmm", lambda *given, out, out_dtype: out)
     monkeypatch.setattr(torch, "mm", like_torch("mm"))
-    assert way_of("cpu", torch.bfloat16) == "mm"
+    assert method_of("cpu", torch.bfloat16) == "mm"
 
 
 def test_no_memory_is_not_taken_for_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_no_memory_is_not_taken_for_an_old_torch(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch, "addmm", full)
     with pytest.raises(torch.OutOfMemoryError):
-        way_of("cpu", torch.bfloat16)
+        method_of("cpu", torch.bfloat16)
 
 
 @pytest.mark.usefixtures("offered")

@@ -37,7 +37,7 @@ def test_a_finished_run_is_not_started_again(tmp_path: Path) -> None:
             train(config, PlainView(StringIO()), TrainOptions(resume=folder))
         run.write_summary({"rl_steps": 3})
     assert train(config, PlainView(shown), TrainOptions(resume=folder)) == {"rl_steps": 3}
-    assert "is finished: nothing is left to do" in shown.getvalue()
+    assert "is finished, nothing to do" in shown.getvalue()
 
 
 def test_tasks_that_are_judged_weaker_than_asked_for_are_refused(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ async def test_requests_that_its_death_cut_short_are_made_again_with_the_publish
         assert {made.version_runs for made in after} == {((0, 3),)}
         assert len(exporter.wanted) == 1, "the trainer was not asked: it may be further"
         assert len(said) == 1
-        assert said[0].endswith("it gets version 3 back")
+        assert said[0].endswith("restoring version 3")
         await engine.publish(4)
         assert (await sample(engine, 0)).version_runs == ((0, 4),)
 
@@ -137,7 +137,7 @@ async def test_a_server_that_is_killed_9_samples_nothing_with_the_weights_it_com
         assert [made.ids.tolist() for made in after] == before
         assert {made.version_runs for made in after} == {((0, 3),)}
         assert len(said) == 1
-        assert said[0].endswith("it gets version 3 back")
+        assert said[0].endswith("restoring version 3")
     finally:
         server.kill()
         await server.wait()
@@ -158,7 +158,9 @@ async def test_a_server_that_stays_away_is_one_clear_line(tmp_path: Path) -> Non
         gone = HttpOptions(url="http://127.0.0.1:9", retries=0)
         engine._engine._http.options = gone  # type: ignore[attr-defined]
         engine._engine._http._base = gone.url  # type: ignore[attr-defined]
-        with pytest.raises(EngineError, match=r"is not reachable .*; it did not come back in 0\.3 s"):
+        with pytest.raises(
+            EngineError, match=r"is not reachable .*; the server did not come back within 0\.3 s"
+        ):
             await sample(engine, 0)
 
 
@@ -237,8 +239,8 @@ async def test_all_who_wait_share_one_patience(tmp_path: Path) -> None:
         began = time.monotonic()
         waiting = [sample(engine, slot) for slot in range(6)]
         failed = await asyncio.gather(*waiting, return_exceptions=True)
-        assert all("it did not come back in 1 s" in str(error) for error in failed)
-        with pytest.raises(EngineError, match="it did not come back"):
+        assert all("the server did not come back within 1 s" in str(error) for error in failed)
+        with pytest.raises(EngineError, match="the server did not come back"):
             await sample(engine, 7)
         assert time.monotonic() - began < 4.0
         fake.restart()
@@ -259,7 +261,7 @@ async def test_what_kills_the_server_again_and_again_is_given_up(tmp_path: Path)
 
         engine._engine.generate = poison  # type: ignore[method-assign,assignment]
         async with asyncio.timeout(10.0):
-            with pytest.raises(EngineError, match="lost its weights more than 2 times since version 1"):
+            with pytest.raises(EngineError, match="restarted more than 2 times since version 1"):
                 await sample(engine, 9)
         assert len(said) == 2
         await engine.publish(2)

@@ -97,7 +97,7 @@ def test_a_rollout_of_which_no_row_is_left_is_not_called_trained() -> None:
     long = rollout(A, 1.0, [segment(A, 0, list(range(9)), [False] + [True] * 8, [-1.0] * 9)])
     groups = [group("train/0/0", [long, rollout(B, 0.0, [segment(B, 0, [1, 2], [False, True], [-1.0] * 2)])])]
     plan = plan_step(groups, PlanConfig(max_row_tokens=4))
-    assert (plan.fates, plan.skipped) == ({A: "overlong", B: ""}, "")
+    assert (plan.exclusion_reasons, plan.skipped) == ({A: "overlong", B: ""}, "")
     assert plan.ledger == Ledger(captured=9, trained=1, excluded={"overlong": 8})
 
 
@@ -105,10 +105,10 @@ def test_a_rollout_without_a_token_to_train_is_not_called_trained() -> None:
     silent = rollout(A, 1.0, [], excluded={"edited": 3})
     other = rollout(B, 0.0, [segment(B, 0, [1, 2], [False, True], [-1.0] * 2)])
     plan = plan_step([group("train/0/0", [silent, other])], PlanConfig())
-    assert plan.fates == {A: "no_tokens", B: ""}
+    assert plan.exclusion_reasons == {A: "no_tokens", B: ""}
     assert plan.ledger == Ledger(captured=4, trained=1, excluded={"edited": 3})
     both = group("train/0/0", [silent, rollout(B, 0.0, [])])
-    assert set(plan_step([both], PlanConfig()).fates.values()) == {"no_tokens"}
+    assert set(plan_step([both], PlanConfig()).exclusion_reasons.values()) == {"no_tokens"}
     assert use_of(both, PlanConfig()) == "no_tokens"
 
 

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise
 from insitu.errors import TrainError
+from insitu.training.options import OptimConfig, rate
 from insitu.training.sft.trainer import Sft, SftConfig, SftTensors
-from insitu.training.trainer.optimizer import OptimConfig, rate
 
 pytestmark = pytest.mark.numeric
 
@@ -100,7 +100,7 @@ def test_refusals_leave_weights_alone() -> None:
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     with pytest.raises(TrainError, match="no target"):
         sft.step(prefix, rows, np.zeros_like(mask))
-    with pytest.raises(TrainError, match="nothing stands before"):
+    with pytest.raises(TrainError, match="without a predictor"):
         sft.step(prefix[:0], rows, mask)
     with pytest.raises(TrainError, match="gradient norm"):
         sft.step(prefix, rows, mask, np.full(6, np.inf, np.float32))

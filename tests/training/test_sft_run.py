@@ -22,7 +22,7 @@ from insitu.storage.metrics import Metrics, read_metrics
 from insitu.storage.run_dir import read_store
 from insitu.training.plan.step import PlanConfig
 from insitu.training.replay import replay
-from insitu.training.sft.plan import plan_lessons, schedule
+from insitu.training.sft.plan import plan_examples, schedule
 from insitu.training.sft.run import SftOptions, open_tokens, sft, train_config
 from insitu.training.sft.selection import SelectionRules, choose, explain, stored_tokens
 from insitu.training.trainer.trainer import Trainer
@@ -111,7 +111,7 @@ def test_a_run_cut_short_ends_with_the_bits_of_one_that_was_not(
     steps = schedule([x.rollout_id for x in held], per_step=4, epochs=6, seed=config.run.seed)
     trainer = Trainer(load_model(source.parent / "student"), train_config(config, len(steps)))
     for step in steps:
-        plan = plan_lessons([held[i] for i in step], PlanConfig.of(config))
+        plan = plan_examples([held[i] for i in step], PlanConfig.of(config))
         result = trainer.step(plan)
         assert (result.max_logprob_gap, result.mismatch_kl) == (0.0, 0.0)
     whole = load_model(Path(str(finished[0]["checkpoint"])))
@@ -156,7 +156,7 @@ def test_nothing_worth_imitating_is_one_line_that_says_why(tmp_path: Path) -> No
     with pytest.raises(TrainError) as error:
         sft(sft_config(source, tmp_path / "run"), Watcher())
     assert str(error.value) == (
-        f"nothing of {source} is worth imitating: 3 rollouts, 0 chosen; 1 of held-out tasks"
+        f"no rollout of {source} was selected: 3 rollouts, 0 chosen; 1 of held-out tasks"
         " (sft.held_out = true takes them); 1 below sft.min_reward; 1 not graded"
     )
 
@@ -170,7 +170,7 @@ def test_a_run_that_changed_under_a_resumed_one_is_refused(
     other = stored_run(tmp_path / "other", [said(r.id, r.task_id, "else") for r in solved()])
     text = (run / "config.toml").read_text().replace(str(source), str(other))
     (run / "config.toml").write_text(text)
-    with pytest.raises(RecordError, match="train/1/0/0 of .* is not the one that this run began with"):
+    with pytest.raises(RecordError, match="train/1/0/0 of .* has changed since this run began"):
         sft(sft_config(other, run), Watcher(), SftOptions(resume=run))
 
 
@@ -178,7 +178,7 @@ def test_tokens_of_another_family_are_refused(source: Path, tmp_path: Path) -> N
     other = student(tmp_path / "other")
     template = other / "chat_template.jinja"
     template.write_text(template.read_text().replace("<tool_response>", "<tool_answer>"))
-    with pytest.raises(ConfigError, match="whose tokenizer or template is not that of .*other"):
+    with pytest.raises(ConfigError, match="whose tokenizer or chat template differs from that of .*other"):
         sft(sft_config(source, tmp_path / "run", f"model.path={other}"), Watcher())
 
 
@@ -203,7 +203,7 @@ def test_what_a_teacher_wrote_is_told_in_the_students_tokens(tmp_path: Path) -> 
         tokens = open_tokens(config, store, FAMILY)
         choice = choose(store, SelectionRules.of(config), tokens, rollouts_held_out=False)
     assert [x.rollout_id for x in choice.lessons] == ["rollout/0/0/0"]
-    assert choice.left_out == {"not_told": 1, "no_tokens": 1}
+    assert choice.left_out == {"not_rendered": 1, "no_tokens": 1}
     assert "rollout-0-1-0.1.jsonl turn 0: Content of type 'image_url'" in explain(choice)
     (segment,) = choice.lessons[0].segments
     assert FAMILY.parse(segment.ids[segment.mask]).text == "answer 0"
@@ -243,7 +243,7 @@ def test_a_directory_of_another_kind_is_not_continued(source: Path) -> None:
 
 def test_too_few_steps_for_the_schedule_are_refused_before_anything_is_trained() -> None:
     config = sft_config(Path("/nowhere"), Path("/nowhere"), "train.warmup_steps=3")
-    with pytest.raises(ConfigError, match=r"3 steps in all are no more than train.warmup_steps = 3"):
+    with pytest.raises(ConfigError, match=r"3 steps do not exceed train.warmup_steps = 3"):
         train_config(config, 3)
     chosen = train_config(config, 30)
     assert (chosen.loss.name, chosen.optim.lr, chosen.optim.total_steps) == ("nll", 0.01, 30)

@@ -239,7 +239,7 @@ def test_a_token_of_a_version_that_cannot_be_here_changes_nothing(
     plan = plan_step(sampled_groups(model, version=3), PlanConfig())
     trainer = Trainer(model, TrainConfig(max_staleness=staleness), version=at)
     before = weights(model)
-    text = rf"token 17 was sampled by version 3, the trainer is at {at} and takes none older than {oldest}"
+    text = rf"token 17 was sampled by version 3, the trainer is at {at} and accepts none older than {oldest}"
     with pytest.raises(TrainError, match=text):
         trainer.step(plan)
     assert same(before, weights(model))
@@ -289,6 +289,6 @@ def test_nothing_to_train_is_skipped_and_too_long_is_refused() -> None:
         rollout(f"g/0/{k}", float(k), [segment(f"g/0/{k}", 0, [1] * long, mask, [-1.0] * long)])
         for k in (0, 1)
     ]
-    with pytest.raises(TrainError, match="257 tokens are more than the model's 256 positions"):
+    with pytest.raises(TrainError, match="257 tokens exceed the model's 256 positions"):
         trainer.step(plan_step([group("g/0", members)], PlanConfig()))
     assert same(before, weights(model))

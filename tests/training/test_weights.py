@@ -1,4 +1,4 @@
-"""Publishers of files against a fake server: what travels, what is proven, and every way it can fail."""
+"""Publishers of files against a fake server: what is sent, what is verified, and how it can fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from insitu.engines.safetensors_file import read_folder, read_manifest, sums_of
 from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import EngineError
 from insitu.training.weights.files import DeltaPublisher, DiskPublisher, PublishOptions
-from insitu.training.weights.gpu import TransferPublisher, Way
+from insitu.training.weights.gpu import TransferPublisher, Transport
 from insitu.types import RequestKey, SamplingParams
 from tests.fakes.exporter import FakeExporter, FakeTransfers
 from tests.fakes.sglang import serve_sglang
@@ -193,12 +193,12 @@ def test_adapters_go_to_vllm_as_they_are_unless_they_are_to_be_merged(
 # --------------------------------------------------------------------------- without files
 
 
-@pytest.mark.parametrize("way", ["ipc", "nccl"])
-async def test_tensors_reach_a_server_without_files(way: Way, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+async def test_tensors_reach_a_server_without_files(transport: Transport, tmp_path: Path) -> None:
     async with server() as (fake, engine):
-        fake.workers = 2 if way == "nccl" else 1
+        fake.workers = 2 if transport == "nccl" else 1
         learner = FakeTransfers(fake)
-        publisher = TransferPublisher(learner, engine, to(tmp_path), way)
+        publisher = TransferPublisher(learner, engine, to(tmp_path), transport)
         for version, seed in enumerate(["start", "one", "two"]):
             learner.tensors = chance_tensors(seed)
             receipt = await publisher.publish(version)
@@ -208,7 +208,7 @@ async def test_tensors_reach_a_server_without_files(way: Way, tmp_path: Path) ->
         first = fake.transfers[0]["init_info"]
         assert first["packed"] is False
         assert (first.get("world_size"), first.get("rank_offset")) == (
-            (3, 1) if way == "nccl" else (None, None)
+            (3, 1) if transport == "nccl" else (None, None)
         )
         assert sum("init_info" in body for body in fake.transfers) == 1
         assert [body["start"] for body in fake.transfers if "start" in body] == [True] * 3
@@ -228,11 +228,13 @@ async def test_a_restarted_server_gets_what_crossed_a_gpu_again(tmp_path: Path) 
         assert await sampled_by(engine) == 4
 
 
-@pytest.mark.parametrize("way", ["ipc", "nccl"])
-async def test_what_crossed_a_gpu_and_arrived_as_something_else_is_noticed(way: Way, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+async def test_what_crossed_a_gpu_and_arrived_as_something_else_is_noticed(
+    transport: Transport, tmp_path: Path
+) -> None:
     async with server() as (fake, engine):
         learner = FakeTransfers(fake)
-        publisher = TransferPublisher(learner, engine, to(tmp_path), way)
+        publisher = TransferPublisher(learner, engine, to(tmp_path), transport)
         await publisher.publish(0)
         learner.tensors, fake.spoils = chance_tensors("one"), "model.norm.weight"
         with pytest.raises(EngineError, match="model.norm.weight has other weights than were published"):

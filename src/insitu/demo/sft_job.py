@@ -24,8 +24,8 @@ from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, save_m
 from insitu.errors import TrainError
 from insitu.tasks.toy import ToySource
 from insitu.training.learner.parent_watch import follow_parent, main_of_child
+from insitu.training.options import OptimConfig
 from insitu.training.sft.trainer import Sft, SftConfig
-from insitu.training.trainer.optimizer import OptimConfig
 from insitu.types import IntArray, Limits
 
 GATE = 0.9

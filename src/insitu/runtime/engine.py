@@ -12,7 +12,8 @@ from insitu.config import Config, model_folder
 from insitu.engines.base import Engine
 from insitu.engines.factory import open_engine, open_server
 from insitu.errors import ConfigError
-from insitu.training.learner.client import Learner, LearnerSpec
+from insitu.training.learner.client import Learner
+from insitu.training.learner.process import LearnerSpec
 from insitu.training.weights.reconnect import ReconnectingEngine, StaticWeights
 
 

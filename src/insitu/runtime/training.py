@@ -26,7 +26,8 @@ from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, RunDir, restore_steps
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
-from insitu.training.learner.client import Learner, LearnerSpec
+from insitu.training.learner.client import Learner
+from insitu.training.learner.process import LearnerSpec
 from insitu.training.learner.supervisor import Committed, LearnerSupervisor, RetryingEngine
 from insitu.training.loop import (
     EXTRA,
@@ -47,7 +48,7 @@ from insitu.training.weights.files import (
     Publisher,
     PublishOptions,
 )
-from insitu.training.weights.gpu import TransferPublisher, Way
+from insitu.training.weights.gpu import TransferPublisher, Transport
 from insitu.training.weights.reconnect import ReconnectingEngine, RestorablePublisher
 
 log = logging.getLogger(__name__)
@@ -73,8 +74,8 @@ async def _sampled_by(
     async with open_server(run.config, renderer, note) as engine:
         publisher: RestorablePublisher
         if isinstance(engine, VllmEngine) and table.publish in ("ipc", "nccl"):
-            way: Way = "ipc" if table.publish == "ipc" else "nccl"
-            publisher = TransferPublisher(learner, engine, options, way)
+            transport: Transport = "ipc" if table.publish == "ipc" else "nccl"
+            publisher = TransferPublisher(learner, engine, options, transport)
         elif table.publish == "delta":
             publisher = DeltaPublisher(learner, engine, options, spool)
         else:

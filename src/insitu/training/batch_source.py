@@ -88,11 +88,11 @@ async def open_batches(
         check=check,
         warn=warn,
         version=version,
-        resume=left_before(store, task_of, config.tasks.groups_per_step),
+        resume=resume_state(store, task_of, config.tasks.groups_per_step),
     )
     async with collector.open():
         yield Batches(collector, options)
-    # What a resumed run had more than it needed.
+    # left over in a resumed run
     left = [*store.open_rollouts(), *store.unused_graded()]
     store.discard([state.rollout_id for state in left if state.phase == "train"], "unused")
 
@@ -111,25 +111,27 @@ def collect_options(config: Config) -> CollectOptions:
     )
 
 
-def left_before(store: Store, task_of: Callable[[int], Task], groups: int) -> ResumeState:
-    """What earlier processes of the run drew and neither trained nor discarded. The optimizer step that
-    trained a rollout is not the one of its place, so places say nothing of what is left."""
+def resume_state(store: Store, task_of: Callable[[int], Task], groups: int) -> ResumeState:
+    """Return the draws of earlier processes of the run that were neither trained nor discarded."""
+    # a rollout may be trained in another step than its place names, so places do not tell what is left
     states = [*store.open_rollouts(), *store.unused_graded()]
     drawn = sorted({(s.step, s.group) for s in states if s.phase == "train"})
     last, taken = store.last_place("train"), store.last_step()
     return ResumeState(
-        draws=[_held(store, task_of, groups, step, group) for step, group in drawn],
+        draws=[_resumed_group(store, task_of, groups, step, group) for step, group in drawn],
         next_draw=0 if last is None else 1 + _number(last, groups),
         delivered=0 if taken is None else taken.step * groups,
     )
 
 
 def _number(place: tuple[int, int], groups: int) -> int:
-    """Of the draw at a place."""
+    """Return the number of the draw at a place."""
     return (place[0] - 1) * groups + place[1]
 
 
-def _held(store: Store, task_of: Callable[[int], Task], groups: int, step: int, group: int) -> ResumedGroup:
+def _resumed_group(
+    store: Store, task_of: Callable[[int], Task], groups: int, step: int, group: int
+) -> ResumedGroup:
     members = store.group_states("train", step, group)
     number = _number((step, group), groups)
     return ResumedGroup(

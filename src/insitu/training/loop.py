@@ -2,9 +2,8 @@
 
     Batches -> groups -> plan_step -> Learner.step -> checkpoint (rename) -> Store.commit_step -> Publisher
 
-Batches (batch_source.py) are made for the step, or ahead of it while the one before is trained. Never imports
-torch: the learner is a child process. What is stored before a crash is used after it, so a resumed
-synchronous run of a scripted agent ends with the same bits. Called by the CLI and the demo.
+Rollouts stored before a crash are used after it, so a resumed synchronous run of a scripted agent ends with
+the same bits.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from insitu.training.plan.step import plan_step
 from insitu.training.step_metrics import (
     SHOWN,
     ahead_summary,
-    apart_text,
     heldout_summary,
+    mismatch_text,
     score_of,
     step_metrics,
 )
@@ -46,7 +45,7 @@ from insitu.types import Group, Status
 
 
 class TrainingObserver(RolloutObserver, Protocol):
-    """The view as the loop sees it (view.base.View); methods return at once and never raise."""
+    """The view of a training run; methods return at once and never raise."""
 
     def begin(self, title: str, rollouts: int) -> None: ...
 
@@ -71,25 +70,25 @@ _SCORE_NAMES = {
 }
 
 WALL_S, EXTRA = "wall_s", "summary_extra"
-"""Facts of a run."""
+"""Metadata keys of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """What of a run is not in its configuration."""
+    """Options of one invocation that are not in the run's configuration."""
 
     resume: Path | None = None
     """Run directory to continue."""
     began: float = field(default_factory=time.monotonic)
-    """Reading of time.monotonic() from which the person has waited: the start of the process."""
+    """Reading of time.monotonic() at the start of the process."""
     extra: Mapping[str, float | int | str] = field(default_factory=dict)
-    """Further numbers for the summary; those a run was created with stay when it is resumed."""
+    """Further numbers for the summary; those of the first invocation are kept on resume."""
 
 
 class WallClock:
-    """Seconds that the person has waited for a run, over all processes that worked on it.
+    """Wall time of a run over all its processes.
 
-    Kept with every committed step, so that a killed process takes the time since its last step with it.
+    Stored with every committed step; a killed process loses the time since its last step.
     """
 
     def __init__(self, store: Store, began: float) -> None:
@@ -100,12 +99,12 @@ class WallClock:
         return self._earlier + time.monotonic() - self._began
 
     def meta(self) -> Mapping[str, str]:
-        """As a fact of the run."""
+        """Return it as metadata of the run."""
         return {WALL_S: f"{self.seconds():.3f}"}
 
 
 class TrainingLoop:
-    """One run, from where the store says it stands to its end."""
+    """One run, from the store's state to its end."""
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class TrainingLoop:
         self._run, self._store, self._metrics, self._parts, self._view = run, store, metrics, parts, view
         self._clock = clock
         self._closed: float | None = None
-        """Reading of time.monotonic() at the commit of the step before, in this process."""
+        """Reading of time.monotonic() at the last commit in this process."""
         c = run.config
         self._attempts = parts.attempts
         masks, self._eval_masks = (
@@ -133,7 +132,7 @@ class TrainingLoop:
         self._breaker = Breaker(c.collect.max_consecutive_failures)
 
     async def run(self) -> Mapping[str, Any]:
-        """Everything that is left of the run; returns the summary, but for the time."""
+        """Run the remaining steps; return the summary without the time."""
         last = self._store.last_step()
         first = 1 if last is None else last.step + 1
         c = self._run.config
@@ -144,7 +143,7 @@ class TrainingLoop:
         before = await self._evaluate("eval_before", 0)
         async with self._batches() as batches:
             for step in range(first, c.run.steps + 1):
-                # Before a step, not after one: an evaluation that a kill cut short is finished first.
+                # before the next step, so that a resumed run finishes an interrupted evaluation first
                 if self._evaluated_after(step - 1):
                     await self._evaluate("eval_during", step - 1)
                 await self._step(step, batches)
@@ -152,7 +151,7 @@ class TrainingLoop:
         return self._summary(before, after)
 
     def _batches(self) -> AbstractAsyncContextManager[Batches]:
-        """The groups of the steps that are left."""
+        """Yield the source of groups until the last step."""
         parts = self._parts
         return open_batches(
             self._run.config,
@@ -175,7 +174,7 @@ class TrainingLoop:
         return sum(self._evaluated_after(step) for step in range(first - 1, self._run.config.run.steps))
 
     def _eval_tasks(self) -> int:
-        """As configured, but no more than there are."""
+        """Return the configured number, at most all tasks."""
         size = self._parts.source.size("eval")
         wanted = self._run.config.run.eval_tasks
         return wanted if size is None else min(wanted, size)
@@ -216,7 +215,7 @@ class TrainingLoop:
         c = self._run.config
         began = time.monotonic()
         self._view.stage(f"step {step} of {c.run.steps}", batches.rollouts)
-        groups, told = await batches.next()
+        groups, collected_metrics = await batches.next()
         collected = time.monotonic()
         graded = [r.id for g in groups for r in g.rollouts if r.status is not Status.INFRA_FAILED]
         plan = plan_step(groups, self._parts.plan_config)
@@ -226,15 +225,19 @@ class TrainingLoop:
         result = trained.result
         ledger = reassign(plan.ledger, "mismatch", result.mismatched)
         metrics = step_metrics(groups, ledger, result)
-        metrics |= {"collect_s": collected - began, "train_s": time.monotonic() - collected, **told}
+        metrics |= {
+            "collect_s": collected - began,
+            "train_s": time.monotonic() - collected,
+            **collected_metrics,
+        }
         watched, alarms = self._alarms.look(groups, ledger, metrics["reward_mean"])
         metrics |= watched
         untrained = why_untrained(groups, result.skipped)
         alarms += self._collapse.look(metrics)
-        for alarm in filter(None, (untrained, *alarms, result.alarm, apart_text(result.mismatched))):
+        for alarm in filter(None, (untrained, *alarms, result.alarm, mismatch_text(result.mismatched))):
             self._view.note(f"step {step}: {alarm}")
         metrics["step_s"] = (now := time.monotonic()) - began
-        # With what was published and evaluated since the step before.
+        # includes publication and evaluation since the previous step
         metrics["cycle_s"] = now - (began if self._closed is None else self._closed)
         self._closed = now
         metrics |= {"weights": trained.weights, "learner_restarts": self._parts.life.restarts}
@@ -244,8 +247,8 @@ class TrainingLoop:
             str(folder.relative_to(self._run.path)),
             plan.digest,
             ledger,
-            trained=[name for name, reason in plan.fates.items() if not reason],
-            discarded={name: reason for name, reason in plan.fates.items() if reason},
+            trained=[name for name, reason in plan.exclusion_reasons.items() if not reason],
+            discarded={name: reason for name, reason in plan.exclusion_reasons.items() if reason},
             meta=self._clock.meta(),
         )
         failpoint.hit("loop.committed")
@@ -291,26 +294,30 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def check_steps(run: RunDir, store: Store) -> None:
-    """Raises RecordError when the store knows fewer steps than checkpoints were written: it is not this run's
-    any more. The newest checkpoint may be one ahead, where a kill came before the step's commit."""
+    """Raise RecordError when checkpoints are more than one step ahead of the store.
+
+    One step ahead is possible: a kill between checkpoint and commit.
+    """
     last = store.last_step()
     known = 0 if last is None else last.step
     written = [int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-[0-9]*")]
     if max(written, default=0) > known + 1:
         raise RecordError(
-            f"{run.path / 'run.sqlite'} knows {known} steps, but checkpoints reach to {max(written)}: put the"
-            " store back that belongs to them, or begin a new run"
+            f"{run.path / 'run.sqlite'} has {known} steps, but checkpoints reach step {max(written)}:"
+            " restore the matching store, or start a new run"
         )
 
 
 def finished_run(path: Path, say: Callable[[str], None], kind: str = "") -> Mapping[str, Any] | None:
-    """The summary of a run of this kind ("" = training) that has nothing left to do, and a line that says so;
-    None for any other. Raises RecordError."""
+    """Return the summary of a finished run of this kind ("" = training), with a notice; None otherwise.
+
+    Raises RecordError.
+    """
     summary = read_summary(path)
     if summary is None:
         return None
     with read_store(path) as store:
         if store.meta().get(KIND, "") != kind:
             return None
-    say(f"{path} is finished: nothing is left to do")
+    say(f"{path} is finished, nothing to do")
     return summary

@@ -1,7 +1,4 @@
-"""Knobs and results of the learner as plain values: what crosses between controller and learner.
-
-No torch here: the controller builds these, the learner's process reads them back from JSON.
-"""
+"""Settings and results that cross between controller and learner as plain values, without torch."""
 
 from __future__ import annotations
 
@@ -21,19 +18,20 @@ from insitu.errors import ConfigError, boundary
 Decay = Literal["constant", "linear", "cosine"]
 
 EMBEDDED_GAP, FLOAT32_GAP, ROUNDED_GAP = 1e-4, 1e-3, 1.0
-"""Largest |trainer - sampler| log-probability of one token: the embedded engine, a server and a trainer that
-compute in float32, and anything else."""
+"""Default limits of |trainer - sampler| log-probability of one token: for the embedded engine, for a float32
+server and trainer, and otherwise.
+"""
 
 
 class OptimConfig(OptimizerKeys):
-    """AdamW or Muon and their schedule; step k of n warm-up steps has k/n of the rate."""
+    """Optimizer settings."""
 
     muon_lr: float = 0.0
     """Muon's learning rate for hidden matrices; 0 = AdamW for everything."""
     total_steps: int = 0
-    """Steps until the decay ends; needed unless constant."""
+    """Steps until the decay ends; required unless constant."""
     final: float = 0.0
-    """Share of the rate that is left when the decay has ended."""
+    """Share of the rate after the decay."""
 
     @model_validator(mode="after")
     def _decay_has_steps(self) -> Self:
@@ -43,7 +41,7 @@ class OptimConfig(OptimizerKeys):
 
 
 def rate(config: OptimConfig, step: int) -> float:
-    """Factor on the learning rates at optimiser step `step`, counted from 0."""
+    """Return the factor of the learning rates at optimizer step `step`, counted from 0."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.decay == "constant":
@@ -54,27 +52,26 @@ def rate(config: OptimConfig, step: int) -> float:
 
 
 class Lora(Keys):
-    """Low-rank adapters that are trained instead of the weights; see model/lora.py."""
+    """Low-rank adapters trained instead of the weights; see model/lora.py."""
 
     rank: int
     alpha: float
-    """They count alpha / rank times."""
+    """Adapters are scaled by alpha / rank."""
     targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Last names of the matrices that have one; empty = those of attention and MLP that each layer has."""
+    """Last name component of the adapted matrices; empty = those of attention and MLP in each layer."""
     merged: Literal["", "auto", "float32", "bfloat16"] = ""
-    """Type in which an engine holds the sum of matrix and adapter; auto = as the start model's config.json
-    says, empty = it gets adapters as they are."""
+    """Dtype of the sum of matrix and adapter in an engine; auto = the start model's, empty = unmerged."""
 
 
 def publishes_adapters(config: Config) -> bool:
-    """Whether the engine gets adapters as they are, and not whole weights that they were added to."""
+    """Return whether the engine gets adapters unmerged."""
     table = config.engine
     by_name = table.kind == "vllm" and table.publish_lora == "adapter"
     return config.policy.lora_rank > 0 and by_name and not config.sft.run
 
 
 class PolicyConfig(PolicyKeys):
-    """The trained model, its device, and its adapters if it has any."""
+    """How the model is loaded; the keys of [policy]."""
 
     lora: Lora | None = None
 
@@ -95,19 +92,19 @@ class PolicyConfig(PolicyKeys):
 
 
 class TrainConfig(LearnerKeys):
-    """Options of the trainer, which turns a plan into one update per epoch."""
+    """Settings of the trainer."""
 
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = LossConfig()
     policy: PolicyConfig = PolicyConfig()
     max_logprob_gap: Annotated[float, Field(ge=0)] = EMBEDDED_GAP
-    """Largest |trainer - sampler| log-probability of a token of the current version; above it, no update."""
+    """Largest |trainer - sampler| log-probability of a token of the current version; see mismatch.py."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """The sampler's: the trainer's log-probabilities are those of softmax(logits / temperature)."""
+    """The sampler's: log-probabilities are those of softmax(logits / temperature)."""
     max_staleness: CountOrZero = 0
-    """Versions that a trained token may be behind the trainer; beyond it, no update."""
+    """Most versions that a trained token may be behind the trainer."""
     share_gpu: bool = False
-    """An engine uses the GPU's memory between two steps: torch's cache is emptied after each."""
+    """An engine uses the GPU between steps: torch's memory cache is freed after each."""
 
     @model_validator(mode="after")
     def _sharded(self) -> Self:
@@ -117,7 +114,7 @@ class TrainConfig(LearnerKeys):
 
     @classmethod
     def of(cls, config: Config) -> TrainConfig:
-        """The learner's part of a run's configuration."""
+        """Return the learner's part of a run's configuration."""
         t = config.train
         return t.pick(
             cls,
@@ -132,19 +129,18 @@ class TrainConfig(LearnerKeys):
 
 
 def _gap_limit(config: Config) -> float:
-    """What the numbers of this engine and policy allow (docs/decisions/0048). A server's own type is not
-    known here: only what was asked for by name counts as float32."""
+    """Return the default limit for this engine and policy (docs/decisions/0048)."""
     if config.engine.kind == "embedded":
         return EMBEDDED_GAP
     policy = config.policy
+    # a server's own dtype is unknown here: only a configured one counts as float32
     auto = policy.kind == "builtin" or policy.device == "cpu"
     exact = policy.dtype == "float32" or (policy.dtype == "auto" and auto)
     return FLOAT32_GAP if exact and config.engine.publish_dtype == "float32" else ROUNDED_GAP
 
 
 def _optim(config: Config) -> OptimConfig:
-    """How weights move. A decay ends with the run's last update; without one the run's length plays no part,
-    so that a run may be resumed for more steps."""
+    """Return the optimizer settings; without a decay they do not depend on the run length."""
     t = config.train
     decay: Decay = "constant" if config.sft.run else t.decay  # [sft] has its own
     total_steps = 0 if decay == "constant" else config.run.steps * t.epochs
@@ -153,47 +149,44 @@ def _optim(config: Config) -> OptimConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step of the trainer did. All means are over trained tokens, unweighted."""
+    """Result of one training step; means are over trained tokens, unweighted."""
 
     optimizer_steps: int
-    """Optimiser steps done so far: one for each epoch of a step that was not skipped."""
+    """Optimizer steps so far: one per epoch of a step that was not skipped."""
     version: int
-    """Policy version of the weights after the step."""
+    """Policy version after the step."""
     skipped: str = ""
-    """Why there was no update, or empty; all numbers below are then 0."""
+    """Why there was no update, or empty; the numbers below are then 0."""
     loss: float = 0.0
-    """The weighted sum that was minimised, before the first update."""
+    """The minimised weighted sum, before the first update."""
     entropy: float = 0.0
-    """Mean entropy of the policy in nats, before the first update."""
+    """Mean entropy in nats, before the first update."""
     grad_norm: float = 0.0
     """Global gradient norm before clipping, of the last epoch."""
     clip_fraction: float = 0.0
-    """Share of tokens whose gradient the loss bounded, mean over epochs."""
+    """Share of tokens clipped by the loss, mean over epochs."""
     clip_low_fraction: float = 0.0
-    """The part of it with a negative advantage."""
+    """The part of it with negative advantage."""
     clip_high_fraction: float = 0.0
-    """The part of it with a positive advantage."""
+    """The part of it with positive advantage."""
     corrected_fraction: float = 0.0
-    """Share of tokens that a correction bounded or left out, mean over epochs."""
+    """Share of tokens bounded or excluded by a correction, mean over epochs."""
     mismatch_kl: float = 0.0
     """Mean of rho - 1 - log rho, trainer against sampler, before the first update, current version only."""
     off_policy_kl: float = 0.0
-    """The same over all trained tokens, so staleness counts too: the early sign of a collapse."""
+    """The same over all trained tokens, so it includes staleness: the early sign of a collapse."""
     ess: float = 1.0
-    """(sum rho)^2 / (N sum rho^2) over all N trained tokens before the first update: which share of them
-    the ratios leave effective."""
+    """Effective sample size (sum rho)^2 / (N sum rho^2) over all N trained tokens before the first update."""
     ref_kl: float = 0.0
-    """Mean estimated divergence from the reference policy before the first update."""
+    """Mean estimated KL from the reference policy before the first update."""
     alarm: str = ""
-    """What is beyond a limit that calls for a person, or empty."""
+    """Warnings for limits that are exceeded, or empty."""
     max_logprob_gap: float = 0.0
-    """Largest |trainer - sampler| log-probability before the first update, of trained tokens of the current
-    version."""
+    """Largest |trainer - sampler| log-probability of trained tokens of the current version."""
     max_logprob_gap_seen: float = 0.0
-    """The same of all tokens compared, also those that are not trained for it: over the limit where there are
-    any."""
+    """The same over all compared tokens, also those excluded for it."""
     mismatched: int = 0
-    """Tokens of the plan that were over the limit and so are not trained; the means count them."""
+    """Tokens of the plan over the limit, hence not trained; the means count them."""
     lr: float = 0.0
     tokens: int = 0
     """Trained tokens."""
@@ -203,24 +196,26 @@ class StepResult:
 
 
 def gaps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
-    """How far sampler and trainer were apart: in what was trained, in all that was compared, and in how many
-    tokens too far; None where no token was compared. Earlier versions of insitu told the first alone."""
+    """Return the largest gaps between sampler and trainer over steps, and the number of mismatched tokens.
+
+    None where no token was compared.
+    """
     compared = [m for m in steps if m["max_logprob_gap"] is not None]
     trained = [m["max_logprob_gap"] for m in compared]
-    seen = [m.get("max_logprob_gap_seen", m["max_logprob_gap"]) for m in compared]
+    seen = [m["max_logprob_gap_seen"] for m in compared]
     return {
         "max_logprob_gap": max(trained, default=None),
         "max_logprob_gap_seen": max(seen, default=None),
-        "mismatched": sum(m.get("mismatched", 0) for m in steps),
+        "mismatched": sum(m["mismatched"] for m in steps),
     }
 
 
 def dump_config(config: TrainConfig) -> str:
-    """JSON text that `parse_config` reads back."""
+    """Return JSON text that `parse_config` reads."""
     return config.model_dump_json()
 
 
 def parse_config(text: str) -> TrainConfig:
-    """Read what `dump_config` wrote. Raises ConfigError."""
+    """Read the text of `dump_config`. Raises ConfigError."""
     with boundary(ConfigError, "read the trainer's configuration"):
         return TrainConfig.model_validate_json(text)

@@ -1,7 +1,6 @@
 """`insitu replay RUN`: train again from the stored turns and compare every step's weights bit for bit.
 
-No agent, no gateway and no sampler take part: if the stored rollouts are what was trained on, the same plan
-and the same weights come out of them. Reads the run directory only; needs no living process.
+No agent, gateway or sampler runs, and only the run directory is read.
 """
 
 from __future__ import annotations
@@ -19,14 +18,15 @@ from insitu.shutdown import run_interruptible
 from insitu.storage.run_dir import KIND, read_config, read_store
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import scratch_folder
-from insitu.training.learner.client import Learner, LearnerSpec
+from insitu.training.learner.client import Learner
+from insitu.training.learner.process import LearnerSpec
 from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.training.start_model import check_start_model
 from insitu.types import Group, Rollout
 
 
 class ReplayObserver(Protocol):
-    """The view as replay sees it."""
+    """The view of a replay."""
 
     def stage(self, name: str, total: int = 0) -> None: ...
 
@@ -36,7 +36,7 @@ class ReplayObserver(Protocol):
 
 
 def stored_groups(store: Store, step: int) -> Sequence[Group]:
-    """The groups of one training step as they were collected."""
+    """Return the groups of one training step as collected."""
     rollouts = store.step_rollouts(step)
 
     def group_of(rollout: Rollout) -> str:
@@ -56,7 +56,7 @@ async def _replay(run_dir: Path, view: ReplayObserver) -> Mapping[str, Any]:
         if KIND in store.meta():
             kind = store.meta()[KIND]
             raise RecordError(
-                f"{run_dir} holds a run of `insitu {kind}`: it has no rollouts that it was trained on"
+                f"{run_dir} holds a run of `insitu {kind}`: there are no training rollouts to replay"
             )
         if not steps:
             raise RecordError(f"{run_dir} has no committed step to replay")

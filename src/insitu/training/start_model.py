@@ -1,7 +1,7 @@
-"""The weights a run begins with lie outside its directory; this makes sure that they are still the same.
+"""Checks that a run's start model, which is outside its directory, is unchanged.
 
-Only their checksum is stored. Without the check a resumed run would go on from another model, and a replay
-would blame the training for it.
+The run stores its checksum. Otherwise a resumed run would continue from another model, and a replay would
+show wrong differences.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from insitu.storage.store import Store
 from insitu.training.learner.client import Learner
 
 START_MODEL = "start_model"
-"""Fact of a run: checksum of the weights before its first step."""
+"""Metadata key: checksum of the weights before the first step."""
 
 
 def keep_start_model(store: Store, learner: Learner) -> None:
-    """Remember the weights that a run starts from; `learner` holds them, nothing else yet."""
+    """Store the checksum of the start weights, which `learner` holds, or check it."""
     if START_MODEL in store.meta():
         check_start_model(store, learner)
     else:
@@ -23,10 +23,10 @@ def keep_start_model(store: Store, learner: Learner) -> None:
 
 
 def check_start_model(store: Store, learner: Learner) -> None:
-    """Raises RecordError when a learner that has trained nothing yet holds other weights than the run did."""
+    """Raise RecordError when an untrained learner holds other weights than the run began with."""
     began, found = store.meta().get(START_MODEL), learner.weights
     if began is not None and began != found:
         raise RecordError(
-            f"{learner.model} is not the model that the run began with (weights {found[:12]}, not"
-            f" {began[:12]}): put the old one there, or name its folder as model.path in config.toml"
+            f"{learner.model} is not the start model of the run (checksum {found[:12]}, expected"
+            f" {began[:12]}): restore it, or set model.path in config.toml to its folder"
         )

@@ -1,4 +1,4 @@
-"""The numbers of steps and evaluations for metrics.jsonl, the view and summary.json. Pure; called by loop.py.
+"""Metrics of steps and evaluations for metrics.jsonl, the view and summary.json.
 
 A number that was not measured is None, never 0.
 """
@@ -25,7 +25,7 @@ SHOWN = (
     "waited_s",
     "wasted",
 )
-"""Metrics of a step that the view gets, where it has them; all of them are in metrics.jsonl."""
+"""Metrics of a step for the view, where present; metrics.jsonl has all."""
 
 COUNTS = frozenset(
     {
@@ -40,35 +40,35 @@ COUNTS = frozenset(
         "seconds",
     }
 )
-"""Fields of StepResult that are true of a step without an update too; the others were not measured then."""
+"""Fields of StepResult that are valid without an update; the others are None then."""
 
 
 def measured(result: StepResult) -> dict[str, Any]:
-    """A step's result as metrics: None for what a step without an update did not measure."""
+    """Return a step's result as metrics, None for what a skipped step did not measure."""
     values = asdict(result)
     return {name: v if name in COUNTS or not result.skipped else None for name, v in values.items()}
 
 
 def ahead_summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a run whose rollouts ran ahead says of that; nothing for another."""
-    told = [metrics for metrics in steps if "staleness_max" in metrics]
-    if not told:
+    """Return summary numbers of asynchronous collection; empty for synchronous runs."""
+    asynchronous = [metrics for metrics in steps if "staleness_max" in metrics]
+    if not asynchronous:
         return {}
-    total = {name: sum(m[name] for m in told) for name in ("wasted_s", "rollout_s", "waited_s")}
-    whole_s = sum(m.get("cycle_s", m["step_s"]) for m in told)
+    total = {name: sum(m[name] for m in asynchronous) for name in ("wasted_s", "rollout_s", "waited_s")}
+    whole_s = sum(m.get("cycle_s", m["step_s"]) for m in asynchronous)
     return {
-        "staleness_max": max(m["staleness_max"] for m in told),
+        "staleness_max": max(m["staleness_max"] for m in asynchronous),
         "wasted": round(total["wasted_s"] / (total["rollout_s"] or 1.0), 4),
         "trainer_idle": round(total["waited_s"] / (whole_s or 1.0), 4),
     }
 
 
-def apart_text(tokens: int) -> str:
-    """What is said of tokens that are not trained for `mismatch`; "" of none."""
+def mismatch_text(tokens: int) -> str:
+    """Return the notice about tokens excluded for `mismatch`, or ""."""
     if not tokens:
         return ""
-    are = "token is" if tokens == 1 else "tokens are"
-    return f"mismatch: {tokens} {are} not trained, over train.max_logprob_gap between sampler and trainer"
+    noun = "token" if tokens == 1 else "tokens"
+    return f"{tokens} {noun} excluded: sampler/trainer logprob gap exceeds train.max_logprob_gap"
 
 
 def score_of(groups: Sequence[Group]) -> Score:
@@ -76,7 +76,7 @@ def score_of(groups: Sequence[Group]) -> Score:
 
 
 def heldout_summary(when: str, groups: Sequence[Group]) -> dict[str, float | None]:
-    """Solve rate and mean reward of an evaluation for the summary; null where nothing was graded."""
+    """Return solve rate and mean reward of an evaluation; None where nothing was graded."""
     score = score_of(groups)
     rate, mean = (round(score.rate, 4), round(score.reward_mean, 4)) if score.total else (None, None)
     return {f"heldout_{when}": rate, f"heldout_reward_{when}": mean}

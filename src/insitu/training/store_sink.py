@@ -1,6 +1,4 @@
-"""The collectors' sink in a training run: everything goes to the run's store, and tries into the account of
-masks.
-"""
+"""The collectors' sink in a training run: stores everything and counts infrastructure failures."""
 
 from __future__ import annotations
 
@@ -18,13 +16,14 @@ from insitu.types import Rollout, Status
 
 
 class StoreSink:
-    """Implements collect.options.ResumableSink."""
+    """Implements collect.dispatcher.Sink and collect.collector.GroupSink."""
 
     def __init__(
         self, store: Store, masks: InfraFailureRate, eval_masks: InfraFailureRate | None = None
     ) -> None:
-        """eval_masks: the account of evaluations, which may be made while training rollouts are; None = the
-        same."""
+        """Store into `store`. eval_masks: failure counts of evaluations, which may run concurrently; None =
+        masks.
+        """
         self._store, self._masks, self._eval_masks = store, masks, eval_masks or masks
 
     def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
@@ -47,13 +46,13 @@ class StoreSink:
         self._store.put_attempt(rollout)
 
     def cancelled(self, slot: Slot, rollout: Rollout, reason: str) -> None:
-        """Nothing failed, so it is no masked try; its tokens are accounted for under the reason."""
+        """Store a cancelled attempt: not a failure; its tokens are excluded for the reason."""
         ledger = reassign(rollout.trajectory.ledger, reason)
         trajectory = replace(rollout.trajectory, ledger=ledger)
         self._store.put_attempt(replace(rollout, trajectory=trajectory, error=CANCELLED + reason))
 
     def discard(self, rollout_ids: Sequence[str], reason: str) -> None:
-        """What is left of their groups may be closed by that."""
+        """Discard rollouts; this may close their groups."""
         self._store.discard(rollout_ids, cast(Reason, reason))
         states = [state for name in rollout_ids if (state := self._store.state(name)) is not None]
         for place in sorted({(s.phase, s.step, s.group) for s in states}):

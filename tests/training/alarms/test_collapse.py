@@ -36,7 +36,7 @@ def test_a_reward_that_falls_slowly_is_told_once_and_again_after_it_recovered() 
     found = told(steps(RISING + FALLING))
     assert list(found) == [12 + 10]
     (line,) = found[22]
-    assert line.startswith("the mean reward of the last 4 steps is 0.31, it has been 0.63 (")
+    assert line.startswith("the mean reward of the last 4 steps is 0.31, the best was 0.63 (")
     again = told(steps(RISING + FALLING + RISING + FALLING))
     assert len(again) == 2
     assert told(steps(RISING + FALLING), share=0.0) == {}
@@ -65,14 +65,14 @@ def test_an_entropy_that_is_gone_is_told_unless_the_reward_is_at_its_best() -> N
     assert told(steps(RISING + [0.7] * 4, gone)) == {}
     found = told(steps([0.5] * 8 + [0.3] * 8, gone))
     assert list(found) == [11]
-    assert "the entropy of the last 4 steps is 0.05 nats, it has been 1" in found[11][0]
+    assert "the entropy of the last 4 steps is 0.05 nats, the best was 1" in found[11][0]
 
 
 def test_steps_in_a_row_without_an_update_are_told_at_three_six_and_twelve() -> None:
     reason = "nothing to train"
     found = told(steps([None] * 13, skipped=[reason] * 13))
     assert list(found) == [2, 5, 11]
-    assert found[2] == ["3 steps in a row changed no weight, the last since nothing to train"]
+    assert found[2] == ["3 steps in a row without an update, the last because nothing to train"]
     assert told(steps([0.5] * 6, skipped=[reason, reason, "", reason, reason, ""])) == {}
 
 

@@ -25,9 +25,7 @@ def test_a_quiet_step_has_a_rate_and_no_alarm() -> None:
     filled(rate, "a", 19, 1)
     account = rate.close_step()
     assert (account.tries, account.masked, account.rate, account.alarm) == (20, 1, 0.05, False)
-    assert (
-        account.line == "1 of 20 tries were masked as failures of the infrastructure; the last: sandbox lost"
-    )
+    assert account.line == "1 of 20 attempts failed of the infrastructure; last error: sandbox lost"
 
 
 def test_a_slot_that_stayed_masked_is_counted_once() -> None:
@@ -44,7 +42,7 @@ def test_many_masked_tries_raise_an_alarm_and_the_next_step_begins_anew() -> Non
     account = rate.close_step()
     assert account.alarm
     assert account.line.endswith(
-        "failures of the infrastructure (collect.infra_failure_alarm = 0.1); the last: sandbox lost"
+        "failed of the infrastructure (collect.infra_failure_alarm = 0.1); last error: sandbox lost"
     )
     filled(rate, "a", 8, 0)
     account = rate.close_step()
@@ -58,7 +56,7 @@ def test_one_task_that_is_nearly_always_masked_is_named_among_many_that_are_not(
     account = rate.close_step()
     assert account.worst == [("crasher", 3, 4)]
     assert account.alarm
-    assert "; most of task crasher (3 of 4); the last: " in account.line
+    assert "; most of task crasher (3 of 4); last error: " in account.line
 
 
 def test_few_tries_say_nothing_and_zero_turns_it_off() -> None:

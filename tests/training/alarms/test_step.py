@@ -17,15 +17,13 @@ from insitu import failpoint
 from insitu.attempt import AttemptSpec
 from insitu.capture.ledger import reassign
 from insitu.config import Config, load_config
-from insitu.config.training import CollectTable
 from insitu.errors import SetupError
 from insitu.runtime.training import train
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.run_dir import RunDir, read_store
-from insitu.storage.store import StepRecord, Store
-from insitu.training.alarms.infra import InfraFailureRate
+from insitu.storage.store import Store
 from insitu.training.alarms.spikes import SpikeDetector, lost_share
-from insitu.training.alarms.step import StepAlarms, why_untrained
+from insitu.training.alarms.step import why_untrained
 from insitu.training.learner.supervisor import LearnerSupervisor
 from insitu.training.loop import TrainingLoop, TrainOptions, WallClock
 from insitu.training.options import StepResult, gaps
@@ -155,21 +153,20 @@ async def test_the_loop_tells_of_tampering_of_a_leap_and_of_lost_tokens(tmp_path
         await again.step(7)
     loud = written(path, 6)
     assert (loud["reward_mean"], loud["reward_rise"], loud["reward_alarm"]) == (0.75, 0.5, True)
-    assert "the mean reward leapt from 0.25 to 0.75 (collect.reward_alarm = 0.4)" in made.told.notes[1]
+    assert "the mean reward jumped from 0.25 to 0.75 (collect.reward_alarm = 0.4)" in made.told.notes[1]
     loud = written(path, 7)
     assert loud["reward_rise"] == pytest.approx(0.75 - (5 * 0.25 + 0.75) / 6), "earlier processes count"
     assert (loud["excluded_share"], loud["tokens_lost_alarm"]) == (0.25, True)
     (line,) = again.told.notes
-    assert "25% of the sampled tokens are lost to what agents do, 0% before" in line
+    assert "25% of the sampled tokens are excluded due to agent behaviour, 0% before" in line
     assert line.endswith("edited 16")
 
 
 def test_a_summary_tells_of_the_gaps_that_were_left_out() -> None:
-    old = {"max_logprob_gap": 2e-5}
-    steps = [old, {"max_logprob_gap": 9e-5, "max_logprob_gap_seen": 1.36e-4, "mismatched": 1}]
-    told = {"max_logprob_gap": 9e-5, "max_logprob_gap_seen": 1.36e-4, "mismatched": 1}
-    assert gaps(steps) == told
-    assert gaps([old]) == {"max_logprob_gap": 2e-5, "max_logprob_gap_seen": 2e-5, "mismatched": 0}
+    small = {"max_logprob_gap": 2e-5, "max_logprob_gap_seen": 2e-5, "mismatched": 0}
+    large = {"max_logprob_gap": 9e-5, "max_logprob_gap_seen": 1.36e-4, "mismatched": 1}
+    assert gaps([small, large]) == large
+    assert gaps([small]) == small
 
 
 async def test_a_token_apart_by_rounding_is_in_the_account_as_mismatch(
@@ -189,8 +186,8 @@ async def test_a_token_apart_by_rounding_is_in_the_account_as_mismatch(
         assert (ledger.excluded["mismatch"], ledger.balanced) == (1, True)
         assert written(path, 1)["tokens_trained"] == ledger.trained
         (line,) = made.told.notes
-    told = "1 token is not trained, over train.max_logprob_gap between sampler and trainer"
-    assert line == f"step 1: mismatch: {told}"
+    notice = "1 token excluded: sampler/trainer logprob gap exceeds train.max_logprob_gap"
+    assert line == f"step 1: {notice}"
 
 
 async def test_a_line_has_the_runs_step_and_beside_it_how_often_the_optimiser_stepped(
@@ -256,7 +253,7 @@ def test_a_leap_is_told_once_and_learning_never(caplog: pytest.LogCaptureFixture
     seen = [told.look(value, 8).alarm for value in [0.2] * 8 + [0.8] * 8]
     assert seen == [False] * 8 + [True] + [False] * 7
     (record,) = caplog.records
-    assert record.getMessage() == "leap of=reward value=0.800 usual=0.200 steps=8"
+    assert record.getMessage() == "spike of=reward value=0.800 mean=0.200 steps=8"
     learning = SpikeDetector("reward", 0.4)
     assert not any(learning.look(0.1 + 0.05 * step, 8).alarm for step in range(18))
     noisy = SpikeDetector("reward", 0.4)
@@ -271,16 +268,6 @@ def test_the_reward_s_fates_and_the_infrastructure_are_no_lost_path() -> None:
     assert lost_share(Ledger()) == 0.0
 
 
-def test_steps_of_an_older_insitu_have_no_share() -> None:
-    old = StepRecord(
-        step=1, checkpoint="", plan_hash="", metrics={"reward_mean": 0.1}, ledger=Ledger(), committed_s=0.0
-    )
-    alarms = StepAlarms(CollectTable(), InfraFailureRate(0.0), [old] * 4)
-    metrics, lines = alarms.look([Group(id="g", task_id="t", rollouts=())] * 4, Ledger(), 0.6)
-    assert (metrics["reward_rise"], metrics["excluded_share"]) == (0.5, 0.0)
-    assert len(lines) == 1
-
-
 def graded_group(*rewards: float | None) -> Group:
     spec = AttemptSpec(rollout_id="train/00001/000/00", task=Task(id="t", prompt="", files={}), seed=1)
     made = [fake_rollout(spec, "sandbox lost" if reward is None else reward) for reward in rewards]
@@ -290,12 +277,12 @@ def graded_group(*rewards: float | None) -> Group:
 def test_a_step_without_an_update_says_why() -> None:
     zero, one, useful = graded_group(0.0, 0.0), graded_group(1.0, None), graded_group(0.0, 1.0)
     none = "0 useful groups of 2; 1 are needed"
-    said = "nothing was trained: no group had different rewards, "
+    said = "no update: all groups have equal rewards, "
     assert why_untrained([zero, zero], none) == f"{said}4 of 4 rollouts earned 0"
     assert why_untrained([zero, one], none) == f"{said}of 3 rollouts 2 earned 0, 1 earned 1"
     assert why_untrained([graded_group(None)], none) == f"{said}no rollout was graded"
     few = "1 useful groups of 2; 2 are needed"
-    assert why_untrained([zero, useful], few) == f"nothing was trained: {few}"
+    assert why_untrained([zero, useful], few) == f"no update: {few}"
     assert why_untrained([useful], "") == ""
 
 

@@ -154,7 +154,7 @@ def test_what_the_agent_never_got_is_left_out(tmp_path: Path) -> None:
 
 def test_a_reply_that_was_not_kept_whole_and_one_without_words_are_refused(tmp_path: Path) -> None:
     half = line("chat", 0, ACTS, streamed=True, truncated=True)
-    with pytest.raises(RenderError, match="turn 0: the middle of the reply was not kept"):
+    with pytest.raises(RenderError, match="turn 0: the recorded reply is truncated"):
         distill_session(recorded(tmp_path / "half.jsonl", half), FAMILY, "r")
     needs_memory = line("responses", 0, ENDS, streamed=False)
     stored = {**json.loads(needs_memory.request), "previous_response_id": "resp_1"}

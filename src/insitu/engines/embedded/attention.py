@@ -1,10 +1,9 @@
 """Key/value caches per slot, and the attention of one new token in each slot.
 
-Products want at least 4 rows. Where the query heads that share a key head are fewer, the scores of
-neighbouring key heads are one product: their keys lie below each other, and a query has zeros where they
-belong to another head, which changes no bit. The product of weights and values instead reads surplus rows,
-those of the next head, and what they give is dropped. All buffers and views are made once: a step's time is
-otherwise spent in making them.
+Products need at least 4 rows. Where fewer query heads share a key head, the scores of neighbouring key heads
+are one product: their keys are stacked, and a query is zero for the other heads, which changes no bit. The
+product of weights and values instead reads surplus rows of the next head and drops their result. All buffers
+and views are created once, since creating them would dominate a step.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from insitu.engines.embedded.prefix_cache import TILE
 BLOCK = 128
 """Keys per step of the weighted sum; cache lengths and trunks are multiples of it."""
 _LEAST = 4
-"""Rows below which a product takes another kernel."""
+"""Rows below which a product uses another kernel."""
 _VIEWS = 64
-"""Compositions of a step whose views are kept."""
+"""Compositions of a step whose views are cached."""
 
 
 def round_up(n: int, step: int) -> int:
@@ -51,7 +50,7 @@ class Caches:
         self.values.zero_()
 
     def places(self, m: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Where `write` puts the tokens at positions [m] of the first m slots."""
+        """Return where `write` puts the tokens at positions [m] of the first m slots."""
         at = positions[:, None]
         return (self._first_key[:m] + at).view(-1), (self._first_value[:m] + at).view(-1)
 
@@ -62,7 +61,7 @@ class Caches:
 
 
 class _View:
-    """What a step with given sizes reads and writes, for all layers."""
+    """Inputs and outputs of a step with given sizes, for all layers."""
 
     def __init__(self, of: DecodeAttention, n: int, m: int, length: int, trunk: int, source: int) -> None:
         c = of.caches
@@ -94,7 +93,7 @@ class _View:
 
 
 class DecodeAttention:
-    """`begin` a step; for each layer `turn` its queries and keys, store the keys, then call."""
+    """Call `begin` per step; per layer `turn` queries and keys, store the keys, then call."""
 
     def __init__(self, caches: Caches) -> None:
         c = self.caches = caches
@@ -121,7 +120,7 @@ class DecodeAttention:
         self._view = _View(self, 1, _LEAST, BLOCK, 0, 0)
 
     def begin(self, n: int, m: int, length: int, trunk: int, source: int) -> None:
-        """Attend in the first n slots, of m rows, to `length` tokens; the rest is as in Span."""
+        """Set the sizes of a step: first n slots, m rows, `length` tokens; the rest as in DecodeSpan."""
         # the products that read the trunk take the queries of all slots together and want 4 rows as well
         key = (m, m, length, trunk, source) if trunk else (n, m, length, 0, 0)
         view = self._views.get(key)
@@ -132,14 +131,14 @@ class DecodeAttention:
         self._view = view
 
     def turn(self, qk: Tensor, turns: Tensor) -> Tensor:
-        """Turn queries and keys [m, heads + kv_heads, hd / 2] by `turns` [m, 1, hd / 2]; returns the keys."""
+        """Rotate queries and keys [m, heads + kv_heads, hd / 2] by `turns`; return the keys."""
         view = self._view
         torch.mul(qk[:, : self._heads].view(view.turned.shape), turns[:, None, None], out=view.turned)
         torch.mul(qk[:, self._heads :], turns, out=view.turned_keys)
         return view.new_keys
 
     def __call__(self, layer: int) -> Tensor:
-        """Mixed values [m, heads * hd] of the turned queries; rows of slots from n on hold rubbish."""
+        """Return mixed values [m, heads * hd] of the rotated queries; garbage for slots from n on."""
         view = self._view
         if view.trunk:
             self._share_trunk(layer)
@@ -157,7 +156,7 @@ class DecodeAttention:
         return view.out
 
     def _share_trunk(self, layer: int) -> None:
-        """Scores of the trunk: the queries of all slots in one product per kv head."""
+        """Compute scores of the trunk: the queries of all slots in one product per kv head."""
         view, c = self._view, self.caches
         rows = view.trunk_queries.reshape(c.kv, -1, c.hd)
         common = torch.bmm(rows, view.trunk_keys[layer])

@@ -1,9 +1,9 @@
 """Start-up check that results do not depend on batch composition, on this machine, for the shapes in use.
 
 Which kernel a matrix library picks, and so the last bits, may depend on every dimension of a product. The
-check runs the real forward passes on noise and compares bits. Variable shapes are tried first, with ever more
-rows at least (where the small kernels end differs between CPUs); if bits still differ, all shapes are pinned
-(slower); if they differ even then, the engine refuses to start.
+check runs the real forward passes on noise and compares bits. Variable shapes are tried first, with
+increasing minimum rows (where small kernels end differs between CPUs); if bits still differ, all shapes are
+pinned (slower); if they differ even then, the engine refuses to start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from insitu.engines.embedded.prefix_cache import TILE
 from insitu.errors import EngineError
 
 STEPS = (ROWS, 8, 16)
-"""Least rows of a decode pass that are tried before every shape is pinned."""
+"""Minimum rows of a decode pass that are tried before all shapes are pinned."""
 
 
 def verify_batch_invariance(forward: CachedForward, seed: int = 0) -> None:
@@ -89,7 +89,7 @@ def _position_depends(
 
 
 def _trunk_depends(forward: CachedForward, ids: Tensor, reach: Tensor) -> str:
-    """Whether a prefix read once for all gives other bits than one read by each. Shares slot 0's tokens."""
+    """Return what differs when a shared prefix is read once; shares slot 0's tokens."""
     for trunk in sorted({BLOCK, forward.length // 2 // BLOCK * BLOCK, forward.length - BLOCK} - {0}):
         forward.keys[..., :trunk] = forward.keys[:, :1, ..., :trunk].clone()
         forward.values[:, :, :, :trunk] = forward.values[:, :1, :, :trunk].clone()
@@ -127,7 +127,7 @@ def _prefill_depends(forward: CachedForward, seed: int) -> str:
 
 
 def _decode_equals_prefill(forward: CachedForward, seed: int) -> bool:
-    """Whether DECODE leaves the keys and values that PREFILL would: then they may be kept for later."""
+    """Return whether DECODE leaves the keys and values that PREFILL would: then they may be cached."""
     rng = np.random.default_rng(seed)
     count = min(forward.length, 3 * BLOCK) // TILE
     ids = rng.integers(0, forward.weights.config.vocab_size, (count, TILE))

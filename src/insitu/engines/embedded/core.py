@@ -1,9 +1,9 @@
 """EmbeddedCore: continuous-batching sampler in torch fp32 on CPU, inside the learner's process.
 
-Invariant: what a request gets (ids and logprobs, every bit) is a function of the weights, its prompt, its
-parameters and its key; never of what else runs, of cache hits, of prefill chunks or of arrival order. The
-owner calls `submit`, then `step` until `busy` is False; results come through each request's callback, inside
-`step`. Not thread-safe: one thread owns it.
+Invariant: a request's ids and logprobs, bit for bit, are a function of the weights, its prompt, its
+parameters and its key; not of other requests, cache hits, prefill chunks or arrival order. The owner calls
+`submit`, then `step` until `busy` is False; results come through each request's callback, inside `step`. Not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from insitu.errors import EngineError
 from insitu.types import Finish, Generation, IntArray, RequestKey, SamplingParams
 
 _WORTH = 3
-"""Companions from which on a shared prefix is read once for all."""
+"""Number of other requests from which a shared prefix is read once for all."""
 _PATIENCE = 4
-"""Prefill passes that decoding rows wait for: a step with more rows costs little more than one with few."""
+"""Prefill passes that decoding rows wait for: a step with more rows costs little more."""
 
 Done = Callable[[Generation | EngineError], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Shape of the engine. Results may depend on `threads`, on nothing else here."""
+    """Shape of the engine; results may depend on `threads` only."""
 
     max_rows: int = 32
-    """Requests that run at once; a multiple of 4."""
+    """Concurrent requests; a multiple of 4."""
     max_context: int = 2048
     """Prompt plus sampled tokens of one request."""
     threads: int = 1
-    """Torch threads while the engine runs; set again at each step, so a trainer may use its own number."""
+    """Torch threads while the engine runs, set again at each step."""
     prefill_tiles: int = 8
     """Most 16-token tiles of prompt per forward pass."""
     cache_tokens: int = 65536
-    """Prompt tokens whose keys and values are kept for later requests; 0 = none."""
+    """Prompt tokens in the prefix cache; 0 = none."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One request on its way: waiting, prefilling (slot set), decoding (`filled` == prompt - 1)."""
+    """One request: waiting, prefilling (slot set), decoding (`filled` == prompt - 1)."""
 
     number: int
     prompt: IntArray
@@ -68,7 +68,7 @@ class _Request:
     """Most tokens to sample: max_tokens or what the context leaves."""
     slot: int = -1
     filled: int = 0
-    """Tiles of the prompt whose keys and values the slot holds."""
+    """Prompt tiles whose keys and values the slot holds."""
     count: int = 0
     """Tokens sampled."""
 
@@ -85,9 +85,9 @@ class EngineStats:
     reused: int = 0
     """Prompt tokens copied from the prefix cache."""
     shared: int = 0
-    """Decode steps that read a common prefix once for all."""
+    """Decode steps that read a common prefix once."""
     moved: int = 0
-    """Requests that went on in a lower slot, so that a step has fewer rows."""
+    """Requests moved to a lower slot, so that a step has fewer rows."""
 
 
 class EmbeddedCore:
@@ -126,17 +126,17 @@ class EmbeddedCore:
 
     @property
     def receipt(self) -> Receipt:
-        """Of the weights in force."""
+        """Receipt of the current weights."""
         return self._receipt
 
     @property
     def shapes_pinned(self) -> bool:
-        """True when this machine needs every shape fixed (slower); decided by the self-check."""
+        """Whether the self-check pinned every shape (slower)."""
         return self._forward.fixed
 
     @property
     def keeps_sampled(self) -> bool:
-        """True when the self-check found that sampled tokens' keys and values may be cached."""
+        """Whether sampled tokens' keys and values may be cached."""
         return self._forward.unified
 
     @property
@@ -154,14 +154,14 @@ class EmbeddedCore:
         return bool(self.running or (self._waiting and not self._paused))
 
     def pause(self) -> None:
-        """Start no waiting request any more; what runs goes on. Idle when `running` is 0."""
+        """Start no waiting request; running ones continue. Idle when `running` is 0."""
         self._paused = True
 
     def resume(self) -> None:
         self._paused = False
 
     def refresh(self, version: int) -> Receipt:
-        """Take the model's weights as they are now. Raises EngineError while a request runs."""
+        """Copy the model's current weights. Raises EngineError while a request runs."""
         if self.running:
             raise EngineError(f"cannot load weights while {self.running} requests run: pause first")
         with torch.inference_mode():
@@ -175,8 +175,8 @@ class EmbeddedCore:
     def submit(self, ids: IntArray, params: SamplingParams, key: RequestKey, done: Done) -> int:
         """Queue a request; `done` gets its Generation, or an EngineError, inside a later `step`.
 
-        ids [n] int32, n >= 1. Returns a number for `abort`. Raises EngineError for a request that cannot be
-        served: no ids, ids outside the vocabulary, a prompt that leaves no room in the context.
+        ids [n] int32, n >= 1. Returns a number for `abort`. Raises EngineError for no ids, ids outside the
+        vocabulary, or a prompt that leaves no room in the context.
         """
         room = self.options.max_context - len(ids)
         if len(ids) == 0 or ids.min() < 0 or ids.max() >= self._model.config.vocab_size:
@@ -202,7 +202,7 @@ class EmbeddedCore:
         return request.number
 
     def abort(self, number: int) -> bool:
-        """End a request now, with finish `abort` and what was sampled so far. False if it is not known."""
+        """End a request with finish `abort` and the tokens so far; return False if it is unknown."""
         for request in [*self._waiting, *self._prefilling, *self._decoding]:
             if request.number == number:
                 self._end(request, "abort")
@@ -211,7 +211,7 @@ class EmbeddedCore:
         return False
 
     def step(self) -> None:
-        """Admit, run one prefill pass and one decode step, then call back for what ended."""
+        """Admit, run one prefill pass and one decode step, then call back for ended requests."""
         self._pin_threads()
         self.stats.steps += 1
         with torch.inference_mode():
@@ -244,7 +244,7 @@ class EmbeddedCore:
             self._prefilling.append(request)
 
     def _prefill(self) -> None:
-        """Run one pass over the next tiles, oldest request first; tiles of another request are awaited."""
+        """Run one pass over the next tiles, oldest request first, without computing a tile twice."""
         jobs: list[PrefillTile] = []
         owners: list[tuple[_Request, bytes]] = []
         made: set[bytes] = set()
@@ -275,7 +275,7 @@ class EmbeddedCore:
         return PrefillTile(request.slot, index, ids)
 
     def _reuse(self, request: _Request) -> None:
-        """Copy what the cache holds of the prompt beyond what the slot has."""
+        """Copy cached tiles of the prompt beyond those in the slot."""
         held = self._cache.match(request.names[request.filled :])
         if held:
             slot, start = request.slot, request.filled * TILE
@@ -314,7 +314,7 @@ class EmbeddedCore:
                 self._end(request, "length")
 
     def _arrange(self) -> None:
-        """Close the gaps between decoding slots that no waiting request will fill; find the trunk."""
+        """Close gaps between decoding slots that no waiting request will fill; find the trunk."""
         if not self._prefilling and (self._paused or not self._waiting):
             gaps = sorted(s for s in self._free if s < len(self._decoding))
             movers = [r for r in self._decoding if r.slot >= len(self._decoding)]
@@ -329,7 +329,7 @@ class EmbeddedCore:
         self._changed = False
 
     def _common(self) -> int:
-        """Length of the prompt prefix that all decoding requests share, in whole blocks."""
+        """Return the length of the prompt prefix shared by all decoding requests, in whole blocks."""
         first, *others = self._decoding
         if len(others) < _WORTH:
             return 0
@@ -362,7 +362,7 @@ class EmbeddedCore:
                 self._keep(request.slot, index, name)
 
     def _deliver(self) -> None:
-        """Call back outside inference mode, when the engine's own state is consistent."""
+        """Call back outside inference mode, when the engine's state is consistent."""
         while self._settled:
             done, result = self._settled.popleft()
             done(result)

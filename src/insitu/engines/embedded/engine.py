@@ -1,7 +1,7 @@
-"""The embedded engine as the controller sees it: `engines.base.Engine` over a channel to the learner.
+"""The embedded engine from the controller's side: `engines.base.Engine` over a channel to the learner.
 
-The sampler itself (torch) is `embedded_core`, in the learner's process; this side never imports torch.
-Cancelling `generate` aborts the request there. A learner that is gone raises EngineError everywhere.
+The sampler itself (torch) is core.py, in the learner's process; this side never imports torch. Cancelling
+`generate` aborts the request there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from insitu.types import Finish, Generation, IntArray, RequestKey, SamplingParam
 
 
 class EmbeddedEngine:
-    """Implements `engines.base.Engine`. Make one with `attach`; the channel's owner closes the learner."""
+    """Implements `engines.base.Engine`; make one with `attach`. The channel's owner closes the learner."""
 
     def __init__(
         self, channel: RpcClient, info: EngineInfo, receipt: Receipt, call_deadline_s: float
@@ -27,7 +27,7 @@ class EmbeddedEngine:
 
     @classmethod
     async def attach(cls, channel: RpcClient, *, call_deadline_s: float = 120.0) -> EmbeddedEngine:
-        """Ask the learner what it hosts. `call_deadline_s` bounds every later call. Raises EngineError."""
+        """Query the learner. call_deadline_s: timeout of every later call. Raises EngineError."""
         reply = await channel.call("engine.info", deadline_s=call_deadline_s)
         with boundary(EngineError, "read engine.info"):
             info = EngineInfo(name=reply.meta["name"], max_context_tokens=int(reply.meta["max_context"]))
@@ -39,7 +39,7 @@ class EmbeddedEngine:
 
     @property
     def receipt(self) -> Receipt:
-        """Of the weights in force; follows the learner at `resume` and `refresh`."""
+        """Receipt of the current weights, updated at `resume` and `refresh`."""
         return self._receipt
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
@@ -64,7 +64,7 @@ class EmbeddedEngine:
         )
 
     async def pause(self) -> None:
-        """Return when nothing is in flight; requests that arrive from now on wait for `resume`."""
+        """Return when no request is running; new ones wait for `resume`."""
         await self._channel.call("engine.pause", deadline_s=self._deadline_s)
 
     async def resume(self) -> None:
@@ -72,7 +72,7 @@ class EmbeddedEngine:
         self._receipt = _receipt(frame.meta)
 
     async def refresh(self) -> Receipt:
-        """Fetch the receipt of the weights now in force, after the learner published new ones."""
+        """Fetch the receipt of the current weights after a publication."""
         frame = await self._channel.call("engine.info", deadline_s=self._deadline_s)
         self._receipt = _receipt(frame.meta)
         return self._receipt

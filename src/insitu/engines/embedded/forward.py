@@ -1,12 +1,12 @@
-"""Two forward passes over per-slot key/value caches that give each token the same bits in any company.
+"""Two forward passes over per-slot key/value caches whose bits do not depend on the batch.
 
-DECODE computes one token for each of the first n slots (idle ones compute rubbish into a scratch column).
-PREFILL computes keys and values of 16-token tiles; the last prompt token goes through DECODE, so there is a
-single path to logits. What makes the bits equal: every product has at least `step` rows (below that other
-kernels are used; 4 on most machines, 8 on some), weighted values are added up in blocks of 128 keys in order
-of position, and masked keys weigh exactly 0. `embedded_check` proves it on this machine for what may vary:
-rows, cache lengths, cuts of a prompt, and the trunk (a prefix common to all decoding slots, read once). Where
-it does not hold, `fixed` pins the shapes. A single thread owns an instance.
+DECODE computes one token for each of the first n slots (idle ones compute garbage in a scratch column).
+PREFILL computes keys and values of 16-token tiles; the last prompt token goes through DECODE, so there is one
+path to logits. Bits are equal because every product has at least `step` rows (below that other kernels are
+used; 4 on most machines, 8 on some), weighted values are summed in blocks of 128 keys in order of position,
+and masked keys have weight exactly 0. batch_invariance.py checks this for rows, cache lengths, prompt cuts
+and the trunk (a prefix shared by all decoding slots, read once). Where it fails, `fixed` pins the shapes.
+Single-threaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from insitu.engines.embedded.prefix_cache import TILE
 from insitu.engines.embedded.weights import LayerWeights, SamplerWeights
 
 ROWS = 4
-"""Slots come in multiples of this; products with fewer rows take another kernel on every machine."""
+"""Slots come in multiples of this; products with fewer rows use another kernel on every machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class PrefillTile:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpan:
-    """What a decode step reads: `length` tokens of the first `slots` slots.
+    """Input range of a decode step: `length` tokens of the first `slots` slots.
 
     The first `trunk` tokens are the same in all active slots and are read from slot `source` only.
     """
@@ -59,22 +59,22 @@ class CachedForward:
         self.rows, self.tiles = rows, tiles
         self.length = round_up(max_context, BLOCK)
         self.step = ROWS
-        """Rows of a decode pass come in multiples of this; `embedded_check` finds the least that will do."""
+        """Decode rows come in multiples of this; batch_invariance.py finds the least that works."""
         self.fixed = False
-        """Pin every shape, for machines where `embedded_check` finds that they matter."""
+        """Pin every shape, for machines where shapes change the bits."""
         self.unified = False
-        """DECODE gives the bits of PREFILL; proven by `embedded_check`, else not relied upon."""
+        """DECODE gives the bits of PREFILL, as verified by batch_invariance.py."""
         self._heads, self._kv, self._hd = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         self._caches = Caches(c, rows, self.length)
         self._attention = DecodeAttention(self._caches)
         self.keys, self.values = self._caches.keys, self._caches.values
         self.seen = self._caches.seen
         self.scratch = self.length
-        """A column no attention reads: where idle rows write."""
+        """Column that no attention reads: idle rows write there."""
         width = tiles * TILE
         causal = torch.full((width, width + BLOCK), -torch.inf).triu(1)
         self._window = torch.cat([torch.zeros(width, self.length), causal], 1)
-        """A run of tiles from position p on sees columns length - p .. of this."""
+        """A run of tiles from position p sees columns length - p .. of this."""
 
     def show(self, slot: int, n: int) -> None:
         """Let decode rows of `slot` attend to its first n cached tokens."""
@@ -86,19 +86,19 @@ class CachedForward:
         self.seen.view(-1).index_fill_(0, torch.from_numpy(slots * self.length + positions), 0.0)
 
     def hide(self, slot: int) -> None:
-        """Back to idle: nothing but column 0, which is always finite."""
+        """Reset to idle: only column 0 is visible, which is always finite."""
         with torch.inference_mode():
             self.seen[slot] = -torch.inf
             self.seen[slot, 0] = 0.0
 
     def move(self, source: int, target: int, n: int) -> None:
-        """Copy what slot `source` holds of its first n tokens to slot `target`."""
+        """Copy the first n tokens of slot `source` to slot `target`."""
         self.keys[:, target, :, :, :n] = self.keys[:, source, :, :, :n]
         self.values[:, target, :, :n] = self.values[:, source, :, :n]
         self.seen[target] = self.seen[source]
 
     def reset(self, weights: SamplerWeights) -> None:
-        """Take new weights; what the slots hold is void."""
+        """Take new weights; the slots become empty."""
         self.weights = weights
         self._caches.clear()
 
@@ -121,9 +121,9 @@ class CachedForward:
         return w.down(F.silu(h[:, :wide]).mul_(h[:, wide:])).add_(x)
 
     def decode(self, ids: Tensor, positions: Tensor, span: DecodeSpan) -> Tensor:
-        """One token per row: ids, positions [rows] -> logits [n, vocab]; row i is slot i, n >= span.slots.
+        """Compute logits [n, vocab] of one token per row; row i is slot i, n >= span.slots.
 
-        Idle rows have position `scratch`.
+        ids, positions [rows]; idle rows have position `scratch`.
         """
         w = self.weights
         m = self.rows if self.fixed else min(self.rows, round_up(span.slots, self.step))
@@ -168,7 +168,7 @@ class CachedForward:
             x = self._finish(layer, x, mixed)
 
     def _attend_run(self, layer: int, first: PrefillTile, q: Tensor) -> Tensor:
-        """Attention of consecutive tiles of one slot: q [m, heads, hd] -> [m, heads * hd]."""
+        """Attend consecutive tiles of one slot: q [m, heads, hd] -> [m, heads * hd]."""
         m, start = q.shape[0], first.index * TILE
         length, group = round_up(start + m, BLOCK), self._heads // self._kv
         q = q.view(m, self._kv, group, self._hd).permute(1, 2, 0, 3)

@@ -1,8 +1,8 @@
 """The Qwen3 architecture in plain torch: one set of weights for the embedded engine and the trainer.
 
-Parameter names are those of `transformers.Qwen3ForCausalLM`, so a checkpoint loads there and in vLLM.
-`forward` is the trainer's side: a full forward without any cache from the sampler. A prefix common to all
-rows is computed once inside that same forward (its keys and values are shared, and so are its gradients).
+Parameter names are those of `transformers.Qwen3ForCausalLM`, so checkpoints load there and in vLLM. The
+forward is the trainer's; it uses no cache of the sampler. A prefix common to all rows is computed once,
+gradients included.
 """
 
 from __future__ import annotations
@@ -171,21 +171,20 @@ class Qwen3(nn.Module):
         save_model(self, folder)
 
     def save_whole(self, folder: Path) -> None:
-        """Write the model with `save_model`: there are no adapters."""
+        """Write the model with `save_model`."""
         save_model(self, folder)
 
     def read(self, folder: Path) -> Mapping[str, Tensor]:
-        """Return the parameters that `save` wrote, by name; raise EngineError for another model."""
+        """Return the parameters that `save` wrote, by name. Raises EngineError for another model."""
         held = load_model(folder)
         if held.config != self.config:
             raise EngineError(f"{folder} holds another model: {held.config}")
         return dict(held.named_parameters())
 
     def hidden(self, prefix: Tensor, rows: Tensor) -> Tensor:
-        """Return the final hidden states of `rows`, each preceded by the shared `prefix`.
+        """Return the final hidden states [B, T, d] of `rows`, each after the shared `prefix`, normalised.
 
-        rows [B, T] (right-padded), prefix [P]; result [B, T, d], normalised. P may be 0. Row b's token t
-        stands at position P + t.
+        rows [B, T] (right-padded), prefix [P], P may be 0. Token t of a row has position P + t.
         """
         n_prefix, width = prefix.shape[0], rows.shape[1]
         cos, sin = self.cos[: n_prefix + width], self.sin[: n_prefix + width]
@@ -248,7 +247,7 @@ class Qwen3(nn.Module):
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., d] -> [..., vocab]."""
+        """Map [..., d] to [..., vocab]."""
         out: Tensor = self.lm_head(hidden)
         return out
 
@@ -282,7 +281,7 @@ def save_model(model: Qwen3, folder: Path) -> None:
         "hidden_act": "silu",
         "attention_bias": False,
         "torch_dtype": "float32",
-        # transformers 5 reads the base from here, older versions and vLLM from rope_theta
+        # transformers 5 reads rope_theta from here, older versions and vLLM from the top level
         "rope_parameters": {"rope_type": "default", "rope_theta": model.config.rope_theta},
         "use_cache": True,
     }

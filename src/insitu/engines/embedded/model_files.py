@@ -26,7 +26,7 @@ ASSETS = (
     "tekken.json", "chat_template*", "*.jinja", "generation_config*", "*processor_config*",
     "insitu_renderer.json", "*.py", "LICENSE*", "NOTICE*",
 )  # fmt: skip
-"""Files of a model folder that belong to the model beside config.json and its weights."""
+"""Files of a model folder besides config.json and weights."""
 
 
 def model_assets(folder: Path) -> list[Path]:
@@ -35,7 +35,7 @@ def model_assets(folder: Path) -> list[Path]:
 
 
 def share(folder: Path) -> None:
-    """Give every file below `folder` the mode of an ordinary new file: a server may run as another user."""
+    """Give every file below `folder` default permissions: a server may run as another user."""
     made = folder / ".mode"
     made.touch()
     mode = made.stat().st_mode & 0o777

@@ -1,9 +1,8 @@
-"""The prefix cache: keys and values of 16-token tiles, named by everything that stands before them.
+"""The prefix cache: keys and values of 16-token tiles, keyed by all tokens up to and including the tile.
 
-A tile's name is a hash chain over the tokens of all tiles up to and including it, so equal names mean equal
-content. Only keys and values whose bits depend on nothing but the tokens before them may be stored: then a
-hit is bit-equal to computing again. Bounded, least recently used first out. The stores hold
-copies; evicting never disturbs a running request.
+A tile's name is a hash chain over its prefix, so equal names mean equal content. Only keys and values whose
+bits depend on nothing but earlier tokens may be stored: then a hit is bit-equal to recomputation. Bounded,
+LRU. The store holds copies, so eviction never affects a running request.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ TILE = 16
 
 
 def tile_names(ids: IntArray, parent: bytes = b"") -> list[bytes]:
-    """Names of the tiles that cover `ids`, after the tile named `parent`.
-
-    A last tile that is not full is named by what it has.
-    """
+    """Return names of the tiles that cover `ids`, after tile `parent`; the last may be partial."""
     names: list[bytes] = []
     name = parent
     raw = np.ascontiguousarray(ids, dtype="<i4").tobytes()
@@ -52,12 +48,12 @@ class PrefixCache:
         return len(self._places)
 
     def clear(self) -> None:
-        """Forget everything (new weights)."""
+        """Remove everything (new weights)."""
         self._free.extend(self._places.values())
         self._places.clear()
 
     def match(self, names: Sequence[bytes]) -> list[int]:
-        """Places of the longest run of held tiles from the start of `names`."""
+        """Return the places of the longest run of cached tiles from the start of `names`."""
         found: list[int] = []
         for name in names:
             place = self._places.get(name)
@@ -67,7 +63,7 @@ class PrefixCache:
         return found
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """Make the tiles of a prompt the most recent, its start most of all: a chain loses its end first."""
+        """Make the tiles of a prompt the most recent, its start most of all."""
         for name in reversed(names):
             if name in self._places:
                 self._places.move_to_end(name)

@@ -1,8 +1,7 @@
-"""Drawing tokens: exact log-probabilities and one random stream per request.
+"""Sampling of tokens: exact log-probabilities and one random stream per request.
 
-A stream is a function of (seed, rollout, turn) alone, so the same request draws the same numbers whenever
-and with whomever it runs. The logprob of a token is that of the distribution it was drawn from; greedy
-requests (temperature 0) report the logprob at temperature 1.
+A stream is a function of (seed, rollout, turn) alone. The logprob of a token is that of the distribution it
+was sampled from; greedy requests (temperature 0) report the logprob at temperature 1.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ def draw(
     no temperature is 0. Returns ids [R] int64 and logprobs [R] fp32, which are NaN or -inf where the logits
     are not finite.
     """
-    heat = torch.where(temperature == 0, 1.0, temperature) if greedy else temperature
-    logprobs = torch.log_softmax(logits / heat[:, None], -1)
+    scale = torch.where(temperature == 0, 1.0, temperature) if greedy else temperature
+    logprobs = torch.log_softmax(logits / scale[:, None], -1)
     cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
     # u <= 1 - 2**-52 keeps the target below the total, so the id found always has probability > 0
     target = uniform[:, None] * cdf[:, -1:]

@@ -1,8 +1,8 @@
 """The core's side of the channel: the commands `engine.*`, for any process that hosts an EmbeddedCore.
 
-`EngineService.handlers` goes into a RpcServer together with the host's own commands. The host alternates
-`server.poll` and `service.step`. Run as a module it is a process with a core and nothing else:
-`python -m insitu.engines.embedded.service SOCKET MODEL_FOLDER [max_context]`.
+`EngineService.handlers` goes into an RpcServer together with the host's own commands; the host alternates
+`server.poll` and `service.step`. As a program: `python -m insitu.engines.embedded.service SOCKET MODEL_FOLDER
+[max_context]`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from insitu.types import Generation, RequestKey, SamplingParams
 
 
 class EngineService:
-    """Answers `engine.info`, `.generate`, `.pause` (when nothing runs any more) and `.resume`."""
+    """Handles `engine.info`, `.generate`, `.pause` (replies when nothing runs) and `.resume`."""
 
     def __init__(self, core: EmbeddedCore) -> None:
         self.core = core
@@ -37,11 +37,11 @@ class EngineService:
 
     @property
     def busy(self) -> bool:
-        """True when `step` has something to do."""
+        """Whether `step` has work."""
         return self.core.busy or bool(self._pausing)
 
     def step(self) -> None:
-        """One step of the core, if it has work; answers a pause that has become true."""
+        """Run one step of the core, if it has work; reply to a completed pause."""
         if self.core.busy:
             self.core.step()
         if self._pausing and not self.core.running:

@@ -1,7 +1,6 @@
-"""What each decoding slot is at, held as arrays, so that a step treats all rows at once.
+"""State of the decoding slots as arrays, so that a step handles all rows at once.
 
-A row is a slot of the forward pass. Idle rows stand at the scratch position; what is drawn for them is
-dropped. Used by EmbeddedCore alone.
+A row is a slot of the forward pass. Idle rows are at the scratch position; their samples are discarded.
 """
 
 from __future__ import annotations
@@ -16,66 +15,68 @@ from insitu.types import FloatArray, IntArray
 
 
 class DecodeSlots:
-    """The next input, position, temperature and random numbers of each slot, and what it has sampled."""
+    """Next input, position, temperature and random numbers of each slot, and its sampled tokens."""
 
     def __init__(self, forward: CachedForward, max_context: int) -> None:
         rows = forward.rows
         self._forward = forward
         self._ids = np.zeros(rows, np.int64)
         self._positions = np.full(rows, forward.scratch, np.int64)
-        self._heat = np.ones(rows, np.float32)
+        self._temperature = np.ones(rows, np.float32)
         self._counts = np.zeros(rows, np.int64)
         self._uniform = np.zeros((rows, max_context), np.float64)
         self._sampled = np.zeros((rows, max_context), np.int32)
         self._logprobs = np.zeros((rows, max_context), np.float32)
         self._every = np.arange(rows)
         self._inputs = torch.from_numpy(self._ids), torch.from_numpy(self._positions)
-        self._heats = torch.from_numpy(self._heat)
+        self._temperatures = torch.from_numpy(self._temperature)
 
-    def start(self, slot: int, prompt: IntArray, heat: float, uniform: npt.NDArray[np.float64]) -> None:
-        """Decode in `slot` from now on; its cache holds all of `prompt` but the last token."""
+    def start(
+        self, slot: int, prompt: IntArray, temperature: float, uniform: npt.NDArray[np.float64]
+    ) -> None:
+        """Start decoding in `slot`, whose cache holds `prompt` except its last token."""
         last = len(prompt) - 1
         self._forward.show(slot, last)
         self._ids[slot], self._positions[slot] = prompt[last], last
-        self._heat[slot], self._counts[slot] = heat, 0
+        self._temperature[slot], self._counts[slot] = temperature, 0
         self._uniform[slot, : len(uniform)] = uniform
 
     def stop(self, slot: int) -> None:
         """Make a slot idle."""
         self._forward.hide(slot)
-        self._positions[slot], self._heat[slot] = self._forward.scratch, 1.0
+        self._positions[slot], self._temperature[slot] = self._forward.scratch, 1.0
         self._counts[slot] = 0
 
     def move(self, source: int, target: int) -> None:
-        """Go on in the idle slot `target` with what runs in `source`."""
+        """Continue the request of `source` in the idle slot `target`."""
         self._forward.move(source, target, int(self._positions[source]))
-        for held in (self._ids, self._positions, self._heat, self._counts):
+        for held in (self._ids, self._positions, self._temperature, self._counts):
             held[target] = held[source]
         for table in (self._uniform, self._sampled, self._logprobs):
             table[target] = table[source]
         self.stop(source)
 
     def reach(self, slots: npt.NDArray[np.int64]) -> int:
-        """Tokens that the longest of `slots` attends to."""
+        """Return the number of tokens that the longest of `slots` attends to."""
         return 1 + int(self._positions[slots].max())
 
     def result(self, slot: int) -> tuple[IntArray, FloatArray]:
-        """Ids and logprobs sampled in `slot` so far."""
+        """Return ids and logprobs sampled in `slot` so far."""
         count = self._counts[slot]
         return self._sampled[slot, :count].copy(), self._logprobs[slot, :count].copy()
 
     def step(self, slots: npt.NDArray[np.int64], span: DecodeSpan) -> tuple[list[int], list[float]]:
-        """Sample one token in each of `slots`; returns ids and logprobs in their order.
+        """Sample one token in each of `slots`; return ids and logprobs in their order.
 
-        A logprob that is not finite tells of broken weights: its row must be stopped.
+        A logprob that is not finite means broken weights: its row must be stopped.
         """
         positions = self._positions[slots]
         self._forward.reveal(slots, positions)
         logits = self._forward.decode(*self._inputs, span)
         n = logits.shape[0]
         uniform = torch.from_numpy(self._uniform[self._every[:n], self._counts[:n]])
-        greedy = not self._heat[:n].all()
-        drawn, scored = draw(logits, self._heats[:n], uniform, greedy=greedy)
+        greedy = not self._temperature[:n].all()
+        drawn, scored = draw(logits, self._temperatures[:n], uniform, greedy=greedy)
         ids, logprobs = drawn.numpy()[slots], scored.numpy()[slots]
         counts = self._counts[slots]
         self._sampled[slots, counts] = ids

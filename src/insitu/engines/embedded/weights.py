@@ -1,8 +1,8 @@
 """The engine's own copy of a model's weights, laid out for sampling.
 
-Query, key and value matrices are fused, gate and up too. Within each query and key head the two rotary
-halves are interleaved, so that a rotation is one complex product; scores do not change by it. The copy is
-taken when made, so a trainer may go on changing its parameters while the engine samples.
+Query, key and value matrices are fused, gate and up too. Within each query and key head the two rotary halves
+are interleaved, so that a rotation is one complex product; scores are unchanged. The trainer may change its
+parameters while the engine samples from the copy.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch.nn import functional as F
 from insitu.engines.embedded.model import Layer, Qwen3, RMSNorm
 
 _IDLE = 129
-"""Places after the last position, where idle rows stand."""
+"""Positions after the last one, for idle rows."""
 
 
 class NamedParameters(Protocol):
-    """As much of a model as its checksum needs."""
+    """The part of a model that its checksum needs."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
 def checksum(model: NamedParameters) -> str:
-    """Hex SHA-256 over name, shape and fp32 bytes of every parameter in name order (a tied head once)."""
+    """Return the hex SHA-256 over name, shape and fp32 bytes of all parameters in name order."""
     return checksum_of(dict(model.named_parameters()))
 
 
 def checksum_of(tensors: Mapping[str, Tensor]) -> str:
-    """`checksum` of parameters by name."""
+    """Return the `checksum` of parameters by name."""
     h = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         flat = tensor.detach().to("cpu", torch.float32).contiguous()
@@ -44,14 +44,14 @@ def checksum_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-"""Whether this torch offers products with a weight packed ahead, about twice as fast as others."""
+"""Whether this torch offers products with prepacked weights, about twice as fast."""
 
 _SMALL = 2**15
-"""Entries of a matrix up to which the call of a packed product costs more than it saves."""
+"""Entries of a matrix up to which a packed product is slower."""
 
 
 class PackedLinear:
-    """x -> x W^T for a copy of W, packed where that pays."""
+    """x -> x W^T for a copy of W, prepacked where that pays."""
 
     __slots__ = ("_packed", "_weight")
 
@@ -62,7 +62,7 @@ class PackedLinear:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M, in] -> [M, out]."""
+        """Map [M, in] to [M, out]."""
         if not self._packed:
             return F.linear(x, self._weight)
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, None, "none", [], "")
@@ -70,9 +70,9 @@ class PackedLinear:
 
 
 class LayerWeights:
-    """One layer, fused; what RMSNorm multiplies by is part of the matrix that follows.
+    """One layer, fused; RMSNorm weights are folded into the following matrix.
 
-    `qk_norm` [heads + kv_heads, head_dim] carries the score scale in its query part.
+    `qk_norm` [heads + kv_heads, head_dim] includes the score scale in its query part.
     """
 
     __slots__ = ("down", "gate_up", "out", "qk_norm", "qkv")
@@ -96,7 +96,7 @@ class LayerWeights:
 
 
 def _gain(norm: RMSNorm) -> Tensor:
-    """RMSNorm is this times x / hypot(|x|, sqrt(size * eps))."""
+    """Return the factor by which RMSNorm is x / hypot(|x|, sqrt(size * eps))."""
     return norm.weight * math.sqrt(norm.weight.shape[0])
 
 

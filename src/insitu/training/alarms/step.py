@@ -1,6 +1,4 @@
-"""What a step's rollouts tell beside what they teach: metrics of masking, tampering and leaps, and lines for
-a person where one is beyond its limit in [collect]. Called by loop.py, once per step.
-"""
+"""Metrics and alarms of a step about infrastructure failures, tampering and spikes."""
 
 from __future__ import annotations
 
@@ -19,21 +17,23 @@ UNKNOWN = Spike(rise=0.0, usual=0.0, alarm=False)
 
 
 class StepAlarms:
-    """Watches a run. `before`: its committed steps."""
+    """Watches a run. before: its committed steps."""
 
     def __init__(self, limits: CollectTable, masks: InfraFailureRate, before: Sequence[StepRecord]) -> None:
         self._limits, self._masks = limits, masks
-        told = [step.metrics for step in before[-STEPS:]]
-        self._reward = SpikeDetector("reward", limits.reward_alarm, _numbers(told, "reward_mean"))
+        metrics = [step.metrics for step in before[-STEPS:]]
+        self._reward = SpikeDetector("reward", limits.reward_alarm, _numbers(metrics, "reward_mean"))
         self._lost = SpikeDetector(
-            "tokens_lost", limits.excluded_tokens_alarm, _numbers(told, "excluded_share")
+            "tokens_lost", limits.excluded_tokens_alarm, _numbers(metrics, "excluded_share")
         )
 
     def look(
         self, groups: Sequence[Group], ledger: Ledger, reward_mean: float | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Metrics of the step that was planned from these groups, and a line for each alarm.
-        `reward_mean`: None when none was graded."""
+        """Return metrics of the step planned from these groups, and its alarms.
+
+        reward_mean: None when nothing was graded.
+        """
         masked, limits = self._masks.close_step(), self._limits
         judged, tampering = verdict_counts((r for g in groups for r in g.rollouts), limits.tamper_alarm)
         reward = UNKNOWN if reward_mean is None else self._reward.look(reward_mean, len(groups))
@@ -53,28 +53,28 @@ class StepAlarms:
         lines = [masked.line, tampering]
         if reward_mean is not None and reward.alarm:
             lines.append(
-                f"the mean reward leapt from {reward.usual:.2f} to {reward_mean:.2f}"
-                f" (collect.reward_alarm = {limits.reward_alarm:g}): look at solutions before trusting it"
+                f"the mean reward jumped from {reward.usual:.2f} to {reward_mean:.2f}"
+                f" (collect.reward_alarm = {limits.reward_alarm:g}): check solutions for reward hacking"
             )
         if lost.alarm:
             most = ", ".join(f"{reason} {tokens}" for reason, tokens in lost_reasons(ledger)[:NAMED])
             lines.append(
-                f"{share:.0%} of the sampled tokens are lost to what agents do, {lost.usual:.0%} before"
+                f"{share:.0%} of the sampled tokens are excluded due to agent behaviour,"
+                f" {lost.usual:.0%} before"
                 f" (collect.excluded_tokens_alarm = {limits.excluded_tokens_alarm:g}): {most}"
             )
         return metrics, [line for line in lines if line]
 
 
-def _numbers(told: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """Steps of an older insitu do not have all of them, and a step without graded rollouts has no reward."""
-    return [metrics[name] for metrics in told if metrics.get(name) is not None]
+def _numbers(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [metrics[name] for metrics in steps if metrics[name] is not None]
 
 
 def why_untrained(groups: Sequence[Group], skipped: str) -> str:
-    """One line for a step without an update; "" for any other. `skipped`: the plan's reason."""
+    """Return the notice of a step without an update, or "". skipped: the plan's reason."""
     if not skipped:
         return ""
     if any(not group.degenerate for group in groups):
-        return f"nothing was trained: {skipped}"
+        return f"no update: {skipped}"
     earned = describe_rewards([reward for group in groups for reward in group.rewards])
-    return f"nothing was trained: no group had different rewards, {earned}"
+    return f"no update: all groups have equal rewards, {earned}"

@@ -1,7 +1,6 @@
-"""What the verdicts of a step say about the agents and the grader, beside the reward.
+"""Metrics of a step's verdicts besides the reward.
 
-A policy that learns to tamper is found out by rising counts before it is found out by anything else. The loop
-reads this once per step; a high share is said aloud.
+A policy that learns to tamper shows first in rising counts.
 """
 
 from __future__ import annotations
@@ -16,14 +15,16 @@ from insitu.types import Outcome, Rollout
 log = logging.getLogger(__name__)
 
 LEAST_VERDICTS = 8
-"""Of a step: fewer say nothing about a share."""
+"""Least verdicts of a step for an alarm."""
 NAMED = 3
-"""Tasks that one alarm names at most."""
+"""Most tasks that an alarm names."""
 
 
 def verdict_counts(rollouts: Iterable[Rollout], alarm_at: float) -> tuple[dict[str, Any], str]:
-    """Metrics of a step's graded rollouts, and one line when the share of tampered ones is at least
-    `alarm_at` (0 = never), else an empty text."""
+    """Return metrics of a step's graded rollouts, and an alarm or "".
+
+    alarm_at: share of tampered ones that raises it; 0 = never.
+    """
     judged = [
         (rollout.task_id, rollout.verdict)
         for rollout in rollouts

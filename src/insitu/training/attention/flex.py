@@ -1,8 +1,8 @@
-"""Attention over a prefix tree by flex_attention: for GPUs, where a tree has many short branches.
+"""Attention over a prefix tree by flex_attention, for GPUs and trees with many short branches.
 
-Visibility is an interval: token q sees k <= q while q < last[k], the end of the subtree of k's node. So which
-blocks of the mask are empty, partial or full follows from each block's smallest and largest `last`; the mask
-itself is never made. An `Attend` of model/base.py, made once per micro-batch.
+Visibility is an interval: token q sees k <= q while q < last[k], the end of the subtree of k's node. So each
+block's smallest and largest `last` determine which blocks of the mask are empty, partial or full; the mask
+itself is never built.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ BLOCK = 128
 
 @cache
 def compiled() -> Callable[..., Any]:
-    """The kernel, compiled once for all shapes."""
+    """Return the kernel, compiled once for all shapes."""
     return torch.compile(flex_attention, dynamic=True)
 
 
 def block_mask(tree: Tree, device: torch.device) -> BlockMask:
-    """The tree's visibility by blocks of queries and keys."""
+    """Return the tree's visibility by blocks of queries and keys."""
     last = torch.from_numpy(np.asarray(tree.end)[tree.node].astype(np.int64)).to(device)
     count = -(-tree.tokens // BLOCK)
     padded = torch.full((count * BLOCK,), tree.tokens, device=device)
@@ -55,7 +55,9 @@ def block_mask(tree: Tree, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[Q, K] bool -> how many blocks each query block has, [1, 1, Q], and which, first, [1, 1, Q, K]."""
+    """Map [Q, K] bool to the number of blocks of each query block [1, 1, Q] and their indices first [1, 1, Q,
+    K].
+    """
     found = torch.argsort(blocks.int(), dim=1, descending=True, stable=True)
     return blocks.sum(1).int()[None, None], found.int()[None, None]
 

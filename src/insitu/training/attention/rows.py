@@ -1,10 +1,9 @@
-"""Causal attention over flat token lists: one row, or rows behind a prefix that they share.
+"""Causal attention over flat token lists: one row, or rows after a prefix that they share.
 
-A flat list is the prefix followed by the rows, each padded to the same width. No mask is ever held where the
-device has a kernel for the pattern. Keys and values of the prefix are computed once, and copied once per row,
-behind which its own stand (tree.py copies none). Each class is an `Attend` of model/base.py. On tensors
-without content (memory/meta_run.py) the kernels of the device that they stand for are emulated: what they
-give, keep for the backward pass and take for themselves.
+A flat list is the prefix followed by the rows, each padded to the same width. No mask is built where the
+device has a kernel for the pattern. Keys and values of the prefix are computed once and copied once per row.
+Each class is an `Attend` of model/base.py. On meta tensors (memory/meta_run.py) the kernels of the emulated
+device are replaced by ops with the same outputs, saved tensors and workspace.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-EMULATED: ContextVar[str] = ContextVar(
-    "device whose kernels tensors without content stand for", default="cuda"
-)
+EMULATED: ContextVar[str] = ContextVar("device that meta tensors stand for", default="cuda")
 _LOWER_RIGHT = 2
-"""The kernel's word for: causal, the last query at the last key."""
+"""The kernel's code for: causal, the last query aligned with the last key."""
 
 
 def runs_on_gpu(x: Tensor) -> bool:
-    """Its kernels are a GPU's, or stand for them."""
+    """Return whether a tensor is on a GPU, or a meta tensor that stands for one."""
     return x.is_cuda or (x.is_meta and EMULATED.get() == "cuda")
 
 
@@ -39,8 +36,10 @@ def _ampere() -> bool:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
-    """[B, heads, Q, hd] from q and k, v [B, kv_heads, K, hd]; without `seen` causal: the last query sees the
-    last key."""
+    """Attend q [B, heads, Q, hd] to k, v [B, kv_heads, K, hd]; returns [B, heads, Q, hd].
+
+    seen: [Q, K] bool mask; None = causal, the last query aligned with the last key.
+    """
     if runs_on_gpu(q) and not flash_works(q.dtype, q.shape[3]):
         # Of the other kernels only the one that holds all scores takes grouped keys.
         k, v = _per_head(k, q.shape[1]), _per_head(v, q.shape[1])
@@ -48,12 +47,12 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | Non
 
 
 def _stock(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
-    """torch's kernel for what `_attention` is given."""
+    """Run one of torch's kernels."""
     gpu = runs_on_gpu(q)
     if seen is None and gpu and flash_works(q.dtype, q.shape[3]):
-        # Named, since torch 2.11 would prefer cuDNN's where queries and keys are as many: other bits by
-        # layout, a plan for every length of a row, and memory that no prediction counts. Where they are not,
-        # torch's CausalBias runs this kernel too, but is itself a tensor of Q x K numbers on the host.
+        # By name: from 2.11 on torch would choose cuDNN where Q == K, whose bits depend on the layout, which
+        # plans for each length and takes memory that the prediction does not count. Where Q != K, torch's
+        # CausalBias would run this kernel, but allocates Q x K numbers on the host.
         kernel = torch.ops.aten._scaled_dot_product_flash_attention.default
         out: Tensor = kernel(q, k, v, 0.0, True, False, scale=scale)[0]
         return out
@@ -67,13 +66,13 @@ def _stock(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:
-    """[B, kv_heads, K, hd] -> [B, heads, K, hd], a copy where there are fewer."""
+    """Map [B, kv_heads, K, hd] to [B, heads, K, hd]; a copy where heads are grouped."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The memory-efficient kernel, the last query at the last key, as torch's own CausalBias calls it."""
-    found = torch.ops.aten._efficient_attention_forward.default(
+    """Call the memory-efficient kernel, causal, the last query aligned with the last key."""
+    result = torch.ops.aten._efficient_attention_forward.default(
         *(x.transpose(1, 2) for x in (q, k, v)),
         bias=None,
         cu_seqlens_q=None,
@@ -86,30 +85,30 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         scale=scale,
         seqlen_k=None,
     )
-    out: Tensor = found[0].transpose(1, 2)
+    out: Tensor = result[0].transpose(1, 2)
     return out
 
 
 def _lower_right(q: Tensor, k: Tensor) -> Tensor:
-    """[Q, K]: which keys each query sees."""
+    """Return the causal mask [Q, K] with the last query aligned with the last key."""
     queries, keys = q.shape[2], k.shape[2]
     return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
 
 
 def emulated(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
-    """What the device's kernel would give and keep, of tensors that have no content."""
+    """Allocate, on the meta device, what the device's kernel would return and keep."""
     q, k, v = _Release.apply(q, k, v)  # type: ignore[no-untyped-call]
     if not runs_on_gpu(q):
         mask = None if seen is None else torch.where(seen, 0.0, -torch.inf).to(q.dtype)
         on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         out = on_cpu(q, k, v, 0.0, seen is None, attn_mask=mask, scale=scale)[0]
         torch.empty(_blocks(q.shape[2], k.shape[2]), device="meta")
-        # and the gradient laid out anew
+        # and a contiguous copy of the gradient
         workspace = [(2 * _blocks(q.shape[2], k.shape[2]), torch.float32), (out.numel(), out.dtype)]
     else:
         on_gpu = torch.ops.aten._scaled_dot_product_flash_attention.default
         out = on_gpu(q, k, v, 0.0, True, False, scale=scale)[0]
-        # fp32 sums of dq and of the softmax; dk and dv of every head before heads of a group are added up
+        # fp32 sums of dq and of the softmax; dk and dv of every head before they are summed per group
         workspace = [(out.numel() + out.numel() // out.shape[-1], torch.float32)]
         if q.shape[1] != k.shape[1]:
             workspace.append((2 * out.numel(), out.dtype))
@@ -118,17 +117,17 @@ def emulated(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None)
 
 
 def _blocks(queries: int, keys: int) -> int:
-    """Numbers in the score blocks that the threads of the CPU kernel hold."""
+    """Return the size of the score blocks that the CPU kernel's threads hold."""
     split = 256 if queries >= 768 else 64 if queries >= 192 else 32
     return torch.get_num_threads() * min(split, queries) * min(512, keys)
 
 
 _WORKSPACE: list[Tensor] = []
-"""What the backward kernel that runs holds for itself."""
+"""Workspace of the backward kernel that runs."""
 
 
 class _Workspace(torch.autograd.Function):
-    """In the backward pass: what a kernel takes for itself, as (numbers, type), until `_Release`."""
+    """In the backward pass: allocate a workspace of (size, dtype) until `_Release`."""
 
     @staticmethod
     def forward(ctx, out: Tensor, sizes: list[tuple[int, torch.dtype]]) -> Tensor:  # type: ignore[no-untyped-def]
@@ -142,7 +141,7 @@ class _Workspace(torch.autograd.Function):
 
 
 class _Release(torch.autograd.Function):
-    """In the backward pass: the kernel is done."""
+    """In the backward pass: free the workspace."""
 
     @staticmethod
     def forward(ctx, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
@@ -179,12 +178,12 @@ class Shared:
         return torch.cat([Causal()(q[:, :n], k[:, :n], v[:, :n], scale), flat], 1)
 
     def _rows(self, x: Tensor) -> Tensor:
-        """[heads, U, hd] -> the rows' part as [rows, heads, width, hd]."""
+        """Map [heads, U, hd] to the rows [rows, heads, width, hd]."""
         own = x[:, self.prefix :]
         return own.reshape(x.shape[0], self.rows, -1, x.shape[-1]).transpose(0, 1)
 
     def _behind(self, x: Tensor) -> Tensor:
-        """[heads, U, hd] -> [rows, heads, prefix + width, hd]."""
+        """Map [heads, U, hd] to prefix and rows [rows, heads, prefix + width, hd]."""
         own = self._rows(x)
         if not self.prefix:
             return own
@@ -192,7 +191,10 @@ class Shared:
 
 
 def lay_flat(prefix: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Causal | Shared]:
-    """prefix [P], rows [B, T] -> ids [U], positions [U] and the attention between them; U = P + B T."""
+    """Flatten prefix [P] and rows [B, T] into U = P + B T tokens.
+
+    Returns ids [U], positions [U] and the attention between them.
+    """
     n, (count, width) = prefix.shape[0], rows.shape
     ids = torch.cat([prefix, rows.flatten()])
     positions = torch.arange(n + width, device=ids.device)

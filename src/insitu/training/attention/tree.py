@@ -1,16 +1,15 @@
-"""Attention over a prefix tree with torch's own kernels: no pair is computed twice, no key laid out per row.
+"""Attention over a prefix tree with torch's flash kernels: every pair once, no copy of keys per row.
 
-In preorder a first child follows its parent, so a run of first children is one causal sequence, a branch.
-What lies behind it, under any node of it, sees the branch up to that node whole:
+In preorder a first child follows its parent, so a run of first children is one causal sequence, a branch. The
+later tokens of a node's subtree see the branch up to that node completely:
 
     tokens   |---- branch ----|-- second child of a node --|-- third --|
     causal   its own branch, once per branch
     whole    queries [second child, end of the node) x keys [branch, end of the node's tokens)
 
-Each piece is one call of the flash kernel; partial results are merged by their log-sums, and the backward of
-a piece takes the merged ones, which makes it exact. A GPU's kernel reads grouped keys and values as they
-stand. A CPU's wants a pair of them per query head: there those of one piece at a time are repeated over the
-heads of their group. An `Attend` of model/base.py, made once per micro-batch.
+Each piece is one call of the flash kernel; partial results are merged by their log-sum-exp, and the backward
+of a piece takes the merged ones, which makes it exact. A GPU kernel reads grouped keys and values directly;
+for a CPU those of one piece at a time are repeated over the heads of their group.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ LONG = 512
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Queries [q0, q1) that see keys [k0, k1): all of them, or, where both are the same, those before."""
+    """Queries [q0, q1) that see keys [k0, k1): all of them, or only earlier ones when `causal`."""
 
     q0: int
     q1: int
@@ -43,12 +42,12 @@ class Piece:
 
 
 def tree_pieces(tree: Tree) -> tuple[Piece, ...]:
-    """Cut a tree's visible pairs into pieces: each pair is in exactly one, every token in one causal one."""
+    """Cut a tree's visible pairs into pieces: each pair in exactly one, every token in one causal one."""
     parent, start, end = tree.parent.tolist(), tree.start.tolist(), tree.end.tolist()
     branch: list[int] = []
     """First token of the branch of each node."""
     second: dict[int, int] = {}
-    """Node with several children -> first token of its second one."""
+    """Node with several children -> first token of its second child."""
     heads: list[int] = []
     for n, above in enumerate(parent):
         if above >= 0 and above == n - 1:
@@ -69,7 +68,7 @@ def by_pieces(pieces: Sequence[Piece], device: str, dtype: torch.dtype, head_dim
 
 
 def pairs(pieces: tuple[Piece, ...]) -> int:
-    """Query-key pairs that are computed."""
+    """Return the number of query-key pairs that are computed."""
     return sum(
         (p.q1 - p.q0) * (p.q1 - p.q0 + 1) // 2 if p.causal else (p.q1 - p.q0) * (p.k1 - p.k0) for p in pieces
     )
@@ -124,57 +123,59 @@ class _Pieces(torch.autograd.Function):
         scale, pieces = ctx.settings
         sums = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (q, k, v)]
         for p in pieces:
-            found = _backward(p, (grad, q, k, v, out, lse), scale)
-            for total, part, ends in zip(sums, found, ((p.q0, p.q1), *[(p.k0, p.k1)] * 2), strict=True):
+            result = _backward(p, (grad, q, k, v, out, lse), scale)
+            for total, part, ends in zip(sums, result, ((p.q0, p.q1), *[(p.k0, p.k1)] * 2), strict=True):
                 total[:, slice(*ends)] += part
         return *(s.to(t.dtype) for s, t in zip(sums, (q, k, v), strict=True)), None, None
 
 
 def _seen(p: Piece, x: Tensor, heads: int) -> Tensor:
-    """Keys or values of a piece, of x [kv_heads, U, hd], as the kernel wants them: on a GPU a view,
-    [1, kv_heads, K, hd]; on a CPU [1, heads, K, hd]."""
+    """Return a piece's keys or values of x [kv_heads, U, hd] in the kernel's layout.
+
+    GPU: a view [1, kv_heads, K, hd]; CPU: [1, heads, K, hd].
+    """
     own = x[:, p.k0 : p.k1]
     grouped = runs_on_gpu(x) or x.shape[0] == heads
     return own[None] if grouped else own.repeat_interleave(heads // x.shape[0], 0)[None]
 
 
 def _gather(x: Tensor, heads: int) -> Tensor:
-    """The gradient of `_seen`: [heads, K, hd] as it came, or summed over the heads of a group."""
+    """Map the gradient of `_seen` to [kv_heads, K, hd], summed over the heads of a group."""
     return x if x.shape[0] == heads else x.view(heads, -1, *x.shape[1:]).sum(1)
 
 
 def _attend(p: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [heads, Q, hd] and log-sums [heads, Q] of one piece."""
-    given = (q[None, :, p.q0 : p.q1], _seen(p, k, q.shape[0]), _seen(p, v, q.shape[0]))
+    """Return output [heads, Q, hd] and log-sum-exp [heads, Q] of one piece."""
+    inputs = (q[None, :, p.q0 : p.q1], _seen(p, k, q.shape[0]), _seen(p, v, q.shape[0]))
     if runs_on_gpu(q):
-        found = aten._scaled_dot_product_flash_attention.default(*given, 0.0, p.causal, False, scale=scale)
+        result = aten._scaled_dot_product_flash_attention.default(*inputs, 0.0, p.causal, False, scale=scale)
     else:
-        found = aten._scaled_dot_product_flash_attention_for_cpu.default(*given, 0.0, p.causal, scale=scale)
-    return found[0][0], found[1][0, :, : p.q1 - p.q0].float()
+        result = aten._scaled_dot_product_flash_attention_for_cpu.default(*inputs, 0.0, p.causal, scale=scale)
+    return result[0][0], result[1][0, :, : p.q1 - p.q0].float()
 
 
-def _backward(p: Piece, given: tuple[Tensor, ...], scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by the piece's queries, keys and values, from merged outputs and log-sums."""
-    grad, q, k, v, out, lse = given
+def _backward(p: Piece, inputs: tuple[Tensor, ...], scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a piece's queries, keys and values from merged outputs and log-sum-exps."""
+    grad, q, k, v, out, lse = inputs
     mine = (None, slice(None), slice(p.q0, p.q1))
     keys, values = _seen(p, k, q.shape[0]), _seen(p, v, q.shape[0])
     args = (grad[mine], q[mine], keys, values, out[mine], lse[mine].contiguous())
     if runs_on_gpu(q):
-        # Sequence offsets, empty ones too, would ask for the kernel of many sequences. Without dropout nobody
-        # reads the random state.
+        # Sequence offsets, even empty ones, would select the variable-length kernel. The random state is not
+        # read without dropout.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        found = aten._scaled_dot_product_flash_attention_backward.default(
+        result = aten._scaled_dot_product_flash_attention_backward.default(
             *args, None, None, p.q1 - p.q0, p.k1 - p.k0, 0.0, p.causal, state, state[:0], scale=scale
         )
     else:
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        result = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             *args, 0.0, p.causal, scale=scale
         )
-    return found[0][0], _gather(found[1][0], k.shape[0]), _gather(found[2][0], k.shape[0])
+    return result[0][0], _gather(result[1][0], k.shape[0]), _gather(result[2][0], k.shape[0])
 
 
 def visible(tree: Tree) -> Tensor:
-    """[U, U] bool, query by key, from the definition: for tests and small trees."""
+    """Return the mask [U, U] bool, query by key, by definition (for tests and small trees)."""
     last = torch.from_numpy(np.asarray(tree.end)[tree.node].astype(np.int64))
     at = torch.arange(tree.tokens)
     return (at[:, None] >= at[None]) & (at[:, None] < last[None])

@@ -1,26 +1,27 @@
-"""The learner as the controller sees it: a child process that trains and samples. Never imports torch.
+"""The learner from the controller's side: a child process that trains and samples.
 
     async with Learner.start(spec) as learner:
         learner.engine                          # engines.base.Engine; none with `samples=False`
-        result = await learner.step(plan)       # trains; the engine goes on with the weights it has
+        result = await learner.step(plan)       # trains; the engine keeps its weights
         await learner.save(folder)
-        await learner.publish(result.version)   # now it samples with them; weights/files.py for other engines
+        await learner.publish(result.version)   # now the engine has them; weights/files.py for other engines
 
-Every wait has a deadline. When the child dies, whatever waits or is asked for next fails with one line that
-ends with the last of its standard error. Leaving the context ends the child; a cancelled one is killed.
+Every wait has a deadline. When the child dies, pending and later calls fail with one line that ends with its
+last standard error. Leaving the context ends the child; cancellation kills it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from insitu.engines.base import Engine, EngineInfo, Receipt
+from insitu.engines.base import Engine, Receipt
 from insitu.engines.embedded.engine import EmbeddedEngine
 from insitu.engines.rpc import Frame, Meta, RpcClient
+from insitu.engines.wrapper import EngineWrapper
 from insitu.errors import EngineError, TrainError
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.training.learner.process import Child, LearnerSpec, absolute
@@ -30,62 +31,43 @@ from insitu.training.plan.step import StepPlan
 from insitu.training.weights.files import ExportRequest, ExportResult
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
-__all__ = ["Learner", "LearnerSpec", "StepResult"]
 
+class _LearnerEngine(EngineWrapper):
+    """The learner's engine; errors include the learner's cause of death."""
 
-class _Engine:
-    """The learner's engine (`engines.base.Engine`); an error says why the learner died, if it did."""
+    def __init__(self, child: Child, inner: EmbeddedEngine) -> None:
+        self.use(child, inner)
 
-    def __init__(
-        self, inner: EmbeddedEngine, explain: Callable[[EngineError], Awaitable[EngineError]]
-    ) -> None:
-        self._inner, self._explain = inner, explain
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._inner.info
-
-    @property
-    def receipt(self) -> Receipt:
-        return self._inner.receipt
+    def use(self, child: Child, inner: EmbeddedEngine) -> None:
+        """Use the channel of a started or restarted learner."""
+        super().__init__(inner)
+        self._child, self._embedded = child, inner
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         try:
-            return await self._inner.generate(ids, params, key)
+            return await self._embedded.generate(ids, params, key)
         except EngineError as error:
-            raise await self._explain(error) from error
-
-    async def pause(self) -> None:
-        await self._inner.pause()
-
-    async def resume(self) -> None:
-        await self._inner.resume()
+            raise await self._child.explain(error) from error
 
     async def refresh(self) -> None:
-        await self._inner.refresh()
-
-    def replace(
-        self, inner: EmbeddedEngine, explain: Callable[[EngineError], Awaitable[EngineError]]
-    ) -> None:
-        """The learner was started again."""
-        self._inner, self._explain = inner, explain
+        await self._embedded.refresh()
 
     async def close(self) -> None:
-        """Nothing to do: the learner's context owns the channel."""
+        """No-op: the learner's context owns the channel."""
 
 
 class Learner:
-    """See the module. Make one with `Learner.start`."""
+    """A learner process; use `Learner.start`."""
 
     _child: Child
     _channel: RpcClient
 
     def __init__(self, spec: LearnerSpec, folder: Path) -> None:
         self._spec, self._folder = spec, folder
-        self._engine: _Engine | None = None
+        self._engine: _LearnerEngine | None = None
         self._lives = 0
         self.version = 0
-        """Policy version of the trainer's weights, which the engine need not hold yet."""
+        """Policy version of the trainer's weights; the engine's may be older."""
         self.weights = ""
         """Hex digest over all the trainer's tensors in name order."""
         self.probe_gap = 0.0
@@ -93,14 +75,14 @@ class Learner:
 
     @property
     def engine(self) -> Engine:
-        """The sampler, holding the weights that were published last. Raises EngineError if it has none."""
+        """The sampler, with the last published weights. Raises EngineError if there is none."""
         if self._engine is None:
-            raise EngineError("this learner only trains: a server elsewhere samples")
+            raise EngineError("this learner has no engine: a server samples")
         return self._engine
 
     @property
     def model(self) -> Path:
-        """The folder it was started from."""
+        """The start model."""
         return self._spec.model
 
     @property
@@ -110,8 +92,8 @@ class Learner:
     @classmethod
     @asynccontextmanager
     async def start(cls, spec: LearnerSpec) -> AsyncIterator[Learner]:
-        """A learner that has passed the engine probe. Raises EngineError with the child's own words."""
-        # Unix socket paths are limited to 107 bytes, a run directory may be deep.
+        """Start a learner that has passed the engine probe. Raises EngineError with the child's error."""
+        # Unix socket paths are limited to 107 bytes
         with scratch_folder() as folder:
             learner = cls(spec, folder)
             await learner._begin()
@@ -124,14 +106,13 @@ class Learner:
                 await learner._end()
 
     async def restart(self) -> None:
-        """A new process in the place of one that is gone; it holds the start model, and so does its engine.
-        Raises EngineError, TrainError."""
+        """Replace a dead process; it and its engine hold the start model. Raises EngineError, TrainError."""
         await self._end()
         await self._begin()
 
     async def _begin(self) -> None:
-        """Come up; one that is killed meanwhile is started again, one that ends by itself is not."""
-        for left in reversed(range(self._spec.restarts + 1)):
+        """Start; a child that is killed meanwhile is restarted, one that exits is not."""
+        for remaining in reversed(range(self._spec.restarts + 1)):
             log = self._spec.log or self._folder / "learner.log"
             self._lives += 1
             self._child = await Child.spawn(self._spec, self._folder / f"learner{self._lives}", log)
@@ -144,7 +125,7 @@ class Learner:
                 if self._child.connected():
                     await self._channel.close()
                 await self._child.end()
-                if not (left and killed and isinstance(error, EngineError | TrainError)):
+                if not (remaining and killed and isinstance(error, EngineError | TrainError)):
                     raise
             else:
                 return
@@ -153,16 +134,16 @@ class Learner:
         if self._spec.samples:
             inner = await EmbeddedEngine.attach(self._channel, call_deadline_s=self._spec.call_deadline_s)
             if self._engine is None:
-                self._engine = _Engine(inner, self._child.explain)
+                self._engine = _LearnerEngine(self._child, inner)
             else:
-                self._engine.replace(inner, self._child.explain)
+                self._engine.use(self._child, inner)
         info = await self._call("train.info", {}, self._spec.start_deadline_s)
         self.probe_gap = float(info.meta["probe_gap"])
         self._note(info)
 
     async def _end(self) -> None:
         try:
-            await _farewell(self._channel)
+            await _request_shutdown(self._channel)
         finally:
             await self._child.end()
 
@@ -174,16 +155,16 @@ class Learner:
         return self._channel.alive
 
     async def death(self) -> EngineError:
-        """How a learner that is gone ended."""
+        """Return how a dead learner ended."""
         return await self._child.explain(EngineError("the connection to the learner ended"))
 
     async def check(self) -> None:
-        """Raises EngineError, saying how it ended, when the learner is gone; returns at once otherwise."""
+        """Raise EngineError with the cause when the learner is dead."""
         if not self.alive:
             raise await self.death()
 
     async def step(self, plan: StepPlan) -> StepResult:
-        """Train one plan; nothing samples with the result before it is published.
+        """Train one plan; the engine keeps its weights until they are published.
 
         Raises TrainError when the trainer refused (weights unchanged) or the learner died.
         """
@@ -196,11 +177,13 @@ class Learner:
         return decode_result(frame.meta)
 
     async def publish(self, version: int) -> Receipt:
-        """The learner's own engine samples with the trainer's weights from now on; requests under way end
-        first, under the version they came to. Raises TrainError when it does not."""
+        """Let the learner's own engine sample with the trainer's weights.
+
+        Running requests finish first, under their old version. Raises TrainError.
+        """
         engine = self._engine
         if engine is None:
-            raise TrainError("this learner has no engine of its own to publish to")
+            raise TrainError("this learner has no engine to publish to")
         frame = await self._call("train.publish", {"version": version}, self._spec.start_deadline_s)
         async with self._failing("engine.info"):
             await engine.refresh()
@@ -214,7 +197,7 @@ class Learner:
         return held
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        """Do nothing around a training step: the trainer's own engine gives up no GPU memory."""
+        """Return a no-op context: the trainer's own engine gives up no GPU memory."""
         return contextlib.nullcontext()
 
     async def export(self, wanted: ExportRequest) -> ExportResult:
@@ -228,21 +211,21 @@ class Learner:
             "base": absolute(wanted.base) if wanted.base else "",
             "delta": absolute(wanted.delta) if wanted.delta else "",
         }
-        said = (await self._call("train.export", meta, self._spec.start_deadline_s)).meta
-        return ExportResult(checksum=said["checksum"], tensors=said["tensors"], sent_bytes=int(said["bytes"]))
+        out = (await self._call("train.export", meta, self._spec.start_deadline_s)).meta
+        return ExportResult(checksum=out["checksum"], tensors=out["tensors"], sent_bytes=int(out["bytes"]))
 
     async def transfer(self, do: str, **more: Any) -> dict[str, Any]:
-        """The trainer's half of a publication without files (transfer.py). Raises TrainError."""
+        """Run the trainer's side of a publication without files (transfer.py). Raises TrainError."""
         limit = self._spec.start_deadline_s
         meta: Meta = {"do": do, "deadline_s": 0.9 * limit, **more}
         return dict((await self._call("train.transfer", meta, limit)).meta)
 
     async def save(self, folder: Path) -> None:
-        """Checkpoint into `folder`, whole or not at all. Raises TrainError."""
+        """Write a checkpoint into `folder` atomically. Raises TrainError."""
         await self._call("train.save", {"folder": absolute(folder)}, self._spec.start_deadline_s)
 
     async def load(self, folder: Path) -> None:
-        """Continue from a checkpoint, whose weights are to be published then. Raises TrainError."""
+        """Continue from a checkpoint, whose weights are not published yet. Raises TrainError."""
         self._note(await self._call("train.load", {"folder": absolute(folder)}, self._spec.start_deadline_s))
 
     async def _call(self, op: str, meta: Meta, deadline_s: float) -> Frame:
@@ -251,19 +234,18 @@ class Learner:
 
     @asynccontextmanager
     async def _failing(self, op: str) -> AsyncIterator[None]:
-        """The learner's own TrainError passes; an EngineError becomes one, with the cause of its death or the
-        key that would have given it more time."""
+        """Turn an EngineError into a TrainError with the cause of death, or the key of the timeout."""
         try:
             yield
         except EngineError as error:
-            told = str(await self._child.explain(error))
-            if isinstance(error.__cause__, TimeoutError) and told == str(error):
-                told += " (train.step_timeout_s)" if op == "train.step" else " (train.start_timeout_s)"
-            raise TrainError(f"{op}: {told}") from error
+            cause = str(await self._child.explain(error))
+            if isinstance(error.__cause__, TimeoutError) and cause == str(error):
+                cause += " (train.step_timeout_s)" if op == "train.step" else " (train.start_timeout_s)"
+            raise TrainError(f"{op}: {cause}") from error
 
 
-async def _farewell(channel: RpcClient) -> None:
-    """Ask for a clean end; a learner that is gone or busy is ended by other means."""
+async def _request_shutdown(channel: RpcClient) -> None:
+    """Ask for a clean exit; a dead or busy learner is ended otherwise."""
     with contextlib.suppress(EngineError):
         await channel.call("train.shutdown", deadline_s=2.0)
     await channel.close()

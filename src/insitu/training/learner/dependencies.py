@@ -1,7 +1,4 @@
-"""What a learner needs that an installation of insitu may lack, found out before anything starts.
-
-Never imports torch: it only looks for it. Called by the CLI.
-"""
+"""Checks for packages that a learner needs, without importing them."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from insitu.install_hints import install_extra
 
 
 def require_learner(config: Config) -> None:
-    """Raises ConfigError, saying what to install, where a learner of this configuration could not start."""
+    """Raise ConfigError with an install hint when a learner of this configuration could not start."""
     hf = config.policy.kind == "hf"
     names = ("torch", "safetensors", *(["transformers"] if hf else []))
     missing = [name for name in names if find_spec(name) is None]

@@ -1,13 +1,13 @@
-"""The learner process: trainer and embedded engine over one set of weights, behind one unix socket.
+"""The learner process: trainer and embedded engine over one set of weights, on one unix socket.
 
     controller --engine.*--> EngineService -> EmbeddedCore --\\
                --train.*---> Commands -----> Trainer --------+--> one Qwen3
 
 One thread alternates between the socket and the sampler; a training step blocks both. The sampler takes new
-weights at `train.publish` only; requests that are there when a step or a publication begins are finished
-first, under the version they came to. With `--engine ""` there is no sampler: a server elsewhere samples.
-The process ends when its parent dies, when its client has gone, or at `train.shutdown`. Run by client.py:
-`python -m insitu.training.learner.main --socket PATH --model DIR --parent PID --train JSON --engine JSON`.
+weights at `train.publish` only; pending requests are finished before a step or a publication. With `--engine
+""` there is no sampler. The process ends when its parent dies, its client disconnects, or at
+`train.shutdown`. Run as `python -m insitu.training.learner.main --socket PATH --model DIR --parent PID
+--train JSON --engine JSON`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from insitu.training.weights.files import ExportRequest
 
 
 class Commands:
-    """The `train.*` commands. Each answers before it returns."""
+    """The `train.*` commands; each replies before it returns."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Commands:
         self._trainer, self._service, self._assets = trainer, service, assets
         self._probe_gap = probe_gap
         self._transfers = Transfers(trainer.model)
-        self._fingerprint = WeightChecksum(trainer.model)
+        self._checksum = WeightChecksum(trainer.model)
         self._others = others or RankProcesses(trainer.ranks, [])
         self.stop = False
 
@@ -83,12 +83,12 @@ class Commands:
     def _step(self, call: RpcCall) -> None:
         plan = decode_plan(call.meta["plan"], call.arrays)
         self._drain()
-        with self._together():
-            self._others.tell("step", {"plan": call.meta["plan"]}, call.arrays)
+        with self._exit_on_lost_rank():
+            self._others.send("step", {"plan": call.meta["plan"]}, call.arrays)
             try:
                 result = self._trainer.step(plan)
             finally:
-                self._trainer.give_back()
+                self._trainer.release_cache()
         failpoint.hit("learner.stepped")
         call.reply({**asdict(result), **self._held()})
 
@@ -99,15 +99,15 @@ class Commands:
 
     def _load(self, call: RpcCall) -> None:
         self._drain()
-        with self._together():
-            self._others.tell("load", {"folder": call.meta["folder"]})
+        with self._exit_on_lost_rank():
+            self._others.send("load", {"folder": call.meta["folder"]})
         checkpoint.load(self._trainer, Path(call.meta["folder"]))
         self._info(call)
 
     def _publish(self, call: RpcCall) -> None:
-        """The sampler takes the trainer's weights, under the trainer's version and no other."""
+        """Give the sampler the trainer's weights, under the trainer's version."""
         if self._service is None:
-            raise TrainError("this learner has no engine of its own to publish to")
+            raise TrainError("this learner has no engine to publish to")
         version = self._current(int(call.meta["version"]))
         self._drain()
         self._service.core.refresh(version)
@@ -115,7 +115,7 @@ class Commands:
         call.reply(self._held())
 
     def _export(self, call: RpcCall) -> None:
-        """The weights as a model folder, and as the difference to the folder `base` where one is named."""
+        """Write the weights as a model folder, and as the difference to `base` if requested."""
         meta, folder = call.meta, Path(call.meta["folder"])
         wanted = ExportRequest(
             folder=folder,
@@ -132,7 +132,7 @@ class Commands:
         call.reply({"checksum": manifest.checksum, "tensors": dict(manifest.tensors), "bytes": size})
 
     def _transfer(self, call: RpcCall) -> None:
-        """The trainer's half of bringing weights to an engine without files; see transfer.py."""
+        """Run the trainer's side of a publication without files; see transfer.py."""
         if "version" in call.meta:
             self._current(int(call.meta["version"]))
         if self._trainer.ranks.sharded:
@@ -141,12 +141,12 @@ class Commands:
 
     def _current(self, version: int) -> int:
         if version != self._trainer.version:
-            raise TrainError(f"version {version} is not the trainer's, which is {self._trainer.version}")
+            raise TrainError(f"version {version} is not the trainer's version {self._trainer.version}")
         return version
 
     def _held(self) -> Meta:
         with self._whole():
-            return {"version": self._trainer.version, "weights": self._fingerprint.now()}
+            return {"version": self._trainer.version, "weights": self._checksum.now()}
 
     def _shutdown(self, call: RpcCall) -> None:
         self.stop = True
@@ -154,29 +154,29 @@ class Commands:
 
     @contextmanager
     def _whole(self, *, moments: bool = False) -> Iterator[None]:
-        """The weights can be read, and with `moments` the optimiser's state: sharded ranks bring theirs."""
-        with self._together():
+        """Make the weights, and with `moments` the optimizer's state, readable: sharded ranks gather."""
+        with self._exit_on_lost_rank():
             if self._trainer.ranks.sharded:
-                self._others.tell("gather", {"moments": moments})
+                self._others.send("gather", {"moments": moments})
             with self._trainer.whole(moments=moments):
                 yield
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Without one of its ranks the learner is of no use: it ends at once, and may be started again."""
+    def _exit_on_lost_rank(self) -> Iterator[None]:
+        """Exit when a rank is lost: the learner may be restarted."""
         try:
             yield
         except RankLostError as error:
             raise SystemExit(f"RankLostError: {error}") from error
 
     def _drain(self) -> None:
-        """Let every request that was submitted end; nothing new is read meanwhile."""
+        """Finish all submitted requests; read nothing new meanwhile."""
         while self._service is not None and self._service.core.busy:
             self._service.step()
 
 
 def serve(path: Path, commands: Commands, service: EngineService | None) -> None:
-    """Answer until the client has gone or asks to stop."""
+    """Answer until the client disconnects or requests shutdown."""
     own = service.handlers if service is not None else {}
     with RpcServer(path, {**own, **commands.handlers}) as server:
         while not (server.abandoned or commands.stop):
@@ -186,7 +186,7 @@ def serve(path: Path, commands: Commands, service: EngineService | None) -> None
 
 
 def sampler(model: Policy, raw: str, config: TrainConfig) -> tuple[EngineService | None, float]:
-    """The engine in this process and the gap that its probe found; none for an empty description."""
+    """Return the engine and the gap of its probe; None for an empty description."""
     if not raw:
         return None, 0.0
     if not isinstance(model, Qwen3):
@@ -208,7 +208,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """0, or 1 with one line on standard error."""
+    """Return 0, or 1 with one line on standard error."""
     parser = argparse.ArgumentParser(prog="insitu.training.learner.main", description=__doc__)
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""Processes that end with their parent, however it ends (Linux)."""
+"""Processes that end with their parent (Linux)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ _PR_SET_PDEATHSIG = 1
 
 
 def follow_parent(parent: int) -> None:
-    """Be killed when the parent dies, however it dies. Raises TrainError if it is already gone."""
+    """Get killed when the parent dies. Raises TrainError if it is already dead."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        raise TrainError(f"the parent (process {parent}) is gone")
+        raise TrainError(f"the parent (process {parent}) is dead")
 
 
 def main_of_child(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: Sequence[str]
 ) -> int:
-    """What such a process does from start to end: its exit status is 0, or 1 with one line on standard error.
-    A terminal's ^C goes to the whole group and is ignored: the controller decides when the learner ends, and
-    the learner when its peers do."""
+    """Run such a process; return 0, or 1 with one line on standard error.
+
+    Ctrl-C goes to the whole process group and is ignored: the parent decides when it ends.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         run(parser.parse_args(argv))

@@ -1,7 +1,7 @@
-"""The start-up proof that the engine tells the truth: what it samples, the trainer can recompute.
+"""Start-up check that the trainer reproduces the engine's log-probabilities.
 
-Random prompts are sampled before any rollout; ids must be in the vocabulary, log-probabilities finite and
-equal to those of a full forward without the engine's code, for the temperature in use.
+Random prompts are sampled; ids must be in the vocabulary, log-probabilities finite and equal to those of a
+full forward without the engine's code, at the configured temperature.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOKENS = 24
 
 
 def probe_engine(core: EmbeddedCore, model: Qwen3, *, temperature: float, limit: float) -> float:
-    """Largest |trainer - sampler| log-probability found. Raises EngineError over `limit` or for nonsense."""
+    """Return the largest |trainer - sampler| log-probability. Raises EngineError above `limit`."""
     rng = np.random.default_rng(0)
     room = core.options.max_context
     results: dict[int, Generation | EngineError] = {}
@@ -41,7 +41,7 @@ def probe_engine(core: EmbeddedCore, model: Qwen3, *, temperature: float, limit:
     if not worst <= limit:
         raise EngineError(
             f"engine probe: the engine's log-probabilities differ by {worst:.3g} from a full forward's,"
-            f" over the limit of {limit:g}"
+            f" above the limit of {limit:g}"
         )
     return worst
 

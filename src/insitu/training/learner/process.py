@@ -1,7 +1,4 @@
-"""The learner's process as the controller holds it: started, reached, explained when it dies, ended.
-
-Never imports torch. Called by client.py.
-"""
+"""The learner's child process: start, connect, explain its death, end."""
 
 from __future__ import annotations
 
@@ -22,45 +19,44 @@ from insitu.training.learner.environment import computing
 from insitu.training.options import TrainConfig, dump_config
 
 _TAIL = 600
-"""Characters of the child's standard error that an error line may carry."""
+"""Characters of the child's standard error in an error message."""
 _GENERATION_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSpec:
-    """What a learner is started with."""
+    """Arguments of a learner process."""
 
     model: Path
-    """Model folder; its tokenizer files go along into checkpoints."""
+    """Model folder; its tokenizer files are copied into checkpoints."""
     train: TrainConfig = field(default_factory=TrainConfig)
     samples: bool = True
-    """It holds an engine; otherwise a server elsewhere samples."""
+    """Run an engine; otherwise a server samples."""
     max_rows: int = 32
-    """Requests that the engine runs at once."""
+    """Concurrent requests of the engine."""
     max_context: int = 2048
     """Prompt plus sampled tokens of one request."""
     engine_threads: int = 1
     cache_tokens: int = 65536
-    """Prompt tokens whose keys and values the engine keeps."""
+    """Prompt tokens in the engine's prefix cache."""
     log: Path | None = None
     """File for the child's output; None = a temporary one."""
     restarts: int = 0
-    """Times that one which is killed while it starts is started again."""
+    """Restarts of a child that is killed while it starts."""
     start_deadline_s: float = 600.0
-    """Of a start, and of one save, load, export or publication: what takes longer the larger the model is. A
-    step has `train.step_timeout_s`."""
+    """Timeout of a start, save, load, export or publication."""
     call_deadline_s: float = _GENERATION_S
-    """Of one generation."""
+    """Timeout of one generation."""
     beside_server: bool = False
-    """It takes the GPUs that are least in use, since a server has another one."""
+    """Use the least used GPUs, since a server uses another one."""
     shares_tensors: bool = False
     """A server maps its tensors (CUDA IPC)."""
 
     @classmethod
     def of(cls, config: Config, *, model: Path, log: Path | None = None) -> LearnerSpec:
-        """The learner of a run's configuration."""
+        """Return the learner of a run's configuration."""
         table = config.train
-        # Rollouts that run while the trainer trains wait for its step to end.
+        # asynchronous rollouts wait for the training step to end
         waits_s = table.step_timeout_s if config.collect.max_staleness else 0.0
         return cls(
             model=model,
@@ -83,19 +79,19 @@ def absolute(path: Path) -> str:
 
 
 def _module_path() -> str:
-    """PYTHONPATH under which a child finds this very package."""
+    """Return the PYTHONPATH under which a child imports this package."""
     own = str(Path(__file__).parents[3])
     return os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Child:
-    """The process and what it says on standard error."""
+    """A learner process and its standard error."""
 
     def __init__(self, process: asyncio.subprocess.Process, socket: Path, log: Path) -> None:
         self.process, self._socket, self._log = process, socket, log
         self.connected: Callable[[], bool] = lambda: False
         self.max_wait_s = 5.0
-        """How long the process may take to end by itself."""
+        """Time for a clean exit."""
         self._started = log.stat().st_size
 
     @classmethod
@@ -117,7 +113,7 @@ class Child:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
-                    # -P: a folder that happens to be the working directory must not supply modules
+                    # -P: do not import from the working directory
                     *(sys.executable, "-P", "-m", "insitu.training.learner.main", *arguments),
                     env=environment | {"PYTHONPATH": _module_path()},
                     stdin=asyncio.subprocess.DEVNULL,
@@ -128,11 +124,11 @@ class Child:
 
     @property
     def killed(self) -> bool:
-        """It ended by a signal."""
+        """Whether it ended by a signal."""
         return (self.process.returncode or 0) < 0
 
     async def connect(self, deadline_s: float) -> RpcClient:
-        """The channel, or EngineError as soon as the child has died."""
+        """Return the channel. Raises EngineError as soon as the child has died."""
         dead = asyncio.ensure_future(self.process.wait())
         opened = asyncio.ensure_future(RpcClient.connect(self._socket, deadline_s=deadline_s))
         try:
@@ -150,19 +146,19 @@ class Child:
             await asyncio.gather(dead, opened, return_exceptions=True)
 
     async def explain(self, error: EngineError) -> EngineError:
-        """The error itself, or, if the child is dead, how it ended and its last words."""
+        """Return the error itself, or, if the child is dead, its exit and last output."""
         if not self.connected():
-            # the socket closes a moment before the process can be reaped
+            # the socket closes shortly before the process can be reaped
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), 2.0)
         code = self.process.returncode
         if code is None:
             return error
-        words = self._words()
+        words = self._last_output()
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
         return EngineError(f"the learner died ({how}){': ' + words if words else ''}")
 
-    def _words(self) -> str:
+    def _last_output(self) -> str:
         try:
             with self._log.open("rb") as file:
                 file.seek(max(self._started, self._log.stat().st_size - _TAIL))
@@ -172,8 +168,7 @@ class Child:
         return " | ".join(line.strip() for line in lines[-6:])
 
     def kill_if_cancelled(self) -> None:
-        """End it at once when the current task is cancelled: a run that is stopped does not wait for the
-        step, or the start, that the child is in."""
+        """Kill it when the current task is cancelled: do not wait for its step or start."""
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             self._kill()
@@ -183,7 +178,7 @@ class Child:
             self.process.kill()
 
     async def end(self) -> None:
-        """Wait for the end, and force it when patience is over."""
+        """Wait for the exit, then kill."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), self.max_wait_s)
             return

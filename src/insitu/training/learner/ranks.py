@@ -1,12 +1,11 @@
-"""The other ranks of a learner: processes that do every step with it.
+"""The other ranks of a learner: processes that take part in every training step.
 
-    learner (rank 0) --pipe: step, load--> peer 1 .. n     all: Trainer.step, gradients summed by gloo
+    learner (rank 0) --pipe: step, load--> rank 1 .. n     all: Trainer.step, gradients summed by gloo
 
-A peer has no sampler and no socket. It does what comes down its pipe, ends with the pipe or with its parent,
-and writes its last words to the learner's log. Commands go to all peers before the learner acts itself, since
-a step is one conversation of all ranks. Run as
-`python -m insitu.training.learner.ranks --rank R --world N --store FILE --model DIR --parent PID --train
-JSON`.
+A rank has no sampler and no socket. It executes the commands of its pipe, ends with the pipe or its parent,
+and logs to the learner's log. Commands are sent to all ranks before the learner acts itself, since a step is
+collective. Run as `python -m insitu.training.learner.ranks --rank R --world N --store FILE --model DIR
+--parent PID --train JSON`.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from insitu.training.model.load import device_of, open_policy
 from insitu.training.model.shard import shard
 from insitu.training.options import TrainConfig, dump_config, parse_config
 from insitu.training.trainer import checkpoint
-from insitu.training.trainer.distributed import Alone, RankLostError, Ranks, Sharded, join, leave
+from insitu.training.trainer.distributed import RankLostError, Ranks, Sharded, join, leave
 from insitu.training.trainer.reference import read_reference
 from insitu.training.trainer.trainer import Trainer
 
 _END_S = 10.0
-"""How long a peer may take to end by itself."""
+"""Time for a clean exit of a rank."""
 
 
 class RankProcesses:
-    """What rank 0 has of the others."""
+    """Rank 0's handle of the other ranks."""
 
     def __init__(self, ranks: Ranks, children: list[subprocess.Popen[bytes]]) -> None:
         self.ranks, self._children = ranks, children
 
-    def tell(self, op: str, meta: Meta, arrays: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
-        """Have every peer do something, without waiting. Raises TrainError when one is dead."""
+    def send(self, op: str, meta: Meta, arrays: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
+        """Send a command to every rank without waiting. Raises TrainError when one is dead."""
         frame = encode({"op": op, **meta}, arrays) if self._children else b""
         for rank, child in enumerate(self._children, 1):
             if (code := child.poll()) is not None:
@@ -61,9 +60,9 @@ class RankProcesses:
 
 @contextmanager
 def started(model: Path, config: TrainConfig) -> Iterator[RankProcesses]:
-    """The peers that the configuration asks for; none for one rank. They end with the context."""
+    """Start the configured ranks; none for one rank. They end with the context."""
     if config.ranks == 1:
-        yield RankProcesses(Alone(), [])
+        yield RankProcesses(Ranks(), [])
         return
     with tempfile.TemporaryDirectory(prefix="insitu-ranks-") as folder:
         store = Path(folder) / "store"
@@ -85,11 +84,11 @@ def _join(rank: int, store: Path, config: TrainConfig) -> Ranks:
 
 
 def make_trainer(model: Policy, folder: Path, config: TrainConfig, ranks: Ranks) -> Trainer:
-    """The trainer of one rank, its model from `folder`; sharded ranks keep their part of it only."""
+    """Return the trainer of one rank; a sharded rank keeps only its part of the model."""
     reference = read_reference(config, folder)
     if isinstance(ranks, Sharded):
         if not isinstance(model, HfPolicy):
-            raise TrainError("train.shard: only a model of transformers (policy.kind hf) can be sharded")
+            raise TrainError("train.shard: needs policy.kind hf")
         shard(model, ranks.mesh())
     return Trainer(model, config, reference=reference, ranks=ranks)
 
@@ -100,7 +99,7 @@ def _spawn(rank: int, store: Path, model: Path, config: TrainConfig) -> subproce
         *("--model", str(model), "--parent", str(os.getpid()), "--train", dump_config(config)),
     ]
     with boundary(TrainError, f"start rank {rank}"):
-        # The learner's own environment and log, so PYTHONPATH and thread settings are those it was given.
+        # inherits the learner's environment (PYTHONPATH, thread settings) and log
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "insitu.training.learner.ranks", *arguments], stdin=subprocess.PIPE
         )
@@ -128,7 +127,7 @@ def _frames(pipe: IO[bytes]) -> Iterator[Frame]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do what rank 0 says until its pipe ends."""
+    """Execute the commands of rank 0 until its pipe ends."""
     follow_parent(args.parent)
     config = parse_config(args.train)
     ranks = _join(args.rank, args.store, config)
@@ -145,15 +144,14 @@ def run(args: argparse.Namespace) -> None:
             try:
                 trainer.step(plan)
             except TrainError as error:
-                # Rank 0 raises the same and tells the controller; if it does not, the weights part and the
-                # next step says so.
+                # Rank 0 reports the same error; if it does not, the next step finds diverged weights.
                 print(f"rank {args.rank}: {error}", file=sys.stderr)
-            trainer.give_back()
+            trainer.release_cache()
     leave()
 
 
 def main(argv: list[str]) -> int:
-    """0, or 1 with one line on standard error."""
+    """Return 0, or 1 with one line on standard error."""
     parser = argparse.ArgumentParser(prog="insitu.training.learner.ranks", description=__doc__)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)

@@ -1,7 +1,6 @@
-"""Plans and results as frames of the learner's channel. No torch.
+"""Plans and results as frames of the learner's channel.
 
-A plan travels as JSON-able scalars and one flat array per kind; its digest is checked on arrival, so the
-learner trains exactly what the planner planned.
+A plan is JSON scalars and one flat array per kind; its digest is verified on arrival.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Array = npt.NDArray[Any]
 
 
 def encode_plan(plan: StepPlan) -> tuple[dict[str, Any], dict[str, Array]]:
-    """(meta, arrays) of a frame."""
+    """Return (meta, arrays) of a frame."""
     meta = {
         "digest": plan.digest,
         "groups": plan.groups,
@@ -48,14 +47,14 @@ def _joined(parts: list[Any], dtype: type[np.generic]) -> Array:
 
 
 def decode_plan(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> StepPlan:
-    """The plan that `encode_plan` described. Raises TrainError when it is not the one that was sent."""
+    """Return the plan of a frame. Raises TrainError when its digest differs."""
     with boundary(TrainError, "read a plan"):
         try:
             plan = _plan(meta, arrays)
         except (KeyError, TypeError) as error:
             raise TrainError(f"read a plan: {error!r}") from error
     if plan_digest(plan) != plan.digest:
-        raise TrainError(f"the plan that arrived is not the one that was sent ({plan.digest[:12]})")
+        raise TrainError(f"the received plan has a wrong checksum ({plan.digest[:12]})")
     return plan
 
 
@@ -98,7 +97,7 @@ def _plan(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> StepPlan:
 
 
 def decode_result(meta: Mapping[str, Any]) -> StepResult:
-    """A StepResult from the fields of a reply. Raises TrainError when one is missing."""
+    """Return the StepResult of a reply. Raises TrainError when a field is missing."""
     try:
         return StepResult(**{f.name: meta[f.name] for f in fields(StepResult)})
     except KeyError as error:

@@ -1,15 +1,13 @@
-"""Keeps a run going when its learner dies: a new process takes the place of the dead one.
+"""Restarts a dead learner and repeats what it was doing.
 
     generate -> dead? -> restart -> load last committed checkpoint -> publish -> the same request again
     train    -> dead? ->   "                                              "  -> the same plan again
 
-A request draws from a stream of its own, so what is asked again gives the same tokens under the same weights:
-in a synchronous run no death shows in the result. `restarts` deaths without a committed step in between end
-the run: what dies again and again dies of a cause. Never imports torch. Called by the loops, and by the
-gateway as its engine.
+Requests have their own random streams, so a repeated one gives the same tokens under the same weights: in a
+synchronous run a death does not change the result. `restarts` deaths without a committed step end the run.
 
-The process has one thread: what trains, saves or publishes does not sample. Requests that come meanwhile
-wait here, and their agents' clocks stand still; those that are with it already end first.
+The process has one thread: it does not sample while it trains, saves or publishes. New requests wait
+meanwhile, with agent deadlines paused; running ones finish first.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ from insitu.training.weights.files import Publisher
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
 Committed = Callable[[], Path | None]
-"""Where the last committed step's checkpoint is; None before the first."""
+"""Returns the last committed step's checkpoint; None before the first."""
 
 
 class RestartableLearner(Protocol):
-    """A learner as far as its deaths go: client.Learner, or a fake."""
+    """The part of a learner that is supervised: client.Learner, or a fake."""
 
     @property
     def alive(self) -> bool: ...
@@ -59,17 +57,17 @@ class RestartableLearner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A step whose checkpoint is on disk, still to be committed."""
+    """A step whose checkpoint is on disk but not committed."""
 
     result: StepResult
     weights: str
     """Hex digest over all tensors after it."""
     life: int
-    """Which learner process it was, counted from 0."""
+    """Number of the learner process, from 0."""
 
 
 class LearnerSupervisor:
-    """See the module. Deadlines are the learner's own."""
+    """Supervises a learner; deadlines are the learner's own."""
 
     def __init__(
         self,
@@ -80,36 +78,35 @@ class LearnerSupervisor:
         restarts: int,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`say` gets a line for a person at each death."""
+        """Supervise. say: receives a warning at each death."""
         self._learner, self._publisher, self._committed = learner, publisher, committed
         self._restarts, self._say = restarts, say
         self._life = 0
         self._deaths = 0
         """Since the last committed step."""
         self._sound = True
-        """False from a death until the new process has the right weights, also when whoever waited for it was
+        """False from a death until the new process has the right weights, even if the waiter was
         cancelled."""
         self._mending = asyncio.Lock()
-        """Held from a death until the new process has the right weights: nothing is asked of it before."""
+        """Held from a death until the new process has the right weights."""
         self._free = asyncio.Event()
         """Not set while the process trains, saves or publishes."""
         self._free.set()
 
     @property
     def restarts(self) -> int:
-        """Learners that were started in the place of a dead one."""
+        """Restarts so far."""
         return self._life
 
     async def alive(self) -> int:
-        """Which process it is, once there is one that holds the right weights. What follows without an await
-        is asked of that process."""
+        """Return the number of the process once it holds the right weights."""
         async with self._mending:
             if not self._sound:
                 await self._restart()
             return self._life
 
     async def sampling(self) -> int:
-        """As `alive`, once that process does nothing but sample."""
+        """Return the number of the process once it only samples."""
         while True:
             await self._free.wait()
             life = await self.alive()
@@ -117,8 +114,10 @@ class LearnerSupervisor:
                 return life
 
     async def mend(self, life: int) -> bool:
-        """After a failure of what was asked of process `life`: True when that one is gone and another is in
-        its place, False when it is there and failed by itself. Raises EngineError when it died too often."""
+        """Handle a failure of process `life`; return whether it was replaced, False if it failed but lives.
+
+        Raises EngineError when it died too often.
+        """
         async with self._mending:
             if self._life != life:
                 return True
@@ -128,7 +127,7 @@ class LearnerSupervisor:
             return True
 
     async def begin(self) -> None:
-        """Before anything is asked: the last committed step's weights, in trainer and engine."""
+        """Load and publish the last committed step's weights."""
         life = await self.alive()
         try:
             async with self._mending:
@@ -138,12 +137,14 @@ class LearnerSupervisor:
                 raise
 
     async def check(self) -> None:
-        """As `Learner.check`, but a learner that is gone is replaced first."""
+        """Replace a dead learner."""
         await self.mend(await self.alive())
 
     async def train(self, plan: StepPlan, folder: Path) -> Trained:
-        """Train one plan and write its checkpoint. A learner that dies on the way is replaced and gets the
-        plan again. Raises TrainError when the trainer refused, EngineError when it died too often."""
+        """Train one plan and write its checkpoint, again in a new process if the learner dies.
+
+        Raises TrainError when the trainer refused, EngineError when it died too often.
+        """
         with self._busy():
             return await self._train(plan, folder)
 
@@ -155,7 +156,7 @@ class LearnerSupervisor:
                     result = await self._learner.step(plan)
                 weights = self._learner.weights
                 if await self.alive() != life:
-                    continue  # another request found it dead first; the new one has not trained this
+                    continue  # another request restarted it first; the new process has not trained this
                 await self._learner.save(folder)
                 return Trained(result=result, weights=weights, life=life)
             except TrainError:
@@ -163,7 +164,7 @@ class LearnerSupervisor:
                     raise
 
     async def publish(self, trained: Trained) -> None:
-        """Sample with a step from now on, which is committed. Raises TrainError, EngineError."""
+        """Publish a committed step. Raises TrainError, EngineError."""
         self._deaths = 0
         with self._busy():
             await self._publish(trained)
@@ -208,15 +209,15 @@ class LearnerSupervisor:
         if self._deaths >= self._restarts:
             raise cause
         self._deaths += 1
-        self._say(f"{cause}; it is started again ({self._deaths} of {self._restarts})")
+        self._say(f"{cause}; restarting it ({self._deaths} of {self._restarts})")
         try:
             await self._learner.restart()
         except asyncio.CancelledError:
-            self._deaths -= 1  # whoever waited went away: no death
+            self._deaths -= 1  # the waiter was cancelled: not a death
             raise
 
     async def _catch_up(self) -> None:
-        """The last committed step's weights, in trainer and engine."""
+        """Load and publish the last committed step's weights."""
         folder = self._committed()
         if folder is not None:
             await self._learner.load(folder)
@@ -224,8 +225,10 @@ class LearnerSupervisor:
 
 
 class RetryingEngine(EngineWrapper):
-    """The engine of a learner that may be replaced (`engines.base.Engine`): a request that its death cut
-    short is made again, one that comes while it trains or publishes waits."""
+    """The engine of a supervised learner (`engines.base.Engine`).
+
+    Requests interrupted by its death are retried; new ones wait while it trains or publishes.
+    """
 
     def __init__(self, engine: Engine, life: LearnerSupervisor) -> None:
         super().__init__(engine)

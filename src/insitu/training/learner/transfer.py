@@ -1,8 +1,7 @@
-"""The trainer's half of bringing weights to an engine without files: handles for CUDA IPC, sends by NCCL.
+"""The trainer's side of publishing without files: handles for CUDA IPC, sends by NCCL.
 
-Runs in the learner's process. CUDA is touched only when asked for; none of this has run on a GPU. NCCL waits
-for ever when the other side does not come, so it works in a thread that is left behind at the deadline: the
-communicator is of no use then, and the next publication joins anew.
+Runs in the learner's process. Not yet run on a GPU. NCCL waits forever for a missing peer, so it works in a
+thread that is abandoned at the deadline; the next publication creates a new communicator.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from insitu.training.model.hf import HfPolicy
 
 NCCL: Any = torch.cuda.nccl
 SENDER = 0
-"""The trainer's place among the ranks; the server's workers follow."""
+"""The trainer's rank; the server's workers follow."""
 
 
 def published(policy: Policy) -> dict[str, Tensor]:
-    """What an engine must hold, in the type that it computes in, by the names of a checkpoint."""
+    """Return what an engine must hold, in its dtype, by checkpoint name."""
     named = policy.published() if isinstance(policy, HfPolicy) else policy.named_parameters()
     return {name: tensor.detach().contiguous() for name, tensor in named}
 
 
 class Transfers:
-    """Answers `train.transfer`: `describe`, `sums`, `share`, `release`, `unique_id`, `join`, `send`."""
+    """Handles `train.transfer`: `describe`, `sums`, `share`, `release`, `unique_id`, `join`, `send`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._held: dict[str, Tensor] = {}
-        """Of the publication under way; an engine may be reading them until `release`."""
+        """Tensors of the current publication; an engine may read them until `release`."""
         self._group: Any = None
 
     def answer(self, meta: Meta) -> Meta:
-        """Raises TrainError."""
+        """Handle one call. Raises TrainError."""
         return self._named[str(meta["do"])](meta)
 
     @property
@@ -78,7 +77,7 @@ class Transfers:
         return total.hexdigest()
 
     def _share(self, meta: Meta) -> Meta:
-        """One handle per tensor, by the GPU that holds it, as vLLM unpickles them."""
+        """Return one handle per tensor, keyed by its GPU, as vLLM unpickles them."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         self._need_cuda()
@@ -99,7 +98,7 @@ class Transfers:
         return {"unique_id": base64.b64encode(NCCL.unique_id()).decode()}
 
     def _join(self, meta: Meta) -> Meta:
-        """A communicator with the server's workers, and the one-element reduction they begin with."""
+        """Create a communicator with the server's workers, and run their initial one-element reduction."""
         uid, ranks = base64.b64decode(meta["unique_id"]), int(meta["world_size"])
 
         def work() -> None:
@@ -112,7 +111,7 @@ class Transfers:
         return {}
 
     def _send(self, meta: Meta) -> Meta:
-        """Every tensor in the order of `describe`, one broadcast each."""
+        """Broadcast every tensor in the order of `describe`."""
         tensors = list(self._held.values())
 
         def work() -> None:
@@ -124,7 +123,7 @@ class Transfers:
         return {}
 
     def _bounded(self, work: Callable[[], None], meta: Meta, doing: str) -> None:
-        """Raises TrainError after the deadline, or with what went wrong."""
+        """Raise TrainError after the deadline, or when the work fails."""
         limit_s = float(meta["deadline_s"])
         failed: list[RuntimeError] = []
 
@@ -139,7 +138,7 @@ class Transfers:
         thread.join(limit_s)
         if thread.is_alive() or failed:
             self._group = None
-            why = str(failed[0]) if failed else f"not done after {limit_s:g} s"
+            why = str(failed[0]) if failed else f"timeout after {limit_s:g} s"
             raise TrainError(f"{doing}: {why}")
 
     def _need_cuda(self) -> None:

@@ -1,8 +1,6 @@
-"""What names the weights that a learner holds: the checksum that a step's record, an engine's receipt and the
-start of a run are compared by.
+"""The checksum of a learner's weights, for step records, engine receipts and the start of a run.
 
-It is asked for at every step. Weights that are never trained (the model under adapters) are therefore hashed
-once and stand in it as that hash; of the others every value is read. Called by main.py.
+Computed at every step; frozen weights (the model under adapters) are hashed once.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from insitu.training.model.hf import HfPolicy
 
 
 class WeightChecksum:
-    """Of one model, whose frozen weights stay as they are."""
+    """Checksum of one model whose frozen weights do not change."""
 
     def __init__(self, model: Policy) -> None:
         self._model = model
@@ -23,8 +21,10 @@ class WeightChecksum:
         self._frozen = ""
 
     def now(self) -> str:
-        """Hex SHA-256: that of `checksum` where all weights are trained, else of both parts' own. Sharded
-        weights must have been gathered."""
+        """Return the hex SHA-256: `checksum` where all weights are trained, else over both parts' own.
+
+        Sharded weights must be gathered.
+        """
         model = self._model
         named = model.readable() if isinstance(model, HfPolicy) else dict(model.named_parameters())
         if self._never and not self._frozen:

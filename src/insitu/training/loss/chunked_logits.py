@@ -1,15 +1,14 @@
-"""Output head in one pass: softmax statistics and gradients of a tile of positions, whole logits never held.
+"""Output head in one pass: softmax statistics and gradients of a tile of positions, without whole logits.
 
-The vocabulary is walked in column chunks. A chunk's logits x exist once, in float32; what is kept of them is
-e = exp(x - c) in the model's own dtype, with one reference c per row that is known before the row's sum is.
-The gradient of a row by its logits is then a number times e, except at the target, whose entry is replaced:
+The vocabulary is processed in column chunks. A chunk's logits x exist once, in float32; e = exp(x - c) is
+kept in the model's dtype, with one reference c per row that is fixed before the row's sum is known. The
+gradient by a row's logits is a number times e, except at the target, whose entry is replaced:
 
     d logp / dx = -(e_j + [j = t] (expm1(logp) Z - e_t)) / (T Z)          Z = sum e
 
-so the factor of a row, known last, is applied to the products e @ W and e.T @ hidden instead of to e. Three
-matrix products in all, none repeated; confident tokens keep the digits of 1 - p. A weight of another type
-than is computed in is cast on the way, whole or a chunk at a time: all that a tile takes has one budget of
-bytes. Called by objective.py; memory/ predicts by `cut_of`.
+The factor of a row, known last, is applied to the products e @ W and e.T @ hidden instead of to e. Three
+matrix products, none repeated; expm1 keeps the digits of 1 - p of confident tokens. A weight of another dtype
+is cast, whole or per chunk; a tile and its casts share one byte budget.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from subprocess import SubprocessError
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,18 +33,20 @@ log = logging.getLogger(__name__)
 SLACK = 40.0
 """Nats by which a logit may exceed its row's reference before that moves: exp(40) x 10^6 is finite."""
 BUDGET = 928 << 20
-"""Bytes that a tile, and what is cast of the weight, may take beside the gradients: a GiB less what a GPU's
-matrix library works in."""
+"""Bytes of a tile and of cast weights beside the gradients: a GiB less the workspace of a GPU's matrix
+library."""
 CPU_TILE = (512, 512)
-"""Rows and columns on a CPU: a chunk and its exponentials stay in the second-level cache."""
+"""Rows and columns on a CPU: a chunk and its exponentials fit the second-level cache."""
 GPU_BLOCK, GPU_UNITS, GPU_WAVES = (128, 256), 132, 4
-"""Output block of a large GPU matrix product, how many run at once, and how many such waves a chunk has:
-whole ones, that none runs half empty, and enough that launching a chunk takes less than computing it."""
+"""Output block of a large GPU matrix product, how many run at once, and how many such waves a chunk has.
+
+Whole waves, so that none is half empty, and enough that a chunk takes longer than its launch.
+"""
 CHUNK = 64 << 20
-"""Most bytes of a chunk of the weight that is cast by itself."""
+"""Most bytes of a chunk of the weight that is cast separately."""
 GRADIENT, CAST = 8, 6
-"""Bytes of a GPU's memory traffic per number of the weight: a tile reads and writes the weight's gradient;
-casting reads float32 and writes bfloat16, once for a whole copy and twice for each tile without one."""
+"""GPU memory traffic in bytes per weight: a tile reads and writes the weight's gradient; a cast reads float32
+and writes bfloat16, once for a whole copy and twice per tile without one."""
 
 Kernels = Literal["auto", "torch", "triton"]
 Out = Tensor | None
@@ -53,19 +54,19 @@ Out = Tensor | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How a head's positions x vocabulary is cut."""
+    """How positions x vocabulary of a head are divided."""
 
     rows: int
     columns: int
     cast: int
-    """Columns (rows of the weight) whose numbers are held in the type computed in: all, a chunk's, or 0 where
-    the weight is used as it is."""
+    """Columns (rows of the weight) held in the computed dtype: all, a chunk's, or 0 where no cast is
+    needed."""
     held: int
-    """Bytes that a tile takes beside the gradients, with what is cast."""
+    """Bytes of a tile beside the gradients, casts included."""
 
 
 def cut_of(hidden: Tensor, weight: Tensor, *, gpu: bool) -> Tiling:
-    """The cut for hidden [N, d] and weight [V, d]; both may be without content."""
+    """Return the tiling for hidden [N, d] and weight [V, d], which may be meta tensors."""
     used = computed_in(hidden.dtype, gpu=gpu)
     cast = 0 if weight.dtype == hidden.dtype == used else used.itemsize
     positions, width = hidden.shape
@@ -73,27 +74,29 @@ def cut_of(hidden: Tensor, weight: Tensor, *, gpu: bool) -> Tiling:
 
 
 def computed_in(dtype: torch.dtype, *, gpu: bool) -> torch.dtype:
-    """The type of matrix products: products of bfloat16 with a float32 result exist on GPUs only."""
+    """Return the dtype of matrix products: bfloat16 with a float32 result exists on GPUs only."""
     return torch.float32 if dtype == torch.bfloat16 and not gpu else dtype
 
 
 def tiling(positions: int, hidden: int, vocab: int, *, element: int, gpu: bool, cast: int = 0) -> Tiling:
-    """The cut for `positions` x `vocab`. `element` = bytes of one number in the type computed in, `cast` the
-    same where the weight must be cast to it, else 0."""
+    """Return the tiling for `positions` x `vocab`.
+
+    element: bytes per number in the computed dtype. cast: the same where the weight must be cast, else 0.
+    """
     shape = _Shape(positions, hidden, vocab, element, gpu)
     if not cast:
         return shape.cut(0)
     whole, chunks = shape.cut(vocab), shape.cut(-1)
     if whole.held > BUDGET or not gpu:
         return chunks if whole.held > BUDGET else whole
-    kept = math.ceil(positions / whole.rows) * GRADIENT + CAST
-    anew = math.ceil(positions / chunks.rows) * (GRADIENT + 2 * CAST)
-    return whole if kept <= anew else chunks
+    once = math.ceil(positions / whole.rows) * GRADIENT + CAST
+    per_tile = math.ceil(positions / chunks.rows) * (GRADIENT + 2 * CAST)
+    return whole if once <= per_tile else chunks
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What is to be cut."""
+    """The problem to be tiled."""
 
     positions: int
     hidden: int
@@ -102,8 +105,10 @@ class _Shape:
     gpu: bool
 
     def cut(self, cast: int) -> Tiling:
-        """The largest tiles within the budget, all alike; one row or block at the least. cast: as in Tiling,
-        -1 = a chunk's."""
+        """Return the largest equal tiles within the budget, at least one row or block.
+
+        cast: as in Tiling, -1 = a chunk's.
+        """
         if not self.gpu:
             least, more = self._of(1, cast), self._of(2, cast)
             most = 1 + max(0, (BUDGET - least.held) // (more.held - least.held))
@@ -119,9 +124,9 @@ class _Shape:
         columns = min(vocab, _columns(rows) if self.gpu else CPU_TILE[1])
         if cast < 0:
             columns = cast = min(columns, max(GPU_BLOCK[1], CHUNK // (hidden * element) // 256 * 256))
-        # on a CPU numbers are rounded to bfloat16 first, a chunk of them
+        # on a CPU a chunk is rounded to bfloat16 first
         rounded = 0 if self.gpu or not cast else 2 * columns
-        # exponentials, logits of a chunk, and of a position's states one row in float32 and one in their type
+        # exponentials, logits of a chunk, and hidden states in float32 and in their dtype
         row = -(-vocab // 64) * 64 * element + columns * 4 + hidden * (4 + element)
         row += 4 * math.ceil(vocab / columns) + 64
         held = rows * row + hidden * (cast * element + rounded)
@@ -129,7 +134,7 @@ class _Shape:
 
 
 def _columns(rows: int) -> int:
-    """Columns of a chunk: near the waves it should have, those that leave least of a last wave empty."""
+    """Return columns of a chunk: near the target number of waves, with the last wave as full as possible."""
     down = math.ceil(rows / GPU_BLOCK[0])
     across = GPU_UNITS * GPU_WAVES / down
 
@@ -141,7 +146,7 @@ def _columns(rows: int) -> int:
 
 @dataclass(slots=True)
 class Stats:
-    """Running sums of a tile's rows over the columns seen so far, [R] float32 each. Logits are over T."""
+    """Running sums of a tile's rows over the columns so far, [R] float32 each, of logits over T."""
 
     ref: Tensor
     """Reference c."""
@@ -156,8 +161,10 @@ class Stats:
 
     @classmethod
     def fresh(cls, like: Tensor, ref: Tensor | None = None) -> Stats:
-        """Nothing seen; `ref` fixes the reference, else the first chunk's largest logit becomes it.
-        like: [R], gives dtype and device."""
+        """Return empty sums. ref: fixed reference, else the first chunk's largest logit.
+
+        like: [R], gives dtype and device.
+        """
         low, zero = torch.full_like(like, -math.inf), torch.zeros_like(like)
         return cls(low.clone() if ref is None else ref.clone(), zero, zero.clone(), low, low.clone())
 
@@ -174,30 +181,8 @@ class Stats:
         return self.total.log() - self.moment / self.total
 
 
-class Backend(Protocol):
-    """What is done with a chunk: in torch here, in Triton in kernels.py."""
-
-    def absorb(
-        self,
-        x: Tensor,
-        out: Out,
-        start: int,
-        targets: Tensor,
-        stats: Stats,
-        mark: Tensor,
-        by: float,
-    ) -> None:
-        """Add logits x [R, C] float32 (may be overwritten), columns start.. of the vocabulary, times `by`.
-
-        Writes exp(x - c) to `out` [R, C] if given, and the c used to `mark` [R].
-        """
-
-    def settle(self, out: Tensor, marks: Tensor, ref: Tensor, columns: int) -> None:
-        """Bring `out` [R, V] from each chunk's reference marks [chunks, R] to the final `ref`."""
-
-
 class TorchBackend:
-    """The reference, and what runs without Triton."""
+    """Processing of a chunk in torch; triton_kernels.py overrides it."""
 
     def absorb(
         self,
@@ -209,6 +194,10 @@ class TorchBackend:
         mark: Tensor,
         by: float,
     ) -> None:
+        """Add logits x [R, C] float32 (may be overwritten) of columns start.. , times `by`.
+
+        Writes exp(x - c) to `out` [R, C] if given, and c to `mark` [R].
+        """
         if by != 1.0:
             x.mul_(by)
         column = targets - start
@@ -218,7 +207,7 @@ class TorchBackend:
         high = x.amax(1)
         stats.top = torch.maximum(stats.top, high)
         ref = torch.where(high > stats.ref + SLACK, high, stats.ref)
-        # nothing seen: -inf - -inf is no number, and there is nothing to move
+        # an empty row has nothing to rescale, and -inf - -inf is nan
         gap = torch.where(stats.total > 0, stats.ref - ref, 0.0)
         keep = gap.exp()
         x.sub_(ref[:, None])
@@ -232,6 +221,7 @@ class TorchBackend:
         mark.copy_(ref)
 
     def settle(self, out: Tensor, marks: Tensor, ref: Tensor, columns: int) -> None:
+        """Rescale `out` [R, V] from each chunk's reference marks [chunks, R] to the final `ref`."""
         for j in (marks != ref).any(1).nonzero()[:, 0].tolist():
             out[:, j * columns : (j + 1) * columns] *= (marks[j] - ref).exp()[:, None]
 
@@ -240,8 +230,8 @@ def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def backend(device: torch.device, kernels: Kernels) -> Backend:
-    """Triton on a CUDA device where it works, torch elsewhere; or the one that is asked for."""
+def backend(device: torch.device, kernels: Kernels) -> TorchBackend:
+    """Return the requested backend; auto = Triton on a CUDA device where it works."""
     if kernels == "triton" or (kernels == "auto" and device.type == "cuda" and triton_works(device.type)):
         from insitu.training.loss.triton_kernels import TritonBackend
 
@@ -251,8 +241,10 @@ def backend(device: torch.device, kernels: Kernels) -> Backend:
 
 @cache
 def triton_works(device: str) -> bool:
-    """Whether Triton is there and its kernels compute what torch's do: it needs a C compiler, Python's
-    headers and a folder to write to. Tried once per kind of device. Raises OutOfMemoryError."""
+    """Return whether Triton's kernels run and agree with torch's; tested once per kind of device.
+
+    Triton needs a C compiler, Python's headers and a writable cache. Raises OutOfMemoryError.
+    """
     if importlib.util.find_spec("triton") is None:
         return False
     x = torch.linspace(-2.0, 2.0, 8, device=device).view(2, 4)
@@ -270,19 +262,25 @@ def triton_works(device: str) -> bool:
     except torch.OutOfMemoryError:
         raise
     except (ImportError, OSError, RuntimeError, SubprocessError, TritonError, TypeError, ValueError) as error:
-        log.warning("the head runs without Triton, which is slower: %s", str(error).partition("\n")[0])
+        log.warning(
+            "Triton unavailable, falling back to torch (slower): %s",
+            str(error).partition("\n")[0],
+        )
         return False
     return bool(torch.allclose(found[0], found[1], atol=1e-5))
 
 
 class ChunkedHead:
-    """The head over one call's positions: buffers made once, used for each tile."""
+    """The head over one call's positions, with buffers reused for each tile."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, temperature: float, *, store: bool, kernels: Kernels
     ) -> None:
-        """hidden [N, d], which gives the type to compute in; weight [V, d] of any. `store` keeps the
-        exponentials, which gradients need."""
+        """Allocate the buffers.
+
+        hidden [N, d] gives the computed dtype; weight [V, d] has any. store: keep exponentials, which
+        gradients need.
+        """
         if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float64):
             raise TrainError(f"the head computes in float32 or bfloat16, not in {hidden.dtype}")
         gpu = on_gpu(hidden.device)
@@ -293,7 +291,7 @@ class ChunkedHead:
         make = hidden.new_empty
         used = computed_in(hidden.dtype, gpu=gpu)
         self._x = make((rows, columns), dtype=self.dtype)
-        # a row's length a multiple of 64 numbers: matrix products want aligned rows
+        # rows aligned to 64 numbers for matrix products
         self._e = make((rows, -(-vocab // 64) * 64), dtype=used)[:, :vocab] if store else None
         self._marks = make((-(-vocab // columns), rows), dtype=self.dtype)
         self._backend = backend(hidden.device, kernels)
@@ -303,12 +301,12 @@ class ChunkedHead:
                 self._fill(self._cast[at : at + columns], at)
 
     def _fill(self, into: Tensor, at: int) -> None:
-        """Numbers of the weight from column `at`, rounded to hidden's type."""
+        """Copy weights from column `at`, rounded to hidden's dtype."""
         chunk = self.weight[at : at + into.shape[0]]
         into.copy_(chunk if into.dtype == self.hidden.dtype else chunk.to(self.hidden.dtype))
 
     def _chunk(self, at: int, columns: int) -> Tensor:
-        """[C, d] of the weight from column `at`, in the type computed in, until the next call."""
+        """Return [C, d] of the weight from column `at` in the computed dtype, valid until the next call."""
         if self._cast is None:
             return self.weight[at : at + columns]
         if self.cut.cast == self.weight.shape[0]:
@@ -322,11 +320,11 @@ class ChunkedHead:
             yield slice(at, min(at + self.cut.rows, self.hidden.shape[0]))
 
     def _states(self, part: slice) -> Tensor:
-        """Hidden states of the positions, in the type computed in."""
+        """Return hidden states of the positions in the computed dtype."""
         return self.hidden[part].to(computed_in(self.hidden.dtype, gpu=on_gpu(self.hidden.device)))
 
     def stats(self, part: slice, targets: Tensor, ref: Tensor | None = None) -> Stats:
-        """Statistics of the positions `part`; their exponentials stay until the next call."""
+        """Return statistics of the positions `part`; their exponentials are valid until the next call."""
         h, targets = self._states(part), targets[part]
         rows, columns = h.shape[0], self.cut.columns
         stats = Stats.fresh(self._marks[0, :rows], ref)
@@ -349,19 +347,19 @@ class ChunkedHead:
         d_hidden: Tensor,
         d_weight: Out,
     ) -> None:
-        """After `stats` of the same part: write d_hidden[part] and add to d_weight [V, d] (float32).
+        """Write d_hidden[part] and add to d_weight [V, d] (float32), after `stats` of the same part.
 
         slope [R] float32: derivative of the objective by each log-probability.
         """
         if self._e is None:
-            raise TrainError("gradients of a head that kept no exponentials")
+            raise TrainError("gradients need a head with store=True")
         h, rows, vocab = self._states(part), slope.shape[0], self.weight.shape[0]
         e = self._e[:rows]
         missing = (torch.expm1(stats.logp) * stats.total).to(e.dtype)
         e[torch.arange(rows, device=e.device), targets[part]] = missing
         factor = (slope * (-self.by) / stats.total)[:, None]
         mixed = h.new_empty(h.shape, dtype=self.dtype)
-        # what is cast a chunk at a time is multiplied so too
+        # weights cast per chunk are multiplied per chunk
         columns = self.cut.columns if 0 < self.cut.cast < vocab else vocab
         for at in range(0, vocab, columns):
             product(e[:, at : at + columns], self._chunk(at, columns), mixed, add=at > 0)

@@ -1,9 +1,9 @@
-"""The head of the trainer: log-probability and entropy of chosen tokens, for trained positions only.
+"""Log-probability and entropy of chosen tokens, at trained positions only.
 
 `objective` also computes a loss and its gradients in the same pass, where each token's loss depends on its
-own log-probability alone; `score` serves any other, at the price of computing logits again for the gradients.
-Either way logits exist for a small tile at a time (tiles.py). The distribution is softmax(logits /
-temperature) in float32: the one the sampler draws from. Called by trainer/trainer.py and sft/trainer.py.
+own log-probability alone; `score` supports any other loss but recomputes logits for the gradients. Logits
+exist for a small tile at a time (chunked_logits.py). The distribution is the sampler's: softmax(logits /
+temperature) in float32.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from insitu.training.model.base import Policy
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the model thinks of N chosen tokens."""
+    """Scores of N chosen tokens."""
 
     logp: Tensor
     """[N] log-probability; carries the gradient."""
     entropy: Tensor
-    """[N] entropy of the distribution, in nats; no gradient."""
+    """[N] entropy in nats; no gradient."""
     best: Tensor
-    """[N] bool: the token is the most likely one."""
+    """[N] bool: the token is the argmax."""
 
 
 Objective = Callable[[Tensor, slice], Tensor]
@@ -46,10 +46,10 @@ class _TokenHead(torch.autograd.Function):
         temperature: float,
         kernels: Kernels,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        sweep = ChunkedHead(hidden, weight.detach(), temperature, store=False, kernels=kernels)
-        found = _ScoreBuffer.empty(targets.shape[0], sweep)
-        for part in sweep.tiles():
-            found.put(part, sweep.stats(part, targets))
+        head = ChunkedHead(hidden, weight.detach(), temperature, store=False, kernels=kernels)
+        found = _ScoreBuffer.empty(targets.shape[0], head)
+        for part in head.tiles():
+            found.put(part, head.stats(part, targets))
         ctx.save_for_backward(hidden, weight, targets, found.logz)
         ctx.settings = (temperature, kernels)  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(found.entropy, found.best)
@@ -60,28 +60,28 @@ class _TokenHead(torch.autograd.Function):
     def backward(ctx, grad, *_unused):  # type: ignore[no-untyped-def]
         hidden, weight, targets, logz = ctx.saved_tensors
         temperature, kernels = ctx.settings
-        sweep = ChunkedHead(hidden, weight.detach(), temperature, store=True, kernels=kernels)
+        head = ChunkedHead(hidden, weight.detach(), temperature, store=True, kernels=kernels)
         d_hidden = torch.empty_like(hidden)
-        d_weight = _zeros(weight, sweep) if ctx.needs_input_grad[1] else None
-        for part in sweep.tiles():
-            stats = sweep.stats(part, targets, logz[part])
-            sweep.gradients(part, targets, stats, grad[part], d_hidden, d_weight)
+        d_weight = _zeros(weight, head) if ctx.needs_input_grad[1] else None
+        for part in head.tiles():
+            stats = head.stats(part, targets, logz[part])
+            head.gradients(part, targets, stats, grad[part], d_hidden, d_weight)
         return d_hidden, d_weight, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """What an objective is computed from besides hidden states and the weight."""
+    """Inputs of an objective besides hidden states and the weight."""
 
     targets: Tensor
     """[N] int64."""
     temperature: float
     loss: Objective
     into: Tensor | None
-    """[V, d] float32 that the weight's gradient is added to at once, instead of being handed to autograd."""
+    """[V, d] float32 to which the weight's gradient is added directly, bypassing autograd."""
     kernels: Kernels
     train: bool
-    """Whether gradients are wanted."""
+    """Whether to compute gradients."""
 
 
 class _Fused(torch.autograd.Function):
@@ -89,20 +89,20 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, weight: Tensor, call: HeadInputs
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        sweep = ChunkedHead(hidden, weight.detach(), call.temperature, store=call.train, kernels=call.kernels)
-        found = _ScoreBuffer.empty(call.targets.shape[0], sweep)
+        head = ChunkedHead(hidden, weight.detach(), call.temperature, store=call.train, kernels=call.kernels)
+        found = _ScoreBuffer.empty(call.targets.shape[0], head)
         d_hidden = torch.empty_like(hidden) if call.train else None
         d_weight = call.into
         if call.train and d_weight is None and weight.requires_grad:
-            d_weight = _zeros(weight, sweep)
-        total = torch.zeros((), dtype=sweep.dtype, device=hidden.device)
-        for part in sweep.tiles():
-            stats = sweep.stats(part, call.targets)
+            d_weight = _zeros(weight, head)
+        total = torch.zeros((), dtype=head.dtype, device=hidden.device)
+        for part in head.tiles():
+            stats = head.stats(part, call.targets)
             found.put(part, stats)
             loss, slope = _slope(call.loss, found.logp[part], part)
             total += loss
             if d_hidden is not None:
-                sweep.gradients(part, call.targets, stats, slope, d_hidden, d_weight)
+                head.gradients(part, call.targets, stats, slope, d_hidden, d_weight)
         if d_hidden is not None:
             ctx.save_for_backward(
                 d_hidden, *([d_weight] if d_weight is not None and call.into is None else [])
@@ -116,17 +116,17 @@ class _Fused(torch.autograd.Function):
         d_hidden, *rest = ctx.saved_tensors
         if float(grad) != 1.0:
             if ctx.needs_input_grad[1] and not rest:
-                raise TrainError("a head that adds to the gradient directly takes no factor on its objective")
+                raise TrainError("with `into` the total of a fused head must not be scaled")
             d_hidden, rest = d_hidden * grad, [d * grad for d in rest]
         return d_hidden, rest[0] if rest else None, None
 
 
 def _slope(loss: Objective, logp: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Sum of the part's losses, and its derivative by each log-probability."""
+    """Return the sum of the part's losses and its derivative by each log-probability."""
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
         total = loss(leaf, part).sum()
-        # of tokens that the loss leaves out altogether there is no slope to follow
+        # without trained tokens the loss has no gradient
         slope = torch.autograd.grad(total, [leaf])[0] if total.requires_grad else torch.zeros_like(leaf)
     return total.detach(), slope
 
@@ -141,9 +141,9 @@ class _ScoreBuffer:
     logz: Tensor
 
     @classmethod
-    def empty(cls, positions: int, sweep: ChunkedHead) -> _ScoreBuffer:
-        make = sweep.hidden.new_empty
-        numbers = [make(positions, dtype=sweep.dtype) for _ in range(3)]
+    def empty(cls, positions: int, head: ChunkedHead) -> _ScoreBuffer:
+        make = head.hidden.new_empty
+        numbers = [make(positions, dtype=head.dtype) for _ in range(3)]
         return cls(numbers[0], numbers[1], make(positions, dtype=torch.bool), numbers[2])
 
     def put(self, part: slice, stats: Stats) -> None:
@@ -153,18 +153,18 @@ class _ScoreBuffer:
         self.best[part] = stats.chosen >= stats.top
 
 
-def _zeros(weight: Tensor, sweep: ChunkedHead) -> Tensor:
-    return torch.zeros(weight.shape, dtype=sweep.dtype, device=weight.device)
+def _zeros(weight: Tensor, head: ChunkedHead) -> Tensor:
+    return torch.zeros(weight.shape, dtype=head.dtype, device=weight.device)
 
 
 @dataclass(frozen=True, slots=True)
 class FusedLoss:
-    """An objective of N chosen tokens, its gradients already computed."""
+    """An objective of N chosen tokens with computed gradients."""
 
     total: Tensor
     """Scalar sum of the losses; carries the gradient."""
     scores: Scores
-    """Without a gradient."""
+    """Without gradient."""
 
 
 def objective(
@@ -177,11 +177,11 @@ def objective(
     into: Tensor | None = None,
     kernels: Kernels = "auto",
 ) -> FusedLoss:
-    """Sum of `loss` over the positions, and its gradients, in one pass: three matrix products, none repeated.
+    """Return the sum of `loss` over the positions, with gradients, in one pass of three matrix products.
 
-    hidden [N, d], weight [V, d] (of any type; gets the gradient, in float32), targets [N] int64. Computes in
-    hidden's type. into: [V, d] float32 that the weight's gradient is added to while the pass runs, and not
-    handed to autograd; `total` must then enter the loss as it is.
+    hidden [N, d], weight [V, d] of any dtype (its gradient is float32), targets [N] int64. Computes in
+    hidden's dtype. into: [V, d] float32 to which the weight's gradient is added during the pass instead of by
+    autograd; `total` must then enter the loss unscaled.
     """
     train = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     call = HeadInputs(targets, temperature, loss, into if weight.requires_grad else None, kernels, train)
@@ -190,8 +190,10 @@ def objective(
 
 
 def kept_gradient(weight: Tensor) -> Tensor | None:
-    """The gradient of a head's weight for `into`, zeros if there is none yet; None where autograd must see to
-    it: the weight is frozen, not kept in float32, or made from something else."""
+    """Return the head weight's gradient buffer for `into`, zeros if there is none yet.
+
+    None where autograd must handle it: the weight is frozen, not float32, or not a leaf.
+    """
     if not (weight.requires_grad and weight.is_leaf and weight.dtype == torch.float32):
         return None
     if weight.grad is None:
@@ -202,22 +204,23 @@ def kept_gradient(weight: Tensor) -> Tensor | None:
 def scores(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, kernels: Kernels = "auto"
 ) -> Scores:
-    """hidden [N, d], weight [V, d], targets [N] (int64) -> scores; logp carries the gradient, in float32."""
+    """Return scores for hidden [N, d], weight [V, d], targets [N] int64; logp carries the gradient, in
+    float32.
+    """
     return Scores(*_TokenHead.apply(hidden, weight, targets, temperature, kernels))  # type: ignore[no-untyped-call]
 
 
 def score(model: Policy, hidden: Tensor, targets: Tensor, temperature: float) -> Scores:
-    """hidden [N, d] at the positions that predict `targets` [N] (int64) -> scores under the model."""
+    """Return scores under the model for hidden [N, d] at the positions that predict `targets` [N]."""
     return scores(hidden, model.head_weight, targets, temperature)
 
 
 def predictors(prefix: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Shift a batch so that position t of the new rows predicts token t of the new targets.
+    """Shift a batch so that position t of the inputs predicts token t of the targets.
 
-    prefix [P], rows [B, T], mask [B, T] -> (prefix, inputs [B, T'], targets [B, T'], mask [B, T']).
-    The last prefix token becomes column 0 of the inputs, because it predicts the rows' first token; without
-    a prefix the first token has no predictor and its mask is ignored by construction (callers refuse it).
-    Columns after the last masked one are cut: nothing depends on them.
+    prefix [P], rows [B, T], mask [B, T] -> (prefix, inputs [B, T'], targets [B, T'], mask [B, T']). The last
+    prefix token becomes column 0 of the inputs. Without a prefix the first token has no predictor and its
+    mask is ignored. Columns after the last masked one are cut.
     """
     if prefix.shape[0]:
         last = prefix[-1:].expand(rows.shape[0], 1)
@@ -232,16 +235,16 @@ def predictors(prefix: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tens
 def score_masked(
     model: Policy, prefix: Tensor, rows: Tensor, mask: Tensor, temperature: float
 ) -> tuple[Scores, Tensor]:
-    """Scores of the masked tokens of a batch in row-major order, and the row index of each, [N].
+    """Return scores of the masked tokens of a batch in row-major order, and their row indices [N].
 
-    prefix [P] int64, rows [B, T] int64 right-padded, mask [B, T] bool; at least one token is masked in.
+    prefix [P] int64, rows [B, T] int64 right-padded, mask [B, T] bool with at least one True.
     """
     hidden, targets, row = chosen(model, prefix, rows, mask)
     return score(model, hidden, targets, temperature), row
 
 
 def chosen(model: Policy, prefix: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [N, d] that predict the masked tokens, those tokens [N] and their rows [N]."""
+    """Return hidden states [N, d] that predict the masked tokens, those tokens [N] and their rows [N]."""
     prefix, inputs, targets, mask = predictors(prefix, rows, mask)
     targets, mask = targets.to(model.device), mask.to(model.device)
     hidden = model.hidden(prefix, inputs)

@@ -1,10 +1,12 @@
-"""Corrections for a sampler that is not the policy the step began with: its numerics differ, or its weights
-were older. w = (the trainer's probability before the step) / (the sampler's); none lets a gradient through.
+"""Corrections for a sampler that differs from the policy before the step, by numerics or staleness.
+
+w = (trainer's probability before the step) / (sampler's), without gradient:
 
     tis      min(w, high)                        truncated importance sampling
     mask     w where w <= high, else 0           masked importance sampling
     icepop   w where low <= w <= high, else 0    the same on both sides (IcePop)
-Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): a rollout with negative advantage is left out
+
+Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): a rollout with negative advantage is excluded
 when the mean over its tokens of log(sampler / live policy) is above a bound.
 """
 
@@ -17,7 +19,7 @@ from insitu.config.training import LossConfig
 
 
 def correct(log_w: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """log_w [N] -> (factor [N], bounded [N] bool: the factor is not w because of the correction's bounds)."""
+    """Map log_w [N] to (factor [N], bounded [N] bool: the correction changed w)."""
     w = log_w.exp()
     if config.correction == "none":
         return w, torch.zeros_like(w, dtype=torch.bool)
@@ -30,5 +32,5 @@ def correct(log_w: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
 
 
 def off_policy_keeps(live_mu: Tensor, advantage: Tensor, bound: float) -> Tensor:
-    """live_mu [N], the mean of live - sampler over the token's rollout -> [N] bool: the token counts."""
+    """Map live_mu [N], the mean of live - sampler over the token's rollout, to [N] bool: trained."""
     return (advantage >= 0) | (-live_mu <= bound)

@@ -1,9 +1,8 @@
-"""What the losses of one step are made of, beyond single forward passes: the trainer's own log-probabilities
-before the first update, the reference's, and what is settled for a rollout as a whole.
+"""Inputs of a step's losses beyond single forward passes.
 
-A rollout's rows may lie in several micro-batches, so what depends on all of its tokens comes from a pass
-without gradients beforehand; inside the training pass every loss is then a function of one token's logp.
-Called by trainer/trainer.py.
+The trainer's own log-probabilities before the first update, the reference's, and per-rollout means. A
+rollout's rows may be in several micro-batches, so per-rollout values come from an earlier pass without
+gradients.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from insitu.training.plan.packing import MicroBatch
 from insitu.training.plan.step import StepPlan
 
 Rows = Mapping[int, Tensor]
-"""Row of the plan -> one value per trained token."""
+"""Row index in the plan -> one value per trained token."""
 
 
 class StepInputs:
-    """One step's, over all its epochs."""
+    """Inputs of one step, over all its epochs."""
 
     def __init__(self, plan: StepPlan, config: LossConfig) -> None:
         self._plan, self._config = plan, config
@@ -38,9 +37,11 @@ class StepInputs:
         self._live_prox: Tensor | None = None
         self._prox_mu: Tensor | None = None
 
-    def look(self, live: Rows, epoch: int, combine: Callable[[Tensor], Tensor] = lambda t: t) -> None:
-        """Take in what the weights give right now, for the rows at hand. `combine` adds up over processes
-        what each of them knows of the rollouts, [rollouts] float64."""
+    def set_logprobs(self, live: Rows, epoch: int, combine: Callable[[Tensor], Tensor] = lambda t: t) -> None:
+        """Update from the current log-probabilities of this rank's rows.
+
+        combine: sums [rollouts] float64 over ranks.
+        """
         mu = {i: torch.from_numpy(row.logprobs[row.mask]) for i, row in enumerate(self._plan.rows)}
         self._live_mu = self._means(live, mu, combine)
         if epoch == 0:
@@ -53,25 +54,27 @@ class StepInputs:
             self._live_prox = self._means(live, self._prox, combine)
 
     def _means(self, live: Rows, other: Rows, combine: Callable[[Tensor], Tensor]) -> Tensor:
-        """[rollouts] float64: the mean over a rollout's trained tokens of live - other."""
+        """Return [rollouts] float64: mean over a rollout's trained tokens of live - other."""
         sums = torch.zeros(len(self._tokens), dtype=torch.float64)
         for i, logp in live.items():
             sums[self._rollout[i]] += (logp.double().cpu() - other[i].double().cpu()).sum()
         return combine(sums) / torch.from_numpy(self._tokens).clamp(min=1)
 
     def remember(self, micro: MicroBatch, logp: Tensor, ref: Tensor | None) -> None:
-        """Keep a micro-batch's log-probabilities of the first epoch for those that follow."""
+        """Keep a micro-batch's log-probabilities of the first epoch for later epochs."""
         counts = [int(self._plan.rows[i].mask.sum()) for i in micro.rows]
         self._prox.update(zip(micro.rows, torch.split(logp.detach(), counts), strict=True))
         if ref is not None:
             self._ref.update(zip(micro.rows, torch.split(ref, counts), strict=True))
 
     def reference(self, micro: MicroBatch) -> Tensor | None:
-        """[N] what `remember` was given."""
+        """Return the reference log-probabilities [N] passed to `remember`."""
         return torch.cat([self._ref[i] for i in micro.rows]) if micro.rows[0] in self._ref else None
 
     def of(self, micro: MicroBatch, mu: Tensor, advantage: Tensor, ref: Tensor | None) -> LossInputs:
-        """The terms of a micro-batch's trained tokens, row by row; mu, advantage and ref are [N]."""
+        """Return the loss inputs of a micro-batch's trained tokens, row by row; mu, advantage and ref are
+        [N].
+        """
         known = micro.rows[0] in self._prox
         return LossInputs(
             mu=mu,

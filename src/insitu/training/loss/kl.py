@@ -1,11 +1,13 @@
-"""Estimators of the divergence KL(live || other) from one log-probability each, of a token drawn by the live
-policy. d = live - other:
+"""Estimators of KL(live || other) from one log-probability each, of a token sampled by the live policy.
+
+With d = live - other:
 
     k1  d                     unbiased, may be negative
-    k2  d^2 / 2               biased, never negative; its slope is that of the divergence
+    k2  d^2 / 2               biased, never negative; its gradient is that of the KL
     k3  exp(-d) - 1 + d       unbiased, never negative
+
 (joschu.net/blog/kl-approx.html.) Multiplied by the ratio of live policy and sampler, k1 and k3 estimate value
-and gradient of the divergence without bias; k2 needs that ratio without its gradient.
+and gradient of the KL without bias; k2 needs that ratio detached.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from insitu.errors import TrainError
 
 
 def divergence(live: Tensor, other: Tensor, kind: str) -> Tensor:
-    """live [N], carries the gradient; other [N] -> [N]."""
+    """Return the estimate [N]; live [N] carries the gradient, other [N]."""
     d = live - other
     if kind == "k1":
         return d
@@ -24,4 +26,4 @@ def divergence(live: Tensor, other: Tensor, kind: str) -> Tensor:
         return d.square() / 2
     if kind == "k3":
         return (-d).expm1() + d
-    raise TrainError(f"no estimator of a divergence is called {kind!r}")
+    raise TrainError(f"unknown KL estimator {kind!r}")

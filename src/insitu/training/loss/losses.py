@@ -1,26 +1,26 @@
-"""Policy-gradient losses per token, to be minimised. Every one is a function of the token's live logp alone,
-given its `LossInputs`, so that a head may take loss and slope of a tile of tokens at once.
+"""Policy-gradient losses per token, to be minimised; functions of the token's live logp and `LossInputs`.
 
 p = exp(logp); mu is the sampler's recorded log-probability, old the trainer's before the step's first update
 (ratio = trainer) or mu (ratio = sampler). rho = exp(logp - mu), r = exp(logp - old), w = exp(old - mu); A is
 the advantage, sg stops the gradient.
 
-dppo (DPPO-Binary-TV, arXiv 2602.04879, with the quadratic pull of Kimi K2.5, arXiv 2602.02276):
+dppo (DPPO-Binary-TV, arXiv 2602.04879, with the quadratic penalty of Kimi K2.5, arXiv 2602.02276):
     -rho A, but 0 where A > 0 and p - p_mu > high, or A < 0 and p - p_mu < -low;  + tau log^2 rho everywhere
 ppo_clip (arXiv 1707.06347; clip-higher: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729, the same bound
 as the two-sided clip of arXiv 2505.07291):  -min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A
 cispo (arXiv 2506.13585):  -sg(min(r, cap)) A logp
 gspo (arXiv 2507.18071):  ppo_clip on s = the geometric mean of r over the rollout; each token carries 1/n
 decoupled (arXiv 2505.24298):  sg(w) times ppo_clip with ratio = trainer
-nll (supervised; mu is not looked at):  -A logp
-Corrections by w are in correct.py, the pull to a reference in kl.py; both leave dppo's own pull alone.
+nll (supervised; mu is not used):  -A logp
+Corrections by w are in importance.py, the KL in kl.py; neither changes dppo's own penalty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,15 +34,14 @@ from insitu.training.loss.kl import divergence
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What the loss of N tokens is made of, besides their live log-probability. All [N], no gradients."""
+    """Inputs of the loss of N tokens besides their live log-probability; all [N], no gradients."""
 
     mu: Tensor
     """The sampler's log-probability."""
     advantage: Tensor
     """Its rollout's."""
     prox: Tensor | None = None
-    """The trainer's log-probability before the step's first update; None = nothing was updated since, so it
-    is the live one."""
+    """The trainer's log-probability before the step's first update; None = equal to the live one."""
     ref: Tensor | None = None
     """The reference policy's log-probability."""
     live_mu: Tensor | None = None
@@ -50,23 +49,13 @@ class LossInputs:
     live_prox: Tensor | None = None
     """Mean of live - prox over its rollout; None with `prox` None = 0."""
     prox_mu: Tensor | None = None
-    """log w of its rollout, as the correction's level says."""
+    """log w of its rollout, at the correction's level."""
 
     def part(self, part: slice) -> LossInputs:
-        """Those of some of the tokens."""
-
-        def some(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[part]
-
-        return LossInputs(
-            mu=self.mu[part],
-            advantage=self.advantage[part],
-            prox=some(self.prox),
-            ref=some(self.ref),
-            live_mu=some(self.live_mu),
-            live_prox=some(self.live_prox),
-            prox_mu=some(self.prox_mu),
-        )
+        """Return the inputs of some of the tokens."""
+        every = {f.name: getattr(self, f.name) for f in fields(self)}
+        parts: dict[str, Any] = {name: None if t is None else t[part] for name, t in every.items()}
+        return LossInputs(**parts)
 
 
 LossFunction = Callable[[Tensor, LossInputs, LossConfig], Tensor | tuple[Tensor, Tensor]]
@@ -83,15 +72,15 @@ class TokenLoss:
     loss: Tensor
     """[N]; carries the gradient."""
     cut: Tensor
-    """[N] bool: the clip or mask of the loss itself bounds this token's gradient."""
+    """[N] bool: the loss's own clip or mask bounds this token's gradient."""
     corrected: Tensor | None = None
-    """[N] bool: the correction or off_policy_mask bounded this token or left it out; None without either."""
+    """[N] bool: a correction or off_policy_mask bounded or excluded this token; None without either."""
     kl: Tensor | None = None
-    """[N] estimated divergence from the reference, no gradient; None without a reference."""
+    """[N] estimated KL from the reference, no gradient; None without a reference."""
 
 
 def token_loss(logp: Tensor, terms: LossInputs, config: LossConfig) -> TokenLoss:
-    """logp [N], carries the gradient. Raises TrainError when a log-probability that it needs is missing."""
+    """Return the loss of logp [N], which carries the gradient. Raises TrainError when an input is missing."""
     loss, cut = _policy_loss(logp, terms, config)
     loss, corrected = _corrected(loss, logp, terms, config)
     if config.loss == "dppo":
@@ -100,12 +89,12 @@ def token_loss(logp: Tensor, terms: LossInputs, config: LossConfig) -> TokenLoss
         return TokenLoss(loss, cut, corrected)
     kl = divergence(logp, _needed(terms.ref, "reference", config), config.kl)
     if config.kl_weight:
-        pull = kl
+        term = kl
         if config.kl_unbiased:
             ratio = (logp - _old(logp, terms, config)).exp()
-            # k2's slope is d already: the ratio must only weigh it.
-            pull = kl * (ratio.detach() if config.kl == "k2" else ratio)
-        loss = loss + config.kl_weight * pull
+            # k2's gradient is right already: the ratio is only a weight
+            term = kl * (ratio.detach() if config.kl == "k2" else ratio)
+        loss = loss + config.kl_weight * term
     return TokenLoss(loss, cut, corrected, kl.detach())
 
 
@@ -126,7 +115,7 @@ def _loss_function(name: str) -> LossFunction:
 
 def _needed(tensor: Tensor | None, what: str, config: LossConfig) -> Tensor:
     if tensor is None:
-        raise TrainError(f"loss {config.loss} lacks the {what} log-probabilities that it was asked to use")
+        raise TrainError(f"loss {config.loss} needs the {what} log-probabilities")
     return tensor
 
 
@@ -141,7 +130,7 @@ def _old(logp: Tensor, terms: LossInputs, config: LossConfig) -> Tensor:
 def _corrected(
     loss: Tensor, logp: Tensor, terms: LossInputs, config: LossConfig
 ) -> tuple[Tensor, Tensor | None]:
-    """The policy term under corrections, and where they bound it."""
+    """Return the policy term after corrections, and where they bound it."""
     bounded: Tensor | None = None
     if config.correction != "none" or config.loss == "decoupled":
         log_w = _prox(logp, terms) - terms.mu

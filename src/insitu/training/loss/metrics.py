@@ -1,8 +1,6 @@
-"""What a step tells about itself: sums over its tokens, and the numbers and warnings made of them.
+"""Metrics of a training step: sums over its tokens, and the numbers and warnings computed from them.
 
-Every field of `LossSums` adds up over micro-batches and processes, but for `gap` and
-`seen`, which are maxima. Called by
-trainer/trainer.py.
+All fields of `LossSums` are summed over micro-batches and ranks, except `gap` and `seen`, which are maxima.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ class LossSums:
     entropy: float = 0.0
     cut: int = 0
     cut_low: int = 0
-    """Cut, with a negative advantage."""
+    """Cut, with negative advantage."""
     corrected: int = 0
     ref_kl: float = 0.0
     k3: float = 0.0
@@ -32,9 +30,9 @@ class LossSums:
     gap: float = 0.0
     """Largest |log rho| of the tokens of the current version that are trained."""
     seen: float = 0.0
-    """The same of all that are compared, also those that are not trained for it."""
-    apart: int = 0
-    """Tokens that are not trained, since sampler and trainer disagree about them."""
+    """The same over all compared tokens."""
+    mismatched: int = 0
+    """Tokens excluded because sampler and trainer disagree."""
     current: int = 0
     """Tokens sampled by the current version."""
     off_policy: float = 0.0
@@ -44,7 +42,7 @@ class LossSums:
     tokens: int = 0
 
     def add(self, out: TokenLoss, advantage: Tensor) -> None:
-        """Count a micro-batch's tokens."""
+        """Add a micro-batch's tokens."""
         self.cut += int(out.cut.sum())
         self.cut_low += int((out.cut & (advantage < 0)).sum())
         if out.corrected is not None:
@@ -54,7 +52,7 @@ class LossSums:
         self.tokens += len(out.cut)
 
     def compare(self, log_rho: Tensor, current: Tensor) -> None:
-        """Count the ratios [N] of trainer to sampler before the first update."""
+        """Add the ratios [N] of trainer to sampler before the first update."""
         exact = log_rho.double()
         rho = exact.exp()
         k3 = rho - 1.0 - exact
@@ -66,13 +64,15 @@ class LossSums:
 
     @property
     def ess(self) -> float:
-        """Effective share of the tokens; 1 where nothing was compared."""
+        """Effective sample size as a share of the tokens; 1 where nothing was compared."""
         return self.rho**2 / (self.tokens * self.rho_squares) if self.rho_squares else 1.0
 
 
 def result_of(epochs: Sequence[LossSums], config: TrainConfig) -> StepResult:
-    """The part of a step's result that its sums tell. What is said of the policy is from before the first
-    update, what the loss bounded is a mean over epochs."""
+    """Return the part of a step's result that comes from sums.
+
+    Policy metrics are from before the first update, clip fractions are means over epochs.
+    """
     first = epochs[0]
     counted = first.tokens * len(epochs)
     off_policy_kl, ref_kl = first.off_policy / first.tokens, first.ref_kl / first.tokens
@@ -93,22 +93,22 @@ def result_of(epochs: Sequence[LossSums], config: TrainConfig) -> StepResult:
         alarm=alarm(off_policy_kl, ref_kl, config),
         max_logprob_gap=first.gap,
         max_logprob_gap_seen=first.seen,
-        mismatched=first.apart,
-        tokens=first.tokens - first.apart,
+        mismatched=first.mismatched,
+        tokens=first.tokens - first.mismatched,
     )
 
 
 def alarm(off_policy_kl: float, ref_kl: float, config: TrainConfig) -> str:
-    """What is beyond its limit, or empty."""
+    """Return warnings for limits that are exceeded, or empty."""
     lines = []
     if 0 < config.kl_alarm < off_policy_kl:
         lines.append(
-            f"the policy is {off_policy_kl:.3g} nats from those that sampled (train.kl_alarm ="
-            f" {config.kl_alarm:g}): a lower rate, fewer stale rollouts or a correction would hold it"
+            f"KL to the sampling policies is {off_policy_kl:.3g} nats (train.kl_alarm ="
+            f" {config.kl_alarm:g}): lower train.lr, collect.max_staleness, or set train.correction"
         )
     if config.loss.kl != "none" and 0 < config.reference_alarm < ref_kl:
         lines.append(
-            f"the policy is {ref_kl:.3g} nats from the reference (train.reference_alarm ="
+            f"KL to the reference policy is {ref_kl:.3g} nats (train.reference_alarm ="
             f" {config.reference_alarm:g})"
         )
     return "; ".join(lines)

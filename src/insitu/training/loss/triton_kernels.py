@@ -1,8 +1,7 @@
-"""The head's two small kernels in Triton (3.6): one program per row. Imported only where Triton is wanted.
+"""Triton kernels (3.6) of the head: one program per row.
 
 `absorb` turns a chunk of float32 logits into exponentials and running sums in one launch; `settle` rescales
-chunks whose reference was overtaken, which is rare, without asking the device first. TRITON_INTERPRET=1 runs
-both on a CPU: that is how the tests hold them to the torch version.
+chunks whose reference moved, which is rare, without a device sync. TRITON_INTERPRET=1 runs both on a CPU.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -12,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from insitu.training.loss.chunked_logits import SLACK, Out, Stats
+from insitu.training.loss.chunked_logits import SLACK, Out, Stats, TorchBackend
 
 BLOCK = 1024
-"""Columns that a program holds in registers at once."""
+"""Columns held in registers at once."""
 
 
 @triton.jit
@@ -44,7 +43,7 @@ def _absorb(
         moment += tl.where(inside, e * x, 0.0)
         if STORE:
             tl.store(e_row + lo + column, e.to(e_ptr.dtype.element_ty), mask=inside)
-    # of a row that has seen nothing there is nothing to move, and -inf - -inf is no number
+    # an empty row has nothing to rescale, and -inf - -inf is nan
     gap = tl.where(seen > 0, before - ref, 0.0)
     keep = tl.exp(gap)
     moved = keep * (tl.load(moment_ptr + row) + gap * seen) + tl.sum(moment, 0)
@@ -75,8 +74,8 @@ def _settle(
             tl.store(at, e.to(e_ptr.dtype.element_ty), mask=column < end)
 
 
-class TritonBackend:
-    """`tiles.Backend` by the kernels above."""
+class TritonBackend(TorchBackend):
+    """The same by the kernels above."""
 
     def absorb(
         self,

@@ -1,10 +1,9 @@
-"""A stack of equal layers, run dry as a few of them.
+"""Predicts the peak memory of a stack of equal layers from dry runs of two short stacks.
 
-The peak of a pass lies at one of its ends. Up to the end of the top layer's backward, memory grows with each
-layer by what it keeps; from the start of that of the last layer but one on, by its gradients; between them
-lies a mixture of the two. (With inputs in the host's memory the bottom layer fetches none ahead and takes
-less.) So each end is linear in the number of layers, and two short stacks tell the whole. Layers are skipped
-in place, whatever the model's code is. Used by predict.py.
+The peak is at one of the two ends of the backward pass: until the top layer's backward ends, memory grows by
+what each layer keeps; from the start of the last but one on, by its gradients. Each end is linear in the
+number of layers. (With offloaded inputs the bottom layer prefetches nothing and takes less.) Layers are
+skipped in place, whatever the model's code is.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from torch import Tensor, nn
 from insitu.training.memory.meta_run import MemoryMeter
 
 SHORT = (3, 4)
-"""Layers of the two stacks that are run."""
+"""Layers of the two stacks."""
 
 
 def alike(layers: Sequence[nn.Module]) -> bool:
-    """Whether all layers have the same modules and parameters, and there are enough that it pays."""
+    """Return whether all layers have the same modules and parameters, and enough of them to pay off."""
 
     def form(layer: nn.Module) -> list[object]:
         kinds: list[object] = [type(m) for m in layer.modules()]
@@ -34,8 +33,7 @@ def alike(layers: Sequence[nn.Module]) -> bool:
 
 @contextmanager
 def only(layers: Sequence[nn.Module], count: int, meter: MemoryMeter) -> Iterator[None]:
-    """Within it a forward goes through the first `count` layers alone; the others hand on what they get.
-    The meter's peaks are told apart at the two ends of the backward pass."""
+    """Run only the first `count` layers; the meter's peaks are split at the ends of the backward."""
     form: list[Any] = []
     hooks = []
 
@@ -70,12 +68,15 @@ def only(layers: Sequence[nn.Module], count: int, meter: MemoryMeter) -> Iterato
 
 
 def whole(found: Sequence[tuple[Sequence[int], int]], layers: int) -> tuple[int, int]:
-    """(peak, parked bytes) of `layers` layers from (peaks of the parts, parked bytes) of SHORT ones."""
-    (few, few_parked), (more, more_parked) = found
+    """Return (peak, offloaded bytes) of `layers` layers by extrapolation.
+
+    found: (peaks of the parts, offloaded bytes) of the stacks of SHORT layers.
+    """
+    (few, few_offloaded), (more, more_offloaded) = found
     step = SHORT[1] - SHORT[0]
 
     def at(a: int, b: int) -> int:
         return a + (b - a) * (layers - SHORT[0]) // step
 
     ends = [at(few[0], more[0]), at(few[-1], more[-1])]
-    return max(ends), at(few_parked, more_parked)
+    return max(ends), at(few_offloaded, more_offloaded)

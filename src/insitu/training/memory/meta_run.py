@@ -1,9 +1,8 @@
-"""The memory of one forward and backward pass, found by running it on tensors that have no content.
+"""Peak memory of one forward and backward pass, by running it on meta tensors.
 
-The model is built from its configuration alone on torch's meta device and goes through the code that trains:
-layers, techniques, attention, head. A dispatch mode counts what is allocated and what is let go, so the peak
-is that of the code as it is, for any architecture. What a kernel takes for itself is added where it is known.
-Called by predict.py.
+The model is built on torch's meta device from its configuration and runs the code that trains. A dispatch
+mode counts allocations and frees, so the peak follows the code for any architecture. The workspace of known
+kernels is added.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from insitu.training.loss.fused_head import kept_gradient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Of the pieces of a tree's attention (attention/tree.py), what their memory depends on."""
+    """Size of the pieces of a tree's attention (attention/tree.py)."""
 
     causal: int
     """Tokens of the longest causal piece."""
     queries: int
-    """Of the largest whole piece; 0 = there is none."""
+    """Of the largest whole piece; 0 = none."""
     keys: int
     whole: int
     """Queries of all whole pieces."""
@@ -45,7 +44,7 @@ class AttentionShape:
         return cls(causal=causal, queries=queries, keys=keys, whole=sum(q for q, _ in sizes))
 
     def pieces(self, tokens: int) -> tuple[Piece, ...]:
-        """Pieces of this shape over so many tokens: as large, and of as many queries in all."""
+        """Return pieces of this shape over so many tokens, with as many queries in all."""
         own = [(at, min(tokens, at + self.causal)) for at in range(0, tokens, self.causal)]
         found = [Piece(a, b, a, b, True) for a, b in own]
         left, most = self.whole, min(self.queries, tokens)
@@ -60,14 +59,14 @@ class BatchShape:
     """Shape of a micro-batch."""
 
     prefix: int
-    """Tokens that all rows share, computed once."""
+    """Shared tokens, computed once."""
     rows: int
     width: int
-    """Tokens of the longest row behind the prefix."""
+    """Tokens of the longest row after the prefix."""
     trained: int
     """Positions that the head scores."""
     tree: AttentionShape | None = None
-    """How the tokens of a tree, which are one row then, attend to each other where that is not one kernel."""
+    """Attention of a tree's tokens (then one row) where it is not one kernel."""
 
     @property
     def tokens(self) -> int:
@@ -76,25 +75,28 @@ class BatchShape:
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts bytes of tensors made within it that are still held: now, and at most per part of the time."""
+    """Counts bytes of live tensors allocated within it: now, and the peak of each part of the pass."""
 
     def __init__(self, known: Iterable[Tensor] = (), kernels: str = "") -> None:
-        """known: tensors that are there before and do not count. kernels: device whose attention kernels are
-        called as such, so that what they take for themselves counts too."""
+        """Count from zero.
+
+        known: existing tensors that do not count. kernels: device whose attention kernels are called by name,
+        so that their workspace counts.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._kernels = kernels
         self._known = {t.untyped_storage()._cdata for t in known}
         self._sizes: dict[int, int] = {}
         self.now = 0
         self.peaks = [0]
-        """Most bytes that there were in each part."""
+        """Peak bytes of each part."""
 
     @property
     def peak(self) -> int:
         return max(self.peaks)
 
     def part(self) -> None:
-        """Another part begins."""
+        """Start another part."""
         self.peaks.append(self.now)
 
     def __torch_dispatch__(
@@ -121,9 +123,9 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes[key] = storage.nbytes()
         self.now += self._sizes[key]
         self.peaks[-1] = max(self.peaks[-1], self.now)
-        weakref.finalize(storage, self._gone, key).atexit = False
+        weakref.finalize(storage, self._freed, key).atexit = False
 
-    def _gone(self, key: int) -> None:
+    def _freed(self, key: int) -> None:
         self.now -= self._sizes.pop(key, 0)
 
 
@@ -131,11 +133,11 @@ _PIECES = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
-"""What TreeAttend calls for tensors without content, whichever device they stand for."""
+"""Kernels that TreeAttend calls for meta tensors of any device."""
 
 
 def _workspace(queries: Tensor, keys: Tensor, *, backward: bool, gpu: bool) -> int:
-    """Bytes that the kernel of a piece takes for itself; both [1, heads, tokens, head_dim]."""
+    """Return the bytes of a piece's kernel workspace; both tensors [1, heads, tokens, head_dim]."""
     if gpu:
         # fp32 sums of dq and of the softmax
         return 4 * (queries.numel() + queries.numel() // queries.shape[-1]) if backward else 0
@@ -147,8 +149,10 @@ _GROUPED = frozenset({torch.ops.aten._grouped_mm.default})
 
 
 def _grouped(func: Any, args: tuple[Any, ...]) -> Tensor:
-    """A product of tokens sorted by expert with each expert's matrix, or of two such for a gradient. torch
-    checks without content that its type is bf16, which its kernels do not ask for."""
+    """Return the result of a grouped matrix product (tokens sorted by expert), or of its gradient.
+
+    torch's meta kernel requires bf16, which its real kernels do not.
+    """
     a, b = args[:2]
     groups = args[2].shape[0] if a.dim() == b.dim() == 2 else 0
     shape = (groups, a.shape[0], b.shape[1]) if groups else (*a.shape[:-1], b.shape[-1])
@@ -156,7 +160,7 @@ def _grouped(func: Any, args: tuple[Any, ...]) -> Tensor:
 
 
 class DryHead(torch.autograd.Function):
-    """What `objective` of head/ allocates, for hidden [N, d] and weight [V, d] on a CPU or a GPU."""
+    """Allocates what `fused_head.objective` allocates, for hidden [N, d] and weight [V, d]."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, gpu: bool) -> Tensor:  # type: ignore[no-untyped-def]
@@ -175,5 +179,5 @@ class DryHead(torch.autograd.Function):
 
 
 def head_pass(hidden: Tensor, weight: Tensor, gpu: bool) -> None:
-    """One sweep over positions x vocabulary, with what is cast of the weight."""
+    """Allocate the buffers of one tile, with the cast of the weight."""
     hidden.new_empty(cut_of(hidden, weight, gpu=gpu).held, dtype=torch.uint8)

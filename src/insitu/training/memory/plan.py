@@ -1,16 +1,15 @@
-"""Chooses the memory techniques of every micro-batch before a step begins, or refuses the step with numbers.
+"""Chooses the memory options of every micro-batch before a step, or refuses the step with numbers.
 
-The least costly set that fits is taken, in the order of LADDER. Whether it fits is asked for a slightly
-larger micro-batch first, and what was found is kept: few shapes have to be run dry. A row that fits with none
-is refused, not left out: the error names it, what it would take, what is there and what would help. A sharded
-rank's moments stay on the device. Called by trainer/trainer.py.
+The first options of LADDER that fit are taken. A slightly larger shape is predicted first and cached, so few
+dry runs are made. A row that fits with none is refused, not dropped: the error names it, its need, the limit
+and what would help. A sharded rank's moments stay on the device.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,7 +33,7 @@ KEPT_FREE = 0.06
 _SAVED = MemoryOptions(checkpoint=True, save_attention=True)
 _CHECKPOINT = MemoryOptions(checkpoint=True)
 TILE = 16384
-"""Tokens of an MLP tile: large enough that a product fills a GPU, small beside what is tiled."""
+"""Tokens of an MLP tile: enough to fill a GPU, few enough to save memory."""
 LADDER: Sequence[MemoryOptions] = (
     PLAIN,
     _SAVED,
@@ -45,9 +44,9 @@ LADDER: Sequence[MemoryOptions] = (
     replace(_CHECKPOINT, tile_mlp=TILE, offload_activations=True),
     replace(_CHECKPOINT, tile_mlp=TILE, offload_activations=True, offload_optimizer=True),
 )
-"""From fast to slow. Long rows are attention for the most part, so computing it again comes late."""
+"""From fast to slow. Long rows are mostly attention, so recomputing it comes late."""
 FINE = 1 << 40
-"""Steps per doubling of sizes that stay as they are."""
+"""Steps per doubling of sizes: exact sizes."""
 _SUGGESTED = Lora(rank=16, alpha=32.0)
 
 
@@ -60,7 +59,7 @@ class MemoryNeed:
 
 
 class MemoryPlanner:
-    """The choices of one trainer."""
+    """Chooses the memory options of a trainer."""
 
     def __init__(
         self,
@@ -72,21 +71,23 @@ class MemoryPlanner:
         measured: Callable[[], int] | None = None,
         reference: HfPolicy | Qwen3 | None = None,
     ) -> None:
-        """config: what the policy is built from (`config_of`); limit, host: bytes of device and host.
-        measured: gives the limit anew when a step begins. reference: a policy that scores each micro-batch
-        first; its weights are not part of the limit. Raises TrainError when the memory of this architecture
-        cannot be told."""
+        """Set the limits in bytes of device and host.
+
+        config: what the policy is built from (`config_of`). measured: returns the current limit at the start
+        of a step. reference: policy that scores each micro-batch first; its weights are not part of the
+        limit. Raises TrainError when the memory of this architecture cannot be predicted.
+        """
         self._config, self._policy = config, policy
         self.limit, self._host, self._measured = limit, host, measured
         self._kernels: Kernels = "cuda" if policy.device.type == "cuda" else "cpu"
+        # on a CPU the device's memory is the host's
         self._ladder = [t for t in LADDER if self._kernels == "cuda" or not t.offload_activations]
-        """On a CPU the device's memory is the host's."""
         if isinstance(policy, Qwen3):
             self._ladder = [PLAIN]
         elif policy.shards > 1:
             self._ladder = [t for t in self._ladder if not t.offload_optimizer]
         self._first = 0
-        """Of the ladder: what is before it has run out of memory."""
+        """Options of the ladder before this index have run out of memory."""
         self._scored_by = reference
         self._known: dict[tuple[MemoryOptions, bool], list[tuple[BatchShape, MemoryNeed]]] = {}
         if not isinstance(policy, Qwen3):
@@ -102,20 +103,23 @@ class MemoryPlanner:
         reference: HfPolicy | Qwen3 | None = None,
         ranks: int = 1,
     ) -> MemoryPlanner:
-        """memory_gib: what training may fill; 0 = what is free, with what training holds already: on a GPU
-        when a step begins, since an engine may be awake on it now; on a CPU now, of which each of `ranks`
-        processes gets its part. copies: a step keeps a copy of weights and moments, to go back to."""
+        """Return a planner for free memory, or `memory_gib` if not 0.
+
+        Free memory includes what training holds already: on a GPU it is measured at each step, since an
+        engine may share it; on a CPU now, divided by `ranks` processes. copies: a step keeps a backup of
+        weights and moments.
+        """
         kept = sum(3 * p.nbytes for _, p in policy.named_parameters() if p.requires_grad) if copies else 0
         kept //= 1 if isinstance(policy, Qwen3) else policy.shards
-        apart = 0 if reference is None else _weights(reference)
+        beside = 0 if reference is None else _weights(reference)
         on_gpu = policy.device.type == "cuda"
         host = _available() // ranks
 
         def measured() -> int:
-            room = _on_gpu(policy.device) - apart if on_gpu else (_available() + _weights(policy)) // ranks
+            room = _on_gpu(policy.device) - beside if on_gpu else (_available() + _weights(policy)) // ranks
             return int(room * (1.0 - KEPT_FREE)) - kept
 
-        limit = int(memory_gib * GIB) - kept - apart if memory_gib else measured()
+        limit = int(memory_gib * GIB) - kept - beside if memory_gib else measured()
         again = measured if on_gpu and not memory_gib else None
         return cls(config_of(policy), policy, limit=limit, host=host, measured=again, reference=reference)
 
@@ -128,8 +132,10 @@ class MemoryPlanner:
         return None if self._scored_by is None else self._of(None, config_of(self._scored_by), frozen=True)
 
     def plan(self, plan: StepPlan) -> list[MemoryOptions]:
-        """Techniques of every micro-batch of a step that is to begin. Raises TrainError when one fits with
-        none of them."""
+        """Return the options of every micro-batch of a step.
+
+        Raises TrainError when a micro-batch fits with none of them.
+        """
         if self._measured is not None:
             self.limit = self._measured()
         found = []
@@ -144,15 +150,17 @@ class MemoryPlanner:
         return found
 
     def choose(self, load: BatchShape, *, first: bool = True) -> MemoryOptions | None:
-        """The first of LADDER with which the load fits; None when there is none."""
+        """Return the first options of LADDER that fit the shape; None when none does."""
         if self._surely(load):
             return PLAIN
         ladder = self._ladder[self._first :]
         return next((t for t in ladder if self._fits(load, t, first=first)), None)
 
     def ran_out(self, techniques: MemoryOptions) -> bool:
-        """With these the device's memory ran out, whatever was predicted: from now on only those after them
-        are taken. False when there are none."""
+        """Exclude options that ran out of memory, and all before them.
+
+        Returns False when none are left.
+        """
         plain = replace(techniques, offload_optimizer=False)
         at = [t in (techniques, plain) for t in self._ladder]
         last = max((i for i, same in enumerate(at) if same), default=-1)
@@ -162,14 +170,14 @@ class MemoryPlanner:
         return True
 
     def _surely(self, load: BatchShape) -> bool:
-        """Whether the built-in model has room for several times what the load needs."""
+        """Return whether the built-in model has room for several times the need."""
         if not isinstance(self._policy, Qwen3):
             return False
         need = at_most(self._policy.config, _weights(self._policy), load)
         return need * (1 if self._scored_by is None else 2) <= self.limit
 
     def _fits(self, load: BatchShape, techniques: MemoryOptions, *, first: bool) -> bool:
-        """Told by a load that needs more and fits, or needs less and does not, where one has been run."""
+        """Return whether the shape fits, by comparison with earlier predictions where that decides."""
         load = _up(load, FINE)
         known = self._known.setdefault((techniques, first), [])
         for other, need in known:
@@ -177,7 +185,7 @@ class MemoryPlanner:
                 return True
             if not self._there(need) and _covers(load, other):
                 return False
-        # a small model mostly has room for far more, which one run tells for good
+        # a small model usually has room for far more: one prediction then covers all later shapes
         large = [_roomy(load)] if isinstance(self._policy, Qwen3) else []
         for size in (*large, *(_up(load, parts) for parts in (4, 64)), load):
             need = self._need(self._model, size, techniques, first=first)
@@ -216,7 +224,7 @@ class MemoryPlanner:
 
     def _refusal(self, plan: StepPlan, micro: MicroBatch, load: BatchShape, *, first: bool) -> str:
         row = max((plan.rows[i] for i in micro.rows), key=lambda r: len(r.ids))
-        said = (
+        subject = (
             f"rollout {row.rollout_id} segment {row.segment}: a micro-batch of {load.tokens:,} tokens"
             f" ({load.rows} rows, the longest {len(row.ids):,}) needs"
         )
@@ -227,29 +235,29 @@ class MemoryPlanner:
         if host:
             needs = (
                 f"{_gib(host)} of the host's memory to fit on {self._policy.device},"
-                f" {_gib(self._host)} are there"
+                f" {_gib(self._host)} are available"
             )
         else:
-            needs = f"{_gib(least)} on {self._policy.device}{self._how}, {_gib(self.limit)} are there"
+            needs = f"{_gib(least)} on {self._policy.device}{self._how}, {_gib(self.limit)} are available"
             half = self._least(self._model, _scaled(load, 0.5), first)
             slope = (least - half) / (0.5 * load.tokens)
             fits = int(load.tokens - (least - self.limit) / slope) if slope > 0 else 0
             fits -= fits % (1000 if fits >= 10_000 else 10)
-            helps.append(f"about {fits:,} tokens fit" if fits > 0 else "its weights alone do not fit")
+            helps.append(f"about {fits:,} tokens fit" if fits > 0 else "the weights alone do not fit")
         if isinstance(self._policy, Qwen3):
-            helps.append("policy.kind hf has techniques that need less")
+            helps.append("policy.kind hf has options that need less")
         elif self._policy.lora is None:
             helps += self._with_adapters(load, first)
         if load.rows > 1 or len(micro.rows) > 1:
             helps.append("a smaller train.token_budget cuts the micro-batch")
-        return f"{said} {'; '.join([needs, *helps])}: no update"
+        return f"{subject} {'; '.join([needs, *helps])}: no update"
 
     @property
     def _how(self) -> str:
-        return " with every technique on" if len(self._ladder) > 1 else ""
+        return " with all memory options" if len(self._ladder) > 1 else ""
 
     def _with_adapters(self, load: BatchShape, first: bool) -> list[str]:
-        """What adapters would need; nothing where the model's layers have other names."""
+        """Return the need with adapters; empty where the model's layers have other names."""
         try:
             model = self._of(_SUGGESTED)
         except TrainError:
@@ -257,7 +265,7 @@ class MemoryPlanner:
         return [f"policy.lora_rank 16 would need {_gib(self._least(model, load, first))}"]
 
     def _least(self, model: MemoryPredictor, load: BatchShape, first: bool) -> int:
-        """Bytes with the set of techniques that needs least."""
+        """Return the bytes with the most economical options."""
         return self._need(model, load, self._ladder[-1], first=first).device
 
 
@@ -268,8 +276,11 @@ def load_of(
     dtype: torch.dtype = torch.float32,
     head_dim: int = 128,
 ) -> BatchShape:
-    """What the forward of a micro-batch computes, by the kernels of a device in a type: a prefix's last token
-    stands before each row, and the last token of a row predicts nothing. A tree is one flat stretch."""
+    """Return the shape of a micro-batch's forward on a device, in a dtype.
+
+    The last token of a prefix stands before each row, and the last token of a row predicts nothing. A tree is
+    one flat row.
+    """
     rows = [plan.rows[i] for i in micro.rows]
     trained = sum(int(row.mask.sum()) for row in rows)
     if micro.layout == "tree":
@@ -286,39 +297,30 @@ def load_of(
 
 
 def _up(load: BatchShape, parts: int) -> BatchShape:
-    """Sizes rounded up to one of `parts` steps per doubling; one row is one stretch of tokens."""
+    """Round sizes up to one of `parts` steps per doubling."""
 
     def up(n: int) -> int:
         step = max(1, (1 << max(0, n.bit_length() - 1)) // parts)
         return -(-n // step) * step
 
-    tree = load.tree and AttentionShape(
-        **{f.name: up(getattr(load.tree, f.name)) for f in fields(AttentionShape)}
-    )
-    if load.rows == 1:
-        return BatchShape(prefix=0, rows=1, width=up(load.tokens), trained=up(load.trained), tree=tree)
-    return BatchShape(
-        prefix=up(load.prefix), rows=up(load.rows), width=up(load.width), trained=up(load.trained)
-    )
+    return _resized(load, up, up(load.rows))
 
 
 def _roomy(load: BatchShape) -> BatchShape:
-    """Two to four times as large in every respect."""
+    """Return sizes two to four times as large."""
+    return _resized(load, lambda n: 2 << max(n, 64).bit_length(), 2 << load.rows.bit_length())
 
-    def up(n: int) -> int:
-        return 2 << max(n, 64).bit_length()
 
-    tree = load.tree and AttentionShape(
-        **{f.name: up(getattr(load.tree, f.name)) for f in fields(AttentionShape)}
-    )
-    if load.rows == 1:
-        return BatchShape(prefix=0, rows=1, width=up(load.tokens), trained=up(load.trained), tree=tree)
-    rows = 2 << load.rows.bit_length()
-    return BatchShape(prefix=up(load.prefix), rows=rows, width=up(load.width), trained=up(load.trained))
+def _resized(load: BatchShape, up: Callable[[int], int], rows: int) -> BatchShape:
+    """Apply `up` to all sizes but the number of rows; one row is one run of tokens."""
+    if load.rows > 1:
+        return BatchShape(prefix=up(load.prefix), rows=rows, width=up(load.width), trained=up(load.trained))
+    tree = load.tree and AttentionShape(**{k: up(n) for k, n in asdict(load.tree).items()})
+    return BatchShape(prefix=0, rows=1, width=up(load.tokens), trained=up(load.trained), tree=tree)
 
 
 def _covers(more: BatchShape, less: BatchShape) -> bool:
-    """Whether `more` is the larger one in every respect, and attended to in the same way."""
+    """Return whether `more` is at least as large in every respect, with the same kind of attention."""
     if (more.rows == 1) != (less.rows == 1) or (more.tree is None) != (less.tree is None):
         return False
     return all(a >= b for a, b in zip(_sizes(more), _sizes(less), strict=True))
@@ -339,12 +341,12 @@ def _scaled(load: BatchShape, factor: float) -> BatchShape:
 
 
 def _gib(size: int) -> str:
-    """Bytes as a person reads them; a small model's are not 0.0."""
+    """Format bytes in GiB; more digits for small models."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / GIB:.4f} GiB"
 
 
 def config_of(policy: HfPolicy | Qwen3) -> Any:
-    """A `PretrainedConfig`, or the built-in model's own."""
+    """Return a `PretrainedConfig`, or the built-in model's own config."""
     return policy.config if isinstance(policy, Qwen3) else policy.model.config
 
 
@@ -354,12 +356,12 @@ def _weights(policy: HfPolicy | Qwen3) -> int:
 
 
 def _on_gpu(device: torch.device) -> int:
-    """Bytes that are free or this process's own: its weights and moments, and what torch keeps for re-use."""
+    """Return free bytes plus this process's own (weights, moments, cached blocks)."""
     return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
 
 
 def _available() -> int:
-    """Bytes of the host that can be used (Linux); all of its memory where that is not told."""
+    """Return the available bytes of host memory (Linux), or all of it where that is unknown."""
     try:
         with open("/proc/meminfo") as file:
             for line in file:

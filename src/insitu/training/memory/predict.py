@@ -1,11 +1,10 @@
-"""How much memory a training step will take, from the model's configuration alone.
+"""Predicts the memory of a training step from the model's configuration.
 
-peak = weights + optimiser's moments + gradients that are there before + what one pass holds at most
+    peak = weights + optimizer moments + existing gradients + peak of one pass
 
-The last is found by a dry run of the training code (dry.py); the rest is arithmetic. A step's update needs
-two temporary copies of the largest parameter, which counts where it is more. A sharded rank has its part of
-weights, moments and gradients, and what it gathers of the others' (`gathered_bytes`). Used by fit.py and
-`python -m benchmarks long`.
+The last is found by a dry run of the training code (meta_run.py). The update needs two temporary copies of
+the largest parameter and counts where it is larger. A sharded rank holds its part of weights, moments and
+gradients, and what it gathers (`gathered_bytes`).
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ from insitu.training.options import Lora
 
 GIB = 1 << 30
 Kernels = Literal["cpu", "cuda"]
-"""Whose kernels compute."""
+"""Device whose kernels compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPrediction:
-    """Bytes of the device that a step takes."""
+    """Bytes that a step takes."""
 
     states: int
     """Weights, moments, and gradients of earlier micro-batches."""
     activations: int
-    """Most that the pass holds beside them, gradients of its own included."""
+    """Peak of the pass on top of them, its own gradients included."""
     update: int
-    """Most that the update takes: states, gradients, temporary copies."""
+    """Peak of the update: states, gradients, temporary copies."""
     host: int
-    """Bytes of the host's memory."""
+    """Host memory."""
 
     @property
     def peak(self) -> int:
@@ -54,7 +53,7 @@ class MemoryPrediction:
 
 
 class MemoryPredictor:
-    """Predictions for one model, type, choice of what is trained, and kind of device."""
+    """Predicts for one model, dtype, set of trained parameters and kind of device."""
 
     def __init__(
         self,
@@ -65,8 +64,11 @@ class MemoryPredictor:
         shards: int = 1,
         buffers: int = 0,
     ) -> None:
-        """model: where the policy's parameters are, without content. shards: ranks that hold a part each.
-        buffers: bytes that a pass gathers on such a rank."""
+        """Take the sizes of the parameters.
+
+        model: holds the policy's parameters on the meta device. shards: ranks that hold a part each. buffers:
+        bytes that a pass gathers on such a rank.
+        """
         self._passing, self._kernels = policy, kernels
         self._shards, self._buffers = shards, buffers
         parameters = list(model.parameters())
@@ -77,33 +79,35 @@ class MemoryPredictor:
         self._found: dict[tuple[BatchShape, MemoryOptions, bool, bool], tuple[int, int]] = {}
 
     def predict(self, load: BatchShape, techniques: MemoryOptions, *, first: bool = True) -> MemoryPrediction:
-        """first: no micro-batch of the step has left gradients before this one. Raises TrainError when the
-        model's code cannot be run without content."""
+        """Return the prediction. first: no earlier micro-batch of the step has left gradients.
+
+        Raises TrainError when the model's code does not run on meta tensors.
+        """
         if techniques.tile_mlp >= load.tokens:
             techniques = replace(techniques, tile_mlp=0)
-        # A sharded rank's whole gradients are those of the units in hand, which `_buffers` has.
+        # a sharded rank's unreduced gradients are part of `_buffers`
         first = first and self._shards == 1
         key = (load, techniques, first, torch.is_grad_enabled())
         if key not in self._found:
             self._found[key] = self._dry_run(load, techniques, first)
-        activations, parked = self._found[key]
+        activations, offloaded = self._found[key]
         moments = 0 if techniques.offload_optimizer else 2 * self._trained
-        # away from the device, one parameter's moments come for its update
+        # offloaded: the moments of one parameter are on the device during its update
         visiting = 2 * self._largest if techniques.offload_optimizer else 0
         return MemoryPrediction(
             states=self._weights + moments + (0 if first else self._trained),
             activations=activations + (self._buffers if torch.is_grad_enabled() else 0),
             update=self._weights + moments + visiting + self._trained + 2 * self._largest,
-            host=parked + 2 * self._trained - moments,
+            host=offloaded + 2 * self._trained - moments,
         )
 
     def scoring(self, load: BatchShape, techniques: MemoryOptions) -> int:
-        """Most bytes that a forward pass without gradients holds beside the weights."""
+        """Return the peak bytes of a forward pass without gradients, without the weights."""
         with torch.no_grad():
             return self.predict(load, replace(techniques, checkpoint=False)).activations
 
     def _dry_run(self, load: BatchShape, techniques: MemoryOptions, first: bool) -> tuple[int, int]:
-        """(bytes on the device, bytes parked on the host)."""
+        """Return (bytes on the device, bytes offloaded to the host)."""
         raise NotImplementedError
 
     def _pass(self, load: BatchShape) -> None:
@@ -124,11 +128,11 @@ class MemoryPredictor:
 
 
 class BuiltinMemory(MemoryPredictor):
-    """Of the built-in model, which knows no techniques: float32 on a CPU."""
+    """Predicts for the built-in model, which has no memory techniques: float32 on a CPU."""
 
     def __init__(self, config: ModelConfig, *, frozen: bool = False) -> None:
         with torch.device("meta"):
-            # a load that is larger than the model's context may be asked for, to tell smaller ones by
+            # shapes above the model's context are predicted too, as bounds for smaller ones
             self._model = Qwen3(replace(config, max_position_embeddings=1 << 24))
         self._model.requires_grad_(not frozen)
         super().__init__(self._model, self._model, "cpu")
@@ -152,17 +156,17 @@ class BuiltinMemory(MemoryPredictor):
         return meter.peak, 0
 
 
+# A dry run loads torch's compiler (a second of CPU, some 80 MB): it is skipped where this bound fits.
 def at_most(config: ModelConfig, weights: int, load: BatchShape) -> int:
-    """Bytes that `BuiltinMemory` never predicts more than for a pass and its update, twice the peak and more.
+    """Return an upper bound of `BuiltinMemory` predictions for a pass and its update, over twice the peak.
 
-    Where even they are there no dry run is needed, which loads torch's compiler: a second of CPU and some
-    80 MB. weights: bytes of the model's parameters.
+    weights: bytes of the model's parameters.
     """
     tokens = load.tokens
     heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     layer = tokens * (16 * config.hidden_size + 6 * config.intermediate_size + 8 * heads)
     scored = 4 * load.trained * (config.vocab_size + config.hidden_size)
-    # a mask has a number for each pair of tokens
+    # a mask of all pairs of tokens
     pairs = 2 * (config.num_hidden_layers + 1) * tokens**2
     return (
         4 * (config.num_hidden_layers * layer + 8 * tokens * config.hidden_size + scored + pairs)
@@ -171,7 +175,7 @@ def at_most(config: ModelConfig, weights: int, load: BatchShape) -> int:
 
 
 class _Attends(TorchFunctionMode):
-    """torch's attention of tensors without content is that of a CPU, not one that holds all scores."""
+    """Replaces torch's attention of meta tensors by the emulated kernel, which does not hold all scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -182,7 +186,7 @@ class _Attends(TorchFunctionMode):
 
 
 class MemoryModel(MemoryPredictor):
-    """Of a model of transformers."""
+    """Predicts for a model of transformers."""
 
     def __init__(
         self,
@@ -194,9 +198,11 @@ class MemoryModel(MemoryPredictor):
         frozen: bool = False,
         shards: int = 1,
     ) -> None:
-        """config: a `PretrainedConfig` of transformers. frozen: nothing is trained (trainer/reference.py).
-        shards: ranks that hold a part of the model each (model/shard.py). Raises TrainError when adapters do
-        not fit it."""
+        """Build the model on the meta device.
+
+        config: a `PretrainedConfig`. frozen: nothing is trained (trainer/reference.py). shards: ranks that
+        hold a part each (model/shard.py). Raises TrainError when adapters do not fit.
+        """
         model = empty_model(config)
         if lora is not None:
             lora = add_lora(model, decoder_layers(model), lora, dtype)
@@ -211,26 +217,26 @@ class MemoryModel(MemoryPredictor):
         layers = decoder_layers(self._policy.model)
         try:
             if not self._alike:
-                peaks, parked = self._run(load, techniques, first, len(layers))
-                return max(peaks), parked
+                peaks, offloaded = self._run(load, techniques, first, len(layers))
+                return max(peaks), offloaded
             return whole([self._run(load, techniques, first, n) for n in SHORT], len(layers))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             line = str(error).strip().partition("\n")[0]
             raise TrainError(
-                f"{type(self._policy.model).__name__} does not run on tensors without content, so the memory"
-                f" of a step cannot be told beforehand: {line}"
+                f"{type(self._policy.model).__name__} does not run on meta tensors, so the memory"
+                f" of a step cannot be predicted: {line}"
             ) from error
 
     def _run(
         self, load: BatchShape, techniques: MemoryOptions, first: bool, count: int
     ) -> tuple[Sequence[int], int]:
-        """(peaks of the parts of a pass, bytes parked on the host), with so many of the layers."""
+        """Return (peaks of the parts of a pass, bytes offloaded) with the first `count` layers."""
         policy, model = self._policy, self._policy.model
         for p in model.parameters():
             p.grad = None if first or not p.requires_grad else torch.empty_like(p)
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         policy.techniques = techniques
-        parked = policy.mode.offload.bytes
+        offloaded = policy.mode.offload.bytes
         before = EMULATED.set(self._kernels)
         try:
             pieces = self._kernels if load.tree is not None else ""
@@ -241,16 +247,15 @@ class MemoryModel(MemoryPredictor):
             EMULATED.reset(before)
             for p in model.parameters():
                 p.grad = None
-        return meter.peaks, policy.mode.offload.bytes - parked
+        return meter.peaks, policy.mode.offload.bytes - offloaded
 
 
 def gathered_bytes(model: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype) -> int:
-    """What a sharded rank holds of other ranks' parts at most in a pass, and of gradients not yet cut apart.
+    """Return the peak bytes of a sharded rank for other ranks' parts and for gradients not yet reduced.
 
-    What lies outside of layers is whole from the forward to the end of the backward, and its gradients are,
-    twice while they are added up. Of layers, in the compute type: the one that runs and the next, and the
-    flat buffer in which that one arrives; gradients in that type, and in float32 those that are added up, of
-    two layers.
+    Outside of layers, weights are whole from the forward to the end of the backward, and gradients twice
+    while they are reduced. Of layers, in the compute dtype: the current and the next one, and the flat buffer
+    that receives it; gradients in that dtype and in float32, of two layers.
     """
     inside = {id(p) for layer in layers for p in layer.parameters()}
     rest = [p for p in model.parameters() if id(p) not in inside]
@@ -264,7 +269,7 @@ def gathered_bytes(model: nn.Module, layers: Sequence[nn.Module], dtype: torch.d
 
 
 def _part(p: Tensor, shards: int) -> int:
-    """Bytes of the largest part of a parameter that is cut along its first dimension."""
+    """Return the bytes of the largest shard of a parameter that is cut along its first dimension."""
     return p.nbytes if shards == 1 else -(-p.shape[0] // shards) * p[0].numel() * p.element_size()
 
 

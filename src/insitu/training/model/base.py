@@ -1,9 +1,8 @@
-"""What the trainer needs of a model: final hidden states, the head's matrix, named weights, a way to disk.
+"""The model interface of the trainer: final hidden states, head matrix, named weights, load and save.
 
-The embedded Qwen3 is one as it stands; hf.py makes one of a causal language model of transformers.
-Hidden states are normalised, so `hidden @ head_weight.T` are the logits. Weights may be of a lower precision
-in the forward than where they are kept; `named_parameters` are those that are kept. Used by
-trainer/, sft/trainer.py and loss/fused_head.py.
+The embedded Qwen3 implements it; hf.py wraps a causal language model of transformers. Hidden states are
+normalised, so `hidden @ head_weight.T` are the logits. The forward may compute in lower precision than the
+stored `named_parameters`.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 
 
 class Attend(Protocol):
-    """Attention over one flat list of U tokens: which token sees which is this object's to know."""
+    """Attention over one flat list of U tokens; the object defines the mask."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """q [heads, U, head_dim], k and v [kv_heads, U, head_dim] -> [heads, U, head_dim]."""
+        """Map q [heads, U, head_dim] and k, v [kv_heads, U, head_dim] to [heads, U, head_dim]."""
         ...
 
 
@@ -37,17 +36,17 @@ class Policy(Protocol):
 
     @property
     def head_weight(self) -> Tensor:
-        """[vocab, d] as it is kept; hidden states may be of a lower precision."""
+        """[vocab, d] as stored; hidden states may have lower precision."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where hidden states are; rows may be handed over on the CPU."""
+        """Device of hidden states; rows may be passed on the CPU."""
         ...
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of hidden states."""
+        """Dtype of hidden states."""
         ...
 
     @property
@@ -56,26 +55,27 @@ class Policy(Protocol):
         ...
 
     def flat(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Of a flat list of tokens, ids and positions [U] int64, between which `attend` works: [U, d]."""
+        """Return hidden states [U, d] of a flat list of tokens; ids and positions [U] int64."""
         ...
 
     def hidden(self, prefix: Tensor, rows: Tensor) -> Tensor:
-        """Of `rows` [B, T] (right-padded) behind the shared `prefix` [P]: [B, T, d]. P may be 0."""
+        """Return hidden states [B, T, d] of `rows` [B, T] (right-padded) after the shared `prefix` [P]; P may
+        be 0.
+        """
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter once, under its name in a checkpoint; what needs no gradient is not trained."""
+        """Yield every parameter once, by its checkpoint name; frozen ones have no requires_grad."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write config.json and what is trained as safetensors files: all weights, or the adapters."""
+        """Write config.json and the trained weights as safetensors: all of them, or the adapters."""
         ...
 
     def save_whole(self, folder: Path) -> None:
-        """`save`, but all that an engine without adapters needs: adapters are added to their matrices."""
+        """Write the whole model; adapters are merged."""
         ...
 
     def read(self, folder: Path) -> Mapping[str, Tensor]:
-        """What `save` wrote, by the names of `named_parameters`. Raises InsituError if it is another
-        model."""
+        """Return what `save` wrote, by parameter name. Raises InsituError for another model."""
         ...

@@ -1,9 +1,9 @@
-"""A causal language model of transformers as a policy, its code unmodified but for attention and head.
+"""A causal language model of transformers as a policy, with its attention and head replaced.
 
-The attention function is registered with transformers' own interface and runs whatever `Attend` the forward
-was asked for; layers get their `forward` wrapped per instance, where precision and memory techniques act
-(layers.py). `open_hf` proves on random tokens that the log-probabilities are the model's own (proof.py): an
-architecture with something in its head or attention that this does not know is refused.
+The attention function is registered with transformers' interface and runs the `Attend` of the current
+forward; each layer's `forward` is wrapped per instance for precision and memory techniques (layers.py).
+`open_hf` checks on random tokens that log-probabilities equal the model's own (parity.py), so an unknown head
+or attention is refused.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from insitu.training.model.parity import (
 from insitu.training.options import Lora
 
 NAME = "insitu"
-"""Of the attention function among transformers' own."""
+"""Name of the attention function in transformers' registry."""
 _UNKNOWN = ("sliding_window", "softcap", "s_aux", "head_mask")
-"""What an attention function may be given that changes its result; none is served."""
+"""Arguments of an attention function that would change its result; none is supported."""
 PROBE_LIMIT = 1e-3
-"""Largest difference of a log-probability in the proof when a model is opened."""
+"""Largest difference of a log-probability in the parity check."""
 _BREAKS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What a model raises that cannot run on embeddings and an attention that are given to it."""
+"""Exceptions of a model that does not run on given embeddings and attention."""
 
 
 def attention_function(
@@ -55,16 +55,16 @@ def attention_function(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **given: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
-    """transformers' side: query [1, heads, U, hd] and so on -> ([1, U, heads, hd], no weights)."""
-    wrong = [name for name in _UNKNOWN if given.get(name) is not None]
+    """Attend with `CURRENT.attend`: query [1, heads, U, hd], ... -> ([1, U, heads, hd], no weights)."""
+    wrong = [name for name in _UNKNOWN if options.get(name) is not None]
     if value.shape[-1] != query.shape[-1]:
-        wrong.append(f"values of width {value.shape[-1]} beside keys of width {query.shape[-1]}")
+        wrong.append(f"values of width {value.shape[-1]} with keys of width {query.shape[-1]}")
     if attention_mask is not None:
         wrong.append(f"an attention mask that is not plain causal{bounds(getattr(module, 'config', None))}")
     if wrong or dropout:
-        raise TrainError(f"{type(module).__name__} needs {', '.join(wrong) or 'dropout'}: not served")
+        raise TrainError(f"{type(module).__name__} needs {', '.join(wrong) or 'dropout'}: not supported")
     if CURRENT.attend is None:
         raise TrainError("the attention function ran outside a forward of its policy")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -73,22 +73,20 @@ def attention_function(
 
 
 class HfPolicy:
-    """A causal language model of transformers (`insitu.training.model.base.Policy`). Make one with
-    `open_hf`."""
+    """A causal language model of transformers (`training.model.base.Policy`); use `open_hf`."""
 
     def __init__(self, model: Any, *, dtype: torch.dtype, lora: Lora | None = None) -> None:
-        """model: a `PreTrainedModel` with an output head, its attention set to `NAME`, adapters in place."""
+        """Wrap a `PreTrainedModel` with an output head, attention `NAME`, and its adapters."""
         self.model, self.lora = model, lora
-        """`lora`: the adapters that are trained; None = all weights."""
         self.mode = Mode(dtype, Offload(model.device))
         self.around: Callable[[Callable[[], Tensor]], Tensor] = lambda run: run()
         """Runs a forward; sharded ranks (shard.py) gather weights around it."""
         self.rest: Callable[[], None] = lambda: None
-        """After a forward without a backward: gives back what was gathered for both."""
+        """Called after a forward without a backward: frees gathered weights."""
         self.shards = 1
         """Ranks that hold a part of every weight each."""
         self.whole: Mapping[str, Tensor] | None = None
-        """Sharded: all parameters, while they have been gathered to be read."""
+        """Sharded: all parameters, while they are gathered to be read."""
         self._body: nn.Module = model.base_model
         self._embed: nn.Embedding = model.get_input_embeddings()
         self._head: nn.Linear = model.get_output_embeddings()
@@ -128,7 +126,7 @@ class HfPolicy:
 
     @property
     def techniques(self) -> MemoryOptions:
-        """What the next forward and its backward use."""
+        """Memory options of the next forward and backward."""
         return self.mode.techniques
 
     @techniques.setter
@@ -136,12 +134,12 @@ class HfPolicy:
         self.mode.techniques = chosen
 
     def freeze(self) -> None:
-        """Train nothing from now on, and keep weights in the compute type: they give the same bits."""
+        """Freeze all weights and keep them in the compute dtype, which gives the same bits."""
         self.model.requires_grad_(False)
         keep_in(self.model, self.mode.dtype)
 
     def flat(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states [U, d] of a flat list of tokens, ids and positions [U] int64."""
+        """Return final hidden states [U, d] of a flat list of tokens; ids and positions [U] int64."""
         self.mode.attend = attend
         self.mode.offload.begin()
 
@@ -150,7 +148,7 @@ class HfPolicy:
             found = self._body(
                 inputs_embeds=x[None],
                 position_ids=positions.to(self.device)[None],
-                # of ones: without one, transformers looks for several sequences in the positions
+                # without a mask, transformers looks for packed sequences in the positions
                 attention_mask=torch.ones(1, ids.shape[0], dtype=torch.bool, device=x.device),
                 use_cache=False,
             )
@@ -170,16 +168,17 @@ class HfPolicy:
         yield from self.model.named_parameters()
 
     def readable(self) -> dict[str, Tensor]:
-        """Every parameter whole, by name. Raises TrainError for sharded ones that were not gathered."""
+        """Return every parameter whole, by name. Raises TrainError for sharded ones that are not gathered."""
         if self.whole is not None:
             return dict(self.whole)
         if self.shards > 1:
-            raise TrainError("sharded weights were to be read without being gathered")
+            raise TrainError("sharded weights must be gathered before they are read")
         return dict(self.named_parameters())
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """What an engine must hold, by the names of a checkpoint: every weight in the compute type, or the
-        adapters."""
+        """Yield what an engine must hold, by checkpoint name: all weights in the compute dtype, or the
+        adapters.
+        """
         from transformers.core_model_loading import revert_weight_conversion
 
         named = self.readable()
@@ -187,12 +186,12 @@ class HfPolicy:
             yield from adapter_tensors(named).items()
             return
         rounded = {name: tensor.detach().to(self.mode.dtype) for name, tensor in named.items()}
-        # of experts transformers holds one tensor, of which a checkpoint has a tensor for each
+        # transformers fuses experts into one tensor, a checkpoint has one for each
         yield from revert_weight_conversion(self.model, rounded).items()
 
     def save(self, folder: Path) -> None:
         if self.lora is not None:
-            # no config.json: transformers would take the folder for a whole model
+            # without config.json, which transformers would take for a whole model
             save_adapter(self.readable(), self.lora, self.model.name_or_path, folder)
             return
         with model_files(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
@@ -208,7 +207,7 @@ class HfPolicy:
             self.model.save_pretrained(folder, max_shard_size="1TB", state_dict=tensors)
 
     def _state(self) -> dict[str, Tensor]:
-        """The model's `state_dict`, of whole tensors."""
+        """Return the model's `state_dict` with whole tensors."""
         kept = self.model.state_dict(keep_vars=True)
         named, names = self.readable(), {id(p): n for n, p in self.named_parameters()}
         return {key: (named[names[id(t)]] if id(t) in names else t).detach() for key, t in kept.items()}
@@ -221,12 +220,12 @@ class HfPolicy:
                 held = dict(_read(folder, torch.float32).named_parameters())
         trained = {n: p.shape for n, p in self.named_parameters() if p.requires_grad}
         if {n: p.shape for n, p in held.items()} != trained:
-            raise TrainError(f"{folder} holds another model than the one that is trained")
+            raise TrainError(f"{folder} holds a different model from the one being trained")
         return held
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The layers of the model, in order. Raises TrainError when it does not mark them."""
+    """Return the decoder layers in order. Raises TrainError when the model does not mark them."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers: list[nn.Module] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -243,7 +242,7 @@ def open_hf(
     lora: Lora | None = None,
     limit: float = PROBE_LIMIT,
 ) -> HfPolicy:
-    """The model of a folder, trained weights in fp32, computing in `dtype` on `device`.
+    """Load the model of a folder: trained weights in fp32, computing in `dtype` on `device`.
 
     Raises TrainError when it is not a causal language model, transformers is missing, or its
     log-probabilities through insitu's attention and head differ from its own by more than `limit`.
@@ -261,17 +260,17 @@ def adopt(
     lora: Lora | None = None,
     limit: float = PROBE_LIMIT,
 ) -> HfPolicy:
-    """A `PreTrainedModel` that is there already, in fp32 and with its own attention; see `open_hf`."""
+    """Like `open_hf`, for a `PreTrainedModel` in fp32 with its own attention."""
     _register()
     check_architecture(model.config)
-    # There already for the proof: a forward of some billion fp32 weights takes a CPU minutes.
+    # before the check: a forward of some billion fp32 weights takes a CPU minutes
     model.to(device)
     with _runs(model, "in transformers"):
         own = own_logprobs(model)
     model.set_attn_implementation(NAME)
     model.requires_grad_(True)
     policy = HfPolicy(model.train(), dtype=torch.float32, lora=lora)
-    with _runs(model, "on embeddings and an attention that insitu gives it"):
+    with _runs(model, "with insitu's embeddings and attention"):
         found = logprobs(policy, model)
     prove(own, found, type(model).__name__, limit)
     policy.mode.dtype = dtype
@@ -282,7 +281,7 @@ def adopt(
 
 @contextmanager
 def _runs(model: Any, how: str) -> Iterator[None]:
-    """One line instead of a traceback for what an architecture's own code raises."""
+    """Turn exceptions of an architecture's code into one line."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -317,24 +316,22 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
             folder, dtype=dtype, local_files_only=True, attn_implementation="eager"
         )
     except (ValueError, KeyError) as error:
-        # what follows are the names of some two hundred classes
+        # the rest of the message lists some two hundred classes
         line = str(error).partition("Model type should be one of")[0].strip()
-        raise TrainError(
-            f"{folder} is not a causal language model that transformers knows: {line}"
-        ) from error
+        raise TrainError(f"{folder} is not a causal language model of transformers: {line}") from error
     head = model.get_output_embeddings()
     if head is None or head.bias is not None:
         raise TrainError(f"{type(model).__name__} has no plain output head")
     if type(model.get_input_embeddings()) is not nn.Embedding:
         kind = type(model.get_input_embeddings()).__name__
         raise TrainError(
-            f"{type(model).__name__} has embeddings that are no plain table ({kind}): not served"
+            f"{type(model).__name__} has embeddings that are not a plain table ({kind}): not supported"
         )
     return model
 
 
 def empty_model(config: Any) -> Any:
-    """The model of a configuration without content, on torch's meta device, weights as fp32."""
+    """Return the model of a configuration on torch's meta device, weights as fp32."""
     from transformers import AutoModelForCausalLM
 
     _register()
@@ -345,7 +342,7 @@ def empty_model(config: Any) -> Any:
 
 @contextmanager
 def _attention(model: Any, name: str) -> Iterator[None]:
-    """For its length the model's configuration names another attention: ours must not reach a file."""
+    """Set another attention name in the model's config meanwhile: ours must not be written to files."""
     model.config._attn_implementation = name
     try:
         yield

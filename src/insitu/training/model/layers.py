@@ -1,9 +1,8 @@
-"""How one layer of a transformers model runs: in which precision, and with which memory techniques.
+"""How one layer of a transformers model runs: precision and memory techniques.
 
-A layer instance gets a `forward` that calls its class's own: with its weights cast to the compute type for
-just this call (as sharded training does, so only the fp32 weights stay), under a checkpoint that keeps the
-layer's input, with the outputs of attention kept or not, the input in the host's memory or not, the MLP in
-tiles or not. Gradients come back in the type of the kept weights. Used by hf.py.
+A layer instance gets a `forward` that calls its class's own: with weights cast to the compute dtype for this
+call only (as in sharded training, so only the fp32 weights persist), under a checkpoint, with attention
+outputs kept, the input offloaded or the MLP tiled. Gradients have the dtype of the stored weights.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ ATTENTION_OPS = [
 
 
 class _Current(threading.local):
-    """The attention of the forward, or of its recomputation, that runs in this thread."""
+    """Attention of the forward, or of its recomputation, that runs in this thread."""
 
     attend: Attend | None = None
 
@@ -43,17 +42,17 @@ CURRENT = _Current()
 
 
 class Mode:
-    """What the layers of one policy do next; shared by all of them."""
+    """Settings shared by all layers of one policy."""
 
     def __init__(self, dtype: torch.dtype, offload: Offload) -> None:
         self.dtype, self.offload = dtype, offload
-        """`dtype`: of activations, and of weights while they are used."""
+        """Of activations, and of weights while they are used."""
         self.techniques: MemoryOptions = PLAIN
         self.attend: Attend | None = None
 
 
 class Raw(nn.Module):
-    """A module as its class computes it, past the `forward` that its instance was given."""
+    """Calls a module's class-level `forward`, bypassing the instance's."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -64,21 +63,21 @@ class Raw(nn.Module):
 
 
 def cast_call(raw: Raw, dtype: torch.dtype, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call with every floating-point parameter in `dtype`; gradients flow back to the parameters."""
+    """Call with every floating-point parameter in `dtype`; gradients flow to the parameters."""
     cast = {n: p.to(dtype) for n, p in raw.named_parameters() if p.is_floating_point() and p.dtype != dtype}
     return functional_call(raw, cast, args, dict(kwargs)) if cast else raw(*args, **kwargs)
 
 
 def wrap_layer(layer: nn.Module, mode: Mode) -> None:
-    """Make `layer` (called with its input first) run as `mode` says."""
-    # weak: a layer that its own attribute holds would live until the garbage collector comes by
-    held = weakref.ref(layer)
+    """Make `layer` (its input is the first argument) run as `mode` defines."""
+    # weak: a reference cycle would keep the layer until the garbage collector runs
+    ref = weakref.ref(layer)
     mlp = getattr(layer, "mlp", None)
     if isinstance(mlp, nn.Module):
         mlp.forward = partial(_mlp, weakref.ref(mlp), mode)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        raw = Raw(alive(held))
+        raw = Raw(alive(ref))
         attend, chosen = mode.attend, mode.techniques
 
         def compute(*inputs: Any) -> Any:
@@ -107,13 +106,13 @@ def wrap_layer(layer: nn.Module, mode: Mode) -> None:
 
 
 def wrap_cast(module: nn.Module, mode: Mode) -> None:
-    """Make a module without techniques (a final norm) run in the compute type."""
-    held = weakref.ref(module)
-    module.forward = lambda *a, **k: cast_call(Raw(alive(held)), mode.dtype, a, k)
+    """Make a module without techniques (a final norm) run in the compute dtype."""
+    ref = weakref.ref(module)
+    module.forward = lambda *a, **k: cast_call(Raw(alive(ref)), mode.dtype, a, k)
 
 
-def _mlp(held: weakref.ref[nn.Module], mode: Mode, x: Tensor) -> Tensor:
-    raw = Raw(alive(held))
+def _mlp(ref: weakref.ref[nn.Module], mode: Mode, x: Tensor) -> Tensor:
+    raw = Raw(alive(ref))
     tile = mode.techniques.tile_mlp
     if not tile or x.shape[-2] <= tile:
         out: Tensor = raw(x)
@@ -124,14 +123,15 @@ def _mlp(held: weakref.ref[nn.Module], mode: Mode, x: Tensor) -> Tensor:
 
 
 def _starts(x: Tensor, tile: int) -> Sequence[int]:
-    """Where the tiles of x begin. Tensors without content are run for their sizes alone: all tiles but the
-    last are alike, and the third finds what the second found."""
+    """Return the starts of the tiles of x. On meta tensors three suffice for the peak: all but the last are
+    alike.
+    """
     every = range(0, x.shape[-2], tile)
     return sorted({*every[:2], every[-1]}) if x.is_meta else every
 
 
 class _Tiled(torch.autograd.Function):
-    """A function of single tokens [..., U, d], some tokens at a time; weight gradients add up in fp32."""
+    """Computes a per-token function [..., U, d] in tiles; weight gradients are summed in fp32."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -139,11 +139,11 @@ class _Tiled(torch.autograd.Function):
     ) -> Tensor:
         ctx.raw, ctx.names, ctx.tile = raw, names, tile
         ctx.save_for_backward(x, *weights)
-        given = dict(zip(names, weights, strict=True))
+        parameters = dict(zip(names, weights, strict=True))
         out = x.new_empty(0)
         for at in _starts(x, tile):
-            piece = functional_call(raw, given, (x[..., at : at + tile, :],))
-            # one buffer instead of a list of pieces: their sum and a concatenation would both be held
+            piece = functional_call(raw, parameters, (x[..., at : at + tile, :],))
+            # one buffer: a list of pieces and its concatenation would be ref at once
             out = out if at else piece.new_empty(*x.shape[:-1], piece.shape[-1])
             out[..., at : at + tile, :] = piece
         return out
@@ -154,7 +154,7 @@ class _Tiled(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         wanted = ctx.needs_input_grad[4:]
         free = [w.detach().requires_grad_(need) for w, need in zip(weights, wanted, strict=True)]
-        given = dict(zip(ctx.names, free, strict=True))
+        parameters = dict(zip(ctx.names, free, strict=True))
         sums = [
             torch.zeros_like(w, dtype=torch.float32) if need else None
             for w, need in zip(weights, wanted, strict=True)
@@ -164,7 +164,7 @@ class _Tiled(torch.autograd.Function):
             part = (..., slice(at, at + ctx.tile), slice(None))
             with torch.enable_grad():
                 piece = x[part].detach().requires_grad_()
-                out = functional_call(ctx.raw, given, (piece,))
+                out = functional_call(ctx.raw, parameters, (piece,))
             found = torch.autograd.grad(out, [piece, *(w for w in free if w.requires_grad)], grad[part])
             dx[part] = found[0]
             for total, add in zip((s for s in sums if s is not None), found[1:], strict=True):

@@ -1,4 +1,4 @@
-"""Opens the model folder of a run as the policy that its configuration asks for. Called by the learner."""
+"""Opens a model folder as the configured policy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from insitu.training.options import PolicyConfig
 
 
 def open_policy(folder: Path, config: PolicyConfig, device: torch.device | None = None) -> Qwen3 | HfPolicy:
-    """Raises InsituError when the folder does not hold such a model or the device is not there. device: one
-    of the configured kind, as `device_of` gives it; None = the first."""
+    """Open the model. device: one from `device_of`; None = the first of the configured kind.
+
+    Raises InsituError when the folder does not hold such a model or the device is missing.
+    """
     if config.kind == "builtin":
         return load_model(folder)
     device = device or _device(config.device)
@@ -30,7 +32,7 @@ def open_policy(folder: Path, config: PolicyConfig, device: torch.device | None 
 
 
 def device_of(config: PolicyConfig, rank: int, ranks: int) -> torch.device | None:
-    """Where a rank computes, no two on one GPU. None: nothing is to be chosen. Raises ConfigError."""
+    """Return a rank's own device; None = no choice to make. Raises ConfigError."""
     if config.kind == "builtin" or ranks == 1:
         return None
     device = _device(config.device)
@@ -45,17 +47,17 @@ def device_of(config: PolicyConfig, rank: int, ranks: int) -> torch.device | Non
 
 
 def start_dtype(assets: Path) -> Literal["float32", "bfloat16"]:
-    """The type of a model folder's weights as its config.json says."""
+    """Return the dtype of a model folder's weights by its config.json."""
     config = json.loads((assets / "config.json").read_text())
     named = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     return "float32" if named == "float32" else "bfloat16"
 
 
 def _device(name: str) -> torch.device:
-    there = torch.cuda.is_available()
-    if name == "cuda" and not there:
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
         raise ConfigError("policy.device cuda: torch sees no GPU here")
-    return torch.device("cuda" if there and name != "cpu" else "cpu")
+    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -1,11 +1,11 @@
-"""Low-rank adapters on chosen linear layers (arXiv 2106.09685): W x + (alpha / rank) B A x, W frozen.
+"""Low-rank adapters on linear layers (arXiv 2106.09685): W x + (alpha / rank) B A x, W frozen.
 
-A and B are parameters of the linear module itself, so whatever casts, shards or checkpoints its layer takes
-them along. Files and names are those of PEFT, which vLLM and SGLang load. Used by hf.py.
+A and B are parameters of the linear module itself, so casts, shards and checkpoints of its layer include
+them. Files and names are those of PEFT, which vLLM and SGLang load.
 
-Where an engine gets W + (alpha / rank) B A instead of A and B (`Lora.merged`), the forward computes with that
-sum rounded as the engine holds it, so the policy that is trained is the one that samples: an update below
-half a unit in the last place of W changes neither, and adds up in A and B until it does.
+Where an engine receives W + (alpha / rank) B A instead of A and B (`Lora.merged`), the forward computes with
+that sum rounded to the engine's dtype, so the trained policy is the sampling one: an update below half a unit
+in the last place of W changes neither, and accumulates in A and B.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ A, B = "lora_A", "lora_B"
 USUAL = (
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"
 )  # fmt: skip
-"""Matrices of attention and MLP, under the names that architectures have for them."""
+"""Names of attention and MLP matrices across architectures."""
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 
 
 def described(lora: Lora, base: str) -> Mapping[str, object]:
-    """adapter_config.json as PEFT writes it; `base` is the folder of the frozen model."""
+    """Return adapter_config.json as PEFT writes it. base: folder of the frozen model."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -54,10 +54,11 @@ def described(lora: Lora, base: str) -> Mapping[str, object]:
 
 
 def add_lora(model: nn.Module, layers: Sequence[nn.Module], lora: Lora, dtype: torch.dtype) -> Lora:
-    """Freeze the model, keep it in `dtype` and give its decoder layers adapters in fp32, which change nothing
-    at first. Returns `lora` with its targets named.
+    """Freeze the model, keep it in `dtype` and add fp32 adapters to its decoder layers, initially without
+    effect.
 
-    Raises TrainError when a target is not a linear layer in each of `layers`.
+    Returns `lora` with its targets named. Raises TrainError when a target is not a linear layer in each of
+    `layers`.
     """
     lora = replace(lora, targets=_targets(model, layers, lora))
     model.requires_grad_(False)
@@ -70,7 +71,7 @@ def add_lora(model: nn.Module, layers: Sequence[nn.Module], lora: Lora, dtype: t
 
 
 def _targets(model: nn.Module, layers: Sequence[nn.Module], lora: Lora) -> tuple[str, ...]:
-    """Those that are asked for, or all of USUAL that each layer has."""
+    """Return the configured targets, or those of USUAL that each layer has."""
     linear = [
         {name.rpartition(".")[2] for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
         for layer in layers
@@ -82,7 +83,7 @@ def _targets(model: nn.Module, layers: Sequence[nn.Module], lora: Lora) -> tuple
             having = sum(name in names for names in linear)
             where = f"only {having} of {len(layers)} layers have" if having else "no layer has"
             raise TrainError(
-                f"policy.lora_targets: of {type(model).__name__} {where} a linear layer {name}"
+                f"policy.lora_targets: {type(model).__name__}: {where} a linear layer {name}"
                 f"{_experts(layers, name)}; every layer has {', '.join(sorted(usable)) or 'none'}"
             )
     if not found:
@@ -94,14 +95,14 @@ def _targets(model: nn.Module, layers: Sequence[nn.Module], lora: Lora) -> tuple
 
 
 def _experts(layers: Sequence[nn.Module], name: str) -> str:
-    """Why there is none, where it is a tensor of all experts."""
+    """Return a hint when the matrices are one tensor of all experts."""
     held = {n.rpartition(".")[2] for layer in layers for n, p in layer.named_parameters() if p.dim() == 3}
     fused = sorted(n for n in held if name.removesuffix("_proj") in n)
-    return f" ({fused[0]} is one tensor of all experts, which gets no adapter)" if fused else ""
+    return f" ({fused[0]} is one tensor of all experts, without adapter support)" if fused else ""
 
 
 def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert every weight, and no buffer: the frequencies of positions must stay as exact as they are."""
+    """Convert every weight but no buffer: rotary frequencies must keep their precision."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -112,13 +113,13 @@ def _adapt(module: nn.Linear, lora: Lora, generator: torch.Generator) -> None:
     down = torch.empty(lora.rank, module.in_features).uniform_(-bound, bound, generator=generator)
     module.register_parameter(A, nn.Parameter(down.to(device)))
     module.register_parameter(B, nn.Parameter(torch.zeros(module.out_features, lora.rank, device=device)))
-    # weak: a module that its own attribute holds would live until the garbage collector comes by
+    # weak: a reference cycle would keep the module until the garbage collector runs
     module.forward = partial(_forward, weakref.ref(module), lora)  # type: ignore[method-assign]
 
 
 def _forward(held: weakref.ref[nn.Linear], lora: Lora, x: Tensor) -> Tensor:
     module, scale = alive(held), lora.alpha / lora.rank
-    # not get_parameter: while a layer runs in another type they are plain tensors
+    # not get_parameter: in another dtype they are plain tensors (functional_call)
     down, up = getattr(module, A), getattr(module, B)
     if lora.merged:
         out: Tensor = _Merged.apply(lora, x, module.weight, module.bias, down, up)  # type: ignore[no-untyped-call]
@@ -127,9 +128,10 @@ def _forward(held: weakref.ref[nn.Linear], lora: Lora, x: Tensor) -> Tensor:
 
 
 def merged_weight(lora: Lora, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """W + (alpha / rank) B A, added in fp32 and rounded to the type that the engine holds; in W's type.
+    """Return W + (alpha / rank) B A, added in fp32, rounded to the engine's dtype, in W's dtype.
 
-    A and B count as they do in the forward, which runs in W's type, so that both sides get the same bits."""
+    A and B are first rounded to W's dtype, as in the forward, so that both sides get the same bits.
+    """
     low = (up.to(weight.dtype).float() @ down.to(weight.dtype).float()) * (lora.alpha / lora.rank)
     whole = weight.float() + low
     kept = getattr(torch, lora.merged) if lora.merged else weight.dtype
@@ -137,8 +139,10 @@ def merged_weight(lora: Lora, weight: Tensor, down: Tensor, up: Tensor) -> Tenso
 
 
 class _Merged(torch.autograd.Function):
-    """A linear layer with `merged_weight`; gradients of A and B are those of the sum before it is rounded.
-    The sum is made again in the backward pass: kept, it would double the frozen weights."""
+    """A linear layer with `merged_weight`; A and B get the gradients of the unrounded sum.
+
+    The sum is recomputed in the backward pass: saving it would double the frozen weights.
+    """
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -160,7 +164,7 @@ class _Merged(torch.autograd.Function):
 
 
 def alive(held: weakref.ref[M]) -> M:
-    """The module whose own `forward` this is called from."""
+    """Return the referenced module."""
     module = held()
     if module is None:
         raise TrainError("a layer ran after its model was dropped")
@@ -168,12 +172,12 @@ def alive(held: weakref.ref[M]) -> M:
 
 
 def adapter_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Adapters among a model's parameters, under PEFT's names."""
+    """Return the adapters among a model's parameters, under PEFT's names."""
     return {f"{_PREFIX}{n}{_SUFFIX}": t for n, t in named.items() if n.endswith((A, B))}
 
 
 def merged(model: nn.Module, lora: Lora, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The model's own tensors, given its `state` dict: adapters added to their matrices (`merged_weight`)."""
+    """Return the tensors of a `state_dict` with adapters merged into their matrices (`merged_weight`)."""
     found = {n: t.detach() for n, t in state.items() if not n.endswith((A, B))}
     for name, module in model.named_modules():
         if A in module._parameters and isinstance(module, nn.Linear):
@@ -192,12 +196,13 @@ def save_adapter(named: Mapping[str, Tensor], lora: Lora, base: str, folder: Pat
 
 
 def read_adapter(lora: Lora, folder: Path) -> dict[str, Tensor]:
-    """Adapters by parameter name. Raises TrainError when they are of another rank, scale or choice."""
+    """Return adapters by parameter name. Raises TrainError for another rank, alpha or choice of targets."""
     with model_files(TrainError, f"load adapters {folder}"):
         held = json.loads((folder / CONFIG).read_text())
         tensors = load_file(folder / WEIGHTS)
     same = ("r", "lora_alpha", "target_modules")
+    held["target_modules"] = sorted(held.get("target_modules", ()))  # PEFT writes them in any order
     wanted = described(lora, "")
     if any(held.get(key) != wanted[key] for key in same):
-        raise TrainError(f"{folder} holds other adapters: { {key: held.get(key) for key in same} }")
+        raise TrainError(f"{folder} holds different adapters: { {key: held.get(key) for key in same} }")
     return {n.removeprefix(_PREFIX).removesuffix(_SUFFIX): t for n, t in tensors.items()}

@@ -1,7 +1,7 @@
-"""Which memory techniques a forward and backward pass uses. No torch: the predictor chooses them.
+"""Memory techniques of a forward and backward pass.
 
-Each leaves loss and gradients as they are; what they cost is time (checkpoint: one more forward; tiled MLP:
-the MLP once more; offload: the way over the bus).
+None changes loss or gradients. Cost: checkpoint one more forward; tiled MLP the MLP once more; offload
+transfers.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """All off is the plain path."""
+    """Memory techniques; all off by default."""
 
     checkpoint: bool = False
-    """Layers keep their input only and are computed again in the backward pass."""
+    """Keep only the layers' inputs; recompute layers in the backward pass."""
     save_attention: bool = False
-    """With checkpoint: attention's output is kept, so that attention is not computed again."""
+    """With checkpoint: keep attention's output too."""
     tile_mlp: int = 0
-    """Tokens of an MLP that are computed at once; 0 = all."""
+    """Tokens of an MLP computed at once; 0 = all."""
     offload_activations: bool = False
-    """With checkpoint: the layers' inputs wait in the host's memory."""
+    """With checkpoint: keep the layers' inputs in host memory."""
     offload_optimizer: bool = False
-    """The optimiser's moments stay in the host's memory between updates."""
+    """Keep optimizer moments in host memory between updates."""
 
     def __str__(self) -> str:
         names = [f.name for f in fields(self) if getattr(self, f.name)]

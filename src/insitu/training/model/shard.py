@@ -1,11 +1,10 @@
 """One model of transformers over several processes, each holding a part of every weight (FSDP2).
 
-Every layer is a unit of `fully_shard`: its weights are gathered in the compute type when it runs, forward and
-backward, and its gradients are added up and cut apart again in float32. What lies outside of layers
-(embeddings, head, last norm) is one more unit, gathered in float32 from the forward to the end of the
-backward, because the head works on its weight and its gradient directly. Gradients are sums over ranks, as
-the planner's weights ask. On CPUs by gloo, tested; on GPUs by NCCL, not yet run. Used by learner/ranks.py,
-checkpoints and the optimiser.
+Each layer is a unit of `fully_shard`: weights are gathered in the compute dtype when it runs, gradients are
+reduced and scattered in float32. Everything else (embeddings, head, final norm) is one more unit, gathered in
+float32 from the forward to the end of the backward, because the head uses its weight and gradient directly.
+Gradients are sums over ranks, as the planner's weights require. Tested on CPUs by gloo; not yet run on GPUs
+by NCCL.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from insitu.training.model.hf import HfPolicy, decoder_layers
 
 
 class _Root(nn.Module):
-    """What FSDP takes for the model: its forward is the policy's, so the model's own class stays as it is."""
+    """The module passed to FSDP; its forward is the policy's, so the model's class is unchanged."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -31,10 +30,10 @@ class _Root(nn.Module):
 
 
 def shard(policy: HfPolicy, mesh: Any) -> None:
-    """Keep of the policy's weights this rank's part only. mesh: a DeviceMesh of one dimension.
+    """Keep only this rank's part of the policy's weights. mesh: a one-dimensional DeviceMesh.
 
-    All ranks call it, with the same weights, before an optimiser is made. From then on every forward and
-    backward is a conversation of all of them.
+    All ranks call it with the same weights, before the optimizer is made. Afterwards every forward and
+    backward is a collective operation.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -52,19 +51,19 @@ def shard(policy: HfPolicy, mesh: Any) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # gloo has no other, and 1 / 1 needs none
+            # gloo supports sums only
             module.set_force_sum_reduction_for_comms(True)
     policy.around, policy.rest, policy.shards = root, root.reshard, int(mesh.size())
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor of all ranks on the host; one that is not sharded as it is. All ranks call it."""
+    """Return the full tensor on the host; a tensor that is not sharded as it is. All ranks call it."""
     gather = getattr(tensor.detach(), "full_tensor", None)
     return tensor if gather is None else gather().cpu()
 
 
 def gathered(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """`whole` of each, in order, one after the other. keep: else this rank only gives its parts."""
+    """Return `whole` of each, one after the other. keep: else this rank only sends its parts."""
     found = {}
     for name, tensor in tensors.items():
         value = whole(tensor)
@@ -74,7 +73,7 @@ def gathered(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
 
 
 def like(tensor: Tensor, target: Tensor) -> Tensor:
-    """The part of a whole tensor that this rank holds of `target`; all of it where that is not sharded."""
+    """Return this rank's part of a whole tensor as in `target`; all of it where that is not sharded."""
     if not hasattr(target, "full_tensor") or hasattr(tensor, "full_tensor"):
         return tensor
     from torch.distributed.tensor import distribute_tensor

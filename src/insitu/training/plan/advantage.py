@@ -66,8 +66,10 @@ def maxrl(rewards: Rewards) -> Rewards:
 
 
 def overlong_penalty(tokens: int, limit: int, margin: int) -> float:
-    """What a rollout of `tokens` sampled tokens loses of its reward (soft overlong punishment, DAPO, arXiv
-    2503.14476): 0 up to limit - margin, 1 from the limit on, rising evenly in between. limit 0 = nothing."""
+    """Return the reward penalty of a rollout of `tokens` sampled tokens (soft overlong punishment, DAPO).
+
+    0 up to limit - margin, then linear to 1 at the limit. limit 0 = no penalty. arXiv 2503.14476.
+    """
     if not limit:
         return 0.0
     return min(1.0, max(0.0, (tokens - (limit - margin)) / margin))

@@ -1,8 +1,7 @@
-"""What a plan is named by: a hash of its whole content. No torch.
+"""SHA-256 of a plan's whole content.
 
-Of a row's ids only those are hashed that the row before it in sorted order does not share: with the lengths
-and the shared prefixes they say the rest. Rows are hashed one by one, many tokens in threads, and their
-hashes in the order of the rows. Used by step.py and learner/serialization.py.
+Only ids that a row does not share with the previous row in sorted order are hashed; with the lengths and the
+shared prefixes they determine the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from insitu.training.plan.prefix import Sorted, sort_rows
-from insitu.training.plan.threads import each
+from insitu.training.plan.threads import map_threaded
 from insitu.types import FloatArray
 
 if TYPE_CHECKING:
@@ -26,10 +25,10 @@ if TYPE_CHECKING:
 def plan_digest(
     plan: StepPlan, known: Sorted | None = None, logprobs: Sequence[FloatArray] | None = None
 ) -> str:
-    """Hex SHA-256 over the whole content of a plan, its own digest excepted.
+    """Return the hex SHA-256 over a plan, except its own digest.
 
-    `known`: what sort_rows says of the rows, `logprobs`: those of each row's trained tokens; where they are
-    at hand already.
+    known: result of `sort_rows` for the rows. logprobs: those of each row's trained tokens. Both are computed
+    when missing.
     """
     found = known or sort_rows([row.ids for row in plan.rows])
     shared = dict(zip(found.order, found.shared, strict=True))
@@ -37,13 +36,13 @@ def plan_digest(
     batches = [[b.prefix, b.tokens, b.rank, b.layout, *b.rows] for b in plan.batches]
     names = [[r.group_id, r.rollout_id, r.segment, len(r.ids)] for r in plan.rows]
     h = hashlib.sha256()
-    told = [ledger, plan.groups, plan.skipped, batches, names, found.order, found.shared]
-    h.update(json.dumps(told).encode())
+    content = [ledger, plan.groups, plan.skipped, batches, names, found.order, found.shared]
+    h.update(json.dumps(content).encode())
 
     def one(i: int) -> bytes:
         return _row_digest(plan.rows[i], shared[i], None if logprobs is None else logprobs[i])
 
-    parts = each(one, range(len(plan.rows)), sum(len(row.ids) for row in plan.rows))
+    parts = map_threaded(one, range(len(plan.rows)), sum(len(row.ids) for row in plan.rows))
     h.update(b"".join(parts))
     return h.hexdigest()
 

@@ -1,10 +1,9 @@
-"""Which rows share a forward and backward pass, and which rank computes it. Pure numpy.
+"""Packs rows into micro-batches and assigns them to ranks.
 
 Rows are sorted by their ids, so rows with a long common prefix are neighbours; a micro-batch is a run of
-neighbours. Two layouts: `prefix` computes once what all rows share, and every row's rest, right-padded;
-`tree` computes every shared token once (tree.py). Where to cut is solved exactly by dynamic programming
-over the sorted rows, for the least cost: tokens through the matrices, query-key pairs, passes. Several ranks
-share the work so that the one with most to do has little. Nothing of this changes what is trained.
+neighbours. Layout `prefix` computes the common prefix once and every row's rest right-padded; `tree` computes
+every shared token once (prefix_tree.py). Dynamic programming over the sorted rows finds the cuts of least
+cost: tokens through the matrices, query-key pairs, passes. Packing does not change what is trained.
 """
 
 from __future__ import annotations
@@ -16,20 +15,18 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from insitu.training.plan.prefix import Sorted, common_prefix, sort_rows
+from insitu.training.plan.prefix import Sorted, sort_rows
 from insitu.types import IntArray
-
-__all__ = ["Layout", "MicroBatch", "common_prefix", "pack"]
 
 Layout = Literal["prefix", "tree"]
 PAIR_COST = 0.001
 """Cost of one query-key pair, in units of one token through the matrices (small models)."""
 BATCH_COST = 64.0
-"""Cost of one more forward and backward pass, in tokens: the overhead of small kernels."""
+"""Overhead of one more forward and backward pass, in tokens."""
 MAX_ROWS = 256
-"""Most rows in one micro-batch; bounds the planner's own time."""
+"""Most rows of one micro-batch; bounds the planner's own time."""
 SHARES = (1.0, 0.5, 0.34, 0.25, 0.17, 0.125)
-"""With several ranks: bounds on the cost of one micro-batch that are tried, as parts of a rank's share."""
+"""Bounds on the cost of one micro-batch that are tried with several ranks, as parts of a rank's share."""
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -40,20 +37,19 @@ class MicroBatch:
     """One forward and backward pass."""
 
     prefix: int
-    """Tokens at the start of every row that are the same in all of them; computed once. 0 for a tree, which
-    knows better."""
+    """Leading tokens that all rows share, computed once; 0 for a tree."""
     rows: tuple[int, ...]
     """Indices into the plan's rows, in lexicographic order of their ids."""
     tokens: int
-    """Tokens that the pass computes: of a prefix + rows x longest rest, padding included; of a tree all."""
+    """Tokens of the pass: prefix + rows x longest rest, padding included; or all tokens of the tree."""
     rank: int = 0
-    """The process that computes it, where several train."""
+    """Rank that computes it."""
     layout: Layout = "prefix"
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Of every run of sorted rows: entry [c - 1, e] is of the c rows before e."""
+    """Values for every run of sorted rows: entry [c - 1, e] is for the c rows before e."""
 
     prefix: Ints
     tokens: Ints
@@ -72,10 +68,9 @@ def pack(
 ) -> tuple[MicroBatch, ...]:
     """Cut rows into micro-batches of at most `token_budget` tokens at the least total cost.
 
-    ids[i] ends at the row's last trained token; first_trained[i] >= 1 is the index of its first one: no
-    trained token may lie in a prefix. A row that alone exceeds the budget gets its own micro-batch: long rows
-    are trained, not dropped. `pair_cost`: of one query-key pair, as PAIR_COST. `known`: what sort_rows says
-    of the rows, where that is known already.
+    ids[i] ends at the row's last trained token; first_trained[i] >= 1 is the index of its first one (no
+    trained token may lie in a prefix). A row above the budget gets its own micro-batch. pair_cost: see
+    PAIR_COST. known: result of `sort_rows`, computed when missing.
     """
     if not ids:
         return ()
@@ -87,7 +82,7 @@ def pack(
     else:
         first = np.array([first_trained[i] for i in found.order], np.int64)
         table = _prefix_table(lengths, shared, first, pair_cost)
-    # Of a single row any number of tokens; of several no more than the budget.
+    # A single row may exceed the budget.
     table.cost[1:][table.tokens[1:] > token_budget] = np.inf
     cuts, rank_of = _share_out(table, ranks) if ranks > 1 else (_cut(table.cost), ())
     return tuple(
@@ -125,7 +120,7 @@ def _prefix_table(lengths: Ints, shared: Ints, first: Ints, pair_cost: float) ->
 
 
 def _tree_table(lengths: Ints, shared: Ints, pair_cost: float) -> _Table:
-    """A row adds to a tree what it does not share with the row before."""
+    """Fill the table; a row adds to a tree the tokens it does not share with the previous row."""
     n = len(lengths)
     table = _blank(n)
     tokens = np.concatenate([[0], np.cumsum(lengths - shared)])
@@ -151,7 +146,7 @@ def _fill(table: _Table, count: int, prefix: Ints, tokens: Ints, attention: Floa
 
 
 def _cut(cost: Floats) -> list[tuple[int, int]]:
-    """(start, end) of the runs that cost least together; of equal plans, the one with smaller runs."""
+    """Return (start, end) of the runs of least total cost; smaller runs among equal plans."""
     most, n = cost.shape[0], cost.shape[1] - 1
     best = np.zeros(n + 1)
     came = [0] * (n + 1)
@@ -168,13 +163,13 @@ def _cut(cost: Floats) -> list[tuple[int, int]]:
 
 
 def _share_out(table: _Table, ranks: int) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
-    """Runs, and the rank of each, such that the rank with most to do has little.
+    """Return runs and the rank of each such that the largest load of a rank is small.
 
-    Longest first to the rank with least so far, for several bounds on the cost of one run; the best is kept.
+    Longest-processing-time scheduling for several bounds on the cost of one run; the best is kept.
     """
     single = table.cost[0, 1:]
     least = _total(table.cost, _cut(table.cost))
-    tried: list[tuple[float, list[tuple[int, int]], tuple[int, ...]]] = []
+    candidates: list[tuple[float, list[tuple[int, int]], tuple[int, ...]]] = []
     for share in SHARES:
         bound = max(least / ranks * share, float(single.max()))
         cuts = _cut(np.where(table.cost > bound, np.inf, table.cost))
@@ -184,8 +179,8 @@ def _share_out(table: _Table, ranks: int) -> tuple[list[tuple[int, int]], tuple[
         for n in sorted(range(len(cuts)), key=lambda n: (-costs[n], n)):
             rank_of[n] = load.index(min(load))
             load[rank_of[n]] += costs[n]
-        tried.append((max(load), cuts, tuple(rank_of)))
-    _, best, ranked = min(tried, key=lambda plan: plan[0])
+        candidates.append((max(load), cuts, tuple(rank_of)))
+    _, best, ranked = min(candidates, key=lambda plan: plan[0])
     return best, ranked
 
 

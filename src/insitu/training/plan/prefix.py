@@ -1,8 +1,8 @@
-"""Rows in lexicographic order and the longest common prefix of neighbours. Pure numpy.
+"""Lexicographic order of rows and the longest common prefix of neighbours.
 
-Order and prefix lengths say everything about the tree that the rows form: in sorted order a row adds to it
-what lies beyond its prefix. Ids are compared in blocks, each shared id once: a row is held against one row
-of its neighbourhood and later only against rows it shares more with. Used by pack.py and tree.py.
+Order and prefix lengths describe the tree that the rows form: in sorted order a row adds the tokens beyond
+its prefix. Ids are compared in blocks, each shared id once: a row is compared with one row of its bundle, and
+later only with rows it shares more with.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import pairwise
 from insitu.types import IntArray
 
 _FIRST, _MOST = 256, 32768
-"""Ids compared at once: few at first, as most rows part early or late, then as many as a cache holds."""
+"""Ids compared at once: few at first, as most rows diverge early or late, then as many as fit a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Sorted:
 
 
 def common_prefix(a: IntArray, b: IntArray, start: int = 0) -> int:
-    """Number of leading ids that are equal, at least the `start` that are known to be."""
+    """Return the number of equal leading ids; the first `start` are known to be equal."""
     n = min(len(a), len(b))
     step = _FIRST
     while start < n:
@@ -42,11 +42,11 @@ def common_prefix(a: IntArray, b: IntArray, start: int = 0) -> int:
 
 
 def sort_rows(ids: Sequence[IntArray]) -> Sorted:
-    """Sort rows and find what neighbours share."""
+    """Sort rows and return the prefix lengths of neighbours."""
     order: list[int] = []
     shared: list[int] = []
-    # Bundles still to be put in order, the next one last: rows, what they all share, what the bundle shares
-    # with its predecessor.
+    # Bundles to be sorted, the next one last: rows, length of their common prefix, length of the prefix
+    # shared with the predecessor.
     todo = [(list(range(len(ids))), 0, 0)] if ids else []
     while todo:
         rows, known, before = todo.pop()
@@ -62,10 +62,11 @@ def sort_rows(ids: Sequence[IntArray]) -> Sorted:
 
 
 def _around(ids: Sequence[IntArray], rows: list[int], known: int) -> list[tuple[list[int], int]]:
-    """Bundles of rows around the first of `rows`, in order: (members, leading ids shared with the first).
+    """Return bundles of rows around the first of `rows`, in order: (members, leading ids shared with the
+    first).
 
-    Members of a bundle part from the first row at the same place with the same id, so they share one more.
-    The first row and its equals are bundles of one each.
+    Members of a bundle diverge from the first row at the same place with the same id, so they share one more.
+    The first row and its equals are bundles of one.
     """
     pivot = ids[rows[0]]
     end = len(pivot)

@@ -1,13 +1,12 @@
-"""Rows as one prefix tree: every shared token stands in it once. Pure numpy, no torch.
+"""Rows as one prefix tree in which every shared token occurs once.
 
     rows   1 2 3 4      tree   1 2 -+- 3 4        ids        1 2 3 4 3 9 7
            1 2 3 9                  |   `- 9      positions  0 1 2 3 .. (depth in the row)
            7                   7
 
-Tokens stand in preorder, children in the order of their ids. A token sees those before it whose node's `end`
-lies behind it: visibility is an interval. What is trained is a list of entries apart from the tokens, since
-one predicting token may have targets of several rows, and one token may be trained by several rows: each
-with its own log-probability and advantage, once per row. Called where micro-batches are laid out.
+Tokens are in preorder, children in the order of their ids. A token sees the earlier tokens whose node's `end`
+is greater than its index. Trained tokens are separate entries, since one predicting token may have targets of
+several rows, and one token may be trained by several rows with different log-probabilities.
 """
 
 from __future__ import annotations
@@ -15,62 +14,45 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from insitu.errors import TrainError
 from insitu.training.plan.prefix import Sorted, sort_rows
-from insitu.types import BoolArray, FloatArray, IntArray
+from insitu.training.plan.step import PlanRow
+from insitu.types import FloatArray, IntArray
 
 S = TypeVar("S", bound=np.generic)
 
 
-class TreeRow(Protocol):
-    """What of a plan's row the tree needs (training/plan/step.py)."""
-
-    @property
-    def ids(self) -> IntArray: ...
-    @property
-    def mask(self) -> BoolArray: ...
-    @property
-    def logprobs(self) -> FloatArray: ...
-    @property
-    def versions(self) -> IntArray: ...
-    @property
-    def advantage(self) -> float: ...
-    @property
-    def weight(self) -> float: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """U tokens in N nodes, for R rows, with E trained tokens. All index arrays are int32."""
+    """U tokens in N nodes, for R rows, with E trained tokens; index arrays are int32."""
 
     ids: IntArray = field(repr=False)
     """[U] tokens in preorder."""
     positions: IntArray = field(repr=False)
-    """[U] depth of each token: its position in every row that runs through it."""
+    """[U] depth of each token: its position in every row that contains it."""
     start: IntArray
-    """[N + 1] tokens of node n are start[n] .. start[n + 1]; none is empty."""
+    """[N + 1] tokens of node n are start[n] .. start[n + 1]; no node is empty."""
     parent: IntArray
-    """[N] node that a node continues, always an earlier one; -1 at a root."""
+    """[N] parent node, always an earlier one; -1 at a root."""
     end: IntArray
-    """[N] first token behind the node's whole subtree. Token k is visible to token q >= k of a later node
-    where end[node of k] > q."""
+    """[N] first token after the node's subtree. Token q sees token k <= q when end[node of k] > q."""
     leaf: IntArray
-    """[R] node whose last token is the last of row r."""
+    """[R] node that ends with the last token of row r."""
     row: IntArray = field(repr=False)
-    """[E] row of each entry. Entries are in order of row, then of position."""
+    """[E] row of each entry, ordered by row, then position."""
     at: IntArray = field(repr=False)
-    """[E] index in `ids` of the token that predicts it."""
+    """[E] index in `ids` of the predicting token."""
     target: IntArray = field(repr=False)
     """[E] the trained id; its position in its row is positions[at] + 1."""
     mu: FloatArray = field(repr=False)
     """[E] the sampler's log-probability."""
     version: IntArray = field(repr=False)
-    """[E] the policy version it was sampled by."""
+    """[E] the policy version that sampled it."""
     advantage: FloatArray = field(repr=False)
     """[E] its row's."""
     weight: FloatArray = field(repr=False)
@@ -86,7 +68,7 @@ class Tree:
         return np.repeat(np.arange(len(self.parent), dtype=np.int32), np.diff(self.start))
 
     def path(self, row: int) -> IntArray:
-        """Indices in `ids` of the tokens of a row, in order."""
+        """Return the indices in `ids` of the tokens of a row, in order."""
         parts = []
         node = int(self.leaf[row])
         while node >= 0:
@@ -97,7 +79,7 @@ class Tree:
 
 @dataclass(slots=True)
 class _Branch:
-    """The piece of a path that one row added: depths from `depth` on stand at `base` + depth."""
+    """The part of a path that one row added; depths from `depth` on are at index `base` + depth."""
 
     depth: int
     base: int
@@ -110,17 +92,17 @@ class _Grown:
     cuts: set[int] = field(default_factory=set)
     """Token indices at which a node starts."""
     above: dict[int, int] = field(default_factory=dict)
-    """Start of a branch -> token that it continues; -1 at a root."""
+    """Start of a branch -> token before it; -1 at a root."""
     tip: list[int] = field(default_factory=list)
     """[R] index of the last token of each row, in sorted order."""
     at: list[IntArray] = field(default_factory=list)
     """[R] indices of the predicting tokens of each row, in sorted order."""
 
 
-def build_tree(rows: Sequence[TreeRow], known: Sorted | None = None) -> Tree:
-    """The tree of some rows. `known`: what sort_rows says of them, where that is known already.
+def build_tree(rows: Sequence[PlanRow], known: Sorted | None = None) -> Tree:
+    """Return the tree of `rows`. known: result of `sort_rows`, computed when missing.
 
-    Raises TrainError for a row without tokens and for a trained first token, which nothing predicts.
+    Raises TrainError for a row without tokens and for a trained first token.
     """
     ids = [row.ids for row in rows]
     trained = [np.flatnonzero(row.mask) for row in rows]
@@ -151,7 +133,7 @@ def build_tree(rows: Sequence[TreeRow], known: Sorted | None = None) -> Tree:
 
 
 def _grow(found: Sorted, lengths: Sequence[int], trained: Sequence[npt.NDArray[np.intp]]) -> _Grown:
-    """Add the rows in sorted order. The path of the row before is a stack of branches."""
+    """Add the rows in sorted order, with the previous row's path as a stack of branches."""
     grown = _Grown()
     path: list[_Branch] = []
     size = 0
@@ -175,7 +157,7 @@ def _grow(found: Sorted, lengths: Sequence[int], trained: Sequence[npt.NDArray[n
 
 
 def _nodes(grown: _Grown, size: int) -> tuple[IntArray, IntArray, IntArray]:
-    """start [N + 1], parent [N] and end [N]."""
+    """Return start [N + 1], parent [N] and end [N]."""
     cuts = sorted(grown.cuts | {size})
     start = np.array(cuts, np.int32)
     # Where no branch starts, a node continues the one before it.
@@ -199,10 +181,9 @@ def _spread(values: Sequence[float], trained: Sequence[npt.NDArray[np.intp]]) ->
 
 
 def tree_work(tree: Tree, linear: Sequence[int]) -> tuple[float, float]:
-    """How much less the tree computes than its rows one after another, of `linear` tokens each.
+    """Return (tokens, attention pairs) of the rows over those of the tree, both >= 1.
 
-    Returns (tokens, attention pairs) of the rows over those of the tree, both >= 1: the speed-up that a
-    perfect implementation has in the matrices and in attention.
+    linear: tokens of each row. The ratios are the speed-up limits in the matrices and in attention.
     """
     lengths = np.array(linear, np.int64)
     pairs = int((lengths * (lengths + 1) // 2).sum())

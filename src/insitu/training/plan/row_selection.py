@@ -1,8 +1,4 @@
-"""Which rows of a rollout are trained: all of them, or its final chain alone, within the caps asked for.
-
-A row left out keeps its name in the account. Nothing here knows of rewards. Called by step.py and
-sft/selection.py.
-"""
+"""Which segments of a rollout are trained: all, or its final chain, within the configured caps."""
 
 from __future__ import annotations
 
@@ -19,25 +15,23 @@ from insitu.types import Rollout, Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The rows of one rollout."""
+    """The rows of one rollout, in order of index."""
 
     rows: tuple[Segment, ...] = field(repr=False)
-    """In order of index."""
     counted: int
-    """Tokens over which a mean of this rollout runs."""
+    """Tokens that the rollout's mean runs over."""
     excluded: Mapping[str, int]
-    """Tokens that are left out, by reason."""
+    """Excluded tokens by reason."""
 
 
 def choose_rows(rollout: Rollout, rules: RowRules) -> Chosen:
-    """The rows to train. Raises TrainError when the segments do not match capture's own account."""
+    """Return the rows to train. Raises TrainError when the segments contradict capture's ledger."""
     segments, total = _trained(rollout)
     return cut_rows(segments, total, rules)
 
 
 def cut_rows(segments: Sequence[Segment], total: int, rules: RowRules) -> Chosen:
-    """The rows among segments of one rollout, in order of index, each with something to train: `total` tokens
-    together."""
+    """Select among segments of one rollout, in order of index, which have `total` trained tokens."""
     if not segments:
         return Chosen(rows=(), counted=0, excluded={})
     if rules.rows == "all" and not rules.max_rows and not rules.max_row_tokens:
@@ -64,7 +58,7 @@ def _tokens(segments: Sequence[Segment]) -> int:
 
 
 def _trained(rollout: Rollout) -> tuple[list[Segment], int]:
-    """Segments that reinforcement learning may train, checked against capture's own account; their tokens."""
+    """Return the trainable segments, checked against capture's ledger, and their tokens."""
     segments = [s for s in rollout.trajectory.segments if s.kind == "sampled" and s.mask.any()]
     tokens, ledger = _tokens(segments), rollout.trajectory.ledger
     if tokens != ledger.trained or not ledger.balanced:
@@ -81,10 +75,10 @@ def _few(segments: Sequence[Segment], most: int) -> list[Segment]:
 
 
 def _collapsed(segments: Sequence[Segment]) -> Segment:
-    """The final chain with all sampled tokens on it. A turn that several chains share is masked in only in
-    the first of them, so what those have in common with the final chain is taken over from them."""
-    named = [s for s in segments if s.label == "final"]
-    final = (named or segments)[-1]
+    """Return the final chain with all its sampled tokens trained."""
+    labelled = [s for s in segments if s.label == "final"]
+    final = (labelled or segments)[-1]
+    # a turn that several chains share is masked in only in the first of them
     mask, logprobs, versions = final.mask.copy(), final.logprobs.copy(), final.versions.copy()
     for other in segments:
         if other is not final:

@@ -1,11 +1,11 @@
-"""The planner: groups in, one complete training step out. Pure numpy; decides everything but the weights.
+"""The planner: groups in, one complete training step out.
 
-It settles who is trained and why not (the ledger), gives each rollout its advantage and each segment one
-scalar weight for the whole step, so that the loss is a single weighted sum over tokens:
+It decides who is trained and why not (the ledger), each rollout's advantage, and one scalar weight per row
+for the whole step, so that the loss is one weighted sum:
 
     loss = sum over rows  weight * sum over trained tokens  l(logp, mu, advantage)
 
-Hence nothing depends on packing, micro-batch count or arrival order. Called by training/loop.py.
+It depends neither on packing, micro-batch count nor arrival order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from insitu.training.plan.digest import plan_digest
 from insitu.training.plan.packing import PAIR_COST, MicroBatch, pack
 from insitu.training.plan.prefix import Sorted, sort_rows
 from insitu.training.plan.row_selection import Chosen, choose_rows
-from insitu.training.plan.threads import each
+from insitu.training.plan.threads import map_threaded
 from insitu.types import (
     BoolArray,
     FloatArray,
@@ -50,16 +50,17 @@ class PlanConfig(PlanKeys):
     """
 
     pull: bool = False
-    """The loss has a term that does not depend on the advantage (`LossConfig.has_kl_term`), so rollouts with
-    advantage zero are trained. Without one their loss is zero: they are left out."""
+    """The loss has a term without the advantage (`LossConfig.has_kl_term`), so rollouts with advantage zero
+    are trained too.
+    """
     group_min: int = 2
-    """Scorable rollouts of a group below which none of it is trained."""
+    """Scorable rollouts below which no rollout of the group is trained."""
     pair_cost: float = PAIR_COST
-    """A query-key pair, in units of one token through the matrices."""
+    """Cost of a query-key pair, in units of one token through the matrices."""
 
     @classmethod
     def of(cls, config: Config) -> PlanConfig:
-        """The planner's part of a run's configuration."""
+        """Return the planner's part of a run's configuration."""
         t = config.train
         # The constant is close enough for a small model's pass on a CPU.
         shaped = t.layout == "tree" or t.ranks > 1
@@ -73,14 +74,14 @@ class PlanConfig(PlanKeys):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """One segment to be trained, cut after its last trained token. Arrays share one length."""
+    """One segment to be trained, cut after its last trained token; arrays have one length."""
 
     group_id: str
     rollout_id: str
     segment: int
     advantage: float
     weight: float
-    """Factor on the sum of the row's token losses."""
+    """Factor of the sum of the row's token losses."""
     ids: IntArray = field(repr=False)
     mask: BoolArray = field(repr=False)
     logprobs: FloatArray = field(repr=False)
@@ -90,21 +91,21 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Everything a trainer needs for one step, and the final account of all rollouts given."""
+    """The input of one training step and the final ledger of all its rollouts."""
 
     rows: tuple[PlanRow, ...] = field(repr=False)
-    """In order of group, slot and segment."""
+    """Ordered by group, slot and segment."""
     batches: tuple[MicroBatch, ...] = field(repr=False)
     ledger: Ledger
-    """captured = trained + excluded by reason, over all rollouts given; trained = tokens of `rows`."""
+    """Over all rollouts given; trained = tokens of `rows`."""
     groups: int
     """Useful groups: not degenerate, with something to train."""
     skipped: str = ""
     """Why nothing is trained, or empty."""
     digest: str = ""
     """Hex SHA-256 over all of the above."""
-    fates: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Every rollout given -> why it is not trained, or empty. The learner is not told."""
+    exclusion_reasons: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Rollout id -> why it is not trained, or empty. Not sent to the learner."""
 
     @property
     def tokens(self) -> int:
@@ -114,7 +115,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class _Slot:
-    """A rollout and what becomes of it."""
+    """A rollout and the decision about it."""
 
     group_id: str
     rollout: Rollout
@@ -127,28 +128,28 @@ class _Slot:
     in_mean: bool
 
     @property
-    def fate(self) -> str:
-        """`reason`, or why it has no row although none applies to all of it; empty: it is trained."""
+    def exclusion(self) -> str:
+        """`reason`, or why no row is left."""
         if self.reason or self.chosen.rows:
             return self.reason
         return "overlong" if self.chosen.excluded else "no_tokens"
 
 
 def plan_step(groups: Sequence[Group], config: PlanConfig) -> StepPlan:
-    """Plan one optimiser step from collected groups. The order of groups and rollouts does not matter.
+    """Plan one optimizer step from collected groups; their order does not matter.
 
-    Raises TrainError for what cannot be trained: a rollout given twice, an account of capture that does not
-    match its segments, a trained token without a predecessor or without a usable log-probability.
+    Raises TrainError for a rollout given twice, a ledger that contradicts the segments, and a trained token
+    without a predecessor or a usable log-probability.
     """
     _check_unique(groups)
     slots: list[_Slot] = []
     for group in sorted(groups, key=lambda g: _natural(g.id)):
         slots += _judge(group, config)
-    useful = {s.group_id for s in slots if not s.fate}
+    useful = {s.group_id for s in slots if not s.exclusion}
     skipped = ""
     if len(useful) < config.min_groups or not useful:
         skipped = f"{len(useful)} useful groups of {len(groups)}; {max(1, config.min_groups)} are needed"
-        for slot in (slot for slot in slots if not slot.fate):
+        for slot in (slot for slot in slots if not slot.exclusion):
             slot.reason = "few_groups"
     rows, logprobs = _rows(slots, config)
     found = sort_rows([row.ids for row in rows])
@@ -158,7 +159,7 @@ def plan_step(groups: Sequence[Group], config: PlanConfig) -> StepPlan:
         ledger=_account(slots, sum(map(len, logprobs))),
         groups=len(useful),
         skipped=skipped,
-        fates={slot.rollout.id: slot.fate for slot in slots},
+        exclusion_reasons={slot.rollout.id: slot.exclusion for slot in slots},
     )
     return replace(plan, digest=plan_digest(plan, found, logprobs))
 
@@ -166,7 +167,7 @@ def plan_step(groups: Sequence[Group], config: PlanConfig) -> StepPlan:
 def pack_rows(
     rows: Sequence[PlanRow], config: PlanConfig, known: Sorted | None = None
 ) -> tuple[MicroBatch, ...]:
-    """Rows into micro-batches, as the configuration says. known: what `sort_rows` found of their ids."""
+    """Pack rows into micro-batches. known: result of `sort_rows`, computed when missing."""
     return pack(
         [row.ids for row in rows],
         [int(row.mask.argmax()) for row in rows],
@@ -182,7 +183,7 @@ def pack_rows(
 
 
 def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key under which `step/10` follows `step/9`."""
+    """Return a sort key under which `step/10` follows `step/9`."""
     parts = re.split(r"(\d+)", name)
     return tuple((0, int(p), p) if p.isdigit() else (1, 0, p) for p in parts)
 
@@ -198,7 +199,7 @@ def _check_unique(groups: Sequence[Group]) -> None:
 
 
 def _reward(rollout: Rollout, config: PlanConfig) -> float | None:
-    """Reward as the advantage sees it; None = unscorable."""
+    """Return the reward that the advantage is computed from; None = unscorable."""
     if rollout.status is Status.INFRA_FAILED or rollout.reward is None:
         return None
     penalised = rollout.status is Status.TRUNCATED and config.truncated == "penalise"
@@ -208,7 +209,7 @@ def _reward(rollout: Rollout, config: PlanConfig) -> float | None:
 
 
 def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
-    """Advantage and fate of every rollout of a group, in slot order."""
+    """Return advantage and decision of every rollout of a group, in slot order."""
     rollouts = sorted(group.rollouts, key=lambda r: _natural(r.id))
     rewards = [_reward(r, config) for r in rollouts]
     scorable = [r for r in rewards if r is not None]
@@ -231,10 +232,12 @@ def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
 
 
 def use_of(group: Group, config: PlanConfig) -> str:
-    """Why nothing of a group would be trained (infra, deadline, degenerate, ...), or empty. What is said of
-    most of its rollouts; infra only if there is nothing else to say."""
+    """Return why nothing of a group would be trained (infra, deadline, degenerate, ...), or empty.
+
+    The most frequent reason of its rollouts; infra only when there is no other.
+    """
     slots = _judge(group, config)
-    reasons = [s.fate for s in slots]
+    reasons = [s.exclusion for s in slots]
     if not all(reasons):
         return ""
     others = [reason for reason in reasons if reason != "infra"]
@@ -242,8 +245,10 @@ def use_of(group: Group, config: PlanConfig) -> str:
 
 
 def _reason(rollout: Rollout, value: float | None, *, degenerate: bool, masked: bool, lost: str) -> str:
-    """Why a rollout is not trained, or empty. The first that applies names it. `value` None: it has no score,
-    or so few of its group have one that none of them is usable; `lost` says of what."""
+    """Return why a rollout is not trained, or empty; the first reason that applies.
+
+    value: its advantage; None when it, or too few of its group, have a score, for the reason `lost`.
+    """
     if rollout.id.startswith("eval"):
         return "evaluation"
     if value is None:
@@ -260,15 +265,15 @@ def _reason(rollout: Rollout, value: float | None, *, degenerate: bool, masked: 
 
 
 def _rows(slots: Sequence[_Slot], config: PlanConfig) -> tuple[tuple[PlanRow, ...], list[FloatArray]]:
-    """All rows, and the log-probabilities of each one's trained tokens."""
+    """Return all rows, and the log-probabilities of each row's trained tokens."""
     weighted = zip(slots, _weights(slots, config), strict=True)
     todo = [(s, segment, w) for s, w in weighted if not s.reason for segment in s.chosen.rows]
-    made = each(lambda one: _row(*one), todo, sum(len(segment.ids) for _, segment, _ in todo))
+    made = map_threaded(lambda one: _row(*one), todo, sum(len(segment.ids) for _, segment, _ in todo))
     return tuple(row for row, _ in made), [logprobs for _, logprobs in made]
 
 
 def _weights(slots: Sequence[_Slot], config: PlanConfig) -> list[float]:
-    """The weight of each rollout's segments; every denominator is known before the first backward pass."""
+    """Return the weight of each rollout's rows."""
     rollouts = sum(s.in_mean for s in slots) or 1
     tokens = sum(s.counted for s in slots) or 1
     of_group: dict[str, int] = {}
@@ -285,33 +290,42 @@ def _weights(slots: Sequence[_Slot], config: PlanConfig) -> list[float]:
 
 
 def _row(slot: _Slot, segment: Segment, weight: float) -> tuple[PlanRow, FloatArray]:
-    """Cut the dead tail and check what the trainer relies on; with the trained tokens' log-probabilities."""
-    where = f"rollout {slot.rollout.id} segment {segment.index}"
-    end = len(segment.mask) - int(segment.mask[::-1].argmax())
-    ids, mask = segment.ids[:end], segment.mask[:end]
-    if mask[0]:
-        raise TrainError(f"{where} token 0: the first token has no predecessor and cannot be trained")
-    mu = segment.logprobs[:end][mask]
+    """Return the row of a segment and its trained tokens' log-probabilities, which must be usable."""
+    row = cut_row(slot.group_id, slot.rollout.id, segment, slot.advantage, weight)
+    mu = row.logprobs[row.mask]
     # nan fails every comparison
     if not (float(mu.min()) > -np.inf and float(mu.max()) <= 0):
-        token = int(np.flatnonzero(mask)[int((np.isfinite(mu) & (mu <= 0)).argmin())])
-        raise TrainError(f"{where} token {token}: log-probability {segment.logprobs[token]} is not usable")
-    row = PlanRow(
-        group_id=slot.group_id,
-        rollout_id=slot.rollout.id,
-        segment=segment.index,
-        advantage=slot.advantage,
-        weight=weight,
-        ids=ids,
-        mask=mask,
-        logprobs=segment.logprobs[:end],
-        versions=segment.versions[:end],
-    )
+        token = int(np.flatnonzero(row.mask)[int((np.isfinite(mu) & (mu <= 0)).argmin())])
+        raise TrainError(
+            f"rollout {slot.rollout.id} segment {segment.index} token {token}: log-probability"
+            f" {segment.logprobs[token]} is not usable"
+        )
     return row, mu
 
 
+def cut_row(group_id: str, rollout_id: str, segment: Segment, advantage: float, weight: float) -> PlanRow:
+    """Return a segment as a row, cut after its last trained token. Raises TrainError."""
+    if segment.mask[0]:
+        raise TrainError(
+            f"rollout {rollout_id} segment {segment.index} token 0: the first token has no predecessor and"
+            " cannot be trained"
+        )
+    end = len(segment.mask) - int(segment.mask[::-1].argmax())
+    return PlanRow(
+        group_id=group_id,
+        rollout_id=rollout_id,
+        segment=segment.index,
+        advantage=advantage,
+        weight=weight,
+        ids=segment.ids[:end],
+        mask=segment.mask[:end],
+        logprobs=segment.logprobs[:end],
+        versions=segment.versions[:end],
+    )
+
+
 def _account(slots: Sequence[_Slot], in_rows: int) -> Ledger:
-    """The final ledger of the step. Raises TrainError when it does not balance."""
+    """Return the ledger of the step. Raises TrainError when it does not balance."""
     captured = trained = 0
     excluded: dict[str, int] = {}
     for slot in slots:

@@ -1,5 +1,4 @@
-"""The same work on many rows, in threads where they hold enough to pay for them (numpy and hashing let go of
-the interpreter). Results and the first error come in the order of the rows. Used by step.py and digest.py."""
+"""Maps a function over rows, in threads when they hold many tokens (numpy and hashing release the GIL)."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ _MANY = 1 << 20
 """Tokens from which threads pay."""
 
 
-def each(work: Callable[[A], B], rows: Sequence[A], tokens: int) -> list[B]:
-    """[work(row) for row in rows]; `tokens`: how many they hold together."""
+def map_threaded(work: Callable[[A], B], rows: Sequence[A], tokens: int) -> list[B]:
+    """Return [work(row) for row in rows]; tokens: number of tokens of all rows."""
     if tokens < _MANY or len(rows) < 2:
         return [work(row) for row in rows]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

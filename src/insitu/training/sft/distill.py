@@ -1,8 +1,7 @@
-"""A black box session told again in the tokens of a family: rows to imitate, kind `demonstrated`.
+"""Tokenizes a provider's recorded session as rows to imitate, kind `demonstrated`.
 
-The record's calls go through a forest in their order, as live ones do, with the teacher's words where a
-policy would have sampled. So prompts are spliced, branches found and every reply masked in once by the same
-code. Caller: train.choose, for `insitu sft`.
+The recorded calls go through a forest in order, as live ones do, with the teacher's text in place of sampled
+tokens, so prompts are spliced, branches found and every reply masked in once by the same code.
 """
 
 from __future__ import annotations
@@ -27,8 +26,11 @@ from insitu.types import Generation, Message, Segment
 def distill_session(
     record: Path, renderer: ChatRenderer, rollout_id: str, *, drop_reasoning: bool = False
 ) -> tuple[Segment, ...]:
-    """The rows of one session; `drop_reasoning`: as sessions with retention `template` do. Raises RenderError
-    for a call that cannot be told, RecordError for a file that cannot be read."""
+    """Return the rows of one session.
+
+    drop_reasoning: as sessions with model.keep_reasoning `template`. Raises RenderError for a call that
+    cannot be rendered, RecordError for an unreadable file.
+    """
     forest = Forest(rollout_id, reset_roles=dropping_roles(renderer) if drop_reasoning else frozenset())
     ids: set[str] = set()
     for turn, call in enumerate(_answered(record)):
@@ -46,17 +48,17 @@ def _append_call(
     plan = forest.plan(call.request, renderer.fingerprint)
     delta = new_ids(renderer, forest, plan, call.request)
     node = forest.extend(plan, delta, explain(renderer, forest, plan))
-    said = Generation(
+    reply = Generation(
         ids=renderer.render_reply(call.reply), logprobs=None, finish="stop", version_runs=((0, 0),)
     )
-    sampled = forest.commit(node, said, _named(call.reply, ids), turn=turn)
+    sampled = forest.commit(node, reply, _named(call.reply, ids), turn=turn)
     forest.mark_delivered(sampled)
     if call.cut:
         forest.exclude(sampled, "truncated")
 
 
 def _named(reply: Message, known: set[str]) -> Message:
-    """A provider may use a call id twice; then the turn is matched by what it says."""
+    """Clear the call ids of a reply when the provider reused one; the turn is then matched by content."""
     ids = [call.id for call in reply.tool_calls]
     if len(set(ids)) < len(ids) or known & set(ids):
         return replace(reply, tool_calls=tuple(replace(call, id="") for call in reply.tool_calls))
@@ -65,13 +67,13 @@ def _named(reply: Message, known: set[str]) -> Message:
 
 
 def _answered(record: Path) -> Iterator[RecordedCall]:
-    """Calls that the agent got a whole answer to, in the order in which they began."""
+    """Yield calls with a complete reply, in the order in which they began."""
     lines = [line for line in _lines(record) if line["complete"] and 200 <= line["status"] < 300]
     for line in sorted(lines, key=lambda line: line["turn"]):
         if line["truncated"]:
-            raise RenderError(f"{record.name} turn {line['turn']}: the middle of the reply was not kept")
+            raise RenderError(f"{record.name} turn {line['turn']}: the recorded reply is truncated")
         if not isinstance(line["request"], dict):
-            continue  # a list of models, for instance, has no body
+            continue  # no body, e.g. a list of models
         try:
             call = parse_recorded_call(line["path"], line["request"], line["reply"])
         except WireError as error:

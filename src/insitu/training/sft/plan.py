@@ -1,9 +1,7 @@
-"""Lessons in, complete supervised steps out: the planner's rows and micro-batches with every advantage 1.
+"""Plans supervised steps: rows and micro-batches with advantage 1.
 
-The loss of a step is the mean of -logp over the tokens that count, whatever rollout, row or micro-batch they
-are in.
-Which lessons meet in which step is a function of seed, pass and ids alone, so a resumed run repeats it. No
-torch. Caller: run.py.
+The loss of a step is the mean of -logp over its counted tokens. Which examples form a step depends on seed,
+epoch and ids alone, so a resumed run repeats it.
 """
 
 from __future__ import annotations
@@ -13,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from insitu.errors import TrainError
-from insitu.training.plan.step import PlanConfig, PlanRow, StepPlan, pack_rows, plan_digest
+from insitu.training.plan.step import PlanConfig, StepPlan, cut_row, pack_rows, plan_digest
 from insitu.training.sft.selection import SftExample
-from insitu.types import Ledger, Segment
+from insitu.types import Ledger
 
 
 def schedule(ids: Sequence[str], *, per_step: int, epochs: int, seed: int) -> list[tuple[int, ...]]:
-    """Indices into `ids` for every step; each pass has each index once, in an order of its own."""
+    """Return indices into `ids` for every step; each epoch has each index once, in its own order."""
     steps: list[tuple[int, ...]] = []
     for epoch in range(epochs):
         keys = [hashlib.sha256(f"{seed}\0{epoch}\0{name}".encode()).digest() for name in ids]
@@ -28,44 +26,22 @@ def schedule(ids: Sequence[str], *, per_step: int, epochs: int, seed: int) -> li
     return steps
 
 
-def plan_lessons(lessons: Sequence[SftExample], config: PlanConfig) -> StepPlan:
-    """One step over `lessons`; of the planner's choices those of micro-batches count. Raises TrainError for a
-    token that cannot be a target."""
-    tokens = sum(lesson.tokens for lesson in lessons)
+def plan_examples(examples: Sequence[SftExample], config: PlanConfig) -> StepPlan:
+    """Plan one step over `examples`. Raises TrainError for a token that cannot be a target."""
+    tokens = sum(example.tokens for example in examples)
     if not tokens:
-        raise TrainError("a supervised step without a token to train")
-    weight = 1.0 / sum(lesson.counted for lesson in lessons)
+        raise TrainError("a supervised step has no token to train")
+    weight = 1.0 / sum(example.counted for example in examples)
     rows = tuple(
-        _row(lesson, segment, weight)
-        for lesson in lessons
-        for segment in lesson.segments
+        cut_row(example.task_id, example.rollout_id, segment, 1.0, weight)
+        for example in examples
+        for segment in example.segments
         if segment.mask.any()
     )
     plan = StepPlan(
         rows=rows,
         batches=pack_rows(rows, config),
         ledger=Ledger(captured=tokens, trained=tokens),
-        groups=len({lesson.task_id for lesson in lessons}),
+        groups=len({example.task_id for example in examples}),
     )
     return replace(plan, digest=plan_digest(plan))
-
-
-def _row(lesson: SftExample, segment: Segment, weight: float) -> PlanRow:
-    """Cut after its last target."""
-    if segment.mask[0]:
-        raise TrainError(
-            f"rollout {lesson.rollout_id} segment {segment.index} token 0: the first token has no predecessor"
-            " and cannot be trained"
-        )
-    end = len(segment.mask) - int(segment.mask[::-1].argmax())
-    return PlanRow(
-        group_id=lesson.task_id,
-        rollout_id=lesson.rollout_id,
-        segment=segment.index,
-        advantage=1.0,
-        weight=weight,
-        ids=segment.ids[:end],
-        mask=segment.mask[:end],
-        logprobs=segment.logprobs[:end],
-        versions=segment.versions[:end],
-    )

@@ -1,11 +1,10 @@
-"""`insitu sft RUN`: supervised training on the rollouts that a run directory holds.
+"""`insitu sft RUN`: supervised training on the rollouts of a run directory.
 
-    RUN's store -> choose -> schedule -> plan_lessons -> Learner.step -> checkpoint (rename) -> commit_step
+    RUN's store -> choose -> schedule -> plan_examples -> Learner.step -> checkpoint (rename) -> commit_step
 
-Writes a run directory of its own; RUN is only read. The learner, its planner rows, head and checkpoints are
-those of `insitu train`, so a checkpoint of this is a model.path of that; adapters are merged for it at the
-end. What was chosen is stored before the
-first step: a resumed run goes on with the same lessons and ends with the same bits. Never imports torch.
+Writes its own run directory; RUN is only read. Learner, rows, head and checkpoints are those of `insitu
+train`, so a checkpoint is a model.path there; adapters are merged at the end. The selection is stored before
+the first step, so a resumed run ends with the same bits.
 """
 
 from __future__ import annotations
@@ -29,11 +28,12 @@ from insitu.storage.metrics import Metrics, MetricsFile
 from insitu.storage.run_dir import KIND, SESSIONS, RunDir, read_config, read_store, restore_steps, write_text
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
-from insitu.training.learner.client import Learner, LearnerSpec, StepResult
+from insitu.training.learner.client import Learner
+from insitu.training.learner.process import LearnerSpec
 from insitu.training.loop import WallClock, finished_run, prune
-from insitu.training.options import TrainConfig
+from insitu.training.options import StepResult, TrainConfig
 from insitu.training.plan.step import PlanConfig
-from insitu.training.sft.plan import plan_lessons, schedule
+from insitu.training.sft.plan import plan_examples, schedule
 from insitu.training.sft.selection import (
     Selection,
     SelectionRules,
@@ -51,14 +51,14 @@ from insitu.types import Ledger
 SFT = "sft"
 """Kind of these run directories."""
 LESSONS, CHOICE = "lessons", "choice"
-"""Facts of a run: what was chosen, as [rollout id, digest] in order; and how the choice went, in words."""
+"""Metadata keys: the selection as [rollout id, digest] in order, and its description."""
 REPORT = "report.txt"
 MODEL = "model"
-"""Folder of a run directory with the whole model, where its checkpoints hold adapters."""
+"""Folder of a run directory with the whole model, where checkpoints hold adapters."""
 
 
 class SftObserver(Protocol):
-    """The view as supervised training sees it (view.base.View)."""
+    """The view of supervised training."""
 
     def begin(self, title: str, rollouts: int) -> None: ...
 
@@ -72,39 +72,39 @@ class SftObserver(Protocol):
 
 
 SHOWN = ("loss", "grad_norm", "lr", "tokens", "rows")
-"""Metrics of a step that the view gets."""
+"""Metrics of a step for the view."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftOptions:
-    """What of a run is not in its configuration."""
+    """Options of one invocation that are not in the run's configuration."""
 
     resume: Path | None = None
     """Run directory to continue."""
     began: float = field(default_factory=time.monotonic)
-    """Reading of time.monotonic() from which the person has waited."""
+    """Reading of time.monotonic() at the start of the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """All steps of a run, as plain values."""
+    """All steps of a run."""
 
     lessons: tuple[SftExample, ...] = field(repr=False)
     steps: tuple[tuple[int, ...], ...] = field(repr=False)
-    """Indices of lessons, step by step."""
+    """Indices of lessons, per step."""
     words: str
-    """How the choice went."""
+    """Description of the selection."""
     plan: PlanConfig
-    """How a step is cut into micro-batches."""
+    """How a step is divided into micro-batches."""
 
 
 def train_config(config: Config, steps: int) -> TrainConfig:
-    """The learner's part: [train] as it stands, but for what [sft] says. Raises ConfigError."""
+    """Return the learner's configuration: [train], overridden by [sft]. Raises ConfigError."""
     table = config.sft
     if table.decay != "constant" and steps <= config.train.warmup_steps:
         raise ConfigError(
-            f"{steps} steps in all are no more than train.warmup_steps = {config.train.warmup_steps}: give"
-            " fewer of these, or more sft.epochs"
+            f"{steps} steps do not exceed train.warmup_steps = {config.train.warmup_steps}: lower it,"
+            " or raise sft.epochs"
         )
     base = TrainConfig.of(config)
     optim = base.optim.changed(
@@ -123,9 +123,10 @@ def train_config(config: Config, steps: int) -> TrainConfig:
 
 
 def open_tokens(config: Config, store: Store, renderer: ChatRenderer) -> Tokens:
-    """Where the tokens of RUN's rollouts come from: its store, or, for a provider's, their text. Raises
-    ConfigError when they are not this model's, and for a model.keep_reasoning that changes nothing of
-    them."""
+    """Return the token source of RUN's rollouts: its store, or a provider's recorded text.
+
+    Raises ConfigError when they are not this model's tokens.
+    """
     source = read_config(Path(config.sft.run))
     if source.engine.kind == "upstream":
         dropped = bool(forgotten_before(renderer, config.model.keep_reasoning))
@@ -133,14 +134,14 @@ def open_tokens(config: Config, store: Store, renderer: ChatRenderer) -> Tokens:
     theirs = load_renderer(model_folder(source), source.model.renderer)
     if theirs.fingerprint != renderer.fingerprint:
         raise ConfigError(
-            f"{config.sft.run} holds tokens of {model_folder(source)}, whose tokenizer or template is not"
-            f" that of {model_folder(config)}: they would mean something else there"
+            f"{config.sft.run} holds tokens of {model_folder(source)}, whose tokenizer or chat template"
+            f" differs from that of {model_folder(config)}"
         )
     return stored_tokens(store)
 
 
 def _lessons(config: Config, run_store: Store, renderer: ChatRenderer) -> tuple[tuple[SftExample, ...], str]:
-    """Chosen now, or, in a resumed run, those that were chosen then. Raises RecordError, TrainError."""
+    """Select now, or, in a resumed run, load the stored selection. Raises RecordError, TrainError."""
     source = read_config(Path(config.sft.run))
     with read_store(Path(config.sft.run)) as store:
         tokens = open_tokens(config, store, renderer)
@@ -159,29 +160,27 @@ def _lessons(config: Config, run_store: Store, renderer: ChatRenderer) -> tuple[
 
 def _check(config: Config, choice: Selection, words: str, renderer: ChatRenderer) -> None:
     if not choice.lessons:
-        raise TrainError(f"nothing of {config.sft.run} is worth imitating: {words}")
+        raise TrainError(f"no rollout of {config.sft.run} was selected: {words}")
     for lesson in choice.lessons:
         for s in lesson.segments:
             if int(s.ids.max()) >= renderer.vocab_size:
                 raise TrainError(
-                    f"rollout {lesson.rollout_id} segment {s.index} holds token {int(s.ids.max())}, and the"
-                    f" model knows {renderer.vocab_size}"
+                    f"rollout {lesson.rollout_id} segment {s.index} has token {int(s.ids.max())}, beyond"
+                    f" the vocabulary of {renderer.vocab_size}"
                 )
 
 
 def _again(
     config: Config, store: Store, tokens: Tokens, chosen: Sequence[Sequence[str]]
 ) -> tuple[SftExample, ...]:
-    """The lessons of a run that goes on. Raises RecordError when a rollout is gone or is another now."""
+    """Return the stored selection. Raises RecordError when a rollout is missing or has changed."""
     lessons, rules = [], config.train.pick(RowRules)
     for rollout_id, digest in chosen:
         rollout = store.rollout(rollout_id)
         reward = rollout.reward or 0.0
         lesson = SftExample.of(rollout_id, rollout.task_id, reward, tokens(rollout_id), rules)
         if lesson.digest != digest:
-            raise RecordError(
-                f"rollout {rollout_id} of {config.sft.run} is not the one that this run began with"
-            )
+            raise RecordError(f"rollout {rollout_id} of {config.sft.run} has changed since this run began")
         lessons.append(lesson)
     return tuple(lessons)
 
@@ -199,7 +198,7 @@ def _course(config: Config, run_store: Store, renderer: ChatRenderer) -> Course:
 
 
 class Steps:
-    """The steps of one run, from where the store says it stands to the last."""
+    """The steps of one run, from the store's state to the last."""
 
     def __init__(
         self, run: RunDir, store: Store, metrics: MetricsFile, learner: Learner, view: SftObserver
@@ -213,7 +212,7 @@ class Steps:
         count = len(course.steps)
         for step in range(1 if last is None else last.step + 1, count + 1):
             lessons = [course.lessons[i] for i in course.steps[step - 1]]
-            plan = plan_lessons(lessons, course.plan)
+            plan = plan_examples(lessons, course.plan)
             result = await self._learner.step(plan)
             metrics = _metrics(result, step, lessons)
             if step % config.sft.checkpoint_every_steps == 0 or step == count:
@@ -223,7 +222,7 @@ class Steps:
             self._view.advance(step)
 
     async def _commit(self, step: int, metrics: dict[str, Any], digest: str, clock: WallClock) -> None:
-        """The tokens belong to RUN, whose ledger has them: this run sampled none."""
+        """Save and commit a step; the ledger is empty, since this run sampled no tokens."""
         folder = self._run.checkpoints / f"step-{step:05d}"
         await self._learner.save(folder)
         metrics["weights"] = self._learner.weights
@@ -289,8 +288,10 @@ def _check_kind(store: Store, run: RunDir, *, resumed: bool) -> None:
 
 
 async def _whole(run: RunDir, learner: Learner, checkpoint: Path) -> Path:
-    """What another verb takes as its model.path: the checkpoint, or, where that holds adapters alone, the
-    model that they are merged into. Raises TrainError."""
+    """Return the model for other verbs: the checkpoint, or the merged model where it holds adapters.
+
+    Raises TrainError.
+    """
     if not run.config.policy.lora_rank:
         return checkpoint
     await learner.export(ExportRequest(folder=run.path / MODEL, version=learner.version))
@@ -317,7 +318,7 @@ def _summary(run: RunDir, store: Store, course: Course, clock: WallClock) -> Map
 
 
 def report(summary: Mapping[str, Any]) -> str:
-    """What a person reads at the end."""
+    """Return the final report."""
     return (
         f"{summary['choice']}\n"
         f"{summary['steps']} steps over {summary['chosen']} rollouts of {summary['tasks']} tasks,"
@@ -328,6 +329,8 @@ def report(summary: Mapping[str, Any]) -> str:
 
 
 def sft(config: Config, view: SftObserver, options: SftOptions | None = None) -> Mapping[str, Any]:
-    """Run or continue to the end; returns what summary.json holds. Raises InsituError, or KeyboardInterrupt
-    after a clean stop."""
+    """Run or continue to the end; return the content of summary.json.
+
+    Raises InsituError, or KeyboardInterrupt after a clean stop.
+    """
     return run_interruptible(_sft(config, view, options or SftOptions()))

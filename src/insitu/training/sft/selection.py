@@ -1,7 +1,7 @@
-"""Rejection sampling over a stored run: which rollouts are worth imitating, and why the others are not.
+"""Rejection sampling over a stored run: which rollouts to imitate, and why not the others.
 
-Every stored rollout is chosen or counted under exactly one reason. Reads outlines first and tokens only of
-those that passed, so that a run of any size fits into memory. No torch. Caller: run.py.
+Every stored rollout is selected or counted under one reason. Tokens are read only of rollouts whose summary
+passed, so runs of any size fit into memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Reason = Literal[
     "agent_failed",
     "truncated",
     "low_reward",
-    "not_told",
+    "not_rendered",
     "no_tokens",
     "overlong",
     "duplicate",
@@ -43,26 +43,26 @@ WORDS: Mapping[Reason, str] = {
     "agent_failed": "of an agent that failed",
     "truncated": "cut off by a limit (train.truncated = 'keep' takes them)",
     "low_reward": "below sft.min_reward",
-    "not_told": "whose text cannot be told in the model's tokens",
-    "no_tokens": "without a token that may be trained",
-    "overlong": "with longer rows only than train.max_row_tokens",
-    "duplicate": "saying the same as another one of their task (sft.dedup)",
-    "per_task": "more than sft.per_task of their task",
+    "not_rendered": "whose text cannot be rendered in the model's tokens",
+    "no_tokens": "without a trainable token",
+    "overlong": "with all rows longer than train.max_row_tokens",
+    "duplicate": "duplicates within their task (sft.dedup)",
+    "per_task": "beyond sft.per_task of their task",
 }
-"""Why a rollout was not chosen, as a person reads it."""
+"""Why a rollout was not selected, for the report."""
 TOKEN_WORDS: Mapping[str, str] = {
     "not_final": "not on the final row of their rollout (train.rows)",
     "row_cap": "in more rows than train.max_rows",
     "overlong": "in longer rows than train.max_row_tokens",
 }
-"""Why tokens of a chosen rollout are not imitated."""
+"""Why tokens of a selected rollout are not imitated."""
 
 
 class SelectionRules(SelectionKeys, RowRules):
-    """Conditions on a rollout that is used, and its rows."""
+    """Selection criteria; see `config.sft`."""
 
     truncated: bool = True
-    """Take those that reached a limit and still earned their reward."""
+    """Also select those that reached a limit."""
 
     @classmethod
     def of(cls, config: Config) -> SelectionRules:
@@ -72,22 +72,22 @@ class SelectionRules(SelectionKeys, RowRules):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftExample:
-    """One chosen rollout: the rows it gives."""
+    """One selected rollout and its rows."""
 
     rollout_id: str
     task_id: str
     reward: float
     segments: tuple[Segment, ...] = field(repr=False)
     counted: int
-    """Tokens by which it counts in the mean of a step: with train.rows final more than are imitated."""
+    """Tokens that count in a step's mean; with train.rows final more than are imitated."""
     excluded: Mapping[str, int] = field(default_factory=dict)
-    """Tokens left out of the rows, by reason."""
+    """Tokens excluded from the rows, by reason."""
 
     @classmethod
     def of(
         cls, rollout_id: str, task_id: str, reward: float, segments: Sequence[Segment], rules: RowRules
     ) -> SftExample:
-        """The rows of a rollout that the rules leave."""
+        """Return the example with the rows that the rules keep."""
         trained = sorted((s for s in segments if s.mask.any()), key=lambda s: s.index)
         chosen = cut_rows(trained, sum(int(s.mask.sum()) for s in trained), rules)
         return cls(
@@ -106,7 +106,7 @@ class SftExample:
 
     @property
     def digest(self) -> str:
-        """Hex digest of what is imitated: ids and masks."""
+        """Hex digest of ids and masks."""
         h = hashlib.sha256()
         for s in self.segments:
             h.update(len(s.ids).to_bytes(8, "big") + s.ids.astype("<i4").tobytes() + s.mask.tobytes())
@@ -115,22 +115,22 @@ class SftExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """seen = chosen + all that was left out, always."""
+    """seen = chosen + left out, always."""
 
     lessons: tuple[SftExample, ...] = field(repr=False)
-    """In the order in which they were collected."""
+    """In the order of collection."""
     left_out: Mapping[Reason, int]
     seen: int
     trouble: str = ""
-    """Why the first rollout that could not be told could not."""
+    """The error of the first rollout that could not be rendered."""
 
 
 Tokens = Callable[[str], tuple[Segment, ...]]
-"""Rollout id -> its rows; empty when it has none. Raises RenderError when its text cannot be told."""
+"""Rollout id -> its rows; empty without any. Raises RenderError when its text cannot be rendered."""
 
 
 def stored_tokens(store: Store) -> Tokens:
-    """The rows that capture made: sampled and demonstrated ones."""
+    """Return the source of captured rows, sampled and demonstrated."""
 
     def read(rollout_id: str) -> tuple[Segment, ...]:
         segments = store.rollout(rollout_id).trajectory.segments
@@ -140,8 +140,7 @@ def stored_tokens(store: Store) -> Tokens:
 
 
 def distilled_tokens(records: Path, renderer: ChatRenderer, *, drop_reasoning: bool = False) -> Tokens:
-    """Rows of text that a provider wrote, in the tokens of `family`. `drop_reasoning`: see
-    `distill_session`."""
+    """Return the source of rows tokenized from a provider's text; see `distill_session`."""
 
     def read(rollout_id: str) -> tuple[Segment, ...]:
         record = last_record(records, rollout_id)
@@ -155,9 +154,9 @@ def distilled_tokens(records: Path, renderer: ChatRenderer, *, drop_reasoning: b
 
 
 def choose(store: Store, wanted: SelectionRules, tokens: Tokens, *, rollouts_held_out: bool) -> Selection:
-    """Choose among everything a run holds. The same run gives the same choice.
+    """Select among all rollouts of a run; deterministic. Raises RecordError.
 
-    rollouts_held_out: what `insitu rollout` stored there belongs to held-out tasks. Raises RecordError.
+    rollouts_held_out: rollouts of `insitu rollout` belong to held-out tasks.
     """
     left_out: Counter[Reason] = Counter()
     of_task: dict[str, list[tuple[int, RolloutSummary]]] = {}
@@ -184,7 +183,7 @@ def choose(store: Store, wanted: SelectionRules, tokens: Tokens, *, rollouts_hel
 
 
 def _unfit(outline: RolloutSummary, wanted: SelectionRules, *, held_out: bool) -> Reason | None:
-    """The first reason against it that its outcome gives."""
+    """Return the first reason against a rollout from its summary."""
     if held_out and not wanted.held_out:
         return "held_out"
     if outline.status is Status.INFRA_FAILED or outline.reward is None:
@@ -203,7 +202,7 @@ def _of_task(
     left_out: Counter[Reason],
     troubles: list[str],
 ) -> list[tuple[int, SftExample]]:
-    """The best of one task; of equals the latest, which a better policy made."""
+    """Return the best of one task; the latest among equals, which a better policy made."""
     kept: list[tuple[int, SftExample]] = []
     known: set[str] = set()
     for place, outline in sorted(candidates, key=lambda c: (-(c[1].reward or 0.0), -c[0])):
@@ -213,7 +212,7 @@ def _of_task(
         try:
             segments = tokens(outline.rollout_id)
         except RenderError as error:
-            left_out["not_told"] += 1
+            left_out["not_rendered"] += 1
             troubles.append(str(error))
             continue
         lesson = SftExample.of(outline.rollout_id, outline.task_id, outline.reward or 0.0, segments, wanted)
@@ -228,7 +227,7 @@ def _of_task(
 
 
 def explain(choice: Selection) -> str:
-    """What became of the rollouts, in one line."""
+    """Return the counts of the selection in one line."""
     parts = [f"{count} {WORDS[reason]}" for reason, count in choice.left_out.items()]
     if choice.trouble:
         parts.append(f"the first of these: {choice.trouble}")

@@ -1,8 +1,8 @@
 """Supervised training on demonstrated tokens: the warm start before RL.
 
-One call of `Sft.step` is one optimiser step. A batch is one prefix that all rows share (computed once, with
-its gradients) and right-padded rows. Only masked tokens count: the loss is their mean over the whole batch,
-however it is cut into micro-batches. Called by the demo's warm start and by `run`, which feeds an iterator.
+One call of `Sft.step` is one optimizer step. A batch is a shared prefix (computed once, with gradients) and
+right-padded rows. The loss is the mean over masked tokens of the whole batch, however it is divided into
+micro-batches.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 from insitu.errors import TrainError
 from insitu.training.loss.fused_head import score_masked
 from insitu.training.model.base import Policy
-from insitu.training.trainer.optimizer import OptimConfig, Optimiser
+from insitu.training.options import OptimConfig
+from insitu.training.trainer.optimizer import Optimiser
 from insitu.types import BoolArray, FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
-    """Knobs of supervised training."""
+    """Settings of supervised training."""
 
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(
@@ -36,7 +37,7 @@ class SftConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftTensors:
-    """Right-padded rows [B, T] behind a shared prefix [P]; mask True = this token is a target."""
+    """Right-padded rows [B, T] after a shared prefix [P]; mask True = target."""
 
     prefix: IntArray
     rows: IntArray
@@ -56,11 +57,11 @@ class Sft:
     def step(
         self, prefix: IntArray, rows: IntArray, mask: BoolArray, weights: FloatArray | None = None
     ) -> tuple[float, float]:
-        """One update. Token t of a row is predicted from position t-1; token 0 from the prefix's last.
+        """Run one update. Token t of a row is predicted from position t-1; token 0 from the prefix's last.
 
-        Returns the weighted mean loss in nats and the argmax accuracy over masked tokens, both before
-        the update. Raises TrainError for a batch without targets, for a target without predictor and
-        for a loss or gradient that is not finite (weights stay as they were).
+        Returns the weighted mean loss in nats and the argmax accuracy over masked tokens before the update.
+        Raises TrainError for a batch without targets, a target without predictor and a loss or gradient that
+        is not finite (weights unchanged).
         """
         self.optimiser.zero()
         loss, accuracy = self._pass(SftTensors(prefix=prefix, rows=rows, mask=mask, weights=weights), True)
@@ -73,14 +74,14 @@ class Sft:
         return loss, accuracy
 
     def evaluate(self, prefix: IntArray, rows: IntArray, mask: BoolArray) -> tuple[float, float]:
-        """Loss and argmax accuracy of a batch; changes nothing."""
+        """Return loss and argmax accuracy of a batch; changes nothing."""
         with torch.no_grad():
             return self._pass(SftTensors(prefix=prefix, rows=rows, mask=mask), False)
 
     def run(
         self, batches: Iterable[SftTensors], report: Callable[[int, float, float], None] | None = None
     ) -> tuple[float, float]:
-        """Step through `batches`, calling report(step, loss, accuracy). Returns the last pair."""
+        """Train on `batches`, calling report(step, loss, accuracy); return the last pair."""
         last = (math.nan, math.nan)
         for batch in batches:
             last = self.step(batch.prefix, batch.rows, batch.mask, batch.weights)
@@ -89,7 +90,7 @@ class Sft:
         return last
 
     def _pass(self, batch: SftTensors, train: bool) -> tuple[float, float]:
-        """Forward over all micro-batches, backward when `train`."""
+        """Run forward over all micro-batches, backward when `train`."""
         _check(batch)
         weights = np.ones(batch.rows.shape[0], np.float32) if batch.weights is None else batch.weights
         total = float(weights.astype(np.float64) @ batch.mask.sum(1))
@@ -119,6 +120,6 @@ def _check(batch: SftTensors) -> None:
     if not batch.mask.any():
         raise TrainError("sft: the batch has no target token")
     if not batch.prefix.size and batch.mask[:, 0].any():
-        raise TrainError("sft: a row's first token is a target but nothing stands before it")
+        raise TrainError("sft: a row's first token is a target without a predictor")
     if batch.weights is not None and not float(batch.weights @ batch.mask.sum(1)) > 0:
         raise TrainError("sft: the weights of all targets sum to zero")

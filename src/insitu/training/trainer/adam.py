@@ -1,39 +1,24 @@
-"""AdamW without torch's optimiser class, which loads torch's compiler: nothing else in a learner needs that.
+"""AdamW without torch's optimizer classes, which load torch's compiler (a second of CPU, some 80 MB).
 
-The arithmetic is torch's own, `torch.optim.adamw.adamw`, parameter after parameter: the bits are those of
-`torch.optim.AdamW(foreach=False)`. What is saved is a second of CPU and some 80 MB in every learner.
+Calls `torch.optim.adamw.adamw`, so the bits equal `torch.optim.AdamW(foreach=False)`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 _EPS = 1e-8
-"""Of `torch.optim.AdamW`."""
-
-
-class Part(Protocol):
-    """What optim.py needs of an optimiser; torch's classes have it."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """One group: "params", "lr" and what else the optimiser goes by."""
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """A parameter's moments by name; none before its first update."""
-
-    def step(self) -> object: ...
+"""The default of `torch.optim.AdamW`."""
 
 
 class AdamW:
-    """AdamW over one group of parameters. Called by optim.py."""
+    """AdamW over one group of parameters."""
 
     def __init__(
         self,

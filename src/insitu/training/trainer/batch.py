@@ -1,4 +1,4 @@
-"""A micro-batch of a plan as tensors, in its layout. Called by trainer.py."""
+"""A micro-batch of a plan as tensors, in its layout."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from insitu.training.plan.step import PlanRow, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """Rows behind what they all share."""
+    """Rows after a shared prefix."""
 
     prefix: Tensor
     """[P] int64."""
     ids: Tensor
-    """[B, T] int64, the rests of the rows, right-padded with 0."""
+    """[B, T] int64, the rows after the prefix, right-padded with 0."""
     mask: Tensor
     """[B, T] bool."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorBatch:
-    """A micro-batch as tensors; the per-token ones list masked tokens, row by row."""
+    """A micro-batch as tensors; per-token ones list masked tokens, row by row."""
 
     rows: tuple[PlanRow, ...]
     counts: list[int]
@@ -47,7 +47,7 @@ class TensorBatch:
 
 
 def make_batch(plan: StepPlan, micro: MicroBatch, device: torch.device | None = None) -> TensorBatch:
-    """Lay one micro-batch of a plan out as tensors; those per masked token on `device`."""
+    """Build the tensors of one micro-batch; per-token ones are on `device`."""
     rows = tuple(plan.rows[i] for i in micro.rows)
     counts = [int(row.mask.sum()) for row in rows]
 
@@ -80,12 +80,12 @@ def _padded(rows: Sequence[PlanRow], cut: int, trained: int) -> Padded:
 
 
 def locate(batch: TensorBatch, token: int) -> tuple[PlanRow, int]:
-    """Row and token index within it of the batch's masked token number `token`."""
+    """Return row and token index of the batch's masked token number `token`."""
     for row, positions in _masked(batch):
         if token < len(positions):
             return row, int(positions[token])
         token -= len(positions)
-    raise TrainError("a token index lies outside its micro-batch")
+    raise TrainError("token index out of range of its micro-batch")
 
 
 def _masked(batch: TensorBatch) -> Iterator[tuple[PlanRow, np.ndarray[tuple[int], np.dtype[np.intp]]]]:

@@ -1,12 +1,11 @@
-"""Checkpoints: model, optimiser, counters and random state in one folder that is whole or absent.
+"""Checkpoints: model, optimizer, counters and random state in one folder, written atomically.
 
-Everything is written to a temporary folder beside it, fsynced with a checksum file, then renamed. A folder
-loads as a model (config.json, model.safetensors, the tokenizer's files copied along) or as adapters and, with
-what is in its sub-folder `trainer`, continues training: on a CPU with the same bits (trainer.py). An engine
-takes every safetensors file beside a model for weights of it, so the optimiser's are not there.
-Random state is torch's, of the CPU and, where the model is on one, of the GPU. Nothing else draws from a
-state of its own: a sampler's streams are named by seed and request, adapters start from a fixed generator,
-and neither numpy's nor Python's global one is used. Called by learner/main.py.
+Everything is written to a temporary folder, fsynced with a checksum file, then renamed. The folder loads as a
+model (config.json, model.safetensors, tokenizer files) or as adapters; with its sub-folder `trainer` it
+continues training, on a CPU with the same bits. The sub-folder exists because an engine loads every
+safetensors file beside a model. Random state is torch's, of the CPU and the model's GPU; nothing else draws
+from global state: sampler streams are keyed by seed and request, adapters start from a fixed generator,
+numpy's and Python's global generators are unused.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from insitu.training.model.shard import like
 from insitu.training.trainer.trainer import Trainer
 
 SCHEMA = 2
-"""2: the trainer's state lies in the sub-folder `trainer`; 1: beside the model's files."""
+"""2: the trainer's state is in the sub-folder `trainer`; 1: beside the model's files."""
 SUMS = "checksums.json"
 RNG, RNG_GPU = "rng", "rng_cuda"
-"""Names of the random states among the optimiser's tensors."""
+"""Names of the random states among the optimizer's tensors."""
 MOMENTS, STATE = "trainer/optimizer.safetensors", "trainer/state.json"
 
 
 def save(trainer: Trainer, folder: Path, assets: Path | None = None) -> None:
-    """Write a checkpoint at `folder`, replacing one that is there. Raises TrainError.
+    """Write a checkpoint at `folder`, replacing an existing one. Raises TrainError.
 
-    assets: a model folder whose other files (tokenizer, chat template) are copied in. After a crash at any
-    point `folder` is the old checkpoint, absent, or the new one; never a part of one. Of sharded ranks one
-    calls it, inside `Trainer.whole(moments=True)`: the files are those of one process.
+    assets: a model folder whose other files (tokenizer, chat template) are copied. After a crash `folder` is
+    the old checkpoint, absent, or the new one. One of several sharded ranks calls it, inside
+    `Trainer.whole(moments=True)`.
     """
     fresh = folder.with_name(f".{folder.name}.new")
     old = folder.with_name(f".{folder.name}.old")
@@ -66,7 +65,7 @@ def save(trainer: Trainer, folder: Path, assets: Path | None = None) -> None:
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Put the trainer where the checkpoint was taken. Raises TrainError, changing nothing, if it cannot."""
+    """Restore the trainer from a checkpoint. Raises TrainError, changing nothing, when it does not fit."""
     verify(folder)
     with model_files(TrainError, f"load checkpoint {folder}"):
         raw = json.loads((folder / STATE).read_text())
@@ -74,24 +73,24 @@ def load(trainer: Trainer, folder: Path) -> None:
     if raw["schema_version"] != SCHEMA:
         raise TrainError(_other_schema(folder, raw["schema_version"]))
     if raw["optim"] != trainer.config.optim.model_dump(mode="json"):
-        raise TrainError(f"checkpoint {folder} was made with other optimiser settings: {raw['optim']}")
-    if raw.get("reference", "") != _reference(trainer):
-        raise TrainError(f"checkpoint {folder} was made with another reference policy (train.reference)")
+        raise TrainError(f"checkpoint {folder} was made with different optimizer settings: {raw['optim']}")
+    if raw["reference"] != _reference(trainer):
+        raise TrainError(f"checkpoint {folder} was made with a different reference policy (train.reference)")
     held = trainer.model.read(folder)
     random = {name: moments.pop(name) for name in (RNG, RNG_GPU) if name in moments}
     trainer.optimiser.restore(moments)
     _copy(held, trainer.model)
     trainer.steps, trainer.version = int(raw["step"]), int(raw["version"])
-    _draw_on(random, trainer.model.device)
+    _restore_random(random, trainer.model.device)
 
 
 def verify(folder: Path) -> None:
-    """Raise TrainError unless every file of the checkpoint has the checksum it was written with."""
+    """Raise TrainError unless every file of the checkpoint has its checksum."""
     with boundary(TrainError, f"load checkpoint {folder}"):
         sums: dict[str, str] = json.loads((folder / SUMS).read_text())
         for name, expected in sums.items():
             if _digest(folder / name) != expected:
-                raise TrainError(f"checkpoint {folder} is damaged: {name} does not have its checksum")
+                raise TrainError(f"checkpoint {folder} is damaged: {name} has a wrong checksum")
     if "trainer.json" in sums:
         raise TrainError(_other_schema(folder, 1))
     whole, adapters = (
@@ -101,7 +100,7 @@ def verify(folder: Path) -> None:
     weights = adapters if adapters & set(sums) else whole
     missing = sorted((weights | {MOMENTS, STATE}) - set(sums))
     if missing:
-        raise TrainError(f"checkpoint {folder} is not complete: no checksum for {missing[0]}")
+        raise TrainError(f"checkpoint {folder} is incomplete: no checksum for {missing[0]}")
 
 
 def _other_schema(folder: Path, schema: int) -> str:
@@ -130,22 +129,22 @@ def _write(trainer: Trainer, folder: Path, assets: Path | None) -> None:
 
 
 def _random(device: torch.device) -> dict[str, Tensor]:
-    """The state of the generators that training draws from, as bytes."""
+    """Return the state of the generators that training draws from, as bytes."""
     state = {RNG: torch.get_rng_state()}
     if device.type == "cuda":
         state[RNG_GPU] = torch.cuda.get_rng_state(device)
     return state
 
 
-def _draw_on(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Go on from what `_random` gave. A checkpoint of another kind of device has nothing to say of a GPU."""
+def _restore_random(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restore the state of `_random`; a checkpoint from a CPU has no GPU state."""
     torch.set_rng_state(state[RNG])
     if device.type == "cuda" and RNG_GPU in state:
         torch.cuda.set_rng_state(state[RNG_GPU], device)
 
 
 def _reference(trainer: Trainer) -> str:
-    """Checksum of the reference policy, or empty without one."""
+    """Return the checksum of the reference policy, or empty without one."""
     return trainer.reference.checksum if trainer.reference is not None else ""
 
 

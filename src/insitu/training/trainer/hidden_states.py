@@ -15,7 +15,9 @@ from insitu.types import IntArray
 
 
 def states(model: Policy, batch: TensorBatch) -> tuple[Tensor, Tensor]:
-    """(hidden states [N, d] that predict the batch's trained tokens, row by row; those tokens [N] int64)."""
+    """Return hidden states [N, d] that predict the batch's trained tokens, row by row, and those tokens [N]
+    int64.
+    """
     if isinstance(batch.layout, Padded):
         hidden, targets, _ = chosen(model, batch.layout.prefix, batch.layout.ids, batch.layout.mask)
         return hidden, targets
@@ -25,7 +27,7 @@ def states(model: Policy, batch: TensorBatch) -> tuple[Tensor, Tensor]:
 
 
 def tree_attend(tree: Tree, model: Policy) -> Attend:
-    """How this tree is attended to where the model is."""
+    """Return the attention of a tree on the model's device."""
     pieces = tree_pieces(tree)
     if by_pieces(pieces, model.device.type, model.compute_dtype, model.head_dim):
         return TreeAttend(pieces)

@@ -1,8 +1,8 @@
-"""Which tokens sampler and trainer disagree about, and whether that is rounding or a fault of the path.
+"""Finds tokens on which sampler and trainer disagree, and decides between rounding and a bug.
 
-Both compute in the same precision, in another order. Where the model is badly conditioned, which is rare and
-no fault, their numbers part by more than elsewhere. Such a token is not trained: its ratio would be noise. A
-fault shows in many tokens or by far, and there is no update (decision 0054). Called by trainer/trainer.py.
+Both compute in the same precision in a different order. Where the model is badly conditioned, their numbers
+differ by more than elsewhere; such a token is excluded, since its ratio would be noise. A bug shows in many
+tokens or in large gaps, and then there is no update (decision 0054).
 """
 
 from __future__ import annotations
@@ -19,52 +19,54 @@ from insitu.training.trainer.batch import TensorBatch, locate
 SHARE = 1e-3
 """Largest share of a step's tokens that rounding explains; one token always."""
 FAR = 10.0
-"""Times the limit from which a gap is never rounding."""
+"""Multiple of the limit above which a gap is never rounding."""
 
 
 def over(logp: Tensor, mu: Tensor, current: Tensor, limit: float) -> Tensor:
-    """Of tokens [N] those of the current version whose |logp - mu| is above the limit, or is nan."""
+    """Return [N] bool: tokens of the current version whose |logp - mu| is above the limit, or nan."""
     return current & ~((logp.detach() - mu).abs() <= limit)
 
 
 class Mismatch:
-    """Compares the tokens of one step with the sampler's record, micro-batch after micro-batch."""
+    """Compares one step's tokens with the sampler's record, per micro-batch."""
 
     def __init__(self, limit: float, version: int) -> None:
         self._limit, self._version = limit, version
         self._worst, self._named = 0.0, ""
 
     def over(self, batch: TensorBatch, logp: Tensor, part: slice) -> Tensor:
-        """Which tokens of `part` are not to be trained."""
+        """Return which tokens of `part` are excluded."""
         return over(logp, batch.mu[part], batch.versions[part] == self._version, self._limit)
 
     def count(self, batch: TensorBatch, logp: Tensor, sums: LossSums) -> Tensor | None:
-        """Add a micro-batch to the sums; which of its tokens are over the limit, None = none. Raises
-        TrainError for a gap that is no rounding, naming the token."""
+        """Add a micro-batch to the sums; return its tokens over the limit, None = none.
+
+        Raises TrainError, naming the token, for a gap that rounding cannot explain.
+        """
         current = batch.versions == self._version
         log_rho = torch.where(current, logp - batch.mu, 0.0)
         gap = log_rho.abs()
-        apart = over(logp, batch.mu, current, self._limit)
+        excluded = over(logp, batch.mu, current, self._limit)
         sums.compare(logp - batch.mu, current)
         sums.seen = max(sums.seen, float(gap.max()))
-        if not bool(apart.any()):
+        if not bool(excluded.any()):
             sums.gap = max(sums.gap, float(gap.max()))
             return None
         worst = int(torch.nan_to_num(gap, nan=math.inf).argmax())
         self._name(batch, worst, float(gap[worst]))
         if not float(gap[worst]) <= FAR * self._limit:
             raise TrainError(f"{self._named}: no update")
-        sums.apart += int(apart.sum())
-        sums.gap = max(sums.gap, float(torch.where(apart, 0.0, gap).max()))
-        return apart
+        sums.mismatched += int(excluded.sum())
+        sums.gap = max(sums.gap, float(torch.where(excluded, 0.0, gap).max()))
+        return excluded
 
     def judge(self, sums: LossSums) -> None:
-        """Raises TrainError when more tokens of the whole step are over the limit than rounding explains."""
-        if sums.apart > max(1, int(SHARE * sums.tokens)):
+        """Raise TrainError when more tokens of the step are over the limit than rounding explains."""
+        if sums.mismatched > max(1, int(SHARE * sums.tokens)):
             named = f", for one {self._named}" if self._named else ""
             raise TrainError(
-                f"trainer and sampler differ by more than {self._limit:g} in {sums.apart} of {sums.tokens}"
-                f" tokens{named}: no update"
+                f"trainer and sampler differ by more than {self._limit:g} in {sums.mismatched} of"
+                f" {sums.tokens} tokens{named}: no update"
             )
 
     def _name(self, batch: TensorBatch, worst: int, gap: float) -> None:

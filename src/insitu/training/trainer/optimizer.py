@@ -1,8 +1,8 @@
-"""Optimisers under one learning-rate schedule, shared by the RL trainer and supervised training.
+"""AdamW and Muon under one learning-rate schedule, for RL and supervised training.
 
 Muon orthogonalises the momentum of a weight matrix by Newton-Schulz iteration (Jordan et al., 2024,
-kellerjordan.github.io/posts/muon); the implementation is `torch.optim.Muon`. It serves the hidden matrices
-only: embeddings, head and norms keep AdamW.
+kellerjordan.github.io/posts/muon), by `torch.optim.Muon`. It is used for hidden matrices; embeddings, head
+and norms use AdamW.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from insitu.errors import ConfigError, TrainError
 from insitu.training.model.base import Policy
 from insitu.training.model.shard import like, whole
 from insitu.training.options import OptimConfig, rate
-from insitu.training.trainer.adam import AdamW, Part
-
-__all__ = ["OptimConfig", "Optimiser", "rate"]
+from insitu.training.trainer.adam import AdamW
 
 
 class Optimiser:
-    """AdamW, and Muon for hidden matrices when configured, under one schedule and one gradient clip."""
+    """AdamW, and Muon for hidden matrices if configured, with one schedule and one gradient clip."""
 
     def __init__(self, model: Policy, config: OptimConfig) -> None:
         self.config = config
@@ -31,27 +29,27 @@ class Optimiser:
         rest = [n for n in self.named if n not in set(hidden)]
         self._parked = False
         self.whole: Mapping[str, Tensor] | None = None
-        """Sharded: the state, while it has been gathered to be read."""
+        """Sharded: the state, while it is gathered to be read."""
         if hidden and any(hasattr(p, "full_tensor") for p in self.named.values()):
             raise ConfigError("muon_lr: Muon needs whole matrices, and sharded ranks hold parts of them")
         adam = AdamW(
             [self.named[n] for n in rest], lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
-        self._parts: list[tuple[list[str], Part, float]] = [(rest, adam, config.lr)]
+        self._parts: list[tuple[list[str], AdamW | torch.optim.Optimizer, float]] = [(rest, adam, config.lr)]
         if hidden:
             matrices = [self.named[n] for n in hidden]
             muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)
             self._parts.append((hidden, muon, config.muon_lr))
 
     def clip(self) -> float:
-        """Clip the gradients in place; returns their global norm before. May be nan or inf."""
+        """Clip the gradients in place; return their global norm before, which may be nan or inf."""
         norm: Tensor = nn.utils.clip_grad_norm_(
             self.named.values(), self.config.grad_clip, error_if_nonfinite=False, foreach=False
         )
         return float(whole(norm))
 
     def update(self, step: int) -> float:
-        """Apply the gradients as optimiser step `step` (from 0). Returns AdamW's learning rate."""
+        """Apply the gradients as optimizer step `step` (from 0); return AdamW's learning rate."""
         factor = rate(self.config, step)
         for _, part, base in self._parts:
             part.param_groups[0]["lr"] = base * factor
@@ -62,8 +60,9 @@ class Optimiser:
         return self.config.lr * factor
 
     def park(self, away: bool = True) -> None:
-        """Keep the moments in the host's memory from now on, where an update brings one parameter's at a
-        time; or beside the parameters again."""
+        """Keep the moments in host memory (an update moves one parameter's at a time), or on the device
+        again.
+        """
         if away == self._parked:
             return
         self._parked = away
@@ -76,7 +75,7 @@ class Optimiser:
             parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole state as named tensors (`<parameter>/<moment>`), not copied; empty before any update."""
+        """Return the state as named tensors (`<parameter>/<moment>`), not copied; empty before any update."""
         state: dict[str, Tensor] = {}
         for names, part, _ in self._parts:
             for name in names:
@@ -85,7 +84,7 @@ class Optimiser:
         return state
 
     def readable(self) -> Mapping[str, Tensor]:
-        """`tensors`, of sharded ranks as they have been gathered."""
+        """Return `tensors`, of sharded ranks as gathered."""
         return self.tensors() if self.whole is None else self.whole
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -107,23 +106,23 @@ class Optimiser:
         return part.to(self._home(name, moment), copy=True)
 
     def _home(self, name: str, moment: Tensor) -> torch.device:
-        """Where it is kept; counters are the host's."""
+        """Return the device of a moment; counters are on the host."""
         cpu = torch.device("cpu")
         return cpu if self._parked or moment.dim() == 0 else self.named[name].device
 
 
 def _move(state: dict[str, Tensor], device: torch.device | None) -> None:
-    """A parameter's moments to a device, None = the host; its step counter is there anyway."""
+    """Move a parameter's moments to a device, None = the host; its step counter stays on the host."""
     for key, tensor in state.items():
         if tensor.dim() and device is not None:
             state[key] = tensor.to(device, non_blocking=True)
         elif tensor.is_cuda:
-            # pinned, so that the way back need not be copied through a second buffer
+            # pinned, so that the copy back needs no second buffer
             state[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
-def _step_parked(part: Part) -> None:
-    """`part.step()`, one parameter after the other."""
+def _step_parked(part: AdamW | torch.optim.Optimizer) -> None:
+    """Call `part.step()` for one parameter at a time."""
     group = part.param_groups[0]
     parameters = group["params"]
     try:

@@ -1,7 +1,7 @@
-"""The reference policy: a frozen model that says how likely it finds a token. Called by trainer.py.
+"""The reference policy: a frozen model that scores tokens.
 
-Its weights lie outside a run's directory, so their checksum goes into every checkpoint: a resumed run must
-not be pulled to another model than before.
+Its weights are outside the run directory, so checkpoints contain their checksum and a resumed run refuses
+other ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from insitu.training.trainer.hidden_states import states
 
 
 class Reference:
-    """A policy that is never trained."""
+    """A frozen policy."""
 
     def __init__(self, model: Policy) -> None:
         self._model = model
@@ -44,15 +44,15 @@ class Reference:
         return self._model.max_positions
 
     def check(self, trained: Policy) -> None:
-        """Raises ConfigError when the two do not speak of the same tokens."""
+        """Raise ConfigError when the vocabularies differ."""
         if self._model.vocab_size != trained.vocab_size:
             raise ConfigError(
                 f"the reference policy has {self._model.vocab_size} tokens, the trained model"
-                f" {trained.vocab_size}: a divergence between them means nothing"
+                f" {trained.vocab_size}: a KL between them is undefined"
             )
 
     def logprobs(self, batch: TensorBatch, temperature: float, techniques: MemoryOptions = PLAIN) -> Tensor:
-        """[N] of the batch's trained tokens, row by row. techniques: those of the pass that follows."""
+        """Return [N] of the batch's trained tokens, row by row. techniques: those of the training pass."""
         if isinstance(self._model, HfPolicy):
             self._model.techniques = techniques
         with torch.no_grad():
@@ -60,8 +60,10 @@ class Reference:
 
 
 def read_reference(config: TrainConfig, model: Path) -> Reference | None:
-    """The policy that the loss names, from its own folder or `model`, the one training begins with. Raises
-    ConfigError when there is none."""
+    """Return the policy that the loss needs, from its own folder or the start `model`; None without a KL.
+
+    Raises ConfigError when the folder is not a model.
+    """
     if config.loss.kl == "none":
         return None
     folder = Path(config.reference) if config.reference else model

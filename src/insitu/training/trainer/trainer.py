@@ -1,9 +1,9 @@
-"""The trainer: one plan in, one update per epoch out, or a refusal that leaves the weights as they were.
+"""The trainer: one plan in, one update per epoch out, or an error that leaves the weights unchanged.
 
-Its log-probabilities come from a full forward without any cache of the sampler's. The first forward measures
-them against the sampler's record: tokens of the current version must agree, which proves the whole path from
-the sampled id to the training row; the few that rounding sets apart are not trained. Same plan, weights and
-thread count give the same bits. Called by learner/main.py.
+Log-probabilities come from a full forward without the sampler's caches. The first forward compares them with
+the sampler's record: tokens of the current version must agree, which checks the path from sampled id to
+training row; the few that rounding separates are excluded. Same plan, weights and thread count give the same
+bits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from insitu.training.options import StepResult, TrainConfig
 from insitu.training.plan.packing import MicroBatch
 from insitu.training.plan.step import StepPlan
 from insitu.training.trainer.batch import TensorBatch, make_batch
-from insitu.training.trainer.distributed import Alone, Ranks
+from insitu.training.trainer.distributed import Ranks
 from insitu.training.trainer.hidden_states import states
 from insitu.training.trainer.mismatch import Mismatch
 from insitu.training.trainer.optimizer import Optimiser
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Trainer:
-    """A model under reinforcement learning. Owns the optimiser, the step count and the policy version."""
+    """A model under reinforcement learning, with its optimizer, step count and policy version."""
 
     def __init__(
         self,
@@ -55,41 +55,42 @@ class Trainer:
         reference: Reference | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Raises ConfigError when the loss has a reference policy and `reference` is none or does not fit."""
+        """Set up. Raises ConfigError when the loss needs a reference policy and `reference` is missing or
+        does not fit.
+        """
         self.model, self.config = model, config
-        self.ranks = ranks or Alone()
+        self.ranks = ranks or Ranks()
         if config.loss.kl != "none" and reference is None:
-            raise ConfigError(f"kl={config.loss.kl} needs a reference policy, and there is none")
+            raise ConfigError(f"kl={config.loss.kl} needs a reference policy")
         if reference is not None:
             reference.check(model)
         self.reference = reference if config.loss.kl != "none" else None
         self.optimiser = Optimiser(model, config.optim)
         self.fit = self._fit_of(model) if isinstance(model, HfPolicy | Qwen3) else None
-        """Chooses memory techniques; None = they stay as they are."""
+        """Chooses memory options; None = they stay as they are."""
         self._chosen: dict[MicroBatch, MemoryOptions] = {}
         self._using = PLAIN
-        """Of the micro-batch that runs, or ran last."""
+        """Memory options of the current or last micro-batch."""
         self._ran_out = ""
-        """What is said of a step in which the device's memory ran out."""
-        self._apart: dict[MicroBatch, Tensor] = {}
-        """Tokens of the step that are not trained, since sampler and trainer disagree about them."""
+        """Warning of a step that ran out of memory."""
+        self._excluded: dict[MicroBatch, Tensor] = {}
+        """Tokens of the step that are excluded because sampler and trainer disagree."""
         self.steps = 0
-        """Optimiser steps done."""
+        """Optimizer steps done."""
         self.version = version
         """+1 with every update of the weights."""
 
     @property
     def _supervised(self) -> bool:
-        """Rows may be of any origin: there is no sampler's record to compare with."""
+        """Rows may have any origin: they are not compared with the sampler's record."""
         return self.config.loss.loss == "nll"
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Train one plan. A plan without rows is skipped: nothing changes, the version neither.
+        """Train one plan. A plan without rows is skipped and leaves the version unchanged.
 
-        Raises TrainError, with weights and optimiser as before, when tokens of the current version differ
-        from the sampler's record by more than rounding explains, when a token's version is too old or
-        unknown, when a loss or gradient is not finite, and when a row is longer than the model's context or
-        the device's memory allows.
+        Raises TrainError, with weights and optimizer unchanged, when tokens of the current version differ
+        from the sampler's record by more than rounding, a token's version is too old or unknown, a loss or
+        gradient is not finite, or a row exceeds the model's context or the device's memory.
         """
         began = time.monotonic()
         if not plan.rows:
@@ -101,7 +102,7 @@ class Trainer:
             self._check_versions(plan)
         self._fit_memory(plan)
         with self._deterministic():
-            # One epoch computes everything before it changes anything; more need a way back.
+            # with one epoch everything is computed before the update; more need a backup
             before = self._snapshot() if self.config.epochs > 1 else None
             try:
                 result = self._epochs(plan)
@@ -114,8 +115,10 @@ class Trainer:
 
     @contextmanager
     def whole(self, *, moments: bool = False) -> Iterator[None]:
-        """Of sharded ranks all call it: for its length the first can read the weights, and the optimiser's
-        `moments`, as if it were alone. It has them in the host's memory, the others nothing."""
+        """Gather sharded weights, and the optimizer's `moments`, for reading on the first rank meanwhile.
+
+        All ranks call it; the first holds the tensors in host memory.
+        """
         if not (self.ranks.sharded and isinstance(self.model, HfPolicy)):
             yield
             return
@@ -129,8 +132,8 @@ class Trainer:
         finally:
             self.model.whole = self.optimiser.whole = None
 
-    def give_back(self) -> None:
-        """After a step, which has dropped its gradients: an engine that shares the GPU gets their memory."""
+    def release_cache(self) -> None:
+        """Free torch's GPU memory cache after a step, for an engine that shares the GPU."""
         if self.config.share_gpu and self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -138,7 +141,7 @@ class Trainer:
         norm = lr = 0.0
         every: list[LossSums] = []
         terms = StepInputs(plan, self.config.loss)
-        self._apart.clear()
+        self._excluded.clear()
         self._ran_out = ""
         for epoch in range(self.config.epochs):
             self.optimiser.zero()
@@ -165,22 +168,22 @@ class Trainer:
         )
 
     def gradients(self, plan: StepPlan) -> float:
-        """Leave the gradients of the step's loss in `.grad`, change nothing else; returns the loss."""
+        """Leave the gradients of the step's loss in `.grad`, change nothing else; return the loss."""
         self.optimiser.zero()
         self._fit_memory(plan)
         with self._deterministic():
             return self._summed(plan, StepInputs(plan, self.config.loss), 0, measure=False).loss
 
     def logprobs(self, plan: StepPlan) -> list[Tensor]:
-        """Per row of the plan, the trainer's log-probabilities of its trained tokens."""
+        """Return, per row of the plan, the trainer's log-probabilities of its trained tokens."""
         with self._deterministic():
-            found = self._look(plan, plan.batches)
+            found = self._precompute_logprobs(plan, plan.batches)
         return [found[i] for i in range(len(plan.rows))]
 
     def _batch(self, plan: StepPlan, micro: MicroBatch) -> TensorBatch:
         return self.ranks.in_step(lambda: make_batch(plan, micro, self.model.device))
 
-    def _look(
+    def _precompute_logprobs(
         self,
         plan: StepPlan,
         batches: Sequence[MicroBatch],
@@ -202,11 +205,13 @@ class Trainer:
         return score(self.model, *states(self.model, batch), self.config.temperature)
 
     def _summed(self, plan: StepPlan, terms: StepInputs, epoch: int, *, measure: bool) -> LossSums:
-        """Gradients and measures of the whole plan; `measure` compares with the sampler's record."""
+        """Compute gradients and metrics of the whole plan. measure: compare with the sampler's record."""
         mine = self.ranks.mine(plan.batches)
         if self.config.loss.needs_old_logprobs(epoch):
-            look = partial(self._look, plan, mine, self.ranks.counts)
-            terms.look(self.ranks.attempt(lambda: self._in_memory(plan, look)), epoch, self.ranks.total)
+            precompute = partial(self._precompute_logprobs, plan, mine, self.ranks.counts)
+            terms.set_logprobs(
+                self.ranks.attempt(lambda: self._in_memory(plan, precompute)), epoch, self.ranks.total
+            )
 
         def accumulate() -> tuple[LossSums, Mismatch | None]:
             mismatch = Mismatch(self.config.max_logprob_gap, self.version) if measure else None
@@ -219,28 +224,30 @@ class Trainer:
         return sums
 
     def _in_memory(self, plan: StepPlan, work: Callable[[], T]) -> T:
-        """`work()`, which leaves nothing but gradients; where the device's memory runs out, again with the
-        next technique. Raises TrainError when there is none."""
+        """Return `work()`, repeated with the next memory options when the device runs out of memory.
+
+        `work` leaves nothing but gradients. Raises TrainError when no options are left.
+        """
         while True:
             try:
                 return work()
             except torch.OutOfMemoryError as error:
                 if self.ranks.sharded:
-                    raise  # the others are in the middle of a layer and cannot begin again
+                    raise  # the other ranks are inside a layer and cannot restart
                 line = str(error).partition("\n")[0]
-            # Here, where the exception and the tensors of its frames are gone.
+            # after the except block, which frees the tensors of the traceback
             self.optimiser.zero()
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
             if self.fit is None or not self.fit.ran_out(self._using):
                 raise TrainError(
-                    f"out of memory on {self.model.device} with {self._using}, the last technique there is"
-                    f" ({line}): a smaller train.token_budget needs less: no update"
+                    f"out of memory on {self.model.device} with {self._using}, the last memory options"
+                    f" ({line}): lower train.token_budget: no update"
                 )
             self._choose(plan, tuple(self.ranks.mine(plan.batches)), self.fit)
             self._ran_out = (
-                f"out of memory on {self.model.device}, where a pass needed more than predicted; it was made"
-                f" again with less ({line})"
+                f"out of memory on {self.model.device}: a pass needed more than predicted and was repeated"
+                f" with other memory options ({line})"
             )
 
     def _accumulate(
@@ -251,7 +258,7 @@ class Trainer:
         epoch: int,
         mismatch: Mismatch | None,
     ) -> LossSums:
-        """Forward and backward over some micro-batches; with `mismatch`, compared with the sampler."""
+        """Run forward and backward over some micro-batches. mismatch: compares with the sampler's record."""
         sums = LossSums()
         for micro in batches:
             batch, counts = self._batch(plan, micro), self.ranks.counts(micro)
@@ -261,13 +268,13 @@ class Trainer:
                 continue
             ref = self._ref(terms, micro, batch)
             given = terms.of(micro, batch.mu, batch.advantage, ref)
-            fused = self._objective(batch, self._weighted(batch, given, mismatch, self._apart.get(micro)))
+            fused = self._objective(batch, self._weighted(batch, given, mismatch, self._excluded.get(micro)))
             scores = fused.scores
             fused.total.backward()  # type: ignore[no-untyped-call]
             if mismatch is not None:
-                apart = self.ranks.in_step(partial(mismatch.count, batch, scores.logp, sums))
-                if apart is not None:
-                    self._apart[micro] = apart
+                excluded = self.ranks.in_step(partial(mismatch.count, batch, scores.logp, sums))
+                if excluded is not None:
+                    self._excluded[micro] = excluded
             sums.loss += float(fused.total.detach())
             sums.add(token_loss(scores.logp, given, self.config.loss), batch.advantage)
             sums.entropy += float(scores.entropy.sum())
@@ -276,28 +283,30 @@ class Trainer:
         return sums
 
     def _dummy_step(self, batch: TensorBatch, *, measure: bool) -> None:
-        """Be there for the others' forward and backward; add nothing."""
+        """Run a zero-loss forward and backward, so that collectives of sharded ranks stay in step."""
         fused = self._objective(batch, lambda logp, part: logp * 0.0)
         fused.total.backward()  # type: ignore[no-untyped-call]
         if measure:
             self.ranks.in_step(lambda: None)
 
     def _weighted(
-        self, batch: TensorBatch, given: LossInputs, mismatch: Mismatch | None, apart: Tensor | None
+        self, batch: TensorBatch, given: LossInputs, mismatch: Mismatch | None, excluded: Tensor | None
     ) -> Objective:
-        """Every loss is a function of one token's log-probability, given its terms; nothing of a token that
-        is found `apart` now, or was before the first update."""
+        """Return the weighted loss as a function of a token's log-probability.
+
+        Tokens excluded for mismatch, now or before the first update, have loss 0.
+        """
 
         def weighted(logp: Tensor, part: slice) -> Tensor:
             loss = token_loss(logp, given.part(part), self.config.loss).loss * batch.weight[part]
             if mismatch is not None:
                 return torch.where(mismatch.over(batch, logp, part), 0.0, loss)
-            return loss if apart is None else torch.where(apart[part], 0.0, loss)
+            return loss if excluded is None else torch.where(excluded[part], 0.0, loss)
 
         return weighted
 
     def _objective(self, batch: TensorBatch, weighted: Objective) -> FusedLoss:
-        """The loss of a micro-batch and its gradients: the head has both while it holds a token's logits."""
+        """Return the loss of a micro-batch with its gradients."""
         hidden, targets = states(self.model, batch)
         weight = self.model.head_weight
         into = kept_gradient(weight)
@@ -343,12 +352,12 @@ class Trainer:
         for row in plan.rows:
             if len(row.ids) > limit:
                 raise TrainError(
-                    f"rollout {row.rollout_id} segment {row.segment}: {len(row.ids)} tokens are more than"
+                    f"rollout {row.rollout_id} segment {row.segment}: {len(row.ids)} tokens exceed"
                     f" the model's {limit} positions"
                 )
 
     def _check_versions(self, plan: StepPlan) -> None:
-        """A token of a version that cannot be here means a mix-up: a wrong checkpoint, a missed refresh."""
+        """Raise TrainError for a version that cannot occur: a wrong checkpoint, a missed refresh."""
         oldest = self.version - self.config.max_staleness
         for row in plan.rows:
             wrong = row.mask & ((row.versions < oldest) | (row.versions > self.version))
@@ -356,7 +365,7 @@ class Trainer:
                 token = int(wrong.argmax())
                 raise TrainError(
                     f"rollout {row.rollout_id} segment {row.segment} token {token} was sampled by version"
-                    f" {row.versions[token]}, the trainer is at {self.version} and takes none older than"
+                    f" {row.versions[token]}, the trainer is at {self.version} and accepts none older than"
                     f" {oldest}: no update"
                 )
 
@@ -370,23 +379,17 @@ class Trainer:
                 self.optimiser.named[name].copy_(tensor)
         self.optimiser.restore(before[1])
 
-    def _deterministic(self) -> _Pinned:
-        # on a GPU it forbids products and makes scatters many times slower
-        return _Pinned(self.config.threads, self.model.device.type == "cpu")
-
-
-class _Pinned:
-    """Thread count and deterministic algorithms for the length of a step; the sampler's come back after."""
-
-    def __init__(self, threads: int, deterministic: bool) -> None:
-        self._threads, self._deterministic = threads, deterministic
-        self._before = (torch.get_num_threads(), torch.get_deterministic_debug_mode())
-
-    def __enter__(self) -> None:
-        torch.set_num_threads(self._threads)
-        # not `use_deterministic_algorithms`, which loads torch's compiler to tell it too
-        torch.set_deterministic_debug_mode("error" if self._deterministic else "default")
-
-    def __exit__(self, *exc: object) -> None:
-        torch.set_num_threads(self._before[0])
-        torch.set_deterministic_debug_mode(self._before[1])
+    @contextmanager
+    def _deterministic(self) -> Iterator[None]:
+        """Set thread count and deterministic mode meanwhile; the sampler's are restored."""
+        threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+        torch.set_num_threads(self.config.threads)
+        # Not `use_deterministic_algorithms`, which loads torch's compiler. On a GPU this mode refuses some
+        # products and makes scatters much slower.
+        on_cpu = self.model.device.type == "cpu"
+        torch.set_deterministic_debug_mode("error" if on_cpu else "default")
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            torch.set_deterministic_debug_mode(mode)

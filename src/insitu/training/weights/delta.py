@@ -1,11 +1,12 @@
-"""Two versions of the same weights as their difference: the places that changed and what stands there now.
+"""The difference of two versions of the same weights: changed places and their new values.
 
-A small step moves few bfloat16 values by a whole unit in the last place, so most bytes need not travel. A
-delta names the version and checksum it starts from and the checksum of every tensor it leads to: on any other
-base, or with one bit wrong, nothing is written. No torch: applied in the controller or beside an engine.
+A small step changes few bfloat16 values, so most bytes need not be sent. A delta names the version and
+checksum of its base and the checksum of every resulting tensor: with another base, or one wrong bit, nothing
+is written.
 
 File: safetensors; per changed tensor `NAME#gaps` (uint8 steps from one listed place to the next; longer gaps
-are bridged by places whose value stays) and `NAME#values`, or `NAME#whole`. The note `delta` says the rest.
+pass through places whose value stays) and `NAME#values`, or `NAME#whole`. The metadata entry `delta` holds
+the rest.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What the header of a delta says."""
+    """The header of a delta."""
 
     base: int
     base_checksum: str
@@ -55,14 +56,14 @@ def _units(tensor: StoredTensor) -> npt.NDArray[np.unsignedinteger[npt.NBitBase]
 def difference(
     old: StoredTensor, new: StoredTensor
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]] | None:
-    """(gaps, values as bytes); None where the whole tensor is no larger. Both have one type and shape."""
+    """Return (gaps, values as bytes), or None where the whole tensor is no larger."""
     before, now = _units(old), _units(new)
     places = np.flatnonzero(before != now)
     steps = np.diff(places, prepend=-1)
     extra = (steps - 1) // _STEP
     if (len(places) + int(extra.sum())) * (1 + now.itemsize) >= len(new.data):
         return None
-    # A listed place every _STEP steps bridges long gaps; what stands there stays.
+    # long gaps are bridged by a listed place every _STEP steps, whose value stays
     gaps = np.full(len(places) + int(extra.sum()), _STEP, np.uint8)
     gaps[np.cumsum(extra + 1) - 1] = steps - extra * _STEP
     listed = np.cumsum(gaps.astype(np.int64)) - 1
@@ -70,7 +71,7 @@ def difference(
 
 
 def write_delta(path: Path, old: Path, new: Path) -> int:
-    """The difference between two published folders as a file; its bytes. Raises EngineError."""
+    """Write the difference of two published folders; return its bytes. Raises EngineError."""
     base, target = _manifest(old), _manifest(new)
     before, now = read_folder(old), read_folder(new)
     parts: dict[str, StoredTensor] = {}
@@ -86,7 +87,7 @@ def write_delta(path: Path, old: Path, new: Path) -> int:
             gaps, values = found
             parts[name + GAPS] = StoredTensor(dtype="U8", shape=(len(gaps),), data=gaps)
             parts[name + VALUES] = StoredTensor(dtype="U8", shape=(len(values),), data=values)
-    told = {
+    header = {
         "base": base.version,
         "base_checksum": base.checksum,
         "version": target.version,
@@ -96,13 +97,13 @@ def write_delta(path: Path, old: Path, new: Path) -> int:
     fresh = path.with_name(f".{path.name}.new")
     with boundary(EngineError, f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        size = write_tensors(fresh, parts, {"delta": orjson.dumps(told).decode()})
+        size = write_tensors(fresh, parts, {"delta": orjson.dumps(header).decode()})
         fresh.rename(path)
     return size
 
 
 def read_delta(path: Path) -> Delta:
-    """Raises EngineError for a file that is none."""
+    """Read the header. Raises EngineError for other files."""
     try:
         raw = orjson.loads(read_notes(path)["delta"])
         target = Manifest(version=raw["version"], checksum=raw["checksum"], tensors=raw["tensors"])
@@ -112,28 +113,28 @@ def read_delta(path: Path) -> Delta:
 
 
 def apply_delta(path: Path, base: Path, folder: Path) -> Manifest:
-    """Make `folder` from the published folder `base`; it appears whole and proven, or not at all.
+    """Create `folder` atomically from the published folder `base`, with verified checksums.
 
     Raises EngineError when `base` is not the version and checksum that the delta was made from.
     """
-    told, held = read_delta(path), _manifest(base)
-    if (held.version, held.checksum) != (told.base, told.base_checksum):
+    delta, found = read_delta(path), _manifest(base)
+    if (found.version, found.checksum) != (delta.base, delta.base_checksum):
         raise EngineError(
-            f"{path} is for version {told.base} ({told.base_checksum[:12]}), {base} holds version"
-            f" {held.version} ({held.checksum[:12]})"
+            f"{path} needs version {delta.base} ({delta.base_checksum[:12]}), {base} holds version"
+            f" {found.version} ({found.checksum[:12]})"
         )
-    tensors = _patched(read_folder(base), read_tensors(path), told.target)
-    check_manifest(path, told.target, sums_of(tensors))
+    tensors = _patched(read_folder(base), read_tensors(path), delta.target)
+    check_manifest(path, delta.target, sums_of(tensors))
     fresh = folder.with_name(f".{folder.name}.new")
     with boundary(EngineError, f"write weights into {folder}"):
-        for left in (fresh, folder):
-            shutil.rmtree(left, ignore_errors=True)
+        for old in (fresh, folder):
+            shutil.rmtree(old, ignore_errors=True)
         fresh.mkdir(parents=True)
         write_tensors(fresh / "model.safetensors", tensors)
         for other in base.iterdir():
             if other.is_file() and not other.name.endswith(".safetensors"):
                 shutil.copyfile(other, fresh / other.name)
-        manifest = write_manifest(fresh, told.target.version, told.target.tensors)
+        manifest = write_manifest(fresh, delta.target.version, delta.target.tensors)
         fresh.rename(folder)
     return manifest
 
@@ -165,5 +166,5 @@ def _moved(name: str, base: StoredTensor, parts: Mapping[str, StoredTensor]) -> 
 def _manifest(folder: Path) -> Manifest:
     found = read_manifest(folder)
     if found is None:
-        raise EngineError(f"{folder} was not published: it has no checksums")
+        raise EngineError(f"{folder} is not a published folder: it has no checksums")
     return found

@@ -1,7 +1,7 @@
-"""The trainer's weights as a model folder that an engine loads, or as the difference to the one before.
+"""Writes the trainer's weights as a model folder for an engine, in the learner's process.
 
-Runs in the learner's process. The folder appears whole or not at all, with `weights.json` naming its version
-and the checksum of every tensor; what is published afterwards is proven against those.
+The folder appears atomically, with `weights.json`: its version and the checksum of every tensor, which later
+verification uses.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def export(policy: Policy, wanted: ExportRequest, assets: Path) -> Manifest:
     folder = wanted.folder
     fresh = folder.with_name(f".{folder.name}.new")
     with model_files(TrainError, f"publish weights into {folder}"):
-        for left in (fresh, folder):
-            shutil.rmtree(left, ignore_errors=True)
+        for old in (fresh, folder):
+            shutil.rmtree(old, ignore_errors=True)
         fresh.mkdir(parents=True)
         if wanted.adapter:
             manifest = _adapter(policy, fresh, wanted)
@@ -55,7 +55,7 @@ def export(policy: Policy, wanted: ExportRequest, assets: Path) -> Manifest:
 
 
 def _adapter(policy: Policy, folder: Path, wanted: ExportRequest) -> Manifest:
-    """The adapters and nothing else: an engine may take a tokenizer beside them for theirs."""
+    """Write only the adapters: an engine might use a tokenizer beside them."""
     policy.save(folder)
     if not (folder / "adapter_config.json").exists():
         raise TrainError("the policy has no adapters to publish: policy.lora_rank is 0")
@@ -69,7 +69,7 @@ def _adapter(policy: Policy, folder: Path, wanted: ExportRequest) -> Manifest:
 
 
 def _rewrite(folder: Path, wanted: ExportRequest, assets: Path) -> Manifest:
-    """Cast and untie what the policy wrote; its own files give way to one."""
+    """Cast and untie the policy's tensors into one file."""
     config = json.loads((folder / "config.json").read_text())
     dtype = wanted.dtype if wanted.dtype != "auto" else start_dtype(assets)
     held = read_folder(folder)
@@ -89,14 +89,14 @@ def _rewrite(folder: Path, wanted: ExportRequest, assets: Path) -> Manifest:
 
 
 def cast(tensor: StoredTensor, dtype: str) -> StoredTensor:
-    """The same values in another type: float32 -> bfloat16 rounds to nearest, ties to even."""
+    """Return the tensor in another dtype; float32 -> bfloat16 rounds to nearest, ties to even."""
     if tensor.dtype == dtype:
         return tensor
     if tensor.dtype == "F32" and dtype == "BF16":
         bits = tensor.data.view(np.uint32)
         rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
         halves = rounded.astype(np.uint16)
-        # Rounding up could turn a NaN into an infinity.
+        # rounding up could turn a NaN into an infinity
         halves[np.isnan(tensor.data.view(np.float32))] = 0x7FC0
         return StoredTensor(dtype=dtype, shape=tensor.shape, data=halves.view(np.uint8))
     if tensor.dtype == "BF16" and dtype == "F32":

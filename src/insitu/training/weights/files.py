@@ -1,8 +1,7 @@
-"""Publishing weights: how an engine comes to sample with a new policy version, and the proof that it does.
+"""Publishing weights: bringing a policy version into an engine, with verification.
 
-The controller's side; never imports torch. A version is published when its step is durable, not before: what
-was sampled with weights that a crash takes back would have no version. Called by the training loops after
-`Learner.step` and once at the start of a run, before anything is sampled. Every wait has a deadline.
+The controller's side. A version is published only after its step is durable: otherwise tokens could be
+sampled by weights that a crash discards.
 
     learner --files--> DiskPublisher  --pause, load, compare, resume--> server
     learner --delta--> DeltaPublisher --apply--> files --as above-----> server
@@ -28,27 +27,27 @@ from insitu.training.weights.delta import apply_delta
 log = logging.getLogger(__name__)
 
 KEPT = 2
-"""Published folders of whole weights that stay: the one in use, and the one that a delta starts from."""
+"""Published folders of whole weights that are kept: the current one, and the base of a delta."""
 TRIES = 2
-"""How often one version is brought to an engine that refuses it or does not answer."""
+"""Attempts to load a version into an engine that refuses it."""
 
 
 class SupportsPublish(Protocol):
     """Brings the trainer's current weights into the engine."""
 
     async def publish(self, version: int) -> Receipt:
-        """Return when the engine samples with them; the receipt is for `version`, the trainer's.
+        """Return when the engine samples with them; the receipt is for the trainer's `version`.
 
-        Raises EngineError or TrainError when the engine does not hold them; then nothing may be sampled
-        before a later publication succeeds.
+        Raises EngineError or TrainError when the engine does not hold them; sampling must then wait for a
+        later publication.
         """
 
 
 class Publisher(SupportsPublish, Protocol):
-    """What a run publishes with."""
+    """The publisher of a run."""
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        """Entered around a step of the trainer: an engine that shares its GPU gives it up meanwhile."""
+        """Return the context of a training step: an engine that shares the GPU sleeps meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,25 +86,25 @@ class Exporter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishOptions:
-    """How files come to a server."""
+    """How files reach a server."""
 
     folder: Path
-    """Where published versions lie; the same path must mean the same folder at the server."""
+    """Folder of published versions; the server must see it under the same path."""
     dtype: str = "auto"
-    """float32, bfloat16, or auto = as the start model's config.json says."""
+    """float32, bfloat16, or auto = the type in the start model's config.json."""
     mode: PauseMode = "keep"
-    """What becomes of calls under way."""
+    """What happens to running calls."""
     adapter: bool = False
-    """The policy's adapters travel as they are; otherwise whole weights, adapters added to their matrices."""
+    """Publish adapters unmerged; otherwise whole weights with adapters merged."""
     kept: int = KEPT
-    """Published folders that stay."""
+    """Published folders that are kept."""
 
     @classmethod
     def of(cls, config: Config, spool: Path) -> PublishOptions:
-        """spool: the run's own folder for published versions, where none is configured."""
+        """Return the options of a run. spool: default parent of published versions."""
         table = config.engine
         adapter = publishes_adapters(config)
-        # A server that put an adapter aside reads its file again for a call that began with it.
+        # a server may reload an evicted adapter for a call that started with it
         kept = config.collect.max_staleness + 1 + KEPT if adapter else KEPT
         return cls(
             folder=Path(table.publish_dir or spool / "served"),
@@ -117,15 +116,15 @@ class PublishOptions:
 
 
 class DiskPublisher:
-    """A server loads each version from a folder of its own, written whole."""
+    """Publishes each version as a folder of whole weights."""
 
     def __init__(self, learner: Exporter, engine: LoadingEngine, options: PublishOptions) -> None:
         self._learner, self._engine, self._options = learner, engine, options
         self._own_head: bool | None = None
         self._last: tuple[Path, int, Mapping[str, str]] | None = None
-        """Folder, version and checksums of what the engine was given last."""
+        """Folder, version and checksums of the last publication."""
         self.sent_bytes = 0
-        """Of the last publication, as far as they had to travel."""
+        """Bytes sent for the last publication."""
 
     async def publish(self, version: int) -> Receipt:
         if self._own_head is None and not self._options.adapter:
@@ -140,10 +139,12 @@ class DiskPublisher:
         return receipt
 
     async def restore(self) -> Receipt:
-        """The version that was published last, from the files it was published with, for a server that was
-        started again and lost it; the trainer may be further by now. Raises EngineError."""
+        """Load the last published version again into a restarted server. Raises EngineError.
+
+        The trainer may already be further.
+        """
         if self._last is None:
-            raise EngineError("nothing was published yet that the engine could get back")
+            raise EngineError("nothing was published yet, so nothing can be restored")
         folder, version, tensors = self._last
         receipt = await self._load(folder, version)
         check_receipt(receipt, version, tensors)
@@ -162,7 +163,7 @@ class DiskPublisher:
         )
 
     async def _load(self, folder: Path, version: int) -> Receipt:
-        """Loading the same files twice does no harm, so a refusal is not believed at once."""
+        """Load, with a retry: loading the same files twice is harmless."""
         for _ in range(TRIES - 1):
             try:
                 return await self._engine.load(folder, version, mode=self._options.mode)
@@ -171,16 +172,14 @@ class DiskPublisher:
         return await self._engine.load(folder, version, mode=self._options.mode)
 
 
+# The first version, and any whose base is missing, is sent whole.
 class DeltaPublisher(DiskPublisher):
-    """Only the difference to the version before travels; it is applied where the server reads.
-
-    The first version, and any whose base is gone, travels whole.
-    """
+    """Publishes the difference to the previous version; it is applied where the server reads."""
 
     def __init__(
         self, learner: Exporter, engine: LoadingEngine, options: PublishOptions, spool: Path
     ) -> None:
-        """spool: where the learner keeps whole versions of its own to take differences from."""
+        """Keep the learner's own whole versions in `spool`, to compute differences from."""
         super().__init__(learner, engine, options)
         self._spool = spool
         self._base: tuple[Path, Path] | None = None
@@ -203,7 +202,7 @@ class DeltaPublisher(DiskPublisher):
 
 
 def check_receipt(receipt: Receipt, version: int, tensors: Mapping[str, str]) -> None:
-    """Raise EngineError unless the receipt is for what was published."""
+    """Raise EngineError unless the receipt is for the published weights."""
     if receipt.version != version:
         raise EngineError(f"the engine's receipt is for version {receipt.version}, published was {version}")
     for name in sorted(tensors.keys() | receipt.tensors.keys()):
@@ -221,14 +220,14 @@ def _both_there(folders: tuple[Path, Path]) -> bool:
 
 def _copy_whole(source: Path, folder: Path) -> None:
     fresh = folder.with_name(f".{folder.name}.new")
-    for left in (fresh, folder):
-        shutil.rmtree(left, ignore_errors=True)
+    for old in (fresh, folder):
+        shutil.rmtree(old, ignore_errors=True)
     shutil.copytree(source, fresh)
     fresh.rename(folder)
 
 
 def _prune(parent: Path, current: Path, kept: int = KEPT) -> None:
-    """Remove published folders but `current` and the newest before it, `kept` in all."""
+    """Remove published folders except `current` and the newest before it, `kept` in all."""
     others = sorted((p for p in parent.glob("v*") if p.is_dir() and p != current), key=_age)
     for old in others[: -(kept - 1)]:
         shutil.rmtree(old, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Publishing without files: the trainer's tensors go to a vLLM server by CUDA IPC or NCCL.
 
-The controller's side; the trainer's half is learner/transfer.py, the server's engines/vllm_transfer.py. Not
-run on a GPU so far: tested against the shipped fake server and learner.
+The controller's side; the trainer's is learner/transfer.py, the server's engines/vllm_transfer.py. Not yet
+run on a GPU: tested with a fake server and learner.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from insitu.engines.vllm_transfer import TransferLayout, initialise, receive, wo
 from insitu.errors import EngineError, InsituError, TrainError
 from insitu.training.weights.files import PublishOptions
 
-Way = Literal["ipc", "nccl"]
+Transport = Literal["ipc", "nccl"]
 
 
 class SupportsTransfer(Protocol):
-    """As much of the learner as this needs: its side of each step, bounded."""
+    """The part of the learner that is used: its side of each transfer, with a deadline."""
 
     async def transfer(self, do: str, **more: Any) -> dict[str, Any]: ...
 
 
 class TransferPublisher:
-    """See the module."""
+    """Publishes by CUDA IPC or NCCL."""
 
     def __init__(
-        self, learner: SupportsTransfer, engine: VllmEngine, options: PublishOptions, way: Way
+        self, learner: SupportsTransfer, engine: VllmEngine, options: PublishOptions, transport: Transport
     ) -> None:
-        self._learner, self._engine, self._options, self._way = learner, engine, options, way
+        self._learner, self._engine, self._options, self._transport = learner, engine, options, transport
         self._ready = False
         self._version: int | None = None
         self.sent_bytes = 0
-        """Of the last publication."""
+        """Bytes of the last publication."""
 
     async def publish(self, version: int) -> Receipt:
         try:
@@ -46,17 +46,17 @@ class TransferPublisher:
             self._version = version
             return receipt
         except InsituError:
-            # A communicator that one side has left is of no use to either.
+            # a communicator that one side has left must be rebuilt
             self._ready = False
             raise
 
     async def _prepare(self) -> None:
-        if self._way == "ipc":
+        if self._transport == "ipc":
             workers = await world_size(self._engine)
             if workers > 1:
                 raise EngineError(
-                    f"engine.publish ipc: the server computes on {workers} GPUs, and what the trainer shares"
-                    " is on one; publish by disk, delta or nccl, or start the server on one GPU"
+                    f"engine.publish ipc: the server uses {workers} GPUs, the trainer shares tensors of one;"
+                    " publish by disk, delta or nccl, or start the server on one GPU"
                 )
             await initialise(self._engine, {"packed": False})
             return
@@ -67,14 +67,14 @@ class TransferPublisher:
         await initialise(self._engine, info, join)
 
     async def _transfer(self, version: int) -> Receipt:
-        said = await self._learner.transfer("describe", version=version)
-        sent = TransferLayout(names=said["names"], dtypes=said["dtypes"], shapes=said["shapes"])
+        layout = await self._learner.transfer("describe", version=version)
+        sent = TransferLayout(names=layout["names"], dtypes=layout["dtypes"], shapes=layout["shapes"])
         self.sent_bytes = sent.nbytes
         try:
             more: dict[str, object] = {}
-            if self._way == "ipc":
+            if self._transport == "ipc":
                 more["ipc_handles_pickled"] = (await self._learner.transfer("share"))["handles"]
-            beside = partial(self._learner.transfer, "send") if self._way == "nccl" else None
+            beside = partial(self._learner.transfer, "send") if self._transport == "nccl" else None
             receipt = await receive(
                 self._engine, version, sent, more, self._summed, mode=self._options.mode, beside=beside
             )
@@ -83,17 +83,19 @@ class TransferPublisher:
         return receipt
 
     async def _summed(self, groups: Sequence[Sequence[str]]) -> Sequence[str]:
-        said = await self._learner.transfer("sums", groups=[list(names) for names in groups])
-        found: list[str] = said["sums"]
-        return found
+        reply = await self._learner.transfer("sums", groups=[list(names) for names in groups])
+        sums: list[str] = reply["sums"]
+        return sums
 
     async def restore(self) -> Receipt:
-        """The version that was published last, for a server that was started again, while the trainer still
-        holds it. Raises EngineError."""
+        """Publish the last version again to a restarted server, while the trainer still holds it.
+
+        Raises EngineError.
+        """
         if self._version is None:
-            raise EngineError("nothing was published yet that the engine could get back")
+            raise EngineError("nothing was published yet, so nothing can be restored")
         self._ready = False
         try:
             return await self.publish(self._version)
         except TrainError as error:
-            raise EngineError(f"the engine cannot get version {self._version} back: {error}") from error
+            raise EngineError(f"version {self._version} cannot be restored: {error}") from error

@@ -1,10 +1,10 @@
-"""A server that died and came back samples on with the run's weights, not with those it was started with.
+"""Restores a run's weights in a server that was restarted, and retries requests meanwhile.
 
-    generate -> failed? -> wait until it answers -> other weights? -> load what was published last -> again
-    sleep, wake -> gone? -> wait until it answers -> again
+    generate -> failed? -> wait until it answers -> other weights? -> load the last published -> retry
+    sleep, wake -> failed? -> wait until it answers -> retry
 
-Whoever keeps the server starts it again; insitu waits as long as the configuration says. While the server has
-not got its weights back nothing is asked of it. Engines in the learner's process: learner/supervisor.py.
+The server is restarted by others; the wait is limited by the configuration. No request is sent until the
+weights are back. For the engine in the learner's process see learner/supervisor.py.
 """
 
 from __future__ import annotations
@@ -23,34 +23,33 @@ from insitu.training.weights.files import SupportsPublish
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
 PAUSE_S = 0.5
-"""Between two questions whether it answers again."""
+"""Between two health checks."""
 ASK_S = 5.0
-"""For one more question once the patience is over."""
+"""Timeout of one more health check after the wait has expired."""
 
 
 class RestorablePublisher(SupportsPublish, Protocol):
-    """A publisher that can bring again what it published (files.py, gpu.py)."""
+    """A publisher that can repeat its last publication (files.py, gpu.py)."""
 
     async def restore(self) -> Receipt:
-        """Bring the version that was published last to a server that lost it. Raises EngineError."""
+        """Load the last published version into a restarted server. Raises EngineError."""
 
 
 class StaticWeights:
-    """A `RestorablePublisher` where nothing is published: a server keeps the weights that it is started
-    with."""
+    """A `RestorablePublisher` for a server that keeps the weights it was started with."""
 
     def __init__(self, engine: LoadingEngine) -> None:
         self._engine = engine
 
     async def publish(self, version: int) -> Receipt:
-        raise EngineError(f"nobody trains here: there is no version {version} to publish")
+        raise EngineError(f"version {version} cannot be published: this server keeps its weights")
 
     async def restore(self) -> Receipt:
         return await self._engine.recognise()
 
 
 class ReconnectingEngine(EngineWrapper):
-    """Implements engines.base.Engine over a server, and training.weights.Publisher for it."""
+    """An `engines.base.Engine` over a server, and the `Publisher` for it."""
 
     def __init__(
         self,
@@ -63,51 +62,53 @@ class ReconnectingEngine(EngineWrapper):
         published: bool = True,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """max_wait_s: how long the server may take to come back. restarts: how often it may, before it is
-        published to again: what kills it again and again has a cause. share_gpu: it sleeps while the trainer
-        works. published: False = nothing ever is, so that `restarts` holds for each request, and one that
-        the server broke off is made again too. `say` gets a line for a person."""
+        """Wrap an engine.
+
+        max_wait_s: how long a restart may take. restarts: how many restarts between two publications.
+        share_gpu: the engine sleeps during training. published: False = weights never change, so `restarts`
+        is per request, and interrupted requests are retried too. say: receives warnings.
+        """
         super().__init__(engine)
         self._engine, self._publisher, self._share_gpu = engine, publisher, share_gpu
         self._published = published
         self._max_wait_s, self._restarts, self._say = max_wait_s, restarts, say
-        self._life = 0
-        self._returns = 0
+        self._generation = 0
+        self._restores = 0
         """Since the last publication."""
-        self._gone_since: float | None = None
-        """When it was first found gone; None once it has answered. All who wait share one patience."""
-        self._asked = -math.inf
-        """When it last left a question unanswered."""
-        self._mending = asyncio.Lock()
-        """Held while weights are on their way."""
+        self._down_since: float | None = None
+        """When it first failed to answer; None after an answer. All requests share this wait."""
+        self._last_check = -math.inf
+        """When the last health check failed."""
+        self._lock = asyncio.Lock()
+        """Held while weights are being loaded."""
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
-        again = 0
+        attempts = 0
         while True:
-            life = self._life
+            generation = self._generation
             try:
                 made = await self._engine.generate(ids, params, key)
             except EngineError as error:
                 with engine_down():
-                    mended = await self._mended(life, error)
-                broken_off = not self._published and isinstance(error, EngineUnavailable)
-                if not (mended or broken_off) or (not self._published and again >= self._restarts):
+                    restored = await self._restore_weights(generation, error)
+                interrupted = not self._published and isinstance(error, EngineUnavailable)
+                if not (restored or interrupted) or (not self._published and attempts >= self._restarts):
                     raise
-                again += 1
+                attempts += 1
             else:
-                self._gone_since = None
+                self._down_since = None
                 return made
 
     async def publish(self, version: int) -> Receipt:
-        """As the publisher, and once more when the server was gone in between."""
-        async with self._mending:
+        """Publish, with one retry when the server was restarted."""
+        async with self._lock:
             try:
                 receipt = await self._publisher.publish(version)
             except EngineUnavailable as error:
-                await self._answering(error)
+                await self._wait_until_up(error)
                 receipt = await self._publisher.publish(version)
-            self._gone_since, self._returns = None, 0
-            self._life += 1  # what failed before failed of another server, or of other weights
+            self._down_since, self._restores = None, 0
+            self._generation += 1  # earlier failures were of another server, or of other weights
             return receipt
 
     def training(self) -> AbstractAsyncContextManager[None]:
@@ -115,55 +116,59 @@ class ReconnectingEngine(EngineWrapper):
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[None]:
-        """The engine sleeps meanwhile; its calls under way end first. One that is started again in the middle
-        is awake with its own weights: it gets the run's with the next publication or request, not while the
-        trainer has the GPU."""
-        async with self._mending:
-            await self._patiently(self._engine.sleep)
+        """Let the engine sleep meanwhile; its running calls end first.
+
+        A server restarted meanwhile is awake with its own weights: it gets the run's at the next publication
+        or request, not while the trainer uses the GPU.
+        """
+        async with self._lock:
+            await self._retry_once(self._engine.sleep)
             try:
                 yield
             except BaseException:
-                # What ended the step is what counts, not that the engine cannot be woken either.
+                # the error of the step matters more than a failed wake-up
                 with suppress(EngineError):
-                    await self._patiently(self._engine.wake)
+                    await self._retry_once(self._engine.wake)
                 raise
-            await self._patiently(self._engine.wake)
+            await self._retry_once(self._engine.wake)
 
-    async def _patiently(self, do: Callable[[], Awaitable[None]]) -> None:
-        """Once more when the server was gone in between."""
+    async def _retry_once(self, do: Callable[[], Awaitable[None]]) -> None:
+        """Call, with one retry when the server was restarted."""
         try:
             await do()
         except EngineUnavailable as error:
-            await self._answering(error)
+            await self._wait_until_up(error)
             await do()
 
-    async def _mended(self, life: int, error: EngineError) -> bool:
-        """After a failed request: True when the server had lost its weights and has them again."""
+    async def _restore_weights(self, generation: int, error: EngineError) -> bool:
+        """Return whether the server had lost its weights, after restoring them."""
         failed = _now()
-        async with self._mending:
-            if self._life != life:
+        async with self._lock:
+            if self._generation != generation:
                 return True
-            if not await self._answering(error, failed):
+            if not await self._wait_until_up(error, failed):
                 return False
             held = self._engine.receipt.version
-            if self._published and self._returns >= self._restarts:
+            if self._published and self._restores >= self._restarts:
                 raise EngineUnavailable(
-                    f"{error}; it lost its weights more than {self._restarts} times since version {held}"
+                    f"{error}; the server was restarted more than {self._restarts} times since version {held}"
                 )
-            self._returns += 1
-            self._say(f"{error}; it gets version {held} back")
+            self._restores += 1
+            self._say(f"{error}; restoring version {held}")
             await self._publisher.restore()
-            self._life += 1
+            self._generation += 1
             return True
 
-    async def _answering(self, error: EngineError, failed: float | None = None) -> bool:
-        """Wait until the server answers; True when it does not hold what was published. `failed`: when what
-        is waited for failed; a wait that ended in vain since then counts for it too."""
-        if self._gone_since is None:
-            self._gone_since = _now()
-        ends = self._gone_since + self._max_wait_s
+    async def _wait_until_up(self, error: EngineError, failed: float | None = None) -> bool:
+        """Wait until the server answers; return whether its weights are not the published ones.
+
+        failed: when the request failed; a wait that expired since then is not repeated.
+        """
+        if self._down_since is None:
+            self._down_since = _now()
+        ends = self._down_since + self._max_wait_s
         over = _now() >= ends
-        if over and failed is not None and self._asked >= failed:
+        if over and failed is not None and self._last_check >= failed:
             raise self._late(error)
         try:
             async with asyncio.timeout_at(_now() + ASK_S if over else ends):
@@ -176,16 +181,16 @@ class ReconnectingEngine(EngineWrapper):
                         await asyncio.sleep(PAUSE_S)
                         continue
                     except EngineError:
-                        other = True  # weights that nobody published
-                    self._gone_since = None
+                        other = True  # unknown weights
+                    self._down_since = None
                     return other
         except TimeoutError:
             pass
-        self._asked = _now()
+        self._last_check = _now()
         raise self._late(error)
 
     def _late(self, error: EngineError) -> EngineUnavailable:
-        return EngineUnavailable(f"{error}; it did not come back in {self._max_wait_s:g} s")
+        return EngineUnavailable(f"{error}; the server did not come back within {self._max_wait_s:g} s")
 
 
 def _now() -> float:

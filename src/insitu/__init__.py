@@ -10,9 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from insitu.agents.recipe import Recipe
-    from insitu.api import Run, RunEvent, open_run, rollout, rollout_async, train, train_async
+    from insitu.api import (
+        Run,
+        RunEvent,
+        ServedSession,
+        Server,
+        open_run,
+        rollout,
+        rollout_async,
+        serve,
+        train,
+        train_async,
+    )
     from insitu.config import Config, load_config
     from insitu.errors import InsituError
+    from insitu.storage.store import StepRecord
     from insitu.types import (
         Case,
         FileEntry,
@@ -23,9 +35,12 @@ if TYPE_CHECKING:
         Oracle,
         Outcome,
         Rollout,
+        Segment,
+        Setup,
         Status,
         Task,
         Tokens,
+        Trajectory,
         Trust,
         Turn,
         Verdict,
@@ -48,9 +63,15 @@ __all__ = [
     "Rollout",
     "Run",
     "RunEvent",
+    "Segment",
+    "ServedSession",
+    "Server",
+    "Setup",
     "Status",
+    "StepRecord",
     "Task",
     "Tokens",
+    "Trajectory",
     "Trust",
     "Turn",
     "Verdict",
@@ -58,16 +79,29 @@ __all__ = [
     "open_run",
     "rollout",
     "rollout_async",
+    "serve",
     "train",
     "train_async",
 ]
 
-_API = ("Run", "RunEvent", "open_run", "rollout", "rollout_async", "train", "train_async")
+_API = (
+    "Run",
+    "RunEvent",
+    "ServedSession",
+    "Server",
+    "open_run",
+    "rollout",
+    "rollout_async",
+    "serve",
+    "train",
+    "train_async",
+)
 _MODULES = {
     **dict.fromkeys(_API, "insitu.api"),
     **dict.fromkeys(("Config", "load_config"), "insitu.config"),
     "InsituError": "insitu.errors",
     "Recipe": "insitu.agents.recipe",
+    "StepRecord": "insitu.storage.store",
 }
 
 

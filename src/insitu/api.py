@@ -1,4 +1,4 @@
-"""The public Python API: `train`, `rollout` and `open_run`, each blocking or as a coroutine.
+"""The public Python API: `train`, `rollout` and `serve`, and `open_run` for what they leave on disk.
 
 The blocking forms also work inside a running event loop (a notebook) and in any thread: the run then has a
 thread and an event loop of its own. Nothing is printed and no signal handler is installed; cancelling the
@@ -11,19 +11,24 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
-from insitu.evaluate.run import RolloutOptions, collect_rollouts
+from insitu.evaluate.run import REPORT, RolloutOptions, collect_rollouts
 from insitu.runtime.training import run_training
+from insitu.serving.run import BASE as SERVE_BASE
+from insitu.serving.server import ServedSession as ServedSession
+from insitu.serving.server import Server as Server
 from insitu.storage.run_dir import KIND, name_run, read_config, read_store, read_summary
 from insitu.storage.score import Score
 from insitu.storage.store import StepRecord
 from insitu.training.loop import TrainOptions
 from insitu.types import Ledger, Outcome, Rollout, Status
+from insitu.types.values import Value
+from insitu.view.base import View
 from insitu.view.run_report import finish
 
 T = TypeVar("T")
@@ -31,11 +36,18 @@ ConfigSource = Config | Path | str | Mapping[str, Mapping[str, Any]] | None
 """A resolved Config, the path of a TOML file, or tables as nested mappings; None for the defaults."""
 Overrides = Mapping[str, Any] | Sequence[str]
 """`{"table.key": value}`, or the command line's `["table.key=value"]`."""
+SHORT = {
+    "agent": "harness.agent",
+    "model": "model.path",
+    "tasks": "tasks.source",
+    "reward": "reward.function",
+}
+"""Keyword -> key that its value belongs to, unless the value is a table."""
 EventKind = Literal["begin", "stage", "rollout_started", "rollout", "advance", "step", "evaluation", "note"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunEvent:
+class RunEvent(Value):
     """One event of a run in progress; fields that do not belong to its kind hold their defaults."""
 
     kind: EventKind
@@ -54,10 +66,6 @@ class RunEvent:
     """Sampled tokens of a finished rollout."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Metrics of a committed step."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dictionary."""
-        return asdict(self)
 
 
 class CallbackView:
@@ -171,18 +179,29 @@ def open_run(path: Path | str) -> Run:
     return Run(path)
 
 
+async def train_with(config: Config, view: View, options: TrainOptions) -> str:
+    """Train with a view of the progress, write the report of the run and return it. Raises InsituError."""
+    summary = await run_training(config, view, options)
+    return finish(Path(config.run.dir), summary)
+
+
+async def rollout_with(config: Config, view: View, options: RolloutOptions) -> str:
+    """Run and grade rollouts with a view of the progress and return the report. Raises InsituError."""
+    await collect_rollouts(config, view, options)
+    return (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")
+
+
 async def train_async(
     config: ConfigSource = None,
     *,
     overrides: Overrides = (),
     resume: Path | str | None = None,
     progress: Callable[[RunEvent], None] | None = None,
-    **tables: Mapping[str, Any],
+    **tables: Any,
 ) -> Run:
     """Train and return the finished run; the coroutine form of `train`."""
     resolved = _resolve(config, overrides, resume, tables)
-    summary = await run_training(resolved, CallbackView(progress), TrainOptions(resume=_path(resume)))
-    finish(Path(resolved.run.dir), summary)
+    await train_with(resolved, CallbackView(progress), TrainOptions(resume=_path(resume)))
     return Run(resolved.run.dir)
 
 
@@ -192,14 +211,16 @@ def train(
     overrides: Overrides = (),
     resume: Path | str | None = None,
     progress: Callable[[RunEvent], None] | None = None,
-    **tables: Mapping[str, Any],
+    **tables: Any,
 ) -> Run:
     """Train the configured model on the configured tasks and return the finished run.
 
-    `config` is a Config, a TOML file or a mapping of tables; keyword tables (`run={"steps": 8}`) and then
-    `overrides` (`{"run.steps": 8}`) win over it. `resume` continues a run directory and takes no
-    configuration. `progress` gets every RunEvent on the run's event loop and must return at once.
-    Raises InsituError.
+    `config` is a Config, a TOML file or a mapping of tables; keywords and then `overrides`
+    (`{"run.steps": 8}`) win over it. A keyword is a table (`run={"steps": 8}`) or one of these:
+    `agent` (name, path, command as a list, or Recipe), `model` (folder, or URL of a provider),
+    `tasks` (list of Task, name or path of a source), `reward` (function or its path). `resume` continues a
+    run directory and takes no configuration. `progress` gets every RunEvent on the run's event loop and must
+    return at once. Raises InsituError.
     """
     return _blocking(
         lambda: train_async(config, overrides=overrides, resume=resume, progress=progress, **tables)
@@ -209,45 +230,96 @@ def train(
 async def rollout_async(
     config: ConfigSource = None,
     *,
+    n: int | None = None,
     overrides: Overrides = (),
+    resume: Path | str | None = None,
     progress: Callable[[RunEvent], None] | None = None,
-    **tables: Mapping[str, Any],
+    **tables: Any,
 ) -> Run:
     """Run and grade rollouts without training; the coroutine form of `rollout`."""
-    resolved = _resolve(config, overrides, None, tables)
-    await collect_rollouts(resolved, CallbackView(progress), RolloutOptions())
+    if n is not None:
+        tables["rollout"] = {**tables.get("rollout", {}), "per_task": n}
+    if "tasks" in tables and not isinstance(tables["tasks"], str | Path | Mapping):
+        tables["tasks"] = {"source": tables["tasks"], "eval_share": 1.0}  # no task is held back
+    resolved = _resolve(config, overrides, resume, tables)
+    await rollout_with(resolved, CallbackView(progress), RolloutOptions(resume=_path(resume)))
     return Run(resolved.run.dir)
 
 
 def rollout(
     config: ConfigSource = None,
     *,
+    n: int | None = None,
     overrides: Overrides = (),
+    resume: Path | str | None = None,
     progress: Callable[[RunEvent], None] | None = None,
-    **tables: Mapping[str, Any],
+    **tables: Any,
 ) -> Run:
-    """Run and grade rollouts of the configured tasks without training, and return their run.
+    """Run and grade `n` rollouts of each task without training, and return their run.
 
-    Arguments are those of `train`. Raises InsituError.
+    The other arguments are those of `train`. Raises InsituError.
     """
-    return _blocking(lambda: rollout_async(config, overrides=overrides, progress=progress, **tables))
+    return _blocking(
+        lambda: rollout_async(config, n=n, overrides=overrides, resume=resume, progress=progress, **tables)
+    )
+
+
+def serve(config: ConfigSource = None, *, overrides: Overrides = (), **tables: Any) -> Server:
+    """Return a server of the configured model, to be used with `with` or `async with`.
+
+    Arguments are those of `train`; the limits of a session are wide. Raises InsituError.
+    """
+    return Server(_resolve(config, overrides, None, tables, SERVE_BASE))
 
 
 def _resolve(
     config: ConfigSource,
     overrides: Overrides,
     resume: Path | str | None,
-    tables: Mapping[str, Mapping[str, Any]],
+    tables: Mapping[str, Any],
+    base: Mapping[str, Any] | None = None,
 ) -> Config:
     """Return the configuration of a new run with its directory named, or the stored one of `resume`."""
     if resume is not None:
         if config is not None or overrides or tables:
             raise ConfigError("a resumed run keeps its configuration: drop config, overrides and tables")
         return read_config(Path(resume))
-    base = config.model_dump() if isinstance(config, Config) else config
-    if isinstance(base, str | Path):
-        return name_run(load_config(Path(base), overrides, tables=tables))
-    return name_run(load_config(None, overrides, base, tables))
+    given = _expanded(tables)
+    if isinstance(config, Config):
+        return name_run(load_config(None, overrides, config.model_dump(), given))
+    if isinstance(config, str | Path):
+        return name_run(load_config(Path(config), overrides, base, given))
+    layers = [dict(base or {}), *([] if config is None else [config])]
+    return name_run(load_config(None, overrides, _merged(layers), given))
+
+
+def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return tables with the values of later layers over those of earlier ones."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for table, values in layer.items():
+            known = merged.get(table, {})
+            whole = not (isinstance(known, Mapping) and isinstance(values, Mapping))
+            merged[table] = values if whole else {**known, **values}
+    return merged
+
+
+def _expanded(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords as tables."""
+    found: list[Mapping[str, Any]] = []
+    for name, value in tables.items():
+        key = SHORT.get(name)
+        if key is None or isinstance(value, Mapping):
+            found.append({name: value})
+        elif name == "model" and str(value).startswith(("http://", "https://")):
+            found.append({"engine": {"kind": "upstream", "url": str(value)}})
+        elif name == "agent" and isinstance(value, list | tuple):
+            found.append({"harness": {"command": tuple(value)}})
+        else:
+            table, _, field_name = key.partition(".")
+            found.append({table: {field_name: str(value) if isinstance(value, Path) else value}})
+    # Tables last: engine={"kind": "vllm"} wins over the kind that a URL stands for.
+    return _merged(sorted(found, key=lambda layer: set(layer) <= set(tables)))
 
 
 def _path(path: Path | str | None) -> Path | None:

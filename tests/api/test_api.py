@@ -33,8 +33,9 @@ SMALL = {
 def test_the_public_names_are_these() -> None:
     assert set(insitu.__all__) == {
         "Case", "Config", "FileEntry", "FinishedRollout", "GradingPlan", "InsituError", "Ledger", "Limits",
-        "Oracle", "Outcome", "Recipe", "Rollout", "Run", "RunEvent", "Status", "Task", "Tokens", "Trust",
-        "Turn", "Verdict", "load_config", "open_run", "rollout", "rollout_async", "train", "train_async",
+        "Oracle", "Outcome", "Recipe", "Rollout", "Run", "RunEvent", "Segment", "ServedSession", "Server",
+        "Setup", "Status", "StepRecord", "Task", "Tokens", "Trajectory", "Trust", "Turn", "Verdict",
+        "load_config", "open_run", "rollout", "rollout_async", "serve", "train", "train_async",
     }  # fmt: skip
     assert all(getattr(insitu, name) is not None for name in insitu.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -79,6 +80,38 @@ async def test_a_run_inside_a_running_event_loop(tmp_path: Path) -> None:
     assert insitu.open_run(run.path).config == run.config
     with pytest.raises(insitu.InsituError, match="unknown status or outcome: 'won' is not a valid"):
         run.rollouts(outcome="won")
+
+
+def reward(rollout: insitu.FinishedRollout) -> float:
+    return 0.5 if "a.py" in rollout.files else 0.0
+
+
+async def test_rollouts_of_tasks_that_the_caller_made(tmp_path: Path) -> None:
+    files = {"a.py": insitu.FileEntry(content=b"x = 1\n")}
+    tasks = [insitu.Task(id=f"t{i}", prompt=f"Set x to {i}.", files=files) for i in range(2)]
+    run = await insitu.rollout_async(
+        tasks=tasks,
+        agent="script",
+        reward=reward,
+        n=2,
+        run={"dir": str(tmp_path / "run")},
+        engine={"max_rows": 8},
+        harness={"workers": 4},
+    )
+    rollouts = run.rollouts()
+    assert sorted((r.task_id, r.reward) for r in rollouts) == [("t0", 0.5)] * 2 + [("t1", 0.5)] * 2
+    plain = rollouts[0].to_dict()
+    assert plain["status"] == "ok"
+    assert plain["trajectory"]["ledger"]["captured"] == rollouts[0].trajectory.ledger.captured
+    assert isinstance(plain["trajectory"]["segments"][0]["ids"], np.ndarray)
+
+
+def test_keywords_stand_for_keys(tmp_path: Path) -> None:
+    server = insitu.serve(model="http://127.0.0.1:9", engine={"model": "big"}, agent="pi")
+    assert (server.config.engine.kind, server.config.engine.url) == ("upstream", "http://127.0.0.1:9")
+    assert insitu.serve(model="http://127.0.0.1:9", engine={"kind": "vllm"}).config.engine.kind == "vllm"
+    assert insitu.serve(model=tmp_path).config.model.path == str(tmp_path)
+    assert insitu.serve({"limits": {"max_calls": 3}}).config.limits.max_calls == 3
 
 
 async def test_cancelling_a_run_leaves_nothing_behind(tmp_path: Path) -> None:

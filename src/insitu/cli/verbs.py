@@ -67,12 +67,13 @@ def train_verb(options: argparse.Namespace) -> int:
         config = load_config(Path(path), overrides)
 
     def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
-        from insitu.runtime.training import train
+        from insitu.api import open_run, train_with
+        from insitu.shutdown import run_interruptible
         from insitu.training.loop import TrainOptions
-        from insitu.view.run_report import finish
 
-        summary = train(config, view, TrainOptions(resume=options.resume, began=process_began()))
-        return summary, finish(Path(config.run.dir), summary)
+        chosen = TrainOptions(resume=options.resume, began=process_began())
+        report = run_interruptible(train_with(config, view, chosen))
+        return open_run(config.run.dir).summary or {}, report
 
     return _run(options, config, run)
 
@@ -124,10 +125,13 @@ def rollout_verb(options: argparse.Namespace) -> int:
         config = load_config(Path(path) if path else None, overrides)
 
     def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
-        from insitu.evaluate.run import REPORT, RolloutOptions, rollout
+        from insitu.api import open_run, rollout_with
+        from insitu.evaluate.run import RolloutOptions
+        from insitu.shutdown import run_interruptible
 
-        summary = rollout(config, view, RolloutOptions(resume=options.resume, began=process_began()))
-        return summary, (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")
+        chosen = RolloutOptions(resume=options.resume, began=process_began())
+        report = run_interruptible(rollout_with(config, view, chosen))
+        return open_run(config.run.dir).summary or {}, report
 
     return _run(options, config, run, failed=lambda summary: not summary["graded"], trains=False)
 

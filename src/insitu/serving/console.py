@@ -14,14 +14,16 @@ from insitu.gateway.call_reports import CallReport
 class Console:
     """Prints events as text or as one JSON object per line."""
 
-    def __init__(self, stream: TextIO, *, json: bool) -> None:
+    def __init__(self, stream: TextIO | None, *, json: bool = False) -> None:
+        """Print to `stream`; None prints nothing."""
         self._stream, self._json = stream, json
 
     def event(self, name: str, fields: Mapping[str, Any], lines: Sequence[str]) -> None:
         """Print an event: `fields` with JSON output, else `lines`."""
         if self._json:
             lines = [orjson.dumps({"event": name, **fields}).decode()]
-        print("\n".join(lines), file=self._stream, flush=True)
+        if self._stream is not None:
+            print("\n".join(lines), file=self._stream, flush=True)
 
     def wait(self, line: str) -> None:
         """Print what the engine's start is waiting for."""

@@ -9,8 +9,8 @@ and exports it to the run directory. Does not import torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -87,29 +87,54 @@ async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
     if config.engine.kind == "upstream" and options.tools:
         raise ConfigError("--tools has no effect when engine.kind = upstream: bodies are forwarded unchanged")
     options = replace(options, tools=options.tools or gateway_config(config).tools)
-    upstream = config.engine.kind == "upstream"
-    renderer = None if upstream else load_renderer(model_folder(config), config.model.renderer)
     with RunDir.create(config) as run:
         async with AsyncExitStack() as stack:
-            folder = run.path / SESSIONS
-            folder.mkdir(exist_ok=True)
-            backend, fit = await _open_backend(stack, console, run, renderer)
-            reporter = HostCallReporter(HostCallLog(run.host_calls), console.event)
-            served = gateway_config(config, folder)
-            gateway = await stack.enter_async_context(
-                Gateway(backend, served, console.call, console.note, reporter.on_call)
-            )
-            listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
-            sessions = [_open(gateway, config, options, number) for number in range(options.sessions)]
-            _print_sessions(console, run, config, options, listener.origin, sessions, fit)
+            served = await stack.enter_async_context(open_served(run, console))
+            gateway, numbers = served.gateway, range(options.sessions)
+            sessions = [open_session(served, f"serve-{number}", options.tools) for number in numbers]
+            _print_sessions(console, run, config, options, served.origin, sessions, served.fit)
             admin = await _admin(stack, console, gateway, config, sessions) if options.admin else None
             ledgers: Ledgers = {}
             try:
-                await expire(console, folder, sessions, gateway, admin, ledgers)
+                await expire(console, run.path / SESSIONS, sessions, gateway, admin, ledgers)
             finally:
                 await finish(console, run, sessions, gateway, admin, ledgers)
-                if reporter.error is not None:
-                    raise reporter.error
+                if served.reporter.error is not None:
+                    raise served.reporter.error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A gateway that listens for agents."""
+
+    config: Config
+    gateway: Gateway
+    origin: str
+    """http://127.0.0.1:PORT."""
+    fit: PromptFit | None
+    reporter: HostCallReporter
+
+
+@asynccontextmanager
+async def open_served(run: RunDir, console: Console) -> AsyncIterator[Served]:
+    """Open engine or provider and a gateway on a loopback port.
+
+    Raises InsituError when the start fails.
+    """
+    config = run.config
+    upstream = config.engine.kind == "upstream"
+    renderer = None if upstream else load_renderer(model_folder(config), config.model.renderer)
+    async with AsyncExitStack() as stack:
+        folder = run.path / SESSIONS
+        folder.mkdir(exist_ok=True)
+        backend, fit = await _open_backend(stack, console, run, renderer)
+        reporter = HostCallReporter(HostCallLog(run.host_calls), console.event)
+        options = gateway_config(config, folder)
+        gateway = await stack.enter_async_context(
+            Gateway(backend, options, console.call, console.note, reporter.on_call)
+        )
+        listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
+        yield Served(config=config, gateway=gateway, origin=listener.origin, fit=fit, reporter=reporter)
 
 
 async def _open_backend(
@@ -131,13 +156,15 @@ def _placeholder_access() -> Access:
     return Access(address="", secret="", model="", max_call_tokens=1, context_tokens=3, home="")
 
 
-def _open(gateway: Gateway, config: Config, options: ServeOptions, number: int) -> Session:
-    return gateway.open_session(
-        f"serve-{number}",
+def open_session(served: Served, rollout_id: str, tools: Sequence[HostTool] = ()) -> Session:
+    """Open a session with the configured limits and temperature."""
+    config = served.config
+    return served.gateway.open_session(
+        rollout_id,
         seed=config.run.seed,
         limits=limits_of(config),
         temperature=config.engine.temperature,
-        tools=options.tools,
+        tools=tools,
     )
 
 

@@ -53,7 +53,7 @@ async def expire(
             except InsituError as error:
                 console.note(f"{session.rollout_id}: {error}; its log is kept")
                 continue
-            ledgers[name] = _export(console, folder, name, session, trajectory)
+            ledgers[name] = export(console, folder, name, session, trajectory)
             if admin is not None:
                 admin.keep(Sealed(session=session, trajectory=trajectory, written=True))
 
@@ -87,14 +87,14 @@ async def finish(
             continue
         # The operator chooses the rollout ids of own sessions, which need not be valid file names.
         name = session.rollout_id if session in sessions else session.public_id
-        ledgers[name] = _export(console, run.path / SESSIONS, name, session, result)
+        ledgers[name] = export(console, run.path / SESSIONS, name, session, result)
     run.write_summary({"kind": "serve", "sessions": ledgers})
     console.event("end", {"run_dir": str(run.path), "sessions": ledgers}, [f"written to {run.path}"])
     if first_error is not None:
         raise first_error
 
 
-def _export(
+def export(
     console: Console, folder: Path, name: str, session: Session, trajectory: Trajectory
 ) -> dict[str, Any]:
     """Write the export of a session, delete its log, print and return its ledger."""

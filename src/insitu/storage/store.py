@@ -40,12 +40,13 @@ from insitu.storage.score import Score
 from insitu.storage.summaries import RolloutSummary, read_summaries
 from insitu.storage.ulid import new_ulid
 from insitu.types import DriftNote, Ledger, Rollout, Status
+from insitu.types.values import Value
 
 __all__ = ["EmptyStore", "Score", "StepRecord", "Store", "add_ledgers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class StepRecord(Value):
     """One committed optimizer step."""
 
     step: int

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from insitu.types.generation import BoolArray, Finish, FloatArray, IntArray, VersionRuns
+from insitu.types.values import Value
 
 SegmentKind = Literal["sampled", "demonstrated"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Turn(Value):
     """One completed model call."""
 
     index: int
@@ -35,7 +36,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class Segment(Value):
     """One training row. Arrays share one length n; logprobs and versions are 0 where mask is False."""
 
     rollout_id: str
@@ -50,7 +51,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class Ledger(Value):
     """Account of sampled tokens: captured = trained + sum(excluded.values()), always."""
 
     captured: int = 0
@@ -93,7 +94,7 @@ EXCLUSIONS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DriftNote:
+class DriftNote(Value):
     """One request that did not simply continue the captured history, with its cause."""
 
     kind: str
@@ -113,7 +114,7 @@ class DriftNote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
+class Trajectory(Value):
     """All segments of one rollout in time order, with the ledger of its session."""
 
     segments: tuple[Segment, ...]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from insitu.types.capture import Trajectory, Turn
 from insitu.types.generation import BoolArray, FloatArray, IntArray
 from insitu.types.tasks import Task, Tree
+from insitu.types.values import Value
 
 
 class Outcome(enum.StrEnum):
@@ -28,7 +29,7 @@ Trust = Literal["strong", "standard", "weak"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(Value):
     """Result of grading; `reward` is None exactly when outcome is INFRA."""
 
     outcome: Outcome
@@ -64,7 +65,7 @@ class Status(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timings:
+class Timings(Value):
     """Seconds of one attempt by phase; always filled, also on failure."""
 
     queued_s: float = 0.0
@@ -75,7 +76,7 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
+class Tokens(Value):
     """Training rows of one rollout, concatenated; arrays of one length n, read-only inputs copied."""
 
     ids: IntArray = field(repr=False)
@@ -91,7 +92,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class Rollout(Value):
     """Final result of one slot of a group."""
 
     id: str
@@ -134,7 +135,7 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedRollout:
+class FinishedRollout(Value):
     """Argument of a reward function: one graded attempt with its files and text."""
 
     id: str
@@ -171,7 +172,7 @@ def equal_rewards(rewards: Sequence[float]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Group(Value):
     """Rollouts of one task that share a baseline."""
 
     id: str

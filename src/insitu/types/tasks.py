@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from insitu.types.limits import Limits
+from insitu.types.values import Value
 
 WORKDIR = "/work"
 """Inside path of the work folder of a sandbox whose task names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileEntry:
+class FileEntry(Value):
     """One regular file of a tree; links, devices and directories are not entries."""
 
     content: bytes
@@ -29,7 +30,7 @@ RewardKind = Literal["binary", "fraction"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class Setup(Value):
     """Initial state of every sandbox of a task, the agent's and the grader's alike."""
 
     image: str = ""
@@ -46,7 +47,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradingPlan:
+class GradingPlan(Value):
     """How a diff is graded; contains no expected value (those are in the Oracle)."""
 
     runner: str = "json_io"
@@ -63,7 +64,7 @@ class GradingPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Task(Value):
     """One immutable unit of work; contains no part of the solution."""
 
     id: str

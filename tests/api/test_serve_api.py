@@ -1,0 +1,74 @@
+"""`insitu.serve` as a library: a session, a call of an agent, its reward and its rows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import insitu
+from insitu.shutdown import descendants
+
+SMALL = {"engine.max_rows": 8, "limits.max_call_tokens": 8, "model.max_context_tokens": 1024}
+
+
+def ask(session: insitu.ServedSession) -> dict[str, Any]:
+    body = {"model": session.model, "messages": [{"role": "user", "content": "Hello."}]}
+    request = urllib.request.Request(
+        f"{session.openai_url}/chat/completions",
+        json.dumps(body).encode(),
+        {"Authorization": f"Bearer {session.key}"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        answer: dict[str, Any] = json.loads(response.read())
+    return answer
+
+
+async def test_sessions_are_sealed_with_a_reward_and_give_rows(tmp_path: Path) -> None:
+    before = descendants(os.getpid())
+    path = tmp_path / "run"
+    with insitu.serve(overrides=SMALL, run={"dir": str(path)}) as server:
+        first, second = server.session("first"), server.session()
+        reply = ask(first)
+        with pytest.raises(insitu.InsituError, match="session first is not sealed"):
+            first.rows()
+        ledger = first.seal(reward=1.0)
+        assert ledger.captured == reply["usage"]["completion_tokens"]
+        (row,) = first.rows()
+        assert row.mask.sum() == ledger.trained == ledger.captured
+        assert row.to_dict()["label"] == row.label
+        with pytest.raises(insitu.InsituError, match="first exists already"):
+            server.session("first")
+        await asyncio.to_thread(ask, second)
+    assert sorted(file.name for file in (path / "sessions").iterdir()) == ["first.json", "session-1.json"]
+    sessions = json.loads((path / "summary.json").read_text())["sessions"]
+    assert sessions["first"]["reward"] == 1.0
+    assert "reward" not in sessions["session-1"]
+    with pytest.raises(insitu.InsituError, match="the server does not run"):
+        server.session()
+    async with insitu.serve(overrides=SMALL, run={"dir": str(tmp_path / "again")}) as server:
+        session = server.session()
+        await asyncio.to_thread(ask, session)
+        assert (await session.seal_async(0.0)).captured > 0
+    assert descendants(os.getpid()) == before
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("insitu")]
+
+
+def test_a_start_that_fails_raises_and_leaves_nothing(tmp_path: Path) -> None:
+    before = descendants(os.getpid())
+    with (
+        pytest.raises(insitu.InsituError, match=r"127\.0\.0\.1:9"),
+        insitu.serve(
+            model="http://127.0.0.1:9",
+            engine={"kind": "vllm", "start_timeout_s": 0},
+            run={"dir": str(tmp_path / "r")},
+        ),
+    ):
+        pass
+    assert descendants(os.getpid()) == before

@@ -57,7 +57,7 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "apps": "insitu.tasks.contests:APPS",
         "taco": "insitu.tasks.contests:TACO",
         "code_contests": "insitu.tasks.contests:CodeContests",
-        "live_code_bench": "insitu.tasks.contests:LiveCodeBench",
+        "live_code_bench": "insitu.tasks.live_code_bench:LiveCodeBench",
         "mbpp": "insitu.tasks.function_sets:Mbpp",
         "evalplus": "insitu.tasks.function_sets:EvalPlus",
         "bigcodebench": "insitu.tasks.function_sets:BigCodeBench",

@@ -1,4 +1,4 @@
-"""Programming contests: APPS, TACO, CodeContests and LiveCodeBench.
+"""Programming contests: APPS, TACO and CodeContests; LiveCodeBench is in live_code_bench.py.
 
 A problem is either a program that reads standard input and prints (runner `stdio`), or a function or a method
 of a class Solution (runner `json_io`). Inputs and outputs go to the oracle, with the first of the row's
@@ -8,13 +8,8 @@ solutions that is Python 3.
 from __future__ import annotations
 
 import ast
-import base64
-import binascii
-import io
 import json
-import pickle
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +64,7 @@ PYTHON3 = 3
 """Of CodeContests' languages."""
 
 
-def _json(value: object) -> object:
+def json_column(value: object) -> object:
     """A column that holds JSON as text; an empty text is null."""
     if not isinstance(value, str):
         return value
@@ -175,8 +170,8 @@ class AppsRow(TaskRow):
 
     problem_id: int | str | None = None
     question: Text
-    solutions: Annotated[list[str] | None, BeforeValidator(_json)] = None
-    input_output: Annotated[InputOutput | None, BeforeValidator(_json)] = None
+    solutions: Annotated[list[str] | None, BeforeValidator(json_column)] = None
+    input_output: Annotated[InputOutput | None, BeforeValidator(json_column)] = None
     starter_code: str | None = None
     time_limit: str | None = None
     memory_limit: str | None = None
@@ -318,92 +313,6 @@ class CodeContests:
             memory_mb=parsed.memory_limit_bytes >> 20,
         )
         return problem_item(problem, options)
-
-
-# --------------------------------------------------------------------------- LiveCodeBench
-
-
-class LiveTest(TaskRow):
-    input: str
-    output: str
-    testtype: str = "stdin"
-
-
-def _live_tests(value: object) -> object:
-    """JSON as text; of private tests also packed: base64 of zlib of a pickled text."""
-    if not isinstance(value, str) or not value.strip() or value.lstrip().startswith("["):
-        return _json(value) or []
-    try:
-        packed = zlib.decompressobj().decompress(base64.b64decode(value, validate=True), MAX_UNPACKED)
-        return _json(_OnlyText(io.BytesIO(packed)).load())
-    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"is neither JSON nor packed tests: {error}") from None
-
-
-MAX_UNPACKED = 1 << 30
-
-
-class _OnlyText(pickle.Unpickler):
-    """Unpickles texts and their like, and nothing that has a class: a row is no program."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"holds {module}.{name}")
-
-
-class LiveMetadata(TaskRow):
-    func_name: str = ""
-
-
-class LiveRow(TaskRow):
-    """The columns of LiveCodeBench's code generation that insitu uses."""
-
-    question_id: Text
-    question_content: Text
-    starter_code: str = ""
-    public_test_cases: Annotated[list[LiveTest], BeforeValidator(_live_tests)] = Field(default_factory=list)
-    private_test_cases: Annotated[list[LiveTest], BeforeValidator(_live_tests)] = Field(default_factory=list)
-    metadata: Annotated[LiveMetadata | None, BeforeValidator(_json)] = None
-
-
-class LiveCodeBench:
-    """Format `live_code_bench`. The set has no solutions."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
-
-    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        parsed = LiveRow.model_validate(row)
-        tests = [*parsed.public_test_cases, *parsed.private_test_cases]
-        kinds = {test.testtype for test in tests}
-        if len(kinds) > 1 or kinds - {"stdin", "functional"}:
-            raise TaskError(f"tests of type {', '.join(sorted(kinds))}: stdin or functional are supported")
-        function = ""
-        if kinds == {"functional"}:
-            function = (parsed.metadata or LiveMetadata()).func_name
-            if not function:
-                raise TaskError("functional tests need metadata.func_name")
-            function = f"Solution.{function}" if "class Solution" in parsed.starter_code else function
-        problem = Problem(
-            id=parsed.question_id,
-            question=parsed.question_content,
-            category="live_code_bench",
-            function=function,
-            starter=parsed.starter_code,
-            exchanges=() if function else tuple(Exchange(stdin=t.input, expected=t.output) for t in tests),
-            by_line=True,
-            tolerance=0.0,
-            cases=tuple(_live_call(function, test) for test in tests) if function else (),
-        )
-        return problem_item(problem, options)
-
-
-def _live_call(function: str, test: LiveTest) -> Case:
-    """One argument per line, each as JSON."""
-    try:
-        args = tuple(json.loads(line) for line in test.input.split("\n") if line.strip())
-        return Case(function=function, args=args, expected=json.loads(test.output), exact=False, lists=True)
-    except ValueError as error:
-        raise TaskError(f"a functional test is not JSON: {error}") from None
 
 
 APPS = AppsFormat(name="apps")

@@ -129,11 +129,7 @@ class Turns:
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
-        """Wait for one of the places at the engine, first come, first served.
-
-        Raises WireError after the engine's deadline, without its downtime; after the wall time no place is
-        needed.
-        """
+        """Wait for a place at the engine, first come, first served. Raises WireError after the deadline."""
         held = False
         try:
             async with QueueTimeout(self._wall, self._spec.engine_deadline_s):
@@ -185,10 +181,7 @@ class Turns:
         return answer
 
     async def _sample(self, prompt: IntArray, request: ModelRequest, turn: int) -> Generation | None:
-        """Generate within the budgets, with the tokens reserved against parallel calls.
-
-        Returns None when a budget ran out first; `budget_stop` names it unless it is the wall time.
-        """
+        """Generate with reserved tokens; None when a budget ran out first, the wall time if none is named."""
         max_tokens = 0
         try:
             if not await self._tokens_left():
@@ -204,11 +197,7 @@ class Turns:
             self._freed.set()
 
     async def _tokens_left(self) -> bool:
-        """Return False when the tokens or the wall time ran out.
-
-        Waits while parallel calls have reserved all remaining tokens: most of them are released. Raises
-        WireError after the engine's deadline.
-        """
+        """Wait for tokens reserved by parallel calls; False when none are left. Raises WireError."""
         limit = self._spec.limits.max_session_tokens
         try:
             async with QueueTimeout(self._wall, self._spec.engine_deadline_s):
@@ -239,10 +228,7 @@ class Turns:
         return held + len(delta)
 
     async def _plan(self, request: ModelRequest) -> tuple[PromptPlan, list[str]]:
-        """Return what the request continues, and its new texts. A plan stays valid: the forest only grows.
-
-        Raises WireError as `_check_size`, and for a body that cannot be read again as a whole.
-        """
+        """Return what the request continues, and its new texts. Raises WireError."""
         self._check_size(request)
         plan = await planned(self._forest, request, self._renderer.fingerprint)
         self.stats.edited += plan.drift.kind == "edited"
@@ -257,10 +243,7 @@ class Turns:
     async def _render(
         self, plan: PromptPlan, request: ModelRequest, fresh: list[str]
     ) -> tuple[IntArray, int]:
-        """Return the new ids after the stored path and the number of control markers in the new texts.
-
-        Raises WireError for text that cannot fit, before it is encoded.
-        """
+        """Return the new ids and the number of control markers in the new texts. Raises WireError."""
         chars = sum(map(len, fresh))
         if chars > CHARS_PER_TOKEN * self._max_context:
             raise self._overflow(chars // CHARS_PER_TOKEN, "at least ")
@@ -288,10 +271,7 @@ class Turns:
         )
 
     def _room(self, request: ModelRequest, prompt: int) -> int:
-        """Return how many tokens this call may sample; the agent's limit can only lower it.
-
-        Raises WireError on overflow.
-        """
+        """Return how many tokens this call may sample. Raises WireError on overflow."""
         if prompt >= self._max_context:
             self._overflowed()
             raise self._overflow(prompt)

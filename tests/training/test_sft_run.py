@@ -246,4 +246,4 @@ def test_too_few_steps_for_the_schedule_are_refused_before_anything_is_trained()
     with pytest.raises(ConfigError, match=r"3 steps do not exceed train.warmup_steps = 3"):
         train_config(config, 3)
     chosen = train_config(config, 30)
-    assert (chosen.loss.name, chosen.optim.lr, chosen.optim.total_steps) == ("nll", 0.01, 30)
+    assert (chosen.loss.loss, chosen.optim.lr, chosen.optim.total_steps) == ("nll", 0.01, 30)

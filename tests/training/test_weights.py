@@ -275,7 +275,7 @@ async def test_handles_of_one_gpu_are_not_given_to_a_server_on_two(tmp_path: Pat
         fake.workers = 2
         learner = FakeTransfers(fake)
         publisher = TransferPublisher(learner, engine, to(tmp_path), "ipc")
-        with pytest.raises(EngineError, match="engine.publish ipc: the server computes on 2 GPUs"):
+        with pytest.raises(EngineError, match="engine.publish ipc: the server uses 2 GPUs"):
             await publisher.publish(1)
         assert await sampled_by(engine) == 0  # nothing was paused
         assert not fake.transfers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +26,7 @@ def open_policy(folder: Path, config: PolicyConfig, device: torch.device | None 
     lora = config.lora
     if lora is not None and lora.merged == "auto":
         with model_files(TrainError, f"load model {folder}"):
-            lora = replace(lora, merged=start_dtype(folder))
+            lora = lora.changed(merged=start_dtype(folder))
     return open_hf(folder, device=device, dtype=_dtype(config.dtype, device), lora=lora)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -60,7 +59,7 @@ def add_lora(model: nn.Module, layers: Sequence[nn.Module], lora: Lora, dtype: t
     Returns `lora` with its targets named. Raises TrainError when a target is not a linear layer in each of
     `layers`.
     """
-    lora = replace(lora, targets=_targets(model, layers, lora))
+    lora = lora.changed(targets=_targets(model, layers, lora))
     model.requires_grad_(False)
     keep_in(model, dtype)
     generator = torch.Generator().manual_seed(0)

@@ -9,6 +9,7 @@ import pytest
 from watched import Watched
 
 from insitu.grading import grader as clean
+from insitu.grading import pressure
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.grading.runners.base import RunLimits
 from insitu.sandbox.local import LocalBackend
@@ -114,7 +115,7 @@ async def test_a_machine_that_was_busy_only_during_the_run_gets_a_second_one(
 
 
 def test_the_kernel_s_account_of_stalls_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(clean, "PRESSURE", tmp_path)
+    monkeypatch.setattr(pressure, "PRESSURE", tmp_path)
     assert clean.stalled_s() == 0.0
     for what in ("cpu", "io"):
         line = "avg10=0.00 avg60=0.00 avg300=0.00 total="

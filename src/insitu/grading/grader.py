@@ -15,21 +15,19 @@ more time.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
 import logging
 import math
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from insitu.backoff import backoff_s
 from insitu.errors import GradeError, PolicyUnsupported, SandboxError, SandboxLost, TaskError, boundary
 from insitu.grading.candidate import Candidate
 from insitu.grading.diff import Diff, apply, compare
+from insitu.grading.oracles import oracle_digest, solution, total_of
+from insitu.grading.pressure import stalled_s
 from insitu.grading.protected_files import policy_of
 from insitu.grading.runners.base import CpuMeter, GradingRunner, RunLimits, RunReport
 from insitu.grading.runners.command import CommandRunner
@@ -42,7 +40,6 @@ from insitu.grading.runners.swebench_log import SwebenchLogRunner
 from insitu.grading.verdict import make_verdict
 from insitu.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec, control_sandbox
 from insitu.sandbox.base_tree import BaseTrees, is_plain, set_up
-from insitu.tasks.patch import apply_patch
 from insitu.types import HiddenTests, Oracle, Outcome, Setup, Task, Tree, Verdict, task_hash
 
 log = logging.getLogger(__name__)
@@ -64,7 +61,6 @@ MEMORY_BYTES, MAX_PROCESSES = 256 << 20, 16
 """Limits of one process and of one sandbox, on backends with resource limits."""
 IMAGE_MEMORY_BYTES, IMAGE_PROCESSES = 4 << 30, 512
 """The same for tasks with an image or a setup, which may build and run anything."""
-PRESSURE = Path("/proc/pressure")
 LEAST_CPU_S = 0.01
 """Least CPU time of a control for the computation of the pace."""
 
@@ -188,14 +184,13 @@ class Grader:
                 log.warning("task=%s trust=%s: %s", task.id, solved.trust, solved.controls)
 
     async def named(self, task: Task, oracle: Oracle) -> Oracle:
-        """Return the oracle with whole test files replaced by their test ids, from a cached run of the
-        solution.
+        """Return the oracle with test ids in place of whole test files, by a cached run of the solution.
 
         Raises TaskError where the solution fails a test, GradeError, SandboxError.
         """
         if task.grading.runner != "pytest" or not whole_files(oracle.tests):
             return oracle
-        key = (task.content_hash, _digest(oracle))
+        key = (task.content_hash, oracle_digest(oracle))
         async with self._collecting.setdefault(key, asyncio.Lock()):
             if key not in self._test_ids:
                 base = (await self.bases.of(task)).files
@@ -217,7 +212,7 @@ class Grader:
         why = "nothing changed" if diff.empty else runner.precheck_failure(task, tree)
         if why:
             return RunReport(outcome=Outcome.UNRESOLVED, passed=0, total=total, reason=why)
-        key = (task.content_hash, _digest(oracle), diff.digest)
+        key = (task.content_hash, oracle_digest(oracle), diff.digest)
         cached = self._reports.get(key)
         if cached is not None:
             self._reports.move_to_end(key)
@@ -380,27 +375,6 @@ class Grader:
             await sandbox.close()
 
 
-def stalled_s() -> float:
-    """Return seconds in which a process of this machine stalled on CPU, memory or I/O (PSI); 0 without
-    PSI."""
-    total = 0
-    for resource in ("cpu", "memory", "io"):
-        with contextlib.suppress(OSError):
-            found = re.search(r"^some .*total=(\d+)", (PRESSURE / resource).read_text(), re.MULTILINE)
-            total += int(found[1]) if found else 0
-    return total / 1e6
-
-
-def solution(task: Task, oracle: Oracle, base: Tree) -> Tree:
-    """Return `base` with the gold change. Raises TaskError when its patch does not apply."""
-    if oracle.gold_patch:
-        try:
-            return apply_patch({**base, **oracle.gold}, oracle.gold_patch, reverse=oracle.gold_reversed)
-        except TaskError as error:
-            raise TaskError(f"task {task.id}: the gold change: {error}") from None
-    return {**base, **oracle.gold}
-
-
 def runner_for(task: Task, oracle: Oracle) -> GradingRunner:
     """Return the runner of a task. Raises TaskError for a task that it cannot judge."""
     runner = RUNNERS.get(task.grading.runner)
@@ -413,21 +387,6 @@ def runner_for(task: Task, oracle: Oracle) -> GradingRunner:
         raise TaskError(f"task {task.id} has no content_hash")
     runner.check(task, oracle)
     return runner
-
-
-def total_of(oracle: Oracle) -> int:
-    tests = oracle.tests
-    required = len(tests.fail_to_pass) + len(tests.pass_to_pass)
-    return len(oracle.cases) + len(oracle.exchanges) + len(tests.checks) + (required or len(tests.expected))
-
-
-def _digest(oracle: Oracle) -> str:
-    """Return the cache key of an oracle."""
-    tests = oracle.tests
-    files = {path: (entry.executable, entry.content) for path, entry in tests.files.items()}
-    strong = (oracle.cases, oracle.exchanges, oracle.checker, oracle.by_line, oracle.tolerance)
-    whole = (strong, tests, sorted(files.items()), tests.patch, tests.script)
-    return hashlib.sha256(ascii(whole).encode()).hexdigest()
 
 
 def _raise_infra(task: Task, report: RunReport) -> None:

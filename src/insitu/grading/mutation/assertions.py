@@ -154,8 +154,7 @@ FLIPPED: Mapping[type[ast.cmpop], tuple[str, str]] = {
 
 
 def _flipped(statement: ast.stmt, source: Source) -> list[Edit]:
-    """Return edits that invert a comparison. Weaker than another value: an object may answer both as it
-    likes."""
+    """Return edits that invert a comparison; weaker than another value."""
     if not isinstance(statement, ast.Assert):
         return []
     test = statement.test

@@ -1,5 +1,4 @@
-"""Runner `command`: shell commands in the grading sandbox; each passes when it exits 0 and prints its
-markers.
+"""Runner `command`: shell commands in the sandbox; each passes when it exits 0 and prints its markers.
 
 Weak: the candidate's code runs in the process that is believed. Hidden files belong to another user, and no
 process of one command survives into the next.

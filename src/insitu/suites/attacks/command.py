@@ -1,4 +1,4 @@
-"""The verb: the attacks, a table of their cells, the JSON line, and what is not as required in words."""
+"""The verb `insitu attack`: table of cells, JSON line, failed cells."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from insitu.suites.attacks.target import target_for
 from insitu.suites.attacks.user_tasks import run_user_tasks, user_targets
 
 WIDTH = 150
-"""Of the table where it goes to no terminal."""
+"""Width of the table outside of a terminal."""
 
 
 def chosen_attacks(text: str) -> tuple[Attack, ...]:
-    """Attacks from `1,4,10-12`; all of them from an empty text. Raises ConfigError."""
+    """Return the attacks of `1,4,10-12`; all for "". Raises ConfigError."""
     wanted: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
@@ -43,7 +43,7 @@ def chosen_attacks(text: str) -> tuple[Attack, ...]:
 
 
 def chosen_runners(text: str) -> tuple[str, ...]:
-    """Runners from `a,b`; all of them from an empty text. Raises ConfigError."""
+    """Return the runners of `a,b`; all for "". Raises ConfigError."""
     known = runners()
     names = [name.strip() for name in text.split(",") if name.strip()] or list(known)
     unknown = sorted(set(names) - set(known))
@@ -53,8 +53,7 @@ def chosen_runners(text: str) -> tuple[str, ...]:
 
 
 def open_backends(config: Config) -> tuple[SandboxBackend, SandboxBackend]:
-    """What sandboxes are made with, and the same for the careless grader. A fall-back has no part in it:
-    what is shown is shown of one backend. Raises ConfigError and SetupError."""
+    """Return the backend, and one for the careless grader; no fallback. Raises ConfigError, SetupError."""
     if config.sandbox.backend == "harbor":
         why = UNSUPPORTED["harbor"]["gateway_only"]
         raise ConfigError(
@@ -65,10 +64,10 @@ def open_backends(config: Config) -> tuple[SandboxBackend, SandboxBackend]:
 
 
 def run(options: argparse.Namespace, path: Path | None, overrides: Sequence[str]) -> bool:
-    """True when every cell is as required. `options`: those of the command line; `path`: the file whose tasks
-    are attacked, and whose [sandbox] is used; so are those of overrides under `tasks.`.
+    """Run the verb; return whether every cell is as required.
 
-    Raises ConfigError, TaskError and SetupError.
+    `path`: configuration whose tasks are attacked in the sandboxes of its [sandbox]; overrides under
+    `tasks.` do the same. Raises ConfigError, TaskError, SetupError.
     """
     if options.markdown:
         print(as_markdown(), end="")
@@ -110,9 +109,9 @@ def _tell(cell: Cell) -> None:
 def print_report(
     report: AttackReport, attacks: Sequence[Attack], names: Sequence[str], console: Console
 ) -> None:
-    """What each cell came to; a residual one says so beside what the cheat got."""
+    """Print the table, the residual cells and the failures."""
     found: dict[tuple[int, str], Cell] = {}
-    for cell in report.cells:  # of many tasks, one that failed is shown
+    for cell in report.cells:  # with many tasks, show a failed one
         if not cell.failures:
             found.setdefault((cell.id, cell.runner), cell)
         else:

@@ -1,4 +1,4 @@
-"""28-35: what an agent leaves in its folder, and around it."""
+"""Attacks 28-35: files that an agent leaves in and around its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""10-19: what a candidate does in the process that runs the tests, and what it can learn there."""
+"""Attacks 10-19: code of the candidate in the process that runs the tests."""
 
 from __future__ import annotations
 

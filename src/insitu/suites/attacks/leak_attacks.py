@@ -1,4 +1,4 @@
-"""36-40: what an agent can learn beyond its task, from the sandbox that a rollout really gives it."""
+"""Attacks 36-40: information leaks into the sandbox of a rollout."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ done
 
 
 async def _captured(sandbox: Sandbox, script: str, env: Mapping[str, str]) -> Tree:
-    """What a careless rollout takes home: whatever lies there when the agent's command returns."""
+    """Return the tree when the agent's command returns, as a careless rollout does."""
     await sandbox.exec(["/bin/sh", "-c", script], timeout_s=30, env=env)
     return await sandbox.get_tree()
 
 
 async def played(lab: AttackRunner, script: str, honest: str, naive: Tree) -> Played:
-    """An agent that steals a solution and one that writes it, in sandboxes of rollouts; and what a careless
-    rollout let the first one have."""
+    """Run an agent that steals a solution and one that writes it; `naive`: tree of a careless rollout."""
     task = lab.subject.task
     async with open_scripted_gateway(lab.backend) as there:
         cheat = await there.agent("cheat", script + _SHOW, task)
@@ -55,7 +54,7 @@ async def played(lab: AttackRunner, script: str, honest: str, naive: Tree) -> Pl
 
 
 def read_tree(folder: str) -> Tree:
-    """Of a folder of files that an agent without a sandbox wrote."""
+    """Read the files of an agent without a sandbox."""
     return {path.name: FileEntry(content=path.read_bytes()) for path in Path(folder).iterdir()}
 
 
@@ -65,7 +64,7 @@ def _mountable(folder: Path, row: str) -> None:
 
 
 def write_fix(lab: AttackRunner) -> str:
-    """Shell that solves the task."""
+    """Return shell code that solves the task."""
     code = base64.b64encode(lab.subject.solved["app.py"].content).decode()
     return f"echo {code} | base64 -d > app.py\n"
 
@@ -101,7 +100,7 @@ if found:
 
 @asynccontextmanager
 async def _index(content: bytes) -> AsyncIterator[tuple[str, list[int]]]:
-    """A package index on the host's loopback that sells the solution; and its visitors."""
+    """Yield the address of a package index with the solution on the host's loopback, and its visits."""
     visits: list[int] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -160,7 +159,7 @@ for seen in texts():
 
 
 async def oracles(lab: AttackRunner) -> Played:
-    """The careless rollout mounts the task's folder, and hands the row on by environment."""
+    """Search for the solution; the careless rollout mounts the task folder and passes the row by environment."""
     search = base64.b64encode(_SEARCH.encode()).decode()
     script = f"echo {search} | base64 -d > /tmp/search.py; python3 /tmp/search.py || true\n"
     row = json.dumps(
@@ -211,7 +210,7 @@ open('asked.json', 'w').write(json.dumps(seen))
 
 
 async def _careless_gateway(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Any token opens any session and any route."""
+    """Accept any token for any session and any route."""
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
     # Read the body too: a close with unread data resets the connection before the client has read the reply.
     length = re.search(rb"Content-Length: (\d+)", head)

@@ -1,9 +1,8 @@
-"""Agents that attack from where agents really are: a harness's sandbox, a gateway session, a secret of their
-own.
+"""Agents that attack from a real harness's sandbox with a gateway session and its secret.
 
     script -> sandbox of a harness -(unix socket)-> Gateway -> ScriptedEngine
 
-Their sandbox is made, stopped and captured by the code that serves every rollout.
+The same code as in a rollout makes, stops and captures their sandbox.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def renderer() -> TemplateRenderer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttackOutcome:
-    """What an agent left behind: its folder, and what its session holds."""
+    """Result of an attacking agent, with its session's trajectory."""
 
     result: AgentResult
     trajectory: Trajectory
@@ -50,7 +49,7 @@ class AttackOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedGateway:
-    """A gateway with a policy that always says the same, and agents that attack it."""
+    """A gateway with a constant policy, for attacking agents."""
 
     gateway: Gateway
     backend: SandboxBackend
@@ -59,7 +58,7 @@ class ScriptedGateway:
 
     @asynccontextmanager
     async def session(self, name: str) -> AsyncIterator[tuple[Session, Path]]:
-        """A session on a socket of its own. The caller seals it."""
+        """Open a session on its own socket. The caller seals it."""
         path = self.folder / name
         async with self.gateway.listen_unix(path):
             yield self.gateway.open_session(f"attack/{name}", seed=1, limits=LIMITS, listener=path), path

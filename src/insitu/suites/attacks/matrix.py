@@ -1,4 +1,4 @@
-"""Every attack, and what each cell of attack x runner must be. docs/attacks.md is made from here."""
+"""All attacks and the required cell of each attack and runner; source of the table in docs/attacks.md."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ RESIDUAL: Mapping[str, Mapping[int, str]] = {
         22: _FILE,
     },
 }
-"""Runner -> attack -> why a determined candidate may win there. Shown, never hidden."""
+"""Runner -> attack -> why a determined candidate may win."""
 
 _WORDS = {
     Outcome.UNRESOLVED: "R0",
@@ -62,14 +62,14 @@ _WORDS = {
 
 
 def runners() -> tuple[str, ...]:
-    """Those that the grader has, in the order of the matrix."""
+    """Return the runners of the matrix."""
     from insitu.grading.grader import RUNNERS as KNOWN
 
     return tuple(name for name in RUNNERS if name in KNOWN and name in RESIDUAL)
 
 
 def required(attack: Attack, runner: str) -> str:
-    """The cell in words: outcomes by variant, each once, or residual."""
+    """Return the text of a cell: outcomes of its variants, or `residual`."""
     if attack.id in RESIDUAL[runner]:
         return "residual"
     if attack.play is not None:
@@ -79,7 +79,7 @@ def required(attack: Attack, runner: str) -> str:
 
 
 def as_markdown() -> str:
-    """The matrix as a table, and the reasons of its residual cells."""
+    """Return the matrix as a table with the reasons of residual cells."""
     names = runners()
     lines = ["| # | attack | asked for | " + " | ".join(names) + " | fools |"]
     lines.append("|" + "---|" * (len(names) + 4))

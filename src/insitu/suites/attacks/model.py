@@ -1,9 +1,8 @@
-"""The words of the suite: a Move is what an agent leaves, a Variant pairs a cheat with its honest twin, an
-Attack is a numbered threat with its variants or with a play of its own.
+"""Types of the suite: Move (changes to a folder), Variant (cheat and honest twin), Attack (numbered threat).
 
-A cheat leaves the fault in place and must earn nothing; the twin does the same thing honestly, or solves the
-task with the same peculiarity, and must keep its reward. `naive` names the mistake of a careless grader that
-the cheat profits from: an attack that fools nobody proves nothing about who is not fooled.
+A cheat keeps the fault and must earn nothing. Its twin does the same thing honestly, or solves the task with
+the same peculiarity, and must keep its reward. `naive` names the mistake of a careless grader that pays the
+cheat: an attack that fools no grader proves nothing.
 """
 
 from __future__ import annotations
@@ -25,25 +24,24 @@ Section = Literal["tests", "verdict", "files", "leaks", "lifecycle"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """What is done to a work folder that holds the faulty module (a cheat) or the fixed one (a twin)."""
+    """Changes to a work folder with the faulty module (a cheat) or the fixed one (a twin)."""
 
     before: str = ""
-    """Python put before the module under test."""
+    """Python inserted before the module under test."""
     after: str = ""
-    """Python put behind it."""
+    """Python appended to it."""
     instead: str = ""
     """Python that replaces it; only for the reference subject."""
     files: Tree = field(default_factory=dict, repr=False)
     without: tuple[str, ...] = ()
     """Files removed."""
     executable: bool = False
-    """Whether the module under test gets the mode of a program."""
+    """Whether the module under test becomes executable."""
     script: str = ""
-    """Shell commands run in an agent's sandbox on that folder, before everything in it is killed and the
-    folder is captured; FIX is the fixed text of the module in their environment."""
+    """Shell commands run in an agent's sandbox before the capture; $FIX holds the fixed module."""
 
     def apply(self, tree: Tree, target: str) -> dict[str, FileEntry]:
-        """The folder after the move, but for the script."""
+        """Return the folder after the move, without the script."""
         left = {path: entry for path, entry in tree.items() if path not in self.without}
         if target in left and target not in self.without:
             source = self.instead or left[target].content.decode()
@@ -53,12 +51,12 @@ class Move:
         return left | dict(self.files)
 
     def inside(self, guard: str) -> Move:
-        """The same code behind a guard, for a twin that has it and does not do it where it is judged."""
+        """Return the move with its code behind a guard that is false while it is graded."""
         return replace(self, before=f"{guard}\n" + textwrap.indent(self.before.lstrip("\n"), "    "))
 
 
 def _after_futures(source: str) -> tuple[str, str]:
-    """A module in two parts, the first with what Python wants to have at the top."""
+    """Split a module after its `__future__` imports."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):
@@ -75,12 +73,12 @@ TAMPER: Outcomes = (Outcome.TAMPERED,)
 REFUSED: Outcomes = (Outcome.REFUSED,)
 TIMEOUT: Outcomes = (Outcome.TEST_TIMEOUT,)
 BY_SCRIPT: Mapping[str, Outcomes] = {"swebench_log": (*TIMEOUT, *R0), "harbor": (*TIMEOUT, *R0)}
-"""Where a script goes on after its tests were stopped, it may say that they failed."""
+"""A script that continues after its tests were killed may report a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way of doing an attack."""
+    """A variant of an attack."""
 
     name: str
     cheat: Move
@@ -89,14 +87,14 @@ class Variant:
     stdio_twin: Move | None = None
     """The twin under `stdio`, where a program that prints more than its answer is wrong; None = `twin`."""
     naive: Trust | None = None
-    """The mistake that rewards the cheat; None where another variant of the attack shows it."""
+    """The mistake that rewards the cheat; None if another variant shows it."""
     must: Outcomes = R0
-    """What may come of the cheat."""
+    """Allowed outcomes of the cheat."""
     per_runner: Mapping[str, Outcomes] = field(default_factory=dict)
-    """Where a runner says it otherwise."""
+    """Other outcomes by runner."""
     timeout_s: float = 10.0
     neighbour: bool = False
-    """Grade an honest solution beside the cheat, which must not suffer."""
+    """Grade an honest solution at the same time, which must not be affected."""
 
     def allowed(self, runner: str) -> Outcomes:
         return self.per_runner.get(runner, self.must)
@@ -104,7 +102,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """What came of an attack that has a play of its own. A word for the cheat, `defeated` or what it got."""
+    """Result of a play. `got`: `defeated`, or what the cheat got."""
 
     got: str
     twin: float | None
@@ -117,14 +115,14 @@ Play = Callable[["AttackRunner"], Awaitable[Played]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attack:
-    """A threat of the model, by its number there. Has variants, or a play where no tree can express it."""
+    """A numbered threat with variants, or with a play where no tree can express it."""
 
     id: int
     title: str
     section: Section
     expect: str
-    """The outcome that the threat model asks for, in its words."""
+    """Outcome required by the threat model."""
     variants: tuple[Variant, ...] = ()
     play: Play | None = None
     portable: bool = False
-    """Whether it can be tried on any Python task: nothing in it knows the reference subject."""
+    """Whether it runs on any Python task: independent of the reference subject."""

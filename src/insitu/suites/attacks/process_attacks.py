@@ -1,4 +1,4 @@
-"""41-50: what outlives the agent, what breaks the sandbox, and what plays on the statistics."""
+"""Attacks 41-50: late processes, broken sandboxes, and statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def _late(lab: AttackRunner, cheat: str, honest: str, naive: bool) -> Play
 
 
 async def background(lab: AttackRunner) -> Played:
-    """A process that goes on working after "done". The careless one captures when it gets round to it."""
+    """Run a process that continues after the end; the careless rollout captures late."""
     code = base64.b64encode(lab.subject.solved["app.py"].content).decode()
     cheat = _LATE.format(code=code)
     async with await lab.careless.create(SandboxSpec(files=lab.subject.task.files)) as sandbox:
@@ -46,7 +46,7 @@ async def background(lab: AttackRunner) -> Played:
 
 
 async def swap(lab: AttackRunner) -> Played:
-    """What is checked is not what is used. The careless one looks at the folder, then takes it."""
+    """Change the folder between check and use; the careless rollout reads it twice."""
     tests = base64.b64encode(b"def test_total():\n    pass\n").decode()
     flip = (
         "echo '#' >> app.py\n(while [ ! -e /tmp/go ]; do sleep 0.05; done; "
@@ -64,14 +64,14 @@ async def swap(lab: AttackRunner) -> Played:
                 break
     clean = checked["tests/test_app.py"] == files["tests/test_app.py"]
     naive = clean and await lab.naive.grade(used, "visible tests") == 1.0
-    # For insitu there is no moment between: what it checks is what it took, and nothing ran any more.
+    # insitu checks what it captured, after all processes are dead.
     race = flip.replace("while [ ! -e /tmp/go ]; do sleep 0.05; done", "sleep 0.02")
     fast = f"(while true; do ln -sf /etc/passwd app.py; echo {tests} | base64 -d > app.py; done) > /dev/null 2>&1 &\n"
     return await _late(lab, fast + race, write_fix(lab) + _SERVER, naive)
 
 
 async def empty_diff(lab: AttackRunner) -> Played:
-    """A row whose base passes: nothing must not be paid, and the row gate must say so."""
+    """Grade an empty diff on a row whose base passes; the row gate must refuse it."""
     subject = lab.subject
     solved = dict(subject.solved)
     plan = subject.task.grading
@@ -93,7 +93,7 @@ async def empty_diff(lab: AttackRunner) -> Played:
 
 
 async def mutated(lab: AttackRunner) -> Played:
-    """A task that changed between rollout and grade. The careless one grades whatever the store says now."""
+    """Change the task between rollout and grade; the careless grader uses the stored one."""
     task, got = lab.subject.task, "defeated"
     easier: tuple[Task, ...] = (
         replace(task, prompt="something easier"),

@@ -1,4 +1,4 @@
-"""Runs the matrix: every attack under every runner, its twins beside it, and the careless grader once."""
+"""Run the matrix: every attack and twin under every runner, and the careless grader once."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from insitu.suites.attacks.runner import AttackRunner, Cell, Failure, fool_the_n
 from insitu.suites.attacks.target import target_for
 
 AT_ONCE = 2
-"""Attacks under way: each holds a few sandboxes."""
+"""Concurrent attacks; each has a few sandboxes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttackReport:
-    """What came of a run of the suite."""
+    """Results of a run of the suite."""
 
     cells: tuple[Cell, ...]
     naive: tuple[Failure, ...]
-    """Attacks that fooled nobody."""
+    """Attacks that fooled no careless grader."""
     unfit: tuple[Failure, ...] = ()
-    """Tasks of a user's own that were not attacked; their id is 0."""
+    """The user's tasks that were not attacked, with id 0."""
 
     @property
     def attacks(self) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ class AttackReport:
         return tuple(sorted(found, key=lambda failure: (failure.id, failure.runner)))
 
     def by_runner(self, runner: str) -> tuple[int, int, int]:
-        """(defeated, residual, tried) of the attacks under one runner."""
+        """Return (defeated, residual, tried) for one runner."""
         mine = [cell for cell in self.cells if cell.runner == runner]
         failed = {cell.id for cell in mine if cell.failures}
         residual = {cell.id for cell in mine if cell.residual} - failed
@@ -45,7 +45,7 @@ class AttackReport:
         return len(defeated), len(residual), len({cell.id for cell in mine})
 
     def as_json(self) -> dict[str, object]:
-        """An attack counts as defeated when no cell of it failed and at least one runner leaves it no way."""
+        """Return the counts; an attack is defeated when no cell failed and at least one runner defeats it."""
         failed = {failure.id for failure in self.failures}
         beaten = {cell.id for cell in self.cells if cell.defeated} - failed
         return {
@@ -66,7 +66,7 @@ async def run_matrix(
     careless: SandboxBackend,
     tell: Callable[[Cell], None] = lambda cell: None,
 ) -> AttackReport:
-    """Try `attacks` on the reference subject. Each is shown to work on the careless grader once."""
+    """Run `attacks` on the reference subject, and each once on the careless grader."""
     cells: list[Cell] = []
     naive: list[Failure] = []
     gate = asyncio.Semaphore(AT_ONCE)

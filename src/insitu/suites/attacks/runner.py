@@ -1,4 +1,4 @@
-"""Where attacks are tried: one grader that must hold, one that must fall, and sandboxes in which agents work.
+"""Runs attacks against the real and the careless grader.
 
 Move -> (agent's sandbox -> kill_all -> capture) -> Grader -> outcome
                      \\-> NaiveGrader, in the same sandbox
@@ -24,7 +24,7 @@ NAIVE_WORK_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A cell that is not as required."""
+    """A cell with a wrong result."""
 
     id: int
     runner: str
@@ -34,14 +34,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What came of one attack under one runner."""
+    """Result of one attack under one runner."""
 
     id: int
     runner: str
     got: str
-    """The cheat's outcomes, one after the other where variants differ."""
+    """Outcomes of the cheats, each once."""
     residual: str = ""
-    """Why the cheat may win here; empty where it must not."""
+    """Why the cheat may win; "" where it must not."""
     defeated: bool = False
     twins: int = 0
     twins_ok: int = 0
@@ -49,12 +49,12 @@ class Cell:
 
 
 class AttackRunner:
-    """Tries moves on one subject. `careless` makes the sandboxes of the grader that must fall."""
+    """Grades moves on one subject; `careless` is the backend of the careless grader."""
 
     def __init__(self, backend: SandboxBackend, careless: SandboxBackend, subject: Target) -> None:
         self.backend, self.careless, self.subject = backend, careless, subject
         self.idle = 0.0
-        """What a folder earns in which nothing was done."""
+        """Reward of an untouched folder."""
         self.grader = Grader(backend, GradeConfig(remember=0))
         self.naive = NaiveGrader(
             careless,
@@ -70,7 +70,7 @@ class AttackRunner:
         return {"FIX": fixed, "TARGET": self.subject.target, "EXTERNAL": EXTERNAL}
 
     async def left(self, move: Move, *, solved: bool) -> Tree:
-        """The tree that an agent leaves which makes this move. Raises SandboxError."""
+        """Return the tree of an agent that makes this move. Raises SandboxError."""
         start = self.subject.solved if solved else self.subject.task.files
         tree = move.apply(start, self.subject.target)
         if not move.script:
@@ -99,7 +99,7 @@ class AttackRunner:
             self.grade(tree, variant.timeout_s), self.grade(self.subject.solved)
         )
         if beside.reward != 1.0:
-            raise SandboxError(f"a neighbour suffered: {beside.outcome}: {beside.reason}")
+            raise SandboxError(f"a neighbour was affected: {beside.outcome}: {beside.reason}")
         return verdict
 
     async def twin(self, variant: Variant) -> Verdict:
@@ -109,7 +109,7 @@ class AttackRunner:
         return await self.grade(await self.left(move, solved=True))
 
     async def fools(self, move: Move, trust: Trust, *, solved: bool = False) -> bool:
-        """Whether the careless grader pays for a move, or takes it for a failure of its own."""
+        """Return whether the careless grader pays for a move, or masks it."""
         reward = await self.naive_reward(move, trust, solved=solved)
         return reward is None if trust == "masking" else reward == 1.0
 
@@ -129,8 +129,7 @@ class AttackRunner:
 async def try_variants(
     lab: AttackRunner, attack: Attack, runner: str, residual: str, *, own: bool = False
 ) -> Cell:
-    """Every variant as cheat and as twin under one runner. `own`: on a task of the user's, where nothing that
-    was won is excused; how a cheat that nothing is promised about is lost does not matter."""
+    """Run every variant as cheat and as twin. `own`: a user's task, where a residual win is a failure too."""
     failures: list[Failure] = []
     seen: list[str] = []
     twins_ok = 0
@@ -171,7 +170,7 @@ async def try_variants(
 
 
 async def fool_the_naive(lab: AttackRunner, attack: Attack) -> tuple[Failure, ...]:
-    """Failures of variants that claim to fool the careless grader and do not."""
+    """Return the variants that do not fool the careless grader as they claim."""
     failures = []
     for variant in attack.variants:
         if variant.naive is not None and not await lab.fools(variant.cheat, variant.naive):
@@ -181,7 +180,7 @@ async def fool_the_naive(lab: AttackRunner, attack: Attack) -> tuple[Failure, ..
 
 
 async def try_play(lab: AttackRunner, attack: Attack, runner: str) -> tuple[Cell, bool]:
-    """An attack with a play of its own; and whether its careless counterpart was fooled."""
+    """Run a play; return its cell and whether the careless counterpart was fooled."""
     if attack.play is None:
         raise ValueError(f"attack {attack.id} has no play")
     try:

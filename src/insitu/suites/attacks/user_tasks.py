@@ -1,8 +1,7 @@
-"""The attacks that know nothing of the reference subject, tried on a user's own tasks.
+"""Portable attacks on a user's own tasks.
 
-The gold change of a task is the honest twin, its untouched folder with one comment more is what a cheat may
-earn at most. A cheat that earns more shows that the task's tests can be cheated, or the runner it asks for: a
-failed cell, also where the matrix of the reference subject promises nothing.
+The gold change is the honest twin. A cheat that earns more than the untouched folder is a failed cell, also
+where the matrix of the reference subject is residual.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from dataclasses import replace
 from insitu.config import Config
 from insitu.errors import GradeError, SandboxError, TaskError
 from insitu.grading.diff import changes, is_protected
-from insitu.grading.grader import runner_for, solution
+from insitu.grading.grader import runner_for
+from insitu.grading.oracles import solution
 from insitu.runtime.agents import limits_of
 from insitu.sandbox.base import SandboxBackend
 from insitu.suites.attacks.matrix import RESIDUAL
@@ -30,9 +30,11 @@ from insitu.types import Oracle, Task
 def user_targets(
     config: Config, name: str, count: int, tell: Callable[[str], None] = lambda line: None
 ) -> list[Target]:
-    """The first tasks, of the training split and then of the other, that can be attacked; `name` is what
-    errors call their source, `tell` gets a line for each that is left out. Raises TaskError and
-    ConfigError."""
+    """Return the first tasks that can be attacked, of the training split first.
+
+    `name`: of the source, for errors; `tell`: called for each task that is left out. Raises TaskError,
+    ConfigError.
+    """
     source = open_source(config, limits_of(config), runner_for)
     found, left_out = list[Target](), list[str]()
     splits: tuple[Split, ...] = ("train", "eval")
@@ -51,7 +53,7 @@ def user_targets(
 
 
 def as_target(task: Task, oracle: Oracle) -> Target:
-    """Raises TaskError when nothing of Python is changed by the gold, or its base is not on the host."""
+    """Return the target. Raises TaskError without a gold Python change or without files on the host."""
     if not task.files:
         raise TaskError(f"task {task.id}: its files are in an image; attacks need them on the host")
     if not (oracle.gold or oracle.gold_patch):
@@ -70,8 +72,7 @@ async def run_user_tasks(
     backend: SandboxBackend,
     tell: Callable[[Cell], None] = lambda cell: None,
 ) -> AttackReport:
-    """Try what is portable of `attacks` on each subject. One that its gold does not solve, or that its base
-    does, is not attacked and told as unfit, and so is one whose sandboxes fail before an attack."""
+    """Run the portable attacks on each subject; one that does not validate is reported as unfit."""
     cells: list[Cell] = []
     unfit: list[Failure] = []
     gate = asyncio.Semaphore(AT_ONCE)
@@ -102,7 +103,7 @@ async def run_user_tasks(
 
 
 def _unfit(task: Task, reason: str) -> Failure:
-    """Where a task is not attacked: no attack has number 0."""
+    """Return the failure of a task that was not attacked; its id is 0."""
     got = " ".join(reason.split()).removeprefix(f"task {task.id}: ")
     expected = f"task {task.id}, its base fails and its gold passes"
     return Failure(id=0, runner=task.grading.runner, expected=expected, got=got)

@@ -1,4 +1,4 @@
-"""20-27: what a candidate does to the channel on which a verdict travels."""
+"""Attacks 20-27: on the channel of the verdict."""
 
 from __future__ import annotations
 

@@ -106,13 +106,13 @@ class ScriptedPolicy:
             said = f"[[summary {self._summaries}]] {PROMPT} Most of it is done."
             return "summary", ScriptedReply(text=tools.summary.format(said))
         # Some agents insert a summary as a user message, some as an assistant message.
-        told = seen.texts("user", "system", "assistant")
-        if MAIN not in told:
-            part = _PART.search(told)
+        text = seen.texts("user", "system", "assistant")
+        if MAIN not in text:
+            part = _PART.search(text)
             return ("part", self._part(part[1], seen)) if part else ("other", ScriptedReply(text="A task"))
         if self.tools is OWN_AGENT:
             self.tools = tools_from_schemas(seen.tools)
-        shown = [int(number) for number in _SUMMARY.findall(told)]
+        shown = [int(number) for number in _SUMMARY.findall(text)]
         self.compactions = max([self.compactions, *(n for n in shown if n <= self._summaries)])
         return "main", self._next(seen)
 

@@ -1,8 +1,6 @@
-"""A solution that is a program becomes a tree: it is run in a sandbox of its own, as an agent's work would
-be.
+"""Turns a solution program (solve.sh) into a gold tree, by a run in a sandbox.
 
-What it changes outside the work folder is lost, as it is for an agent. Nothing of the sandbox but the tree is
-used, and only `insitu tasks validate` asks for it.
+Changes outside of the work folder are lost, as for an agent.
 """
 
 from __future__ import annotations
@@ -20,8 +18,10 @@ MAX_BYTES, MAX_FILES = 512 << 20, 200_000
 
 
 async def with_gold(backend: SandboxBackend, task: Task, oracle: Oracle) -> Oracle:
-    """The oracle with the tree that its solve.sh leaves, where it has no other gold. Raises TaskError when
-    the program fails, SandboxError when the sandbox does."""
+    """Return the oracle with the tree of its solve.sh, where it has no other gold.
+
+    Raises TaskError when the program fails, SandboxError.
+    """
     if oracle.gold or oracle.gold_patch or not oracle.solve:
         return oracle
     spec = SandboxSpec(
@@ -40,7 +40,7 @@ async def with_gold(backend: SandboxBackend, task: Task, oracle: Oracle) -> Orac
         for path, entry in oracle.solve.items():
             executable = entry.executable or path == "solve.sh"
             await sandbox.put(f"{SOLUTION_AT}/{path}", entry.content, executable=executable)
-        # By its own first line; a script without one is bash's, which runs it when the kernel cannot.
+        # By its shebang; bash runs a script without one.
         argv = ["bash", "-c", f"exec {SOLUTION_AT}/solve.sh"]
         done = await sandbox.exec(argv, timeout_s=task.limits.wall_s, env=oracle.solve_env)
         if done.exit_code != 0:
@@ -50,5 +50,5 @@ async def with_gold(backend: SandboxBackend, task: Task, oracle: Oracle) -> Orac
         after = await sandbox.get_tree(max_bytes=MAX_BYTES, max_files=MAX_FILES)
     changed, deleted = changes(before, after)
     if deleted and not changed:
-        raise TaskError(f"task {task.id}: the solution only deletes files, which a gold tree cannot say")
+        raise TaskError(f"task {task.id}: the solution only deletes files, which a gold tree cannot express")
     return replace(oracle, gold=changed)

@@ -1,9 +1,9 @@
-"""`insitu tasks`: look at a data set, and find out which of its tasks can be trusted.
+"""`insitu tasks`: list a data set and validate its tasks.
 
     source -> (task, oracle) -> Grader.validate: base fails, solution passes, N times -> gate file
 
-A finding is stored with the task's hash and the image it was found in; what is settled is not run again. An
-infrastructure failure settles nothing and says nothing about the task. Called by the CLI.
+A finding is stored with the task's hash and image, and is not run again, unless it is an infrastructure
+failure.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from insitu.tasks.factory import open_source
 from insitu.types import Oracle, Task
 
 GENERATED_TASKS = 64
-"""Tasks of an endless source that are looked at when no number is given."""
+"""Default number of tasks of an endless source."""
 KEEP_EVERY_S = 5.0
-"""Seconds between two writes of the gate file while validation runs."""
+"""Interval of writes of the gate file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidateOptions:
-    """What of a validation is not in the configuration."""
+    """Options of a validation that are not in the configuration."""
 
     repeats: int = 3
     allowlist: Path
@@ -77,20 +77,20 @@ def _chosen(items: Iterator[Item], ids: Sequence[str]) -> Iterator[Item]:
 
 
 def validate(config: Config, options: ValidateOptions, stream: TextIO) -> Mapping[str, Any]:
-    """Validate every task that is not settled; the counts, and what did not pass. Raises InsituError."""
+    """Validate every task that is not settled; return counts and failures. Raises InsituError."""
     return run_interruptible(_validate(config, options, stream))
 
 
 async def _validate(config: Config, options: ValidateOptions, stream: TextIO) -> Mapping[str, Any]:
     items, source = items_of(config, options.limit, options.ids)
-    book = _Book(options, stream)
+    gate = _GateFile(options, stream)
     settings = GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers)
     waiting: asyncio.Queue[Item] = asyncio.Queue(maxsize=2 * config.grade.workers)
 
     async def work(grader: Grader, backend: SandboxBackend) -> None:
         while True:
             item = await waiting.get()
-            book.put(item.task, await check_item(grader, backend, item, options.repeats))
+            gate.put(item.task, await check_item(grader, backend, item, options.repeats))
             waiting.task_done()
 
     try:
@@ -99,10 +99,10 @@ async def _validate(config: Config, options: ValidateOptions, stream: TextIO) ->
             grader = Grader(pool, settings)
             workers = [group.create_task(work(grader, pool)) for _ in range(config.grade.workers)]
             for item in items:
-                if book.settled(item.task):
+                if gate.settled(item.task):
                     continue
                 if (found := unplaced(config, item.task)) is not None:
-                    book.put(item.task, found)
+                    gate.put(item.task, found)
                 else:
                     await waiting.put(item)
             await waiting.join()
@@ -110,12 +110,12 @@ async def _validate(config: Config, options: ValidateOptions, stream: TextIO) ->
                 worker.cancel()
     finally:
         with contextlib.suppress(TaskError):
-            book.keep()
-    return _summary(book.seen, source, options)
+            gate.keep()
+    return _summary(gate.seen, source, options)
 
 
-class _Book:
-    """The gate file while it is being added to."""
+class _GateFile:
+    """The gate file during a validation."""
 
     def __init__(self, options: ValidateOptions, stream: TextIO) -> None:
         self._options, self._stream = options, stream
@@ -144,7 +144,7 @@ class _Book:
 
 
 def unplaced(config: Config, task: Task) -> TaskFinding | None:
-    """The finding on a task that has no place in the sandboxes of [sandbox]: in others it may have one."""
+    """Return the finding on a task that the sandboxes of [sandbox] cannot run, else None."""
     try:
         check_tasks(config, [task])
     except ConfigError as error:
@@ -154,7 +154,7 @@ def unplaced(config: Config, task: Task) -> TaskFinding | None:
 
 
 async def check_item(grader: Grader, backend: SandboxBackend, item: Item, repeats: int) -> TaskFinding:
-    """The finding on one task. Never raises for what a task or a sandbox can do."""
+    """Return the finding on one task; failures of task and sandbox are findings."""
     task, oracle = item.task, item.oracle
     if not (oracle.gold or oracle.gold_patch or oracle.solve):
         reason = "the row has no solution to try"
@@ -207,7 +207,7 @@ def _summary(
 
 
 def list_tasks(config: Config, limit: int = 0) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
-    """One row per task, and what the set holds. Nothing of an oracle is in it but counts."""
+    """Return one row per task and the totals; of an oracle only counts."""
     items, source = items_of(config, limit)
     rows: list[Mapping[str, Any]] = [
         {
@@ -231,7 +231,7 @@ def list_tasks(config: Config, limit: int = 0) -> tuple[list[Mapping[str, Any]],
 
 
 def show_task(config: Config, task_id: str, *, tests: bool = False) -> Mapping[str, Any]:
-    """What an agent is given for a task; with `tests` what is required of it too. Raises TaskError."""
+    """Return what an agent gets for a task, with `tests` also the requirements. Raises TaskError."""
     item = next(items_of(config, 0, [task_id])[0])
     task: Task = item.task
     hidden = {"required": required(item.oracle)} if tests else {}
@@ -255,7 +255,7 @@ def show_task(config: Config, task_id: str, *, tests: bool = False) -> Mapping[s
 
 
 def required(oracle: Oracle) -> list[str]:
-    """What a solution is judged by, one line each: ids of tests, cases or commands."""
+    """Return the requirements of a solution, one line each: test ids, cases or commands."""
     tests = oracle.tests
     found = [f"fail_to_pass {name}" for name in tests.fail_to_pass]
     found += [f"pass_to_pass {name}" for name in tests.pass_to_pass]

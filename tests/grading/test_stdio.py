@@ -280,7 +280,7 @@ async def test_a_checker_of_the_users_own_decides(grader: Grader) -> None:
     name = f"{__name__}:any_order"
     solved = await judge(grader, make(checker=name), GOOD)
     assert solved.outcome is Outcome.RESOLVED, solved
-    with pytest.raises(TaskError, match=r"tasks\.checker: .*has no function nothing"):
+    with pytest.raises(TaskError, match=r"tasks\.checker: .*has no attribute nothing"):
         runner_for(*make(checker=f"{__name__}:nothing"))
 
 

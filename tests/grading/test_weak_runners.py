@@ -208,7 +208,7 @@ async def test_what_is_no_reward_file_earns_nothing(grader: Grader, script: str,
     "content",
     ["NaN", "Infinity", "1e309", "2.0", "-1", "1_0", "\u0661",
      '"1.0"', "1" * 4000, '{"reward": 1, "reward": 0}', "[1]",
-     '{"a": 1, "b": 0}', "null", "", "{", '{"reward": "1"}', "1.0.0", "[" * 3000],
+     '{"a": 1, "b": 0}', "null", "true", "", "{", '{"reward": "1"}', "1.0.0", "[" * 3000],
 )  # fmt: skip
 def test_a_reward_is_a_plain_number_from_0_to_1(content: str) -> None:
     for is_json in (True, False):

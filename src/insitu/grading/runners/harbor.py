@@ -105,6 +105,8 @@ def read_reward(content: bytes, *, is_json: bool) -> float:
         if "reward" not in value and len(value) != 1:
             raise ValueError("an object without `reward`")
         value = value["reward"] if "reward" in value else next(iter(value.values()))
+    elif isinstance(value, bool):
+        raise ValueError("a bool is no number")  # as a value of an object Harbor accepts it
     if not isinstance(value, int | float):
         raise ValueError(f"a {type(value).__name__} is no number")
     return _bounded(value)

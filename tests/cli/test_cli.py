@@ -329,6 +329,8 @@ SUMMARY = {
     "updates": 0,
     "rollouts": 0,
     "max_logprob_gap": 1e-6,
+    "max_logprob_gap_seen": 1e-6,
+    "mismatched": 0,
 }
 
 

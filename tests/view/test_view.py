@@ -371,6 +371,8 @@ SUMMARY = {
     "updates": 2,
     "rollouts": 12,
     "max_logprob_gap": 1e-6,
+    "max_logprob_gap_seen": 1e-6,
+    "mismatched": 0,
 }
 
 

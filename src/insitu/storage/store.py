@@ -111,7 +111,7 @@ class Store(Lifecycle):
             return {row["rollout_id"]: row["n"] for row in db.execute(grouped, bounds)}
 
     def attempts_by_end(self) -> dict[str, int]:
-        """Count attempts by end, see `storage.attempts`; empty for directories of older versions."""
+        """Count attempts by end, see `storage.attempts`."""
         with self._reading() as db:
             return count_attempts(db)
 

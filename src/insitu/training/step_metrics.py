@@ -55,7 +55,7 @@ def ahead_summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not asynchronous:
         return {}
     total = {name: sum(m[name] for m in asynchronous) for name in ("wasted_s", "rollout_s", "waited_s")}
-    whole_s = sum(m.get("cycle_s", m["step_s"]) for m in asynchronous)
+    whole_s = sum(m["cycle_s"] for m in asynchronous)
     return {
         "staleness_max": max(m["staleness_max"] for m in asynchronous),
         "wasted": round(total["wasted_s"] / (total["rollout_s"] or 1.0), 4),

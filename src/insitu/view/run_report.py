@@ -48,13 +48,13 @@ def report_of(
         ledger=Ledger(**summary["ledger"]),
         wall_s=summary["wall_s"],
         steps=summary["rl_steps"],
-        updates=summary.get("updates", summary["rl_steps"]),
+        updates=summary["updates"],
         rollouts=summary["rollouts"],
-        max_logprob_gap=summary.get("max_logprob_gap_seen", summary["max_logprob_gap"]),
-        mismatched=summary.get("mismatched", 0),
+        max_logprob_gap=summary["max_logprob_gap_seen"],
+        mismatched=summary["mismatched"],
         categories={name: (before.get(name, none), after.get(name, none)) for name in categories},
         shown=tuple(shown),
-        untrained=() if summary.get("updates", 1) or not summary["rl_steps"] else tuple(_untrained(store)),
+        untrained=() if summary["updates"] or not summary["rl_steps"] else tuple(_untrained(store)),
         curve=run_dir / CURVE,
     )
 

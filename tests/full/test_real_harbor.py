@@ -88,7 +88,10 @@ def test_the_real_interface_is_the_one_that_the_adapter_and_the_fake_have(
     binaries.mkdir()
     (binaries / "docker").write_text("#!/bin/sh\nexit 0\n")
     (binaries / "docker").chmod(0o755)
-    env = {**os.environ, "PYTHONPATH": str(Path(insitu.__file__).parent.parent)}
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{Path(insitu.__file__).parent.parent}{os.pathsep}{Path(__file__).parents[2]}",
+    }
     env["PATH"] = f"{binaries}{os.pathsep}{env['PATH']}"
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:

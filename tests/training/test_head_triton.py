@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import torch
 torch.set_num_threads(1)
-from insitu.training.loss import triton_kernels as kernels, objective, tiles
+from insitu.training.loss import chunked_logits as tiles, fused_head, triton_kernels as kernels
 
 torch.manual_seed(0)
 tiles.CPU_TILE, kernels.BLOCK = (5, 48), 32
@@ -32,9 +32,9 @@ assert (over > 2 * tiles.SLACK).any(), over
 def run(kernels):
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     loss = lambda logp, part: factor[part] * logp.square()
-    out = objective.objective(h, w, targets, 0.7, loss, kernels=kernels)
+    out = fused_head.objective(h, w, targets, 0.7, loss, kernels=kernels)
     fused = torch.autograd.grad(out.total, [h, w])
-    scores = objective.scores(h, w, targets, 0.7, kernels)
+    scores = fused_head.scores(h, w, targets, 0.7, kernels)
     split = torch.autograd.grad((factor * scores.logp.square()).sum(), [h, w])
     assert torch.equal(scores.best, out.scores.best)
     return [out.scores.logp, out.scores.entropy, *fused, scores.logp.detach(), scores.entropy, *split]

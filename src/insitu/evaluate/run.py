@@ -148,14 +148,14 @@ async def _fill(
     """Run the undecided rollouts."""
     remove_stale_scratch()
     view.stage("starting the engine and the agents")
-    async with open_backend(run, prepared.renderer, view.note, options.sampler) as opened:
+    async with (
+        open_backend(run, prepared.renderer, view.note, options.sampler) as opened,
+        open_runtime(run.config, opened.backend, prepared.source, prepared.setup, view.note) as runtime,
+    ):
         await opened.check()
-        async with open_runtime(
-            run.config, opened.backend, prepared.source, prepared.setup, view.note
-        ) as runtime:
-            store.set_meta(AGENT, runtime.harness.name)
-            store.set_meta(AGENT_VERSION, runtime.harness.version)
-            await _collect(run, store, runtime, opened.check, prepared, view, clock)
+        store.set_meta(AGENT, runtime.harness.name)
+        store.set_meta(AGENT_VERSION, runtime.harness.version)
+        await _collect(run, store, runtime, opened.check, prepared, view, clock)
 
 
 async def _collect(

@@ -84,10 +84,13 @@ async def collected(
     breaker: int = 20,
     *,
     check: Check = nothing_to_check,
+    version: int = 0,
     **changes: Any,
 ) -> Sequence[Group]:
     options = CollectOptions(**{"seed": 5, "group_size": 4, "pause_s": 0.001, **changes})
-    return await collect_groups(attempts, sink, Quiet(), Breaker(breaker), options, tasks, check=check)
+    return await collect_groups(
+        attempts, sink, Quiet(), Breaker(breaker), options, tasks, check=check, version=version
+    )
 
 
 async def test_groups_keep_task_and_slot_order_although_attempts_end_in_another() -> None:
@@ -136,6 +139,15 @@ async def test_a_slot_that_is_held_is_not_run_again() -> None:
     groups = await collected(attempts, Memory({held.id: held}), TASKS[:1])
     assert groups[0].rollouts[2] is held
     assert held.id not in {spec.rollout_id for spec in attempts.specs}
+    assert len(attempts.specs) == 3
+
+
+async def test_a_held_slot_counts_under_the_later_version_of_a_restarted_engine() -> None:
+    spec = AttemptSpec(rollout_id="train/00001/000/02", task=TASKS[0], seed=5)
+    held = with_tokens(fake_rollout(spec, 0.5), 0, 0)
+    attempts = FakeAttempts(lambda spec: 0.0)
+    groups = await collected(attempts, Memory({held.id: held}), TASKS[:1], version=1)
+    assert groups[0].rollouts[2] is held
     assert len(attempts.specs) == 3
 
 

@@ -194,7 +194,10 @@ class Collector:
         if resumed is None:
             self._sink.plan(slots, task.id, self._state.version)
             self._tally.drawn += 1
-        elif too_old(pending.oldest, self._state.version, self._options.max_staleness):
+        elif self._options.max_staleness and too_old(
+            pending.oldest, self._state.version, self._options.max_staleness
+        ):
+            # A resumed synchronous batch has the same weights, maybe under a later version of a restarted engine.
             self._drop(pending, "stale")
             return
         self._state.active[number] = pending

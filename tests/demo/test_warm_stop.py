@@ -18,7 +18,7 @@ PROGRAM = """
 import sys
 from insitu.config import WARM_START
 from insitu.cli import main
-from insitu.demo import warm_start as warm
+from insitu.demo import make_warm_start as warm
 from insitu.demo.sft_data import read_recorded
 from insitu.chat.load import load_renderer
 

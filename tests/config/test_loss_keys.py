@@ -54,8 +54,7 @@ def test_a_key_without_meaning_is_refused(key: str) -> None:
     [
         (
             {"loss": "gspo", "ratio": "sampler", "correction": "tis"},
-            "correction = 'tis' corrects a ratio against the trainer's log-probabilities before the step,"
-            " which loss = 'gspo' with ratio = 'sampler' does not have",
+            "correction = 'tis' needs a loss with ratio = 'trainer', not loss = 'gspo' with ratio =",
         ),
         ({"loss": "dppo", "correction": "icepop"}, "correction has no effect with loss = 'dppo'"),
         (

@@ -102,7 +102,10 @@ def test_without_the_shim_a_text_is_the_end(tmp_path: Path) -> None:
 
 
 def test_tools_that_cannot_be_end_the_run_before_it_begins(tmp_path: Path) -> None:
-    for tools, said in (([{**REPORT, "name": "step"}], "not a name"), ([{"name": "a"}], "Field required")):
+    for tools, said in (
+        ([{**REPORT, "name": "step"}], "valid tool name"),
+        ([{"name": "a"}], "Field required"),
+    ):
         with pytest.raises(ConfigError, match=said):
             run(tmp_path, Scripted(), tool_file(tmp_path, *tools))
 
@@ -110,8 +113,8 @@ def test_tools_that_cannot_be_end_the_run_before_it_begins(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["gateway.shim_whole_text=true"], "have no effect without shim_tool"),
-        (["gateway.shim_argument=cmd"], "have no effect without shim_tool"),
+        (["gateway.shim_whole_text=true"], "has no effect with shim_tool = ''"),
+        (["gateway.shim_argument=cmd"], "has no effect with shim_tool = ''"),
         (["gateway.tools=a.json", "harness.agent=single_turn"], "gateway.tools has no effect with harness"),
         (
             ["gateway.shim_tool=bash", "engine.kind=upstream", "engine.url=http://a", "engine.model=m"],

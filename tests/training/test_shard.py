@@ -218,7 +218,7 @@ def test_what_cannot_be_sharded_is_refused_with_its_key() -> None:
     ]:
         with pytest.raises(ConfigError, match=match):
             load_config(None, overrides)
-    with pytest.raises(ConfigError, match=r"train\.shard needs ranks > 1"):
+    with pytest.raises(ValueError, match=r"train\.shard needs ranks > 1"):
         TrainConfig(shard=True)
 
 

@@ -197,7 +197,7 @@ class Collector:
         elif self._options.max_staleness and too_old(
             pending.oldest, self._state.version, self._options.max_staleness
         ):
-            # A resumed synchronous batch has the same weights, maybe under a later version of a restarted engine.
+            # A resumed synchronous batch has the same weights, if under a later version of the engine.
             self._drop(pending, "stale")
             return
         self._state.active[number] = pending

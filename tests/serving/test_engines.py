@@ -211,7 +211,7 @@ async def test_a_provider_is_served_and_its_text_is_recorded(tmp_path: Path) -> 
         (["engine.kind=external", "engine.key_env=NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
         (["engine.kind=upstream", "engine.url=http://x"], "needs model"),
         (["engine.kind=upstream", "engine.url=http://x", "engine.model=m", "engine.max_cost=1"], "max_cost"),
-        (["engine.kind=vlm"], "engine.kind: input should be"),
+        (["engine.kind=vlm"], "did you mean vllm?"),
     ],
 )
 def test_what_a_person_gets_wrong(

@@ -10,17 +10,18 @@ import pytest
 import torch
 
 from benchmarks import tree
-from benchmarks._tree_rows import Line, Work, rows_of
+from benchmarks._tree_rows import Work, rows_of
 from benchmarks.tree import SMALL, operations
 from insitu.training.attention.tree import TreeAttend
 from insitu.training.plan.prefix_tree import build_tree
+from insitu.training.plan.step import PlanRow
 
 pytestmark = pytest.mark.numeric
 
 TINY = Work(tokens=3000, group_size=4, system=40, task=6, turns=(4, 8), observation=16, reply=5)
 
 
-def trained(rows: list[Line]) -> int:
+def trained(rows: list[PlanRow]) -> int:
     return sum(int(r.mask.sum()) for r in rows)
 
 

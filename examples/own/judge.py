@@ -9,7 +9,6 @@ attempt is then an infrastructure failure and is retried, never a rollout with r
 """
 
 import asyncio
-import functools
 import hashlib
 import json
 import os
@@ -29,13 +28,6 @@ Task: {prompt}
 CACHE = Path(os.environ.get("JUDGE_CACHE", "judge-cache"))
 PER_MINUTE = 120
 WEIGHT = 0.2
-
-
-@functools.cache  # all calls of a run share one event loop, so they can share one client
-def client() -> AsyncOpenAI:
-    return AsyncOpenAI(
-        base_url=os.environ["JUDGE_URL"], api_key=os.environ.get("JUDGE_KEY", "none"), max_retries=5
-    )
 
 
 class Pace:
@@ -60,9 +52,11 @@ async def ask(prompt: str) -> str:
     if file.exists():
         return json.loads(file.read_text())["reply"]
     await pace.wait()
-    done = await client().chat.completions.create(
-        model=model, messages=[{"role": "user", "content": prompt}], temperature=0
-    )
+    url, key = os.environ["JUDGE_URL"], os.environ.get("JUDGE_KEY", "none")
+    async with AsyncOpenAI(base_url=url, api_key=key, max_retries=5) as client:
+        done = await client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": prompt}], temperature=0
+        )
     reply = done.choices[0].message.content or ""
     CACHE.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"reply": reply}))

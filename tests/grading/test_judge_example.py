@@ -33,7 +33,6 @@ async def provider(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIter
         monkeypatch.setattr(module, "CACHE", tmp_path / "cache")
         monkeypatch.setattr(module, "PER_MINUTE", 60_000)
         yield provider
-        module.client.cache_clear()
 
 
 def finished(number: int = 0, **more: Any) -> FinishedRollout:

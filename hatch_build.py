@@ -15,7 +15,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#)([^)]+)\)")
 
 
 def for_index(readme: str, source: str = "") -> str:
-    """The text with its relative links resolved or taken out; images without an address are dropped."""
+    """Return the text with its relative links resolved or removed; images without an address are dropped."""
 
     def resolved(link: re.Match[str]) -> str:
         mark, text, path = link.groups()

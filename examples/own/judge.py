@@ -58,9 +58,13 @@ async def ask(prompt: str) -> str:
             model=model, messages=[{"role": "user", "content": prompt}], temperature=0
         )
     reply = done.choices[0].message.content or ""
-    CACHE.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"reply": reply}))
+    save(file, reply)
     return reply
+
+
+def save(file: Path, reply: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"reply": reply}))
 
 
 async def reward(rollout: insitu.FinishedRollout) -> dict[str, float]:

@@ -54,7 +54,7 @@ def test_a_key_without_meaning_is_refused(key: str) -> None:
     [
         (
             {"loss": "gspo", "ratio": "sampler", "correction": "tis"},
-            "correction = 'tis' needs a loss with ratio = 'trainer', not loss = 'gspo' with ratio =",
+            "correction = 'tis' corrects ratio = 'trainer', which loss = 'gspo' with ratio =",
         ),
         ({"loss": "dppo", "correction": "icepop"}, "correction has no effect with loss = 'dppo'"),
         (

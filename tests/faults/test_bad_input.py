@@ -51,7 +51,7 @@ def test_a_corrected_ratio_without_its_log_probabilities_is_a_wrong_configuratio
         "--plain",
     ]
     line = line_of(2, capsys, "train", "examples/demo.toml", *options)
-    assert f"correction = '{correction}' needs a loss with ratio = 'trainer'" in line
+    assert f"correction = '{correction}' corrects ratio = 'trainer', which" in line
     assert not (tmp_path / "run").exists()
 
 

@@ -345,7 +345,7 @@ def test_choices_that_cannot_be_are_refused() -> None:
         LossConfig(dual_clip=0.5)
     for name, ratio in (("dppo", "trainer"), ("ppo_clip", "sampler"), ("gspo", "sampler")):
         with pytest.raises(
-            ValueError, match=f"correction = 'tis' corrects a ratio .* which loss = '{name}' with"
+            ValueError, match=f"correction = 'tis' corrects ratio = 'trainer', which loss = '{name}' with"
         ):
             LossConfig(loss=name, ratio=ratio, correction="tis")  # type: ignore[arg-type]
     LossConfig(loss="decoupled", correction="tis")

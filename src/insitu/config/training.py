@@ -122,8 +122,8 @@ class LossConfig(Keys):
     def _has_bounds(self) -> Self:
         if self.correction != "none" and not self.trainer_ratio:
             raise ValueError(
-                f"correction = {self.correction!r} needs a loss with ratio = 'trainer',"
-                f" not loss = {self.loss!r} with ratio = {self.ratio!r}"
+                f"correction = {self.correction!r} corrects ratio = 'trainer',"
+                f" which loss = {self.loss!r} with ratio = {self.ratio!r} does not use"
             )
         if wrong := wrong_bounds(self.correction, self.correction_low, self.correction_high):
             raise ValueError(wrong)

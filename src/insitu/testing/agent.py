@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from insitu.chat.renderer import ChatRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
+from insitu.storage.temp_dirs import scratch_folder
 from insitu.suites.conformance.exactness import training_faults
 from insitu.suites.open_renderer import open_renderer
 from insitu.types import FileEntry, IntArray, Limits, Message, RequestKey, Task, Trajectory
@@ -56,7 +58,6 @@ class AgentContract:
         self,
         harness: Harness,
         renderer: ChatRenderer,
-        folder: Path,
         prompt: str = "Say that you are done.",
         *,
         wall_s: float = 0.0,
@@ -73,11 +74,14 @@ class AgentContract:
         task = Task(id="contract", prompt=prompt, files=FILES, limits=limits)
         answer = policy or (lambda ids, key: self.final_message)
         engine = ScriptedEngine(renderer, answer, sampled=True, delay_s=delay_s)
-        path = folder.with_suffix(".sock")
-        async with Gateway(TokenBackend(engine, renderer)) as gateway, gateway.listen_unix(path):
+        async with AsyncExitStack() as stack:
+            # Unix socket paths are limited to 107 bytes.
+            path = stack.enter_context(scratch_folder()) / "gateway"
+            gateway = await stack.enter_async_context(Gateway(TokenBackend(engine, renderer)))
+            await stack.enter_async_context(gateway.listen_unix(path))
             # The worker stops the agent, not the session: its own wall time is longer.
             session = gateway.open_session(
-                f"contract/{folder.name}", seed=1, limits=limits.changed(wall_s=3600.0), listener=path
+                f"contract/{path.parent.name}", seed=1, limits=limits.changed(wall_s=3600.0), listener=path
             )
             access = ModelAccess(
                 public_id=session.public_id,
@@ -93,24 +97,18 @@ class AgentContract:
             result=result, trajectory=trajectory, engine=engine, prompts=prompts, secret=session.secret
         )
 
-    async def test_a_run_ends_by_itself(
-        self, harness: Harness, renderer: ChatRenderer, tmp_path: Path
-    ) -> None:
-        run = await self.run(harness, renderer, tmp_path / "a")
+    async def test_a_run_ends_by_itself(self, harness: Harness, renderer: ChatRenderer) -> None:
+        run = await self.run(harness, renderer)
         assert run.result.exit == "finished", run.result.detail or run.result.log.decode(errors="replace")
         assert run.engine.sent, "the agent made no model call"
         assert run.result.tree["app.py"] == FILES["app.py"]
 
-    async def test_the_prompt_reaches_the_model(
-        self, harness: Harness, renderer: ChatRenderer, tmp_path: Path
-    ) -> None:
-        run = await self.run(harness, renderer, tmp_path / "a", "Say the word zanzibar.")
+    async def test_the_prompt_reaches_the_model(self, harness: Harness, renderer: ChatRenderer) -> None:
+        run = await self.run(harness, renderer, "Say the word zanzibar.")
         assert any("zanzibar" in prompt for prompt in run.prompts)
 
-    async def test_every_token_is_in_the_ledger(
-        self, harness: Harness, renderer: ChatRenderer, tmp_path: Path
-    ) -> None:
-        run = await self.run(harness, renderer, tmp_path / "a")
+    async def test_every_token_is_in_the_ledger(self, harness: Harness, renderer: ChatRenderer) -> None:
+        run = await self.run(harness, renderer)
         replies = {key.turn: reply for key, reply in run.engine.answers.items()}
         assert list(training_faults(run.trajectory, replies)) == []
         ledger = run.trajectory.ledger
@@ -118,29 +116,23 @@ class AgentContract:
         assert ledger.captured == sum(len(reply.ids) for reply in replies.values())
         assert ledger.trained > 0, dict(ledger.excluded)
 
-    async def test_a_timeout_stops_the_agent(
-        self, harness: Harness, renderer: ChatRenderer, tmp_path: Path
-    ) -> None:
-        run = await self.run(harness, renderer, tmp_path / "a", wall_s=2.0, delay_s=600.0)
+    async def test_a_timeout_stops_the_agent(self, harness: Harness, renderer: ChatRenderer) -> None:
+        run = await self.run(harness, renderer, wall_s=2.0, delay_s=600.0)
         assert run.result.exit == "timeout"
         assert run.result.tree["app.py"] == FILES["app.py"]
 
     async def test_the_secret_is_in_no_log_or_artifact(
-        self, harness: Harness, renderer: ChatRenderer, tmp_path: Path
+        self, harness: Harness, renderer: ChatRenderer
     ) -> None:
-        run = await self.run(harness, renderer, tmp_path / "a")
+        run = await self.run(harness, renderer)
         secret = run.secret.encode()
         assert secret not in run.result.log
         assert run.secret not in run.result.detail
         assert not [path for path, content in run.result.artifacts.items() if secret in content]
 
-    async def test_concurrent_runs_do_not_mix(
-        self, harness: Harness, renderer: ChatRenderer, tmp_path: Path
-    ) -> None:
+    async def test_concurrent_runs_do_not_mix(self, harness: Harness, renderer: ChatRenderer) -> None:
         words = ("zanzibar", "quixotic")
-        runs = await asyncio.gather(
-            *(self.run(harness, renderer, tmp_path / word, f"Say the word {word}.") for word in words)
-        )
+        runs = await asyncio.gather(*(self.run(harness, renderer, f"Say the word {word}.") for word in words))
         for run, own, other in zip(runs, words, reversed(words), strict=True):
             assert run.result.exit == "finished", run.result.detail
             assert any(own in prompt for prompt in run.prompts)

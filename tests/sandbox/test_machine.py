@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
+import socket
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,19 @@ async def test_a_spawn_without_descriptors_is_a_sandbox_error_and_leaks_none(san
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert failed >= 6
+    assert await process.wait(5) == 0
+
+
+async def test_descriptors_in_transit_fail_one_spawn_and_spare_the_sandbox(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+
+    with monkeypatch.context() as patch, pytest.raises(SandboxError, match="Too many references"):
+        patch.setattr(socket, "send_fds", refuse)
+        await sandbox.spawn(["true"])
+    process = await sandbox.spawn(["true"])
     assert await process.wait(5) == 0
 
 

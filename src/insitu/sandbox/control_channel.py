@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import socket
@@ -114,6 +115,10 @@ class Control:
                 async with asyncio.timeout(ANSWER_S):
                     await self._loop.sock_sendall(self._sock, body)
             except (OSError, TimeoutError) as error:
+                if isinstance(error, OSError) and error.errno == errno.ETOOMANYREFS:
+                    # Nothing was sent: the user's sandboxes have too many descriptors in transit just now.
+                    del self._answers[job]
+                    raise SandboxError(f"a job was not sent to the sandbox: {error.strerror}") from error
                 self._lose()
                 raise SandboxLost(f"the control socket of the sandbox failed: {error}") from error
         return job, future
